@@ -1,0 +1,138 @@
+"""The front door of every script: options from the command line over a TOML file over the defaults, and exit codes.
+
+A script describes its options as frozen dataclasses with a docstring under each field; `tyro` checks types and names
+and writes --help from them. A TOML file is turned into the same options, placed before the user's own, so that both
+pass the same checks and the last one wins.
+"""
+
+import contextlib
+import io
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+T = TypeVar("T")
+
+REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+class ConfigError(ValueError):
+    """An option that does not exist or has a value it cannot have; the message is for the user."""
+
+    exit_code = 2
+
+
+@REGISTRY.primitive_rule
+def booleans_as_in_toml(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """true and false, as a TOML file spells them."""
+    if info.type is not bool:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{true,false}",
+        instance_from_str=lambda values: {"true": True, "false": False}[values[0].lower()],
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value).lower()],
+        choices=("true", "false", "True", "False"),
+    )
+
+
+def parse(options: type[T], argv: list[str], file: Path | None = None) -> T:
+    """Build the dataclass `options` from a TOML file and a command line. --help prints and exits.
+
+    Raises ConfigError, in one sentence, for an unknown or ill-typed option or an unreadable file.
+    """
+    if file is None:
+        return run_tyro(options, argv)
+    try:
+        run_tyro(options, from_file := options_in(file))  # alone, so that its faults are not laid to the command line
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    return run_tyro(options, from_file + argv)
+
+
+def options_in(file: Path) -> list[str]:
+    """The tables of a TOML file as command line options."""
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("no such file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not a TOML file: {error}") from None
+    options = []
+    for table, content in tables.items():
+        if not isinstance(content, dict):
+            raise ConfigError(f"{table} must be inside a table such as [train]")
+        for key, value in content.items():
+            options += [f"--{table}.{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return options
+
+
+def run_tyro(options: type[T], argv: list[str]) -> T:
+    """tyro.cli, with its page of explanation cut down to a ConfigError of one sentence."""
+    page = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(page):
+            return tyro.cli(options, args=argv, use_underscores=True, registry=REGISTRY)
+    except SystemExit as stop:
+        if not stop.code:
+            raise  # --help
+        lines = [line.strip("╭╮╰╯│─ ") for line in page.getvalue().splitlines()]
+        message, *more = ("\n".join(lines[1:])).split("\n\n")
+        message = re.sub(r"^Error parsing (--)?", r"\1", " ".join(message.split()))
+        option = re.search(r"(--\w\S+\.\S+|--(?!help)\w+) ?(\S*)", " ".join(more))  # the one tyro explains or suggests
+        if option and message.startswith("Unrecognized"):
+            message += f"; did you mean {option[1]}?"
+        elif option and message.startswith(option[1]):
+            message += f"; expected {option[2]}"
+        raise ConfigError(message) from None
+
+
+def to_toml(config: Any) -> str:
+    """A dataclass of tables as TOML that `parse` reads back; options that are None are left out."""
+    lines = []
+    for table in fields(config):
+        content = getattr(config, table.name)
+        if is_dataclass(content):
+            lines += [f"[{table.name}]"]
+            for field in fields(content):
+                value = getattr(content, field.name)
+                if isinstance(value, str | Path):
+                    value = '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+                if value is not None:
+                    lines += [f"{field.name} = {str(value).lower() if isinstance(value, bool) else value}"]
+            lines += [""]
+    return "\n".join(lines)
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script's main and exit as tril's scripts do.
+
+    0 done; 2 something the user can fix; 3 the loss stopped being finite; 75 interrupted but saved; 1 a bug of ours.
+    An exception that is for the user carries its code as `exit_code`, prints one sentence and no traceback.
+    """
+    try:
+        main()
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        fail("interrupted", 75)
+    except OSError as error:
+        fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 2)
+    except Exception as error:
+        if not hasattr(error, "exit_code"):
+            raise
+        fail(str(error), error.exit_code)
+
+
+def fail(message: str, exit_code: int) -> None:
+    """Say why in one sentence on stderr and exit."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(exit_code)

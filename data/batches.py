@@ -1,0 +1,99 @@
+"""Batches as a function of their place in the run: no loader, no workers, no state to save or lose."""
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data import DataError
+
+IGNORE = -100  # a target that F.cross_entropy skips
+
+
+def seed_for(*place: int | str) -> int:
+    """A 63-bit seed for one purpose at one place of a run, as in seed_for(seed, "dropout", step, micro_batch)."""
+    return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest()) >> 1
+
+
+def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """A permutation of range(size), evaluated at any indices without storing it.
+
+    A Feistel network shuffles the numbers of an even number of bits (Luby and Rackoff 1988); a result outside of the
+    range is shuffled again until it is inside ("cycle walking", Black and Rogaway 2002).
+    """
+    half = max(1, (int(size - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    keys = [np.uint64(seed_for(seed, round)) for round in range(4)]
+    index = index.astype(np.uint64)
+    outside = np.ones(len(index), dtype=bool)
+    while outside.any():
+        left, right = index[outside] >> np.uint64(half), index[outside] & mask
+        for key in keys:
+            mixed = (right ^ key) * np.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+            left, right = right, left ^ ((mixed >> np.uint64(40)) & mask)
+        index[outside] = left << np.uint64(half) | right
+        outside = index >= size
+    return index.astype(np.int64)
+
+
+class Batches:
+    """Training batches: an epoch reads no token twice, and each has its own order and offset of the windows.
+
+    Args:
+        tokens: (n,) ids, memory-mapped; read as a ring, since every document starts with its own token.
+        batch_size, context_length: B and T of a batch.
+        seed: of the order.
+
+    Raises DataError if there are not context_length + 1 tokens.
+    """
+
+    def __init__(self, tokens: np.ndarray, batch_size: int, context_length: int, seed: int):
+        if len(tokens) < context_length + 1:
+            raise DataError(
+                f"the training split has {len(tokens):,} tokens and needs context_length + 1 = {context_length + 1:,}: "
+                "use more text or a smaller --model.context_length"
+            )
+        self.tokens, self.batch_size, self.context_length, self.seed = tokens, batch_size, context_length, seed
+        self.windows_per_epoch = len(tokens) // context_length
+
+    def starts(self, batch: int) -> np.ndarray:
+        """(B,) where the windows of the batch with this number begin."""
+        place = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
+        epochs, windows = np.divmod(place, self.windows_per_epoch)
+        starts = np.empty_like(place)
+        for epoch in np.unique(epochs):  # one, or two where an epoch ends inside the batch
+            here = epochs == epoch
+            order = permute(windows[here], self.windows_per_epoch, seed_for(self.seed, "order", int(epoch)))
+            offset = seed_for(self.seed, "offset", int(epoch)) % self.context_length
+            starts[here] = order * self.context_length + offset
+        return starts
+
+    def __call__(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The inputs and targets of the batch with this number, both (B, T) int64: targets are one token ahead."""
+        places = self.starts(batch)[:, None] + np.arange(self.context_length + 1)
+        return to_device(self.tokens[places % len(self.tokens)], device)
+
+
+def validation_batches(
+    tokens: np.ndarray, batch_size: int, context_length: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """All of `tokens` once, in order, always in the same batches: inputs (B, T) and targets, padded with IGNORE."""
+    num_windows = -(-(len(tokens) - 1) // context_length)
+    columns = np.arange(context_length + 1)
+    for first in range(0, num_windows, batch_size):
+        places = (first + np.arange(batch_size))[:, None] * context_length + columns
+        inputs, targets = to_device(tokens[np.minimum(places, len(tokens) - 1)], device)
+        beyond = torch.from_numpy(places[:, 1:] >= len(tokens)).to(device)
+        yield inputs, targets.masked_fill(beyond, IGNORE)
+
+
+def to_device(windows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(B, T + 1) ids -> inputs and targets, (B, T) int64 each. Narrow ids travel, wide ones are made on the device."""
+    ids = torch.from_numpy(np.ascontiguousarray(windows))
+    if device.type == "cuda":
+        ids = ids.pin_memory()
+    ids = ids.to(device, non_blocking=True).long()
+    return ids[:, :-1], ids[:, 1:]

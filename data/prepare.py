@@ -1,0 +1,282 @@
+"""Turn any text into two flat files of token ids, once: python -m data.prepare SOURCE --tokenizer NAME --out DIR
+
+A prepared corpus is a directory: train.bin and val.bin (little-endian ids, 16 bits where the vocabulary allows),
+tokenizer.json, and meta.json, which says what is in them and what they were made from. It appears complete or not at
+all, and is made again when the source or the recipe has changed.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+from tqdm import tqdm
+
+from data import DataError, sources
+from data.tokenizer import FILES, encode, load_tokenizer, make_tokenizer, save_tokenizer, token_lengths
+
+FORMAT = 1
+PREPARED = Path(__file__).parent / "prepared"
+BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text to learn from."""
+
+    source: str = "stdlib"
+    """stdlib (the Python standard library on this machine); a file, folder or glob of text, JSON lines, Parquet or
+    CSV; hf:NAME[:CONFIG] from the Hugging Face hub; or a directory made by data.prepare."""
+    tokenizer: str = "bpe:4096"
+    """bytes, chars, bpe:SIZE (trained on the source), or a tiktoken name such as gpt2 or o200k_base."""
+    text_column: str = "text"
+    """The column that holds the text, in tables and hub data sets."""
+    val_fraction: float = 0.1
+    """Share of the documents, or of a single document's end, that is kept for validation."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.val_fraction < 1:
+            raise DataError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus on disk."""
+
+    directory: Path
+    meta: dict
+    tokenizer: tiktoken.Encoding
+
+    def tokens(self, split: str) -> np.ndarray:
+        """The ids of "train" or "val", memory-mapped: (n,) uint16 or uint32."""
+        return np.memmap(self.directory / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
+
+    def __str__(self) -> str:
+        train, val = self.meta["train"], self.meta["val"]
+        return (
+            f"{self.meta['source']}, {train['tokens']:,} tokens to train on and {val['tokens']:,} to validate "
+            f"({self.meta['tokenizer']}, {train['bytes'] / max(1, train['tokens']):.2f} bytes a token)"
+        )
+
+
+def prepare(config: DataConfig, out: Path | None = None) -> Corpus:
+    """The prepared corpus of a configuration, made now unless it is there and up to date.
+
+    Raises DataError if the source cannot be used, or `out` is a directory that holds something else.
+    """
+    if (Path(config.source) / "meta.json").is_file():
+        corpus = open_corpus(Path(config.source))
+        if corpus.meta["tokenizer"] != config.tokenizer:
+            raise DataError(
+                f"{config.source} was prepared with --data.tokenizer {corpus.meta['tokenizer']}, not {config.tokenizer}"
+            )
+        return corpus
+    recipe = {"format": FORMAT, **asdict(config), "signature": sources.signature(config.source)}
+    directory = out or default_directory(config)
+    if (directory / "meta.json").is_file():
+        corpus = open_corpus(directory)
+        if all(corpus.meta.get(key) == value for key, value in recipe.items()):
+            return corpus
+        print(f"{directory} was made from something else, or its source has changed: preparing it again")
+    elif directory.exists():
+        raise DataError(f"{directory} exists and is not a prepared corpus: choose another directory")
+    temporary = directory.with_name(directory.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        write_corpus(config, recipe, temporary)
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.rename(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return open_corpus(directory)
+
+
+def default_directory(config: DataConfig) -> Path:
+    """A readable name, and a digest so that different recipes do not share a directory."""
+    source = config.source if config.source.startswith("hf:") else os.path.abspath(config.source)
+    digest = hashlib.sha256(repr((source, config)).encode()).hexdigest()[:8]
+    stem = Path(config.source.removeprefix("hf:")).stem
+    return PREPARED / f"{re.sub(r'[^A-Za-z0-9]+', '-', f'{stem}-{config.tokenizer}').strip('-').lower()}-{digest}"
+
+
+def open_corpus(directory: Path) -> Corpus:
+    """Open a prepared corpus. Raises DataError if it is not complete."""
+    try:
+        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        for split in ("train", "val"):
+            expected = meta[split]["tokens"] * np.dtype(meta["dtype"]).itemsize
+            if (directory / f"{split}.bin").stat().st_size != expected:
+                raise DataError(f"{directory / split}.bin does not have its {expected} bytes: prepare the corpus again")
+        return Corpus(directory, meta, load_tokenizer(directory))
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise DataError(f"{directory} is not a complete prepared corpus ({error!r}): prepare it again") from error
+
+
+def write_corpus(config: DataConfig, recipe: dict, directory: Path) -> None:
+    """Tokenise the source into a new directory, meta.json last."""
+    texts = chain.from_iterable(sources.documents(config.source, config.text_column))
+    if config.tokenizer.startswith("bpe:"):
+        texts = at_most(texts, BPE_SAMPLE)
+    tokenizer = make_tokenizer(
+        config.tokenizer, tqdm(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False)
+    )
+    save_tokenizer(tokenizer, directory)
+    dtype = np.dtype("<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4")
+    num_documents, num_tokens = write_tokens(config, tokenizer, dtype, directory)
+    if not config.val_fraction / 2 <= num_tokens["val"] / max(1, sum(num_tokens.values())) <= config.val_fraction * 2:
+        cut_tail(config.val_fraction, dtype, directory)  # one document, or too few to share out fairly
+    lengths = token_lengths(tokenizer)
+    meta = recipe | {"vocab_size": tokenizer.n_vocab, "dtype": dtype.str, "documents": num_documents}
+    for split in ("train", "val"):
+        with open(directory / f"{split}.bin", "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        blocks = (block.astype(np.int64) for block in read_blocks(directory / f"{split}.bin", dtype))
+        count = np.sum([np.bincount(block, minlength=len(lengths)) for block in blocks] or [lengths * 0], axis=0)
+        meta[split] = {"tokens": int(count.sum()), "bytes": int(count @ lengths), "sha256": digest}
+    if not meta["train"]["bytes"]:
+        raise DataError(f"{config.source} is empty: there is no text in it")
+    content = (directory / FILES[0]).read_bytes() + (meta["train"]["sha256"] + meta["val"]["sha256"]).encode()
+    meta["fingerprint"] = hashlib.sha256(content).hexdigest()
+    (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tokens(
+    config: DataConfig, tokenizer: tiktoken.Encoding, dtype: np.dtype, directory: Path
+) -> tuple[int, dict[str, int]]:
+    """Write train.bin and val.bin; return how many documents there are, and how many tokens each file has.
+
+    A document goes to validation by a hash of its beginning, so equal documents are never on both sides.
+    """
+    pieces = pieces_with_split(sources.documents(config.source, config.text_column), config.val_fraction)
+    num_documents, num_tokens = 0, {"train": 0, "val": 0}
+    lengths, end_of_text = token_lengths(tokenizer), np.array([tokenizer.eot_token], dtype)
+    with (
+        open(directory / "train.bin", "wb") as train,
+        open(directory / "val.bin", "wb") as val,
+        tqdm(desc="tokenising", total=text_size(config.source), unit="B", unit_scale=True, leave=False) as progress,
+    ):
+        files = {"train": train, "val": val}
+        for split, is_start, ids in encode_in_parallel(tokenizer, pieces):
+            ids = ids.astype(dtype)
+            if is_start:
+                num_documents += 1
+                ids = np.concatenate((end_of_text, ids))
+            files[split].write(ids.data)
+            num_tokens[split] += len(ids)
+            progress.update(int(lengths[ids].sum()))
+    return num_documents, num_tokens
+
+
+def pieces_with_split(documents: Iterator[sources.Document], val_fraction: float) -> Iterator[tuple[str, bool, str]]:
+    """("train" or "val", whether a document starts here, text) for every piece; empty documents are left out."""
+    for document in documents:
+        split = None
+        for piece in document:
+            if not piece:
+                continue
+            is_start = split is None
+            if is_start:
+                number = int.from_bytes(hashlib.blake2b(piece.encode(), digest_size=8).digest())
+                split = "val" if number < val_fraction * 2**64 else "train"
+            yield split, is_start, piece
+
+
+def encode_in_parallel(
+    tokenizer: tiktoken.Encoding, pieces: Iterator[tuple[str, bool, str]]
+) -> Iterator[tuple[str, bool, np.ndarray]]:
+    """The same pieces with ids for text, in order. tiktoken leaves Python's lock, so threads are enough."""
+
+    def encode_all(group: list[tuple[str, bool, str]]) -> list[tuple[str, bool, np.ndarray]]:
+        return [(split, is_start, encode(tokenizer, text)) for split, is_start, text in group]
+
+    workers = os.cpu_count() or 1
+    running = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for group in grouped(pieces, sources.PIECE):
+            running.append(pool.submit(encode_all, group))
+            if len(running) > 2 * workers:  # enough to keep everyone busy, and no more in memory
+                yield from running.popleft().result()
+        while running:
+            yield from running.popleft().result()
+
+
+def grouped(pieces: Iterator[tuple[str, bool, str]], size: int) -> Iterator[list[tuple[str, bool, str]]]:
+    """Lists of pieces of about `size` characters: small documents share a task."""
+    group, filled = [], 0
+    for piece in pieces:
+        group.append(piece)
+        filled += len(piece[-1])
+        if filled >= size:
+            yield group
+            group, filled = [], 0
+    yield group
+
+
+def cut_tail(val_fraction: float, dtype: np.dtype, directory: Path) -> None:
+    """Make the last `val_fraction` of all tokens the validation split."""
+    with open(directory / "train.bin", "ab") as train, open(directory / "val.bin", "rb") as val:
+        shutil.copyfileobj(val, train)
+        num_train = int(train.tell() // dtype.itemsize * (1 - val_fraction))
+    with open(directory / "train.bin", "r+b") as train, open(directory / "val.bin", "wb") as val:
+        train.seek(num_train * dtype.itemsize)
+        shutil.copyfileobj(train, val)
+        train.truncate(num_train * dtype.itemsize)
+
+
+def read_blocks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """A file of ids, some millions at a time."""
+    with open(path, "rb") as file:
+        while len(block := np.fromfile(file, dtype, count=1 << 22)):
+            yield block
+
+
+def at_most(texts: Iterator[str], size: int) -> Iterator[str]:
+    """The first texts, until they have `size` characters."""
+    for text in texts:
+        yield text
+        size -= len(text)
+        if size <= 0:
+            return
+
+
+def text_size(source: str) -> int | None:
+    """The bytes of a source that is plain text, None for any other."""
+    if source.startswith("hf:"):
+        return None
+    paths = sources.files(source)
+    return None if any(map(sources.table_kind, paths)) else sum(path.stat().st_size for path in paths)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    from configs import parse, run_script
+
+    @dataclass(frozen=True)
+    class Arguments(DataConfig):
+        """Prepare a corpus: read text, tokenise it, split it, write it as flat files of token ids."""
+
+        source: tyro.conf.Positional[str] = "stdlib"
+        out: Path | None = None
+        """Where to write it. None: a directory in data/prepared/."""
+
+    def main() -> None:
+        arguments = parse(Arguments, sys.argv[1:])
+        fields = {name: getattr(arguments, name) for name in DataConfig.__dataclass_fields__}
+        corpus = prepare(DataConfig(**fields), arguments.out)
+        print(f"{corpus.directory}: {corpus}")
+        print(f"next: python train.py --data.source {corpus.directory} --data.tokenizer {corpus.meta['tokenizer']}")
+
+    run_script(main)

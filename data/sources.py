@@ -1,0 +1,135 @@
+"""Where text comes from: the standard library, files, folders, globs, tables, and data sets of the Hugging Face hub.
+
+A corpus is a stream of documents, and a document is a stream of pieces of at most a megabyte, so that neither a large
+corpus nor one long line ever has to fit in memory.
+"""
+
+import codecs
+import glob
+import hashlib
+import re
+import sysconfig
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from data import DataError
+
+PIECE = 1 << 20  # characters
+# Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
+# too, so that the pieces of a document have the tokens of the whole.
+CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
+TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # suffix -> builder of `datasets`
+
+Document = Iterator[str]
+
+
+def documents(source: str, text_column: str = "text") -> Iterator[Document]:
+    """The documents of a source, in a fixed order. Read each one before asking for the next.
+
+    source: "stdlib"; a file, folder or glob of text or tables (JSON lines, Parquet, CSV); or "hf:NAME[:CONFIG]".
+    Raises DataError if it does not exist or is not text.
+    """
+    if source.startswith("hf:"):
+        name, _, config = source.removeprefix("hf:").partition(":")
+        yield from rows(name, text_column, name=config or None)
+        return
+    for suffix, paths in groupby(files(source), key=table_kind):
+        if suffix is None:
+            yield from (read_text(path) for path in paths)
+        else:
+            yield from rows(suffix, text_column, data_files=[str(path) for path in paths])
+
+
+def files(source: str) -> list[Path]:
+    """The files of a local source, sorted. Hidden files and folders are left out."""
+    if source == "stdlib":
+        return standard_library()
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    else:
+        found = [Path(p) for p in glob.glob(str(path), recursive=True)]
+    found = sorted(p for p in found if p.is_file())
+    if not found:
+        raise DataError(f"no text found at {source!r}: give a file, a folder, a glob, hf:NAME or stdlib")
+    return found
+
+
+def standard_library() -> list[Path]:
+    """The Python standard library on this machine, without its tests: real text that is everywhere, also offline."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skip = re.compile(r"^(test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*)$")
+    found = [p for p in root.rglob("*.py") if not any(skip.match(part) for part in p.relative_to(root).parts)]
+    if not found:
+        raise DataError(f"this Python has no standard library sources in {root}: name another data.source")
+    return sorted(found)
+
+
+def signature(source: str) -> str:
+    """A cheap fingerprint that changes when a local source does: names, sizes and times of its files."""
+    if source.startswith("hf:"):
+        return source
+    digest = hashlib.sha256()
+    for path in files(source):
+        stat = path.stat()
+        digest.update(f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def table_kind(path: Path) -> str | None:
+    """The `datasets` builder that reads a file, None for plain text; compressed tables count too."""
+    return next((TABLES[suffix] for suffix in path.suffixes[-2:] if suffix in TABLES), None)
+
+
+def rows(builder: str, text_column: str, **options: object) -> Iterator[Document]:
+    """The text column of a table or hub data set, one document a row, streamed by `datasets`."""
+    import datasets  # slow to import, and only tables need it
+
+    where = options.get("data_files", [builder])[0]
+    try:
+        table = datasets.load_dataset(builder, split="train", streaming=True, **options)
+        for number, row in enumerate(table):
+            text = row.get(text_column, 0)  # a null is an empty document, a column that is not there an error
+            if not isinstance(text, str | None):
+                columns = ", ".join(row)
+                raise DataError(f"row {number} of {where} has no text in column {text_column!r}; it has {columns}")
+            yield split(text or "")
+    except DataError:
+        raise
+    except Exception as error:  # whatever a reader makes of a bad file or a missing network
+        raise DataError(f"cannot read {where} as {builder}: {type(error).__name__}: {error}".splitlines()[0]) from error
+
+
+def read_text(path: Path) -> Document:
+    """A UTF-8 file in pieces. Raises DataError naming the byte that is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    offset, rest = 0, ""
+    with open(path, "rb") as file:
+        while True:
+            block = file.read(PIECE)
+            try:
+                rest += decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                at = offset + len(block) - len(error.object) + error.start  # what was decoded ends where the block does
+                raise DataError(f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {at}") from None
+            offset += len(block)
+            if not block:
+                break
+            if len(rest) >= PIECE:
+                *pieces, rest = split(rest)
+                yield from pieces
+    yield rest
+
+
+def split(text: str) -> Iterator[str]:
+    """Cut text into pieces of about PIECE characters at harmless places."""
+    start = 0
+    while len(text) - start > PIECE:
+        cut = CUT.search(text, start + PIECE - PIECE // 16, start + PIECE)
+        end = cut.start() if cut else start + PIECE
+        yield text[start:end]
+        start = end
+    yield text[start:]

@@ -1,0 +1,154 @@
+"""Tokenizers: each is a `tiktoken.Encoding`, kept on disk in the files that Hugging Face tools read.
+
+    bytes       256 bytes, nothing to learn
+    chars       the characters of the corpus
+    bpe:4096    byte-pair encoding trained on the corpus, this many tokens in all
+    gpt2, ...   any encoding tiktoken knows; it downloads and caches the vocabulary on first use
+
+The last id of bytes, chars and bpe is `<|endoftext|>`, which starts every document.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from data import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+FILES = ("tokenizer.json", "tokenizer_config.json")
+ANY_CHARACTER = r"[\s\S]"  # means the same to every regex engine
+# GPT-4's way to cut text into words, without possessive quantifiers, which regex engines disagree about.
+WORDS = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def make_tokenizer(name: str, texts: Iterable[str]) -> tiktoken.Encoding:
+    """Build a tokenizer by name; chars and bpe read the texts. Raises DataError for a name that is none."""
+    if name == "bytes":
+        return build("bytes", ANY_CHARACTER, [bytes([byte]) for byte in range(256)])
+    if name == "chars":
+        characters = sorted(set().union(*texts))
+        return build("chars", ANY_CHARACTER, [character.encode() for character in characters])
+    if name.startswith("bpe:"):
+        return train_bpe(name, texts)
+    if name not in tiktoken.list_encoding_names():
+        known = ", ".join(tiktoken.list_encoding_names())
+        raise DataError(f"unknown tokenizer {name!r}: expected bytes, chars, bpe:SIZE or one of {known}")
+    try:
+        return tiktoken.get_encoding(name)
+    except OSError as error:
+        raise DataError(
+            f"tiktoken could not download the vocabulary of {name!r} ({type(error).__name__}): "
+            "go online once, set TIKTOKEN_CACHE_DIR, or use bytes, chars or bpe:SIZE"
+        ) from error
+
+
+def build(name: str, pattern: str, tokens: list[bytes]) -> tiktoken.Encoding:
+    """The encoding with these tokens, in order of their ids, and END_OF_TEXT behind them."""
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
+
+
+def train_bpe(name: str, texts: Iterable[str]) -> tiktoken.Encoding:
+    """Byte-pair encoding (Sennrich et al. 2016) over bytes; a small corpus may yield fewer tokens than asked for."""
+    size = name.removeprefix("bpe:")
+    if not size.isdecimal() or int(size) < 257:
+        raise DataError(f"a bpe tokenizer has 257 tokens or more, as in bpe:4096, got {name!r}")
+    trainer = trainers.BpeTrainer(
+        vocab_size=int(size) - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    learner = tokenizers.Tokenizer(models.BPE())
+    learner.pre_tokenizer = split_into_bytes(WORDS)
+    learner.train_from_iterator(texts, trainer)
+    vocabulary = learner.get_vocab()
+    return build(name, WORDS, [to_bytes(token) for token in sorted(vocabulary, key=vocabulary.get)])
+
+
+def encode(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
+    """Text to ids, (n,) uint32; special tokens in the text are ordinary text.
+
+    Raises DataError naming the first character that a chars tokenizer does not know.
+    """
+    if tokenizer.name == "chars":
+        unknown = set(text) - {token.decode() for token in tokenizer._mergeable_ranks}
+        if unknown:
+            character = min(unknown, key=text.index)
+            raise DataError(f"the chars tokenizer never saw the character {character!r} (U+{ord(character):04X})")
+    return tokenizer.encode_to_numpy(text, disallowed_special=())
+
+
+def token_bytes(tokenizer: tiktoken.Encoding, token: int) -> bytes:
+    """What a token stands for; nothing if it is one of the ids that some tiktoken vocabularies leave unused."""
+    try:
+        return tokenizer.decode_single_token_bytes(token)
+    except KeyError:
+        return b""
+
+
+def token_lengths(tokenizer: tiktoken.Encoding) -> np.ndarray:
+    """(V,) the bytes each token stands for; 0 for special tokens and unused ids."""
+    lengths = np.zeros(tokenizer.n_vocab, dtype=np.int64)
+    for token, rank in tokenizer._mergeable_ranks.items():
+        lengths[rank] = len(token)
+    return lengths
+
+
+# tokenizer.json spells bytes as printable characters, the way GPT-2 did (Radford et al. 2019).
+PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
+SPELLING = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
+BYTES = {character: byte for byte, character in SPELLING.items()}
+
+
+def to_bytes(spelled: str) -> bytes:
+    return bytes(BYTES[character] for character in spelled)
+
+
+def split_into_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Cut text by a pattern, then spell each part as bytes."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def save_tokenizer(tokenizer: tiktoken.Encoding, directory: Path) -> None:
+    """Write FILES, which `load_tokenizer` reads, and `tokenizers` and `transformers` too."""
+    ranks = tokenizer._mergeable_ranks
+    spelled = {"".join(SPELLING[byte] for byte in token): rank for token, rank in ranks.items()}
+    # tiktoken joins any two neighbours that form a token, lowest rank first: list every such pair in that order.
+    merges = [
+        (token[:cut], token[cut:])
+        for token in sorted(spelled, key=spelled.get)
+        for cut in range(1, len(token))
+        if token[:cut] in spelled and token[cut:] in spelled
+    ]
+    copy = tokenizers.Tokenizer(models.BPE(spelled, merges, ignore_merges=True))
+    copy.pre_tokenizer = split_into_bytes(tokenizer._pat_str)
+    copy.decoder = decoders.ByteLevel()
+    copy.add_special_tokens(sorted(tokenizer._special_tokens, key=tokenizer._special_tokens.get))
+    (directory / FILES[0]).write_text(copy.to_str(), encoding="utf-8")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "tril_name": tokenizer.name}
+    config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    (directory / FILES[1]).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_tokenizer(directory: Path) -> tiktoken.Encoding:
+    """Read the tokenizer of a corpus or checkpoint. Raises DataError if `save_tokenizer` did not write it."""
+    try:
+        content, config = (json.loads((directory / name).read_text(encoding="utf-8")) for name in FILES)
+        pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        specials = {token["content"]: token["id"] for token in content["added_tokens"]}
+        ranks = {to_bytes(token): rank for token, rank in content["model"]["vocab"].items() if token not in specials}
+        return tiktoken.Encoding(config["tril_name"], pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
+    except (OSError, KeyError, TypeError, IndexError, ValueError) as error:
+        raise DataError(f"{directory} has no tokenizer that this version can read: {error!r}") from error

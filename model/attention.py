@@ -1,0 +1,115 @@
+"""Causal self-attention, the layer this project is built around.
+
+    weights = softmax(Q K^T / sqrt(D), over the keys a query may see)    how much each token looks at each earlier one
+    output  = weights V                                                  the values it gathers there
+
+(Vaswani et al. 2017, "Attention Is All You Need", equation 1.) `attention_weights` is that formula, written out. The
+layer computes the same output with PyTorch's fused kernel, which never stores the weights; tests/test_attention.py
+holds the two together.
+
+Shapes, the same letters in every file:
+    B batch   T time (tokens)   C channels (n_embd)   H heads   D head_dim   V vocabulary   L layers
+"""
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def make_causal_mask(context_length: int, device: torch.device | None = None) -> Tensor:
+    """(T, T) bool, True where the query (row) may attend to the key (column): itself and everything before it."""
+    return torch.ones(context_length, context_length, dtype=torch.bool, device=device).tril()
+
+
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """How much each query looks at each key; every row sums to one.
+
+    q is (B, H, T_query, D), k is (B, n_kv_head, T_key, D) and mask is (T_query, T_key), True = may attend.
+    Returns (B, H, T_query, T_key): row = query, column = key, before dropout.
+    """
+    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)  # the query heads of a group share its keys
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+    return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+
+
+class Attend(nn.Module):
+    """The one fused call. It has no parameters: a forward hook on it sees q, k, v and mask as the kernel does."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
+        """(B, H, T_query, D), twice (B, n_kv_head, T_key, D), (T_query, T_key) -> (B, H, T_query, D)."""
+        # The kernel's own causal flag is faster than a mask, but counts rows from the top: right only for a square.
+        square = q.size(-2) == k.size(-2)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=None if square else mask,
+            is_causal=square,
+            dropout_p=dropout,
+            enable_gqa=q.size(1) != k.size(1),
+        )
+
+
+class Cache(Protocol):
+    """What the layer asks of a key-value cache (model/cache.py)."""
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store this call's keys and values; return those of every position so far."""
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which a token sees itself and the tokens before it.
+
+    Args:
+        n_embd: C, the width of the input and the output.
+        n_head: H, the number of query heads.
+        n_kv_head: the number of key and value heads; each is shared by H / n_kv_head query heads (Ainslie et al. 2023).
+        head_dim: D, the width of one head.
+        mask: (context_length, context_length) from `make_causal_mask`; the layers of a model share one tensor.
+        dropout: probability of dropping a weight (inside the kernel) and an element of the output.
+        bias: whether the four projections have one.
+
+    Raises ValueError if n_head is not a multiple of n_kv_head.
+    """
+
+    causal_mask: Tensor
+
+    def __init__(
+        self,
+        n_embd: int,
+        n_head: int,
+        n_kv_head: int,
+        head_dim: int,
+        mask: Tensor,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ):
+        super().__init__()
+        if n_head % n_kv_head != 0:
+            raise ValueError(f"n_head must be a multiple of n_kv_head, got n_head={n_head} and n_kv_head={n_kv_head}")
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(n_embd, n_head * head_dim, bias=bias)
+        self.k_proj = nn.Linear(n_embd, n_kv_head * head_dim, bias=bias)
+        self.v_proj = nn.Linear(n_embd, n_kv_head * head_dim, bias=bias)
+        self.attend = Attend()
+        self.attention_dropout = dropout
+        self.o_proj = nn.Linear(n_head * head_dim, n_embd, bias=bias)  # mixes what the heads gathered
+        self.residual_dropout = nn.Dropout(dropout)
+        self.register_buffer("causal_mask", mask, persistent=False)  # rebuilt, never loaded: not in any checkpoint
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C). With a cache, x continues the positions already stored there."""
+        q, k, v = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if cache is not None:
+            k, v = cache.append(k, v)
+        T_query, T_key = q.size(-2), k.size(-2)
+        mask = self.causal_mask[T_key - T_query : T_key, :T_key]  # the rows of the triangle that belong to x
+        y = self.attend(q, k, v, mask, self.attention_dropout if self.training else 0.0)
+        return self.residual_dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # (B, H, T, D) -> (B, T, H * D) -> C
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """(B, T, heads * D) -> (B, heads, T, D)."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

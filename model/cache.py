@@ -1,0 +1,25 @@
+"""The key-value cache: what attention needs of the tokens it has already read, so that they are read only once."""
+
+import torch
+from torch import Tensor
+
+
+class LayerCache:
+    """Keys and values of one layer in storage for `capacity` positions, allocated once and filled from the left."""
+
+    def __init__(self, B: int, n_kv_head: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+        self.keys = torch.empty(B, n_kv_head, capacity, head_dim, dtype=dtype, device=device)
+        self.values = torch.empty_like(self.keys)
+        self.length = 0
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store (B, n_kv_head, T, D) behind what is there; return views of everything stored so far."""
+        end = self.length + k.size(2)
+        self.keys[:, :, self.length : end] = k
+        self.values[:, :, self.length : end] = v
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def clear(self) -> None:
+        """Forget every position, keeping the storage."""
+        self.length = 0

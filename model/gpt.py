@@ -1,0 +1,156 @@
+"""The GPT: token and position embeddings, a stack of blocks, and a head that predicts the next token.
+
+The family so far is GPT-2 (Radford et al. 2019), numerically equal to the `gpt2` model type of `transformers`.
+Shapes are named as in model/attention.py.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import sampling
+from model.attention import CausalSelfAttention, make_causal_mask
+from model.cache import LayerCache
+from model.config import GPTConfig, ModelError
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU: what a block does to each token by itself."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.up_proj = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.gelu = nn.GELU(approximate="tanh")  # GPT-2's
+        self.down_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.residual_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        return self.residual_dropout(self.down_proj(self.gelu(self.up_proj(x))))
+
+
+class Block(nn.Module):
+    """Tokens talk (attention), then each thinks (MLP); both add to the residual stream of a pre-norm transformer."""
+
+    def __init__(self, config: GPTConfig, mask: Tensor):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attention = CausalSelfAttention(
+            config.n_embd, config.n_head, config.n_kv_head, config.head_dim, mask, config.dropout, config.bias
+        )
+        self.mlp_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        x = x + self.attention(self.attention_norm(x), cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer: token ids in, a score for every possible next token out."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.position_embedding = nn.Embedding(config.context_length, config.n_embd)
+        self.embedding_dropout = nn.Dropout(config.dropout)
+        mask = make_causal_mask(config.context_length)
+        self.blocks = nn.ModuleList(Block(config, mask) for _ in range(config.n_layer))
+        self.final_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.token_embedding.weight  # tied (Press and Wolf 2017)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """GPT-2's initialisation; what feeds the residual stream is scaled by its number of additions."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif name.endswith("norm.weight"):
+                nn.init.ones_(parameter)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
+            else:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Scores of the next token at every position: (B, T) int64 -> (B, T, V).
+
+        Raises ModelError if T is more than the context length.
+        """
+        return self.logits(self.hidden(idx))
+
+    def hidden(self, idx: Tensor, caches: list[LayerCache] | None = None) -> Tensor:
+        """The last hidden state: (B, T) -> (B, T, C). With caches, idx continues what they have stored."""
+        start = caches[0].length if caches else 0
+        end = start + idx.size(1)
+        if end > self.config.context_length:
+            raise ModelError(f"{end} tokens do not fit the context length of {self.config.context_length}")
+        x = self.token_embedding(idx) + self.position_embedding.weight[start:end]
+        x = self.embedding_dropout(x)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, caches[layer] if caches else None)
+        return self.final_norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head: (..., C) -> (..., V). On a GPU the weight is padded for the length of the product only, because
+        matrix kernels are slow at odd sizes: no parameter, logit or checkpoint ever has a token that does not exist.
+        """
+        return padded_linear(hidden, self.lm_head.weight) if hidden.is_cuda else self.lm_head(hidden)
+
+    def new_cache(self, B: int, capacity: int) -> list[LayerCache]:
+        """An empty key-value cache for B sequences of up to `capacity` tokens, one entry per layer."""
+        weight, c = self.token_embedding.weight, self.config
+        return [LayerCache(B, c.n_kv_head, capacity, c.head_dim, weight.dtype, weight.device) for _ in range(c.n_layer)]
+
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        use_cache: bool = True,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Continue each row of idx: (B, T), T >= 1 -> (B, T + max_new_tokens). Any length is allowed.
+
+        temperature divides the logits, 0 takes the likeliest token; top_k, top_p and min_p forbid unlikely tokens;
+        the same seed gives the same tokens; see model/sampling.py. Raises ModelError for impossible arguments.
+        """
+        new = sampling.stream(self, idx, max_new_tokens, temperature, top_k, top_p, min_p, use_cache, seed)
+        return torch.cat((idx, *new), dim=1)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    ) -> "GPT":
+        """Load a checkpoint directory, or the newest checkpoint of a run directory, in eval mode.
+
+        dtype None keeps the checkpoint's. Raises ModelError if the directory is not an intact checkpoint.
+        """
+        from model.checkpoint import load_model  # which needs this class
+
+        return load_model(path, device, dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT":
+        """Moving a module moves each registration of a tensor separately, and `to_empty` fills none: tie them anew."""
+        super()._apply(fn, recurse)
+        self.lm_head.weight = self.token_embedding.weight
+        mask = make_causal_mask(self.config.context_length, self.lm_head.weight.device)
+        for block in self.blocks:
+            block.attention.causal_mask = mask
+        return self
+
+
+def padded_linear(x: Tensor, weight: Tensor, multiple: int = 64) -> Tensor:
+    """x @ weight.T, computed with rows of zeros that round the output size up to a multiple, and cropped again."""
+    rows = weight.size(0)
+    return F.linear(x, F.pad(weight, (0, 0, 0, -rows % multiple)))[..., :rows]

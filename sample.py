@@ -1,0 +1,179 @@
+"""Generate text from a checkpoint or a run directory.
+
+Examples:
+    python sample.py out/quickstart --prompt "def "           continue a text
+    python sample.py out/quickstart --prompt @story.txt       ... or a file; --prompt - reads standard input
+    python sample.py out/quickstart --num_samples 5 --seed 1  five samples, the same five each time
+    python sample.py out/quickstart --temperature 0           always the likeliest token
+
+The text appears as it is generated. It ends after max_new_tokens, at the end-of-text token or before --stop.
+"""
+
+import codecs
+import json
+import re
+import secrets
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tiktoken
+import torch
+import tyro
+from tqdm import tqdm
+
+from configs import parse, run_script
+from data import DataError
+from data.tokenizer import encode, load_tokenizer, token_bytes
+from model import GPT, ModelError
+from model.checkpoint import find_checkpoint
+from model.sampling import stream
+from training.device import find_device
+
+
+@dataclass(frozen=True)
+class Options:
+    __doc__ = __doc__
+
+    checkpoint: tyro.conf.Positional[Path]
+    """A checkpoint, or a run directory, whose newest one is taken."""
+    prompt: str = ""
+    """Text to continue; @FILE reads a file, - standard input. Empty: the beginning of a document."""
+    max_new_tokens: int = 256
+    """The most tokens to generate; may be more than the context length."""
+    temperature: float = 0.8
+    """Below 1 more careful, above 1 more daring; 0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Choose among the k likeliest tokens only."""
+    top_p: float | None = None
+    """Choose among the fewest likeliest tokens that have this probability together."""
+    min_p: float | None = None
+    """Forbid tokens less than this times as likely as the likeliest."""
+    num_samples: int = 1
+    """How many texts to generate."""
+    seed: int | None = None
+    """The same seed gives the same text. None: another one each time."""
+    stop: str | None = None
+    """End a text before this string."""
+    no_cache: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Recompute all keys and values for every token: slow, and the same text."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print one JSON object a sample instead of text."""
+    device: str = "auto"
+    """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "num_samples"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class Text:
+    """A text that grows token by token and knows where it ends."""
+
+    def __init__(self, tokenizer: tiktoken.Encoding, stop: str | None):
+        self.tokenizer, self.stop = tokenizer, stop or ""
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
+        self.text, self.num_shown, self.num_tokens, self.finish = "", 0, 0, "length"
+
+    def add(self, token: int) -> None:
+        """Append a token, unless the text has ended or ends with it."""
+        if self.ended:
+            return
+        if token == self.tokenizer.eot_token:
+            self.finish = "end of text"
+            return
+        self.num_tokens += 1
+        searched = max(0, len(self.text) - len(self.stop))
+        self.text += self.decoder.decode(token_bytes(self.tokenizer, token))
+        if self.stop and (end := self.text.find(self.stop, searched)) >= 0:
+            self.text, self.finish = self.text[:end], "stop"
+
+    @property
+    def ended(self) -> bool:
+        return self.finish != "length"
+
+    def unseen(self, is_last: bool) -> str:
+        """What was not returned before; what may become the stop text is held back until that is known."""
+        end = len(self.text) if is_last or self.ended else max(self.num_shown, len(self.text) - len(self.stop))
+        start, self.num_shown = self.num_shown, end
+        return self.text[start:end]
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself, or what it names. Raises DataError if that is not UTF-8."""
+    try:
+        if prompt == "-":
+            return sys.stdin.buffer.read().decode()
+        return Path(prompt[1:]).read_text(encoding="utf-8") if prompt.startswith("@") else prompt
+    except UnicodeDecodeError as error:
+        raise DataError(f"the prompt is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}") from None
+
+
+def show(text: str) -> None:
+    """Print now; to a terminal, control characters (which could command it) as visible escapes."""
+    if sys.stdout.isatty():
+        text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    print(text, end="", flush=True)
+
+
+def main() -> None:
+    options = parse(Options, sys.argv[1:])
+    prompt = read_prompt(options.prompt)
+    directory = find_checkpoint(options.checkpoint)
+    device = find_device(options.device)
+    model = GPT.from_pretrained(directory, device)
+    tokenizer = load_tokenizer(directory)
+
+    ids = encode(tokenizer, prompt).tolist() or [tokenizer.eot_token]
+    context_length = model.config.context_length
+    if len(ids) > context_length:
+        print(f"prompt has {len(ids)} tokens, context is {context_length}: using the last", file=sys.stderr)
+    elif len(ids) + options.max_new_tokens > context_length:
+        print(f"longer than the context of {context_length} tokens: the window will slide", file=sys.stderr)
+
+    seed = secrets.randbits(32) if options.seed is None else options.seed
+    tokens = stream(
+        model,
+        torch.tensor([ids] * options.num_samples, device=device),
+        options.max_new_tokens,
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.min_p,
+        not options.no_cache,
+        seed,
+    )
+    texts = [Text(tokenizer, options.stop) for _ in range(options.num_samples)]
+    streaming = options.num_samples == 1 and not options.json
+    if streaming:
+        show(prompt)
+    for column in tqdm(tokens, total=options.max_new_tokens, unit="token", leave=False, disable=streaming or None):
+        for text, token in zip(texts, column[:, 0].tolist(), strict=True):
+            text.add(token)
+        if streaming:
+            show(texts[0].unseen(is_last=False))
+        if all(text.ended for text in texts):
+            break
+    for number, text in enumerate(texts):
+        if options.json:
+            print(
+                json.dumps(
+                    {
+                        "prompt": prompt,
+                        "text": text.text,
+                        "tokens": text.num_tokens,
+                        "finish": text.finish,
+                        "seed": seed,
+                        "sample": number,
+                    }
+                )
+            )
+        elif streaming:
+            show(text.unseen(is_last=True) + "\n")
+        else:
+            show(f"--- sample {number + 1} of {len(texts)}\n{prompt}{text.text}\n")
+
+
+if __name__ == "__main__":
+    run_script(main)

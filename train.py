@@ -1,0 +1,194 @@
+"""Train a GPT on text.
+
+    python train.py                                           a small model on the Python standard library
+    python train.py configs/shakespeare_char.toml             a configuration
+    python train.py --data.source my.txt                      your own text
+    python train.py --resume out/quickstart                   go on where a run stopped, to the same bits
+
+The whole story is on this page; what it names and a reader may skip is in training/.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+from tqdm import tqdm
+
+from configs import ConfigError, parse, run_script
+from data.batches import IGNORE, Batches, seed_for, validation_batches
+from data.prepare import Corpus, DataConfig, prepare
+from data.tokenizer import token_bytes, token_lengths
+from model import GPT, GPTConfig, ModelConfig
+from training.config import TrainConfig
+from training.device import autocast, choose_device, flops_per_token, peak_flops
+from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_learning_rate
+from training.run import Interrupt, Interrupted, Run, Stopwatch
+
+Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
+QUICKSTART = Path(__file__).parent / "configs" / "quickstart.toml"
+
+
+@dataclass(frozen=True)
+class Config:
+    __doc__ = __doc__
+
+    config: tyro.conf.Positional[Path | None] = None
+    """A TOML file of options; those on the command line win. None: configs/quickstart.toml."""
+    resume: Path | None = None
+    """The run directory to continue, with its own configuration."""
+    model: Table[ModelConfig] = ModelConfig()
+    data: Table[DataConfig] = DataConfig()
+    train: Table[TrainConfig] = TrainConfig()
+
+
+def read_config(argv: list[str]) -> Config:
+    """Defaults, then a file, then the command line. Raises ConfigError for anything that does not fit."""
+    asked = parse(Config, argv)
+    if asked.config and asked.resume:
+        raise ConfigError("give a configuration file or --resume, not both: a resumed run has its own configuration")
+    if asked.resume:
+        return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], asked.resume / "config.toml")
+    return parse(Config, argv, asked.config or QUICKSTART)
+
+
+def next_token_loss(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """How surprised the model is by the next tokens: cross-entropy in nats, summed over the (B, T) targets."""
+    with autocast(inputs.device, dtype):
+        logits = model(inputs)  # (B, T) -> (B, T, V)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+@torch.no_grad()
+def evaluate(loss_fn: Callable[..., Tensor], model: GPT, batch_size: int, tokens: np.ndarray) -> float:
+    """Mean loss in nats a token over all `tokens`, which are the same at every evaluation."""
+    device = model.lm_head.weight.device
+    total = torch.zeros((), device=device)
+    model.eval()
+    for inputs, targets in validation_batches(tokens, batch_size, model.config.context_length, device):
+        total += loss_fn(model, inputs, targets)
+    model.train()
+    return total.item() / (len(tokens) - 1)
+
+
+def main() -> None:
+    config = read_config(sys.argv[1:])
+    c, T = config.train, config.model.context_length
+
+    # What to train on, what to train, and where an earlier session left off.
+    device, dtype = choose_device(c)
+    corpus = prepare(config.data)
+    print(f"data:   {corpus}")
+    batches = Batches(corpus.tokens("train"), c.batch_size, T, c.seed)
+    val_tokens = corpus.tokens("val")[: c.eval_tokens + 1]
+    val_bytes = token_lengths(corpus.tokenizer)[val_tokens[1:]].sum()
+    bits_per_byte_per_nat = (len(val_tokens) - 1) / val_bytes / math.log(2)
+
+    run = Run(config, corpus)
+    state = run.state  # step, train_seconds, the best validation loss
+    torch.manual_seed(seed_for(c.seed, "weights"))
+    model = GPT(GPTConfig(**asdict(config.model), vocab_size=corpus.tokenizer.n_vocab)).to(device).train()
+    optimizer = make_optimizer(model, c)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    run.restore(model, optimizer, scaler)
+    print(f"model:  {config.model.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
+
+    # Compile the loss, not the module: the model stays a plain GPT to save, sample from and inspect.
+    compiled = c.compile if c.compile is not None else device.type == "cuda"
+    loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
+    tokens_per_step = c.batch_size * c.grad_accum_steps * T
+    peak_tokens_per_second = peak_flops(device) / flops_per_token(model)  # nan where the peak is not known
+    guard, interrupt, stopwatch = FiniteGuard(optimizer, device), Interrupt(), Stopwatch()
+    logged = dict(state)
+    interval = 0.1 if sys.stderr.isatty() else 10  # seconds between two looks of the progress line
+    progress = tqdm(total=c.max_steps, initial=state["step"], unit="step", dynamic_ncols=True, mininterval=interval)
+
+    while True:
+        # Measure and save. Where a resumed run begins, that was done before it stopped.
+        step, last = state["step"], state["step"] == c.max_steps
+        if step != run.resumed_step:
+            if step % c.eval_every == 0 or last:
+                guard.check()
+                state["train_seconds"] += stopwatch.lap()
+                state["val_loss"] = evaluate(loss_fn, model, c.batch_size, val_tokens)
+                bits_per_byte = state["val_loss"] * bits_per_byte_per_nat
+                run.log(
+                    val_loss=state["val_loss"], val_bits_per_byte=bits_per_byte, train_seconds=state["train_seconds"]
+                )
+                progress.write(
+                    f"step {step:6d} | val_loss {state['val_loss']:7.4f} | bits/byte {bits_per_byte:6.4f} | "
+                    f"train {state['train_seconds']:7.1f} s"
+                )
+                stopwatch.lap()  # measuring and saving do not count as training
+            if (step % c.checkpoint_every == 0 and step > 0) or last or interrupt:
+                guard.check()
+                state["train_seconds"] += stopwatch.lap()
+                run.save(model, optimizer, scaler)
+                stopwatch.lap()
+        if last or interrupt:
+            break
+
+        # One step: the mean loss over all tokens of grad_accum_steps micro-batches, then one update.
+        set_learning_rate(optimizer, learning_rate_at(step, c))
+        train_loss = torch.zeros((), device=device)
+        for micro_batch in range(c.grad_accum_steps):
+            torch.manual_seed(seed_for(c.seed, "dropout", step, micro_batch))
+            inputs, targets = batches(step * c.grad_accum_steps + micro_batch, device)
+            loss = loss_fn(model, inputs, targets) / tokens_per_step
+            scaler.scale(loss).backward()
+            train_loss += loss.detach()
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
+        guard.watch(step, train_loss if scaler.is_enabled() else train_loss + grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        state["step"] += 1
+        progress.update()
+
+        if state["step"] % c.log_every == 0 or state["step"] == c.max_steps:
+            guard.check()
+            state["train_seconds"] += stopwatch.lap()
+            seconds = state["train_seconds"] - logged["train_seconds"]
+            tokens_per_second = (state["step"] - logged["step"]) * tokens_per_step / seconds
+            speed = {"tokens_per_second": tokens_per_second, "mfu": tokens_per_second / peak_tokens_per_second}
+            run.log(
+                train_loss=train_loss.item(),
+                lr=optimizer.param_groups[0]["lr"],
+                grad_norm=grad_norm.item(),
+                tokens=state["step"] * tokens_per_step,
+                **{name: value for name, value in speed.items() if math.isfinite(value)},
+            )
+            mfu = f", {speed['mfu']:.1%} of peak" if math.isfinite(speed["mfu"]) else ""
+            progress.set_postfix_str(f"loss {train_loss.item():.3f}, {tokens_per_second:,.0f} tokens/s{mfu}")
+            logged = dict(state)
+
+    progress.close()
+    run.close()
+    if interrupt:
+        raise Interrupted(f"saved step {state['step']}; continue with: python train.py --resume {run.directory}")
+    print(f"\nA sample of what it writes:\n{sample(model, corpus)}\n")
+    print(
+        f"Next, with the model in {run.directory}:\n"
+        f'  python sample.py {run.directory} --prompt "..."\n'
+        f"  python train.py --resume {run.directory} --train.max_steps {2 * c.max_steps}\n"
+        f"  python train.py --data.source YOUR_TEXT --train.out_dir out/mine"
+    )
+
+
+def sample(model: GPT, corpus: Corpus, length: int = 200) -> str:
+    """The beginning of a document as the model would write it."""
+    start = torch.tensor([[corpus.tokenizer.eot_token]], device=model.lm_head.weight.device)
+    tokens = model.generate(start, length, temperature=0.8, top_k=50, seed=0)[0, 1:].tolist()
+    return b"".join(token_bytes(corpus.tokenizer, token) for token in tokens).decode(errors="replace")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,84 @@
+"""The `[train]` table of a run."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# What a resumed run may change without becoming another run. Everything else would change its numbers.
+MAY_CHANGE = {"out_dir", "device", "compile", "max_steps", "eval_every", "log_every", "checkpoint_every"}
+MAY_CHANGE |= {"keep_checkpoints", "wandb"}
+
+
+class TrainError(ValueError):
+    """A training option or run directory that cannot be used; the message is for the user."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train."""
+
+    out_dir: str = "out/run"
+    """Run directory: configuration, metrics and checkpoints."""
+    seed: int = 1337
+    """Decides the first weights, the order of the text and the dropout."""
+    device: str = "auto"
+    """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1 or mps."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the matrix products; the weights stay float32. auto: bfloat16 on a GPU that has it, float16 with
+    loss scaling on one that has not, float32 elsewhere."""
+    compile: bool | None = None
+    """Whether to torch.compile the loss. None: on CUDA, where it pays."""
+
+    batch_size: int = 32
+    """Sequences in a micro-batch: what is in memory at once."""
+    grad_accum_steps: int = 1
+    """Micro-batches in a step; their gradients are averaged."""
+    max_steps: int = 2000
+    """Optimizer updates in the run."""
+
+    optimizer: Literal["adamw"] = "adamw"
+    """AdamW (Loshchilov and Hutter 2019)."""
+    learning_rate: float = 6e-4
+    """Peak of the learning rate."""
+    warmup_steps: int = 100
+    """Steps in which the learning rate rises to its peak."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warmup: cosine decay, or wsd: stable, then a straight line down."""
+    decay_fraction: float = 0.4
+    """Share of the run in which wsd goes down."""
+    final_lr_fraction: float = 0.1
+    """The learning rate at the end, as a share of its peak."""
+    weight_decay: float = 0.1
+    """Decay of the matrices; biases and norms have none."""
+    beta2: float = 0.95
+    """AdamW's memory of squared gradients; 0.99 for small batches."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient; 0 leaves it as it is."""
+
+    log_every: int = 10
+    """Steps between two lines of metrics."""
+    eval_every: int = 250
+    """Steps between two evaluations."""
+    eval_tokens: int = 1_000_000
+    """Validation tokens to evaluate on: the first so many, always the same."""
+    checkpoint_every: int = 1000
+    """Steps between two checkpoints; the last step always has one."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints to keep, besides the best."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Whether Weights & Biases gets the metrics too."""
+
+    def __post_init__(self) -> None:
+        at_least_one = ("batch_size", "grad_accum_steps", "max_steps", "log_every", "eval_every", "eval_tokens")
+        for name in (*at_least_one, "checkpoint_every", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise TrainError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("warmup_steps", "weight_decay", "grad_clip"):
+            if getattr(self, name) < 0:
+                raise TrainError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("decay_fraction", "final_lr_fraction", "beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise TrainError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+        if not self.learning_rate > 0:
+            raise TrainError(f"learning_rate must be above 0, got {self.learning_rate}")

@@ -1,0 +1,74 @@
+"""The machine: which device and precision to use, and what fraction of its speed a run reaches."""
+
+import contextlib
+import math
+
+import torch
+
+from model import GPT
+from training.config import TrainConfig, TrainError
+
+# Dense peak of the matrix units in TFLOP/s, bfloat16 where there is one, else float16; from the makers' data sheets.
+# The first name found in the device's own name counts, so longer names stand before shorter ones.
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "A100": 312,
+    "A10G": 70,
+    "A40": 149.7,
+    "L40S": 362,
+    "L4": 121,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71,
+    "V100": 125,
+    "T4": 65,
+}
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name; auto is CUDA, else MPS, else CPU. Raises TrainError if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise TrainError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def choose_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
+    """The device and precision of a run, explained in one printed line. Raises TrainError if it is not there."""
+    device = find_device(config.device)
+    if config.dtype != "auto":
+        dtype, why = getattr(torch, config.dtype), "as asked"
+    elif device.type != "cuda":
+        dtype, why = torch.float32, "half precision is not tried on this device"
+    elif torch.cuda.is_bf16_supported(including_emulation=False):
+        dtype, why = torch.bfloat16, "the GPU has it"
+    else:
+        dtype, why = torch.float16, "with loss scaling: the GPU has no bfloat16"
+    torch.set_float32_matmul_precision("high")  # TF32 where float32 products remain on a GPU
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    print(f"device: {device} ({where}), {str(dtype).removeprefix('torch.')} ({why}), torch {torch.__version__}")
+    return device, dtype
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Matrix products in `dtype`, everything delicate in float32; nothing at all if `dtype` is float32."""
+    return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+
+def flops_per_token(model: GPT) -> float:
+    """Training FLOPs a token, 6 N + 12 L C T (Chowdhery et al. 2022, appendix B), N without the position table."""
+    c = model.config
+    num_parameters = sum(p.numel() for p in model.parameters()) - model.position_embedding.weight.numel()
+    return 6 * num_parameters + 12 * c.n_layer * c.n_embd * c.context_length
+
+
+def peak_flops(device: torch.device) -> float:
+    """FLOP/s the matrix units could do, nan where unknown."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if known in name), math.nan)

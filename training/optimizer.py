@@ -1,0 +1,86 @@
+"""AdamW with its groups and schedule, its state as named tensors, and the guard against numbers that are none."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from model import GPT
+from training.config import TrainConfig
+
+
+class NonFiniteLoss(ArithmeticError):
+    """The loss or its gradient became inf or nan; the message is for the user."""
+
+    exit_code = 3
+
+
+def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
+    """Fused AdamW. Matrices decay, vectors (biases, norms) do not."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, config.beta2), fused=True)
+
+
+def learning_rate_at(step: int, config: TrainConfig) -> float:
+    """The learning rate of a step: a straight line up, then cosine decay, or stable and a straight line down."""
+    final = config.final_lr_fraction
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "cosine":
+        done = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+        return config.learning_rate * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    left = (config.max_steps - step) / max(1.0, config.decay_fraction * config.max_steps)
+    return config.learning_rate * (final + (1 - final) * min(1.0, max(0.0, left)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state under "parameter.quantity" names."""
+    return {
+        f"{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """The inverse of `optimizer_tensors`."""
+    for name, parameter in model.named_parameters():
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            optimizer.state[parameter][key] = tensors[f"{name}.{key}"].to(parameter.device)
+
+
+class FiniteGuard:
+    """From the first number that is not finite on, no update is made: the weights stay those of the step before.
+
+    The decision is taken on the device, through fused AdamW's own `found_inf`, so that no step waits for the host;
+    `check` asks the device, and is called where the host waits anyway.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
+        self.first_bad_step = torch.full((), math.inf, device=device)
+        self.found_inf = torch.zeros((), device=device)
+        optimizer.found_inf = self.found_inf  # under loss scaling the scaler puts its own in this place for each step
+
+    def watch(self, step: int, number: Tensor) -> None:
+        """Look at a number of this step, before its update is made."""
+        bad_step = torch.where(number.isfinite(), math.inf, float(step))
+        self.first_bad_step.copy_(torch.minimum(self.first_bad_step, bad_step))
+        self.found_inf.copy_(self.first_bad_step.isfinite())
+
+    def check(self) -> None:
+        """Raise NonFiniteLoss if a number was not finite."""
+        step = self.first_bad_step.item()
+        if math.isfinite(step):
+            raise NonFiniteLoss(
+                f"the loss or its gradient is not finite in step {int(step)}: its update was not made and the last "
+                "checkpoint is intact; try a lower --train.learning_rate or a longer --train.warmup_steps"
+            )

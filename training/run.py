@@ -1,0 +1,189 @@
+"""A run directory: config.toml, metrics.jsonl and checkpoints/, and the ways a run can be interrupted."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from configs import to_toml
+from data.prepare import Corpus
+from data.tokenizer import FILES
+from model import GPT
+from model.checkpoint import find_checkpoint, keep_newest, load_tensors, read_json, save_checkpoint, step_directories
+from training.config import MAY_CHANGE, TrainError
+from training.optimizer import load_optimizer_tensors, optimizer_tensors
+
+
+class Run:
+    """One training run on disk. What it must remember between sessions is in `state`."""
+
+    def __init__(self, config: Any, corpus: Corpus):
+        """Open the run directory of a configuration with [model], [data] and [train] tables.
+
+        Raises TrainError if the directory holds another run.
+        """
+        self.config, self.corpus = config, corpus
+        self.directory = Path(config.train.out_dir)
+        self.checkpoints = self.directory / "checkpoints"
+        self.state = {"step": 0, "train_seconds": 0.0, "val_loss": None, "best_val_loss": None, "best_step": None}
+        self.state["wandb_id"] = None
+        self.resumed_step: int | None = None
+        self.resumed_from = find_checkpoint(self.directory) if config.resume else None
+        if self.resumed_from:
+            trainer = read_json(self.resumed_from / "trainer.json")
+            refuse_other_run(trainer, config, corpus)
+            self.state = {key: trainer[key] for key in self.state}
+            self.resumed_step = self.state["step"]
+        elif step_directories(self.checkpoints):
+            raise TrainError(
+                f"{self.directory} already holds a run: continue it with --resume {self.directory}, "
+                "or give another --train.out_dir"
+            )
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        (self.directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        self.metrics = open_metrics(self.directory / "metrics.jsonl", self.state["step"])
+        self.wandb = self.start_wandb()
+
+    def start_wandb(self) -> Any:
+        """A wandb run, or None. It is imported only if wanted, and its failure never stops the training."""
+        if self.config.train.wandb == "disabled":
+            return None
+        try:
+            import wandb
+
+            run = wandb.init(
+                project="tril",
+                name=self.directory.name,
+                id=self.state["wandb_id"],
+                resume="allow",
+                dir=self.directory,
+                mode=self.config.train.wandb,
+                config=tables(self.config),
+            )
+            self.state["wandb_id"] = run.id
+            run.define_metric("*", step_metric="step")  # so that the x axis is the training step, also after a resume
+            return run
+        except Exception as error:
+            print(f"wandb is off, metrics.jsonl has everything: {type(error).__name__}: {error}")
+            return None
+
+    def restore(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Give them the state of the checkpoint that the run is resumed from, if it is."""
+        if self.resumed_from:
+            model.load_state_dict(GPT.from_pretrained(self.resumed_from).state_dict())
+            load_optimizer_tensors(model, optimizer, load_tensors(self.resumed_from / "optimizer.safetensors"))
+            scaler.load_state_dict(read_json(self.resumed_from / "trainer.json")["scaler"])
+            print(f"resumed from {self.resumed_from}")
+
+    def log(self, **values: float) -> None:
+        """One line of metrics for this step, to metrics.jsonl and wandb."""
+        record = {"step": self.state["step"], **values}
+        self.metrics.write(json.dumps(record) + "\n")
+        self.metrics.flush()
+        if self.wandb:
+            self.wandb.log(record)
+
+    def save(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Write a checkpoint of this step, then delete those that are not to be kept.
+
+        Raises OSError if it cannot be written; the older ones are untouched then.
+        """
+        os.fsync(self.metrics.fileno())
+        val_loss, best = self.state["val_loss"], self.state["best_val_loss"]
+        if val_loss is not None and (best is None or val_loss < best):
+            self.state.update(best_val_loss=val_loss, best_step=self.state["step"])
+        state = dict(self.state)
+        step = state.pop("step")
+        extra = {
+            "scaler": scaler.state_dict(),
+            "fingerprint": self.corpus.meta["fingerprint"],
+            "config": tables(self.config),
+        }
+        save_checkpoint(
+            self.checkpoints,
+            step,
+            model,
+            self.corpus.tokenizer.eot_token,
+            {name: (self.corpus.directory / name).read_bytes() for name in FILES},
+            optimizer_tensors(model, optimizer),
+            {**state, **extra},
+        )
+        keep_newest(self.checkpoints, self.config.train.keep_checkpoints, state["best_step"])
+
+    def close(self) -> None:
+        """Finish the files."""
+        self.metrics.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def tables(config: Any) -> dict[str, dict]:
+    """The [model], [data] and [train] tables as plain values."""
+    return {name: asdict(value) for name, value in vars(config).items() if is_dataclass(value)}
+
+
+def refuse_other_run(trainer: dict, config: Any, corpus: Corpus) -> None:
+    """Raise TrainError if the resumed run is asked to become a different one, naming both values."""
+    for table, content in tables(config).items():
+        for key, value in content.items():
+            before = trainer["config"][table].get(key, value)
+            if before != value and not (table == "train" and key in MAY_CHANGE):
+                raise TrainError(f"a resumed run cannot change {table}.{key}: it began with {before!r}, now {value!r}")
+    if trainer["fingerprint"] != corpus.meta["fingerprint"]:
+        before, now = trainer["fingerprint"][:12], corpus.meta["fingerprint"][:12]
+        raise TrainError(
+            f"{corpus.meta['source']} is not the text this run began with (fingerprint {before}, now {now})"
+        )
+
+
+def open_metrics(path: Path, step: int) -> Any:
+    """Open metrics.jsonl to append; lines after `step` belong to a future that is computed again and are dropped."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(kept) if step else "", encoding="utf-8")
+        shutil.move(temporary, path)
+    return open(path, "a", encoding="utf-8")
+
+
+class Stopwatch:
+    """Seconds between laps, by a clock that never goes back."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self.started = self.started, time.perf_counter()
+        return self.started - before
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and has saved; the message is for the user."""
+
+    exit_code = 75
+
+
+class Interrupt:
+    """Remembers the first SIGINT or SIGTERM, to be obeyed between two steps; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.remember)
+
+    def remember(self, number: int, frame: Any) -> None:
+        self.signal = signal.Signals(number)
+        signal.signal(number, signal.SIG_DFL)
+        tqdm.write(f"{self.signal.name}: saving after this step; once more to stop at once")
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
