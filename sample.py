@@ -1,12 +1,12 @@
 """Generate text from a checkpoint or a run directory.
 
-Examples:
-    python sample.py out/quickstart --prompt "def "           continue a text
-    python sample.py out/quickstart --prompt @story.txt       ... or a file; --prompt - reads standard input
-    python sample.py out/quickstart --num_samples 5 --seed 1  five samples, the same five each time
-    python sample.py out/quickstart --temperature 0           always the likeliest token
+Ways to ask:
+    python sample.py out/quickstart --prompt "def "      continue a text
+    python sample.py out/quickstart --prompt @story.txt  ... of a file
+    python sample.py out/quickstart --num_samples 5      five of them
+    python sample.py out/quickstart --temperature 0      the likeliest tokens
 
-The text appears as it is generated. It ends after max_new_tokens, at the end-of-text token or before --stop.
+The text ends after max_new_tokens, at the end of a document, or before --stop.
 """
 
 import codecs

@@ -1,11 +1,12 @@
 """Train a GPT on text.
 
-    python train.py                                           a small model on the Python standard library
-    python train.py configs/shakespeare_char.toml             a configuration
-    python train.py --data.source my.txt                      your own text
-    python train.py --resume out/quickstart                   go on where a run stopped, to the same bits
+Ways to start:
+    python train.py                                 the Python standard library
+    python train.py configs/shakespeare_char.toml   a configuration
+    python train.py --data.source my.txt            your own text
+    python train.py --resume out/quickstart         go on where a run stopped
 
-The whole story is on this page; what it names and a reader may skip is in training/.
+The story is on this page; what it names and a reader may skip is in training/.
 """
 
 import math
@@ -167,7 +168,8 @@ def main() -> None:
                 **{name: value for name, value in speed.items() if math.isfinite(value)},
             )
             mfu = f", {speed['mfu']:.1%} of peak" if math.isfinite(speed["mfu"]) else ""
-            progress.set_postfix_str(f"loss {train_loss.item():.3f}, {tokens_per_second:,.0f} tokens/s{mfu}")
+            postfix = f"loss {train_loss.item():.3f}, {tokens_per_second:,.0f} tokens/s{mfu}"
+            progress.set_postfix_str(postfix, refresh=False)
             logged = dict(state)
 
     progress.close()

@@ -40,7 +40,7 @@ def booleans_as_in_toml(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.const
         instance_from_str=lambda values: {"true": True, "false": False}[values[0].lower()],
         is_instance=lambda value: isinstance(value, bool),
         str_from_instance=lambda value: [str(value).lower()],
-        choices=("true", "false", "True", "False"),
+        choices=("true", "false"),
     )
 
 
@@ -84,8 +84,8 @@ def run_tyro(options: type[T], argv: list[str]) -> T:
     except SystemExit as stop:
         if not stop.code:
             raise  # --help
-        lines = [line.strip("╭╮╰╯│─ ") for line in page.getvalue().splitlines()]
-        message, *more = ("\n".join(lines[1:])).split("\n\n")
+        lines = "\n".join(line.strip("│| ") for line in page.getvalue().splitlines()[1:])  # without title and frame
+        message, *more = filter(str.strip, re.split(r"\n\W*\n", f"\n{lines}\n"))
         message = re.sub(r"^Error parsing (--)?", r"\1", " ".join(message.split()))
         option = re.search(r"(--\w\S+\.\S+|--(?!help)\w+) ?(\S*)", " ".join(more))  # the one tyro explains or suggests
         if option and message.startswith("Unrecognized"):

@@ -25,7 +25,7 @@ def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
     """
     half = max(1, (int(size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
-    keys = [np.uint64(seed_for(seed, round)) for round in range(4)]
+    keys = [np.uint64(seed_for(seed, round)) for round in range(6)]
     index = index.astype(np.uint64)
     outside = np.ones(len(index), dtype=bool)
     while outside.any():

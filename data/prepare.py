@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +26,7 @@ from data.tokenizer import FILES, encode, load_tokenizer, make_tokenizer, save_t
 
 FORMAT = 1
 PREPARED = Path(__file__).parent / "prepared"
+Piece = tuple[str, bool, str]  # "train" or "val", whether a document starts here, text
 BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
 
 
@@ -35,8 +35,8 @@ class DataConfig:
     """The text to learn from."""
 
     source: str = "stdlib"
-    """stdlib (the Python standard library on this machine); a file, folder or glob of text, JSON lines, Parquet or
-    CSV; hf:NAME[:CONFIG] from the Hugging Face hub; or a directory made by data.prepare."""
+    """stdlib (the Python standard library); a file, folder or glob of text, JSON lines, Parquet or CSV;
+    hf:NAME[:CONFIG] on the Hugging Face hub; or a directory made by data.prepare."""
     tokenizer: str = "bpe:4096"
     """bytes, chars, bpe:SIZE (trained on the source), or a tiktoken name such as gpt2 or o200k_base."""
     text_column: str = "text"
@@ -125,7 +125,7 @@ def open_corpus(directory: Path) -> Corpus:
 
 def write_corpus(config: DataConfig, recipe: dict, directory: Path) -> None:
     """Tokenise the source into a new directory, meta.json last."""
-    texts = chain.from_iterable(sources.documents(config.source, config.text_column))
+    texts = (text for _, _, text in pieces(config))
     if config.tokenizer.startswith("bpe:"):
         texts = at_most(texts, BPE_SAMPLE)
     tokenizer = make_tokenizer(
@@ -145,8 +145,6 @@ def write_corpus(config: DataConfig, recipe: dict, directory: Path) -> None:
         blocks = (block.astype(np.int64) for block in read_blocks(directory / f"{split}.bin", dtype))
         count = np.sum([np.bincount(block, minlength=len(lengths)) for block in blocks] or [lengths * 0], axis=0)
         meta[split] = {"tokens": int(count.sum()), "bytes": int(count @ lengths), "sha256": digest}
-    if not meta["train"]["bytes"]:
-        raise DataError(f"{config.source} is empty: there is no text in it")
     content = (directory / FILES[0]).read_bytes() + (meta["train"]["sha256"] + meta["val"]["sha256"]).encode()
     meta["fingerprint"] = hashlib.sha256(content).hexdigest()
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
@@ -159,7 +157,6 @@ def write_tokens(
 
     A document goes to validation by a hash of its beginning, so equal documents are never on both sides.
     """
-    pieces = pieces_with_split(sources.documents(config.source, config.text_column), config.val_fraction)
     num_documents, num_tokens = 0, {"train": 0, "val": 0}
     lengths, end_of_text = token_lengths(tokenizer), np.array([tokenizer.eot_token], dtype)
     with (
@@ -168,7 +165,7 @@ def write_tokens(
         tqdm(desc="tokenising", total=text_size(config.source), unit="B", unit_scale=True, leave=False) as progress,
     ):
         files = {"train": train, "val": val}
-        for split, is_start, ids in encode_in_parallel(tokenizer, pieces):
+        for split, is_start, ids in encode_in_parallel(tokenizer, pieces(config)):
             ids = ids.astype(dtype)
             if is_start:
                 num_documents += 1
@@ -179,26 +176,26 @@ def write_tokens(
     return num_documents, num_tokens
 
 
-def pieces_with_split(documents: Iterator[sources.Document], val_fraction: float) -> Iterator[tuple[str, bool, str]]:
-    """("train" or "val", whether a document starts here, text) for every piece; empty documents are left out."""
-    for document in documents:
+def pieces(config: DataConfig) -> Iterator[Piece]:
+    """The source piece by piece, without empty ones. Raises DataError at the end if all was white space."""
+    blank = True
+    for document in sources.documents(config.source, config.text_column):
         split = None
-        for piece in document:
-            if not piece:
-                continue
+        for text in filter(None, document):
             is_start = split is None
             if is_start:
-                number = int.from_bytes(hashlib.blake2b(piece.encode(), digest_size=8).digest())
-                split = "val" if number < val_fraction * 2**64 else "train"
-            yield split, is_start, piece
+                number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+                split = "val" if number < config.val_fraction * 2**64 else "train"
+            blank = blank and text.isspace()
+            yield split, is_start, text
+    if blank:
+        raise DataError(f"{config.source} is empty: there is no text in it")
 
 
-def encode_in_parallel(
-    tokenizer: tiktoken.Encoding, pieces: Iterator[tuple[str, bool, str]]
-) -> Iterator[tuple[str, bool, np.ndarray]]:
+def encode_in_parallel(tokenizer: tiktoken.Encoding, pieces: Iterator[Piece]) -> Iterator[tuple[str, bool, np.ndarray]]:
     """The same pieces with ids for text, in order. tiktoken leaves Python's lock, so threads are enough."""
 
-    def encode_all(group: list[tuple[str, bool, str]]) -> list[tuple[str, bool, np.ndarray]]:
+    def encode_all(group: list[Piece]) -> list[tuple[str, bool, np.ndarray]]:
         return [(split, is_start, encode(tokenizer, text)) for split, is_start, text in group]
 
     workers = os.cpu_count() or 1
@@ -212,7 +209,7 @@ def encode_in_parallel(
             yield from running.popleft().result()
 
 
-def grouped(pieces: Iterator[tuple[str, bool, str]], size: int) -> Iterator[list[tuple[str, bool, str]]]:
+def grouped(pieces: Iterator[Piece], size: int) -> Iterator[list[Piece]]:
     """Lists of pieces of about `size` characters: small documents share a task."""
     group, filled = [], 0
     for piece in pieces:

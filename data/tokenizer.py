@@ -34,7 +34,7 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> tiktoken.Encoding:
     if name == "bytes":
         return build("bytes", ANY_CHARACTER, [bytes([byte]) for byte in range(256)])
     if name == "chars":
-        characters = sorted(set().union(*texts))
+        characters = sorted({"\n"}.union(*texts))
         return build("chars", ANY_CHARACTER, [character.encode() for character in characters])
     if name.startswith("bpe:"):
         return train_bpe(name, texts)

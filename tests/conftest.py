@@ -1,0 +1,84 @@
+"""What the tests share: small models of odd sizes, a small corpus, and scripts run without a new process."""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+
+TINY = {"n_layer": 2, "n_head": 3, "n_embd": 15, "context_length": 11, "dropout": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def make_gpt(**changes: object) -> GPT:
+    """A tiny GPT whose weights are large enough to tell tokens apart."""
+    model = GPT(GPTConfig(**{**TINY, "vocab_size": 17, **changes}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture
+def corpus_file(tmp_path: Path) -> Path:
+    """A text of some structure: 4,000 bytes of counting."""
+    path = tmp_path / "corpus.txt"
+    path.write_text(" ".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}.\n" for i in range(300))[:4000])
+    return path
+
+
+class Result(NamedTuple):
+    exit_code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Result]:
+    """run(script, *arguments): what a script prints and how it exits, as under `python script.py`."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def run_script(script: ModuleType, *arguments: object) -> Result:
+        from configs import run_script
+
+        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, arguments)])
+        code = 0
+        try:
+            run_script(script.main)
+        except SystemExit as stop:
+            code = stop.code or 0
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return Result(code, *capsys.readouterr())
+
+    return run_script
+
+
+def tiny_run(corpus: Path, out: Path, **changes: object) -> list[str]:
+    """The arguments of a training run that takes a second."""
+    options = {f"model.{name}": value for name, value in TINY.items()} | {
+        "data.source": corpus,
+        "data.tokenizer": "bytes",
+        "train.out_dir": out,
+        "train.device": "cpu",
+        "train.batch_size": 3,
+        "train.grad_accum_steps": 2,
+        "train.max_steps": 12,
+        "train.warmup_steps": 2,
+        "train.eval_every": 4,
+        "train.checkpoint_every": 4,
+        "train.keep_checkpoints": 9,
+        "train.log_every": 1,
+    }
+    options |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]

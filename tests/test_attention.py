@@ -1,0 +1,151 @@
+"""The layer: its formula, its fused kernel and PyTorch's own attention are the same function."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import CausalSelfAttention, attention_weights, make_causal_mask
+from model.cache import LayerCache
+from model.config import GPTConfig
+from model.gpt import Block
+
+B, T, H, D = 2, 7, 3, 5  # all different, all prime
+C = H * D
+
+
+def make_layer(n_kv_head: int = H, n_embd: int = C, context_length: int = T, **options: object) -> CausalSelfAttention:
+    return CausalSelfAttention(n_embd, H, n_kv_head, D, make_causal_mask(context_length), **options).eval()
+
+
+def by_formula(layer: CausalSelfAttention, x: Tensor) -> Tensor:
+    """The layer's output through `attention_weights`."""
+    q, k, v = (layer.split_heads(proj(x)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    mask = layer.causal_mask[: x.size(1), : x.size(1)]
+    y = attention_weights(q, k, mask) @ v.repeat_interleave(q.size(1) // v.size(1), dim=1)
+    return layer.o_proj(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("n_kv_head", [1, H])
+@pytest.mark.parametrize("n_embd", [C, 11])
+def test_shapes(n_kv_head: int, n_embd: int) -> None:
+    layer, x = make_layer(n_kv_head, n_embd), torch.randn(B, T, n_embd)
+    seen = {}
+    layer.attend.register_forward_hook(lambda module, inputs, output: seen.update(inputs=inputs, output=output))
+    assert layer(x).shape == (B, T, n_embd)
+    q, k, v, mask, dropout = seen["inputs"]
+    assert (q.shape, k.shape, v.shape) == ((B, H, T, D), (B, n_kv_head, T, D), (B, n_kv_head, T, D))
+    assert mask.shape == (T, T) and mask.dtype == torch.bool and dropout == 0.0
+    assert attention_weights(q, k, mask).shape == (B, H, T, T)
+    assert seen["output"].shape == (B, H, T, D)
+
+
+def test_mask_is_a_registered_lower_triangle_that_no_checkpoint_has() -> None:
+    layer = make_layer()
+    assert torch.equal(layer.causal_mask, torch.ones(T, T).tril() == 1)
+    assert "causal_mask" in dict(layer.named_buffers())
+    assert "causal_mask" not in layer.state_dict()
+
+
+def test_weights_are_averages_over_the_past() -> None:
+    weights = attention_weights(torch.randn(B, H, T, D), torch.randn(B, 1, T, D), make_causal_mask(T))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, T))
+    assert torch.equal(weights.triu(1), torch.zeros(B, H, T, T))
+    assert (weights.tril() > 0).sum() == B * H * T * (T + 1) / 2
+
+
+def test_weights_worked_out_by_hand() -> None:
+    # One head of width 4: scores are q.k / 2, so 2 ln 3 and 0 become weights of 3/4 and 1/4.
+    q = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0]]).view(1, 1, 2, 4)
+    k = torch.tensor([[9.0, 2 * torch.log(torch.tensor(3.0)), 0, 0], [9.0, 0, 0, 0]]).view(1, 1, 2, 4)
+    expected = torch.tensor([[1.0, 0.0], [0.75, 0.25]])
+    torch.testing.assert_close(attention_weights(q, k, make_causal_mask(2))[0, 0], expected)
+
+
+@pytest.mark.parametrize("n_kv_head", [1, H])
+def test_kernel_equals_formula(n_kv_head: int) -> None:
+    layer, x = make_layer(n_kv_head).double(), torch.randn(B, T, C, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), by_formula(layer, x), rtol=1e-12, atol=1e-12)
+
+
+def test_scores_too_large_for_half_precision_stay_finite_and_causal() -> None:
+    layer, x = make_layer().bfloat16(), 300 * torch.randn(B, T, C).bfloat16()
+    assert layer(x).isfinite().all()
+    changed = torch.cat((x[:, :-1], -x[:, -1:]), dim=1)
+    assert torch.equal(layer(x)[:, :-1], layer(changed)[:, :-1])
+
+
+def test_shared_heads_equal_repeated_ones() -> None:
+    shared, full = make_layer(n_kv_head=1), make_layer()
+    full.load_state_dict(
+        {k: v.repeat(H, *[1] * (v.dim() - 1)) if k[:2] in ("k_", "v_") else v for k, v in shared.state_dict().items()}
+    )
+    x = torch.randn(B, T, C)
+    torch.testing.assert_close(shared(x), full(x))
+
+
+def test_equals_torch_multihead_attention_in_output_and_weights() -> None:
+    layer, torchs = make_layer(), nn.MultiheadAttention(C, H, batch_first=True).eval()
+    torchs.in_proj_weight.data = torch.cat([p.weight.data for p in (layer.q_proj, layer.k_proj, layer.v_proj)])
+    torchs.in_proj_bias.data = torch.cat([p.bias.data for p in (layer.q_proj, layer.k_proj, layer.v_proj)])
+    torchs.out_proj.load_state_dict(layer.o_proj.state_dict())
+    x = torch.randn(B, T, C)
+    y, weights = torchs(x, x, x, attn_mask=~make_causal_mask(T), average_attn_weights=False)
+    torch.testing.assert_close(layer(x), y, rtol=1e-6, atol=1e-6)
+    q, k = layer.split_heads(layer.q_proj(x)), layer.split_heads(layer.k_proj(x))
+    torch.testing.assert_close(attention_weights(q, k, layer.causal_mask), weights, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_block_equals_torch_transformer_layer(bias: bool) -> None:
+    block = Block(GPTConfig(n_embd=C, n_head=H, context_length=T, vocab_size=2, bias=bias), make_causal_mask(T)).eval()
+    torchs = nn.TransformerEncoderLayer(
+        C, H, 4 * C, 0.0, lambda x: F.gelu(x, approximate="tanh"), batch_first=True, norm_first=True, bias=bias
+    ).eval()
+    parts = [block.attention.q_proj, block.attention.k_proj, block.attention.v_proj]
+    torchs.self_attn.in_proj_weight.data = torch.cat([p.weight.data for p in parts])
+    if bias:
+        torchs.self_attn.in_proj_bias.data = torch.cat([p.bias.data for p in parts])
+    torchs.self_attn.out_proj.load_state_dict(block.attention.o_proj.state_dict())
+    for theirs, ours in (
+        (torchs.norm1, block.attention_norm),
+        (torchs.norm2, block.mlp_norm),
+        (torchs.linear1, block.mlp.up_proj),
+        (torchs.linear2, block.mlp.down_proj),
+    ):
+        theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(B, T, C)
+    torch.testing.assert_close(block(x), torchs(x, src_mask=~make_causal_mask(T)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, T])
+@pytest.mark.parametrize("n_kv_head", [1, H])
+def test_cache_in_chunks_equals_one_pass(chunk: int, n_kv_head: int) -> None:
+    layer, x = make_layer(n_kv_head).double(), torch.randn(B, T, C, dtype=torch.float64)
+    cache = LayerCache(B, n_kv_head, T, D, x.dtype, x.device)
+    cache.keys.fill_(torch.nan)  # whatever was in memory must not matter
+    cache.values.fill_(torch.nan)
+    y = torch.cat([layer(part, cache) for part in x.split(chunk, dim=1)], dim=1)
+    torch.testing.assert_close(y, layer(x), rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    layer, x = make_layer(dropout=0.5), torch.randn(B, T, C)
+    assert torch.equal(layer(x), layer(x))
+    layer.train()
+    assert not torch.equal(layer(x), layer(x))
+    seen = []
+    layer.attend.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[-1]))
+    layer(x), layer.eval()(x)
+    assert seen == [0.5, 0.0]
+
+
+def test_a_hook_on_the_seam_replaces_a_head() -> None:
+    layer, x = make_layer(), torch.randn(B, T, C)
+    layer.attend.register_forward_hook(lambda module, inputs, y: torch.zeros_like(y))
+    torch.testing.assert_close(layer(x), layer.o_proj.bias.expand(B, T, C))
+
+
+def test_query_heads_that_cannot_share_keys_are_refused() -> None:
+    with pytest.raises(ValueError, match="n_head must be a multiple of n_kv_head, got n_head=3 and n_kv_head=2"):
+        make_layer(n_kv_head=2)

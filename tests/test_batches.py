@@ -1,0 +1,91 @@
+"""Batches: a pure function of their number, nothing twice in an epoch, targets one ahead, validation complete."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import DataError
+from data.batches import IGNORE, Batches, permute, seed_for, validation_batches
+
+CPU = torch.device("cpu")
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1))
+def test_permute_is_a_permutation(size: int, seed: int) -> None:
+    assert sorted(permute(np.arange(size), size, seed)) == list(range(size))
+
+
+def test_permute_shuffles_and_depends_on_the_seed() -> None:
+    first, second = (permute(np.arange(1000), 1000, seed) for seed in (1, 2))
+    assert (first == second).mean() < 0.02
+    assert abs(np.corrcoef(np.arange(1000), first)[0, 1]) < 0.1
+
+
+@settings(deadline=None, max_examples=50)
+@given(num_tokens=st.integers(8, 500), batch_size=st.integers(1, 9), seed=st.integers(0, 99))
+def test_an_epoch_reads_no_token_twice(num_tokens: int, batch_size: int, seed: int) -> None:
+    T = 7
+    batches = Batches(np.arange(num_tokens), batch_size, T, seed)
+    windows = batches.windows_per_epoch
+    rows = torch.cat([batches(n, CPU)[0] for n in range(-(-3 * windows // batch_size))])
+    for epoch in range(3):
+        seen = rows[epoch * windows : (epoch + 1) * windows].flatten()
+        assert len(seen.unique()) == len(seen) == windows * T
+        assert num_tokens - len(seen) < T
+
+
+def test_targets_are_the_next_tokens() -> None:
+    inputs, targets = Batches(np.arange(100, dtype=np.uint16), 3, 7, seed=5)(4, CPU)
+    assert inputs.shape == targets.shape == (3, 7)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal((inputs + 1) % 100, targets)
+
+
+def test_a_batch_depends_on_its_number_and_the_seed_only() -> None:
+    tokens = np.arange(1000)
+    some, same, other = (Batches(tokens, 3, 7, seed) for seed in (5, 5, 6))
+    for n in (40, 2, 77, 2):  # any order, any number of times
+        some(n, CPU)
+    assert torch.equal(some(9, CPU)[0], same(9, CPU)[0])
+    assert not torch.equal(some(9, CPU)[0], other(9, CPU)[0])
+
+
+def test_splitting_batches_differently_gives_the_same_data() -> None:
+    tokens = np.arange(1000)
+    whole, split = Batches(tokens, 6, 7, 0), Batches(tokens, 2, 7, 0)
+    assert torch.equal(whole(5, CPU)[0], torch.cat([split(n, CPU)[0] for n in (15, 16, 17)]))
+
+
+def test_epochs_differ_in_order_and_offset() -> None:
+    batches = Batches(np.arange(701), 100, 7, 0)
+    first, second = batches.starts(0), batches.starts(1)
+    assert not np.array_equal(first, second)
+    assert len({*(first % 7)}) == len({*(second % 7)}) == 1  # windows of an epoch tile the text
+    assert len({int(Batches(np.arange(701), 100, 7, 0).starts(n)[0] % 7) for n in range(20)}) > 3
+
+
+def test_order_is_the_same_on_every_machine() -> None:
+    assert seed_for(1337, "order", 0) == 4380391568817207296
+    assert permute(np.arange(5), 1000, 1337).tolist() == [793, 258, 923, 863, 628]
+
+
+def test_a_short_text_is_refused() -> None:
+    assert Batches(np.arange(8), 1, 7, 0)(3, CPU)[0].shape == (1, 7)
+    with pytest.raises(DataError, match=r"has 7 tokens and needs context_length \+ 1 = 8"):
+        Batches(np.arange(7), 1, 7, 0)
+
+
+@settings(deadline=None, max_examples=50)
+@given(num_tokens=st.integers(2, 200), batch_size=st.integers(1, 5))
+def test_validation_predicts_every_token_once(num_tokens: int, batch_size: int) -> None:
+    T = 7
+    batches = list(validation_batches(np.arange(num_tokens, dtype=np.uint16), batch_size, T, CPU))
+    targets = torch.cat([y for _, y in batches]).flatten()
+    assert {x.shape for x, _ in batches} == {(batch_size, T)}  # one shape: nothing to compile twice
+    assert targets[targets != IGNORE].tolist() == list(range(1, num_tokens))
+    for x, y in batches:
+        assert ((x + 1 == y) | (y == IGNORE)).all()
+        assert x.min() >= 0

@@ -1,0 +1,104 @@
+"""Options: file under command line, strict, and wrong ones answered in one sentence."""
+
+from pathlib import Path
+
+import pytest
+
+import sample
+import train
+from configs import ConfigError, parse, to_toml
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "some.toml"
+    path.write_text(
+        '[model]\nn_layer = 3\nbias = false\n[train]\nlearning_rate = 6e-4\n[data]\nsource = "my \\"own\\" text.txt"\n'
+    )
+    return path
+
+
+def test_command_line_over_file_over_defaults(toml: Path) -> None:
+    config = train.read_config([str(toml), "--model.n_layer", "5", "--train.max-steps", "7"])
+    assert (config.model.n_layer, config.model.bias, config.model.n_head) == (5, False, 12)
+    assert (config.train.learning_rate, config.train.max_steps) == (6e-4, 7)
+    before = train.read_config(["--model.n_layer", "5", "--train.max_steps", "7", str(toml)])
+    assert before == config  # wherever the file stands
+
+
+def test_resolved_config_reads_back(toml: Path, tmp_path: Path) -> None:
+    config = train.read_config([str(toml), "--train.compile", "true"])
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    again = train.read_config([str(tmp_path / "resolved.toml")])
+    assert (again.model, again.data, again.train) == (config.model, config.data, config.train)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_builds(path: Path) -> None:
+    import torch
+
+    from model import GPT
+
+    config = train.read_config([str(path)])
+    assert config.train.out_dir == f"out/{path.stem}"
+    with torch.device("meta"):
+        GPT(train.GPTConfig(**vars(config.model), vocab_size=257))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--train.max_stesp", "5"], "--train.max_stesp, 5; did you mean --train.max_steps?"),
+        (["--train.max_steps", "five"], "--train.max_steps: invalid literal for int() .* 'five'; expected INT"),
+        (["--train.max_steps", "1.5"], "expected INT"),
+        (["--train.learning_rate", "fast"], "--train.learning_rate: .*'fast'; expected FLOAT"),
+        (["--train.schedule", "cosin"], "invalid choice 'cosin' .* Expected one of \\('cosine', 'wsd'\\)"),
+        (["--train.compile", "yes"], "invalid choice 'yes' for argument '--train.compile'"),
+        (["--train.max_steps"], "Missing value for argument '--train.max_steps'"),
+        (["--train.max_steps", "0"], "max_steps must be at least 1, got 0"),
+        (["--train.beta2", "2"], "beta2 must be between 0 and 1, got 2.0"),
+        (["--data.val_fraction", "1"], "val_fraction must be between 0 and 1, got 1.0"),
+        (["nowhere.toml"], "nowhere.toml: no such file"),
+        (["configs/quickstart.toml", "--resume", "out/x"], "give a configuration file or --resume, not both"),
+        (["--resume", "nowhere"], "nowhere/config.toml: no such file"),
+    ],
+)
+def test_wrong_options_get_one_sentence(run, arguments: list[str], message: str) -> None:
+    import re
+
+    result = run(train, *arguments)
+    assert result.exit_code == 2
+    assert re.search(message.replace("()", r"\(\)").replace("?", r"\?"), result.err), result.err
+    assert result.err.count("\n") == 1 and not result.out
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("[train]\nmax_stesp = 5", "some.toml: .*--train.max_stesp, 5; did you mean --train.max_steps?"),
+        ('[train]\nmax_steps = "five"', "some.toml: .*'five'; expected INT"),
+        ("[model]\nvocab_size = 5", "some.toml: .*--model.vocab_size"),
+        ("max_steps = 5", "some.toml: max_steps must be inside a table such as \\[train\\]"),
+        ("max_steps == 5", "some.toml: not a TOML file"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "some.toml").write_text(content)
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        train.read_config([str(tmp_path / "some.toml"), "--train.max_steps", "3"])
+
+
+@pytest.mark.parametrize("script", [train, sample])
+def test_help_explains_every_option(run, script) -> None:
+    result = run(script, "--help")
+    assert result.exit_code == 0
+    assert "(default:" in result.out and script.__doc__.splitlines()[0] in result.out
+    for line in result.out.splitlines():
+        assert len(line) <= 80
+
+
+def test_options_take_dashes_or_underscores() -> None:
+    options = parse(sample.Options, ["out/x", "--max-new-tokens", "5", "--no_cache", "--top_k", "3"])
+    assert (options.max_new_tokens, options.no_cache, options.top_k) == (5, True, 3)

@@ -1,0 +1,102 @@
+"""Generation: the cache changes nothing, the filters keep what they say, and the same seed writes the same text."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import ModelError
+from model.sampling import keep_min_p, keep_top_k, keep_top_p, next_token
+from tests.conftest import make_gpt
+
+T, V = 11, 17
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 3])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 10, 11, 12, 25])
+def test_cache_writes_the_same_text_also_past_the_context(length: int, n_kv_head: int) -> None:
+    model, idx = make_gpt(n_kv_head=n_kv_head).double(), torch.randint(V, (3, length))
+    greedy = [model.generate(idx, 3 * T, temperature=0, use_cache=use_cache) for use_cache in (True, False)]
+    assert greedy[0].shape == (3, length + 3 * T)
+    assert torch.equal(greedy[0][:, :length], idx)
+    assert torch.equal(*greedy)
+
+
+def test_greedy_takes_the_likeliest_token_of_the_full_context() -> None:
+    model, idx = make_gpt().eval(), torch.randint(V, (2, T))
+    assert torch.equal(model.generate(idx, 1, temperature=0)[:, -1], model(idx)[:, -1].argmax(-1))
+
+
+def test_same_seed_same_text() -> None:
+    model, idx = make_gpt(), torch.randint(V, (2, 3))
+    first, second, other = (model.generate(idx, 30, seed=seed) for seed in (7, 7, 8))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    model.generate(idx, 5, seed=7)
+    assert torch.equal(torch.random.get_rng_state(), before)  # a seeded call leaves the global generator alone
+
+
+def test_generation_leaves_the_mode_of_the_model_alone() -> None:
+    model = make_gpt()
+    model.train().generate(torch.zeros(1, 1, dtype=torch.long), 2)
+    assert model.training
+    model.eval().generate(torch.zeros(1, 1, dtype=torch.long), 2)
+    assert not model.training
+
+
+LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+
+
+@pytest.mark.parametrize(
+    "kept, expected",
+    [
+        (keep_top_k(LOGITS, 2), [True, True, False, False]),
+        (keep_top_k(LOGITS, 99), [True, True, True, True]),
+        (keep_top_p(LOGITS, 0.5), [True, True, False, False]),
+        (keep_top_p(LOGITS, 0.05), [True, False, False, False]),
+        (keep_top_p(LOGITS.flip(-1), 0.71), [False, True, True, True]),
+        (keep_min_p(LOGITS, 0.45), [True, True, True, False]),
+    ],
+)
+def test_filters_worked_out_by_hand(kept: torch.Tensor, expected: list[bool]) -> None:
+    assert kept.isfinite()[0].tolist() == expected
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 20), st.floats(0.01, 1), st.floats(0.01, 1), st.floats(0.1, 3), st.integers(0, 2**32))
+def test_only_tokens_that_every_filter_keeps_are_chosen(k: int, p: float, m: float, temperature: float, s: int) -> None:
+    logits = torch.randn(5, V, generator=torch.Generator().manual_seed(s))
+    generator = torch.Generator().manual_seed(s)
+    token = next_token(logits, temperature, k, p, m, generator)
+    scaled = keep_top_k(logits / temperature, k)
+    scaled = keep_min_p(keep_top_p(scaled, p), m)
+    assert token.shape == (5, 1)
+    assert scaled.gather(1, token).isfinite().all()
+
+
+def test_samples_follow_the_probabilities() -> None:
+    logits = LOGITS.expand(20_000, 4)
+    tokens = next_token(logits, 1.0, None, None, None, torch.Generator().manual_seed(0))
+    share = tokens.flatten().bincount(minlength=4) / len(tokens)
+    torch.testing.assert_close(share, LOGITS[0].exp(), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"min_p": 0.0}, "min_p must be above 0 and at most 1, got 0.0"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        make_gpt().generate(torch.zeros(1, 1, dtype=torch.long), 1, **options)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ModelError, match="the prompt is empty"):
+        make_gpt().generate(torch.zeros(1, 0, dtype=torch.long), 1)

@@ -1,0 +1,193 @@
+"""Preparation: every kind of source, split and counted right, complete or not there."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import DataError, prepare, sources
+from data.prepare import Corpus, DataConfig, open_corpus
+from data.tokenizer import encode, make_tokenizer, token_bytes
+
+TEXT = "".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}, naïve 猫\n" for i in range(500))
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "PREPARED", tmp_path / "prepared")
+    monkeypatch.chdir(tmp_path)
+
+
+def make(source: object, tokenizer: str = "bytes", **options: object) -> Corpus:
+    return prepare.prepare(DataConfig(str(source), tokenizer, **options))
+
+
+def documents_of(corpus: Corpus, *splits: str) -> list[str]:
+    """The documents of the splits, one after the other, as text; a tail cut off by the split is joined again."""
+    ids = np.concatenate([corpus.tokens(split) for split in splits or ("train", "val")]).tolist()
+    start = corpus.tokenizer.eot_token
+    text = b"".join(b"\xff" if token == start else token_bytes(corpus.tokenizer, token) for token in ids)
+    return [part.decode() for part in text.split(b"\xff")[1:]]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe:300"])
+def test_one_file_keeps_its_end_for_validation(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    corpus = make("a.txt", tokenizer, val_fraction=0.2)
+    assert documents_of(corpus) == [TEXT]
+    train, val = corpus.tokens("train"), corpus.tokens("val")
+    assert len(train) == int(len([*train, *val]) * 0.8)
+    assert train.dtype == np.uint16
+    assert corpus.meta["documents"] == 1
+    assert corpus.meta["train"]["bytes"] + corpus.meta["val"]["bytes"] == len(TEXT.encode())
+    assert corpus.meta["train"]["tokens"] == len(train)
+    assert corpus.meta["vocab_size"] == corpus.tokenizer.n_vocab
+
+
+def test_documents_are_split_whole_and_copies_stay_together(tmp_path: Path) -> None:
+    rows = [f"document {i % 300} " * 9 for i in range(600)]  # each one twice
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    corpus = make("a.jsonl", val_fraction=0.2)
+    assert sorted(documents_of(corpus)) == sorted(rows)
+    train, val = (set(documents_of(corpus, split)) for split in ("train", "val"))
+    assert not train & val
+    assert 0.1 < len(val) / 300 < 0.3
+
+
+def test_folder_glob_and_tables(tmp_path: Path) -> None:
+    import pandas
+
+    (tmp_path / "d" / "sub").mkdir(parents=True)
+    (tmp_path / "d" / ".git").mkdir()
+    (tmp_path / "d" / "a.txt").write_text("first\r\n")
+    (tmp_path / "d" / "sub" / "b.md").write_text("\ufeffsecond")  # with a byte order mark
+    (tmp_path / "d" / "sub" / "empty.md").write_text("")
+    (tmp_path / "d" / ".git" / "config").write_text("hidden")
+    assert documents_of(make("d")) == ["first\r\n", "second"]
+    assert documents_of(make("d/**/*.md")) == ["second"]
+    table = pandas.DataFrame({"body": ["one", None, "three\nlines"], "n": [1, 2, 3]})
+    table.to_parquet(tmp_path / "t.parquet")
+    table.to_csv(tmp_path / "t.csv")
+    table.to_json(tmp_path / "t.jsonl", orient="records", lines=True)
+    for name in ("t.parquet", "t.csv", "t.jsonl"):
+        assert documents_of(make(name, text_column="body")) == ["one", "three\nlines"], name
+    with pytest.raises(DataError, match="row 0 of .*t.jsonl has no text in column 'text'; it has body, n"):
+        make("t.jsonl")
+
+
+def test_standard_library_is_a_corpus() -> None:
+    names = {path.name for path in sources.files("stdlib")}
+    assert {"argparse.py", "dataclasses.py"} <= names
+    assert not any("test" in path.parts for path in sources.files("stdlib"))
+    for document in sources.documents("stdlib"):
+        for piece in document:
+            assert isinstance(piece, str)
+
+
+def test_long_texts_are_cut_where_tokens_are_cut_anyway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer("bpe:400", [TEXT])
+    whole = encode(tokenizer, TEXT).tolist()
+    monkeypatch.setattr(sources, "PIECE", 512)
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    pieces = list(sources.read_text(tmp_path / "a.txt"))
+    assert len(pieces) > 10 and max(map(len, pieces)) <= 2 * 512
+    assert "".join(pieces) == TEXT
+    assert [token for piece in pieces for token in encode(tokenizer, piece).tolist()] == whole
+
+
+def test_one_long_line_without_spaces_is_cut_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PIECE", 64)
+    (tmp_path / "a.txt").write_text("猫" * 1000, encoding="utf-8")
+    pieces = list(sources.read_text(tmp_path / "a.txt"))
+    assert "".join(pieces) == "猫" * 1000 and max(map(len, pieces)) <= 64
+
+
+def test_large_vocabularies_get_wide_tokens(tmp_path: Path) -> None:
+    characters = "".join(map(chr, [*range(0x100, 0xD800), *range(0x10000, 0x14000)]))
+    (tmp_path / "a.txt").write_text(characters, encoding="utf-8")
+    corpus = make("a.txt", "chars")
+    assert corpus.tokens("train").dtype == np.uint32
+    assert documents_of(corpus) == [characters]
+
+
+@pytest.mark.parametrize("prefix", [b"", "猫".encode(), b"\xef\xbb\xbf", b"x" * 1000])
+def test_bytes_that_are_not_utf8_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: bytes) -> None:
+    monkeypatch.setattr(sources, "PIECE", 64)
+    (tmp_path / "a.txt").write_bytes(prefix + b"\xff tail")
+    with pytest.raises(DataError, match=f"a.txt is not UTF-8: byte 0xff at offset {len(prefix)}$"):
+        make("a.txt")
+    assert not (tmp_path / "prepared").exists() or not list((tmp_path / "prepared").iterdir())
+
+
+def test_a_character_cut_off_at_the_end_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abc\xe7\x8c")
+    with pytest.raises(DataError, match="byte 0xe7 at offset 3"):
+        make("a.txt")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", b" \n"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_an_empty_source_is_refused_and_nothing_is_left(tmp_path: Path, content: bytes, tokenizer: str) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match="a.txt is empty: there is no text in it"):
+        make("a.txt", tokenizer)
+    assert not list((tmp_path / "prepared").iterdir())
+
+
+def test_a_missing_source_is_refused() -> None:
+    with pytest.raises(DataError, match="no text found at 'nowhere/\\*.txt'"):
+        make("nowhere/*.txt")
+
+
+def test_prepared_once_and_again_when_something_changed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    first = make("a.txt")
+    made = (first.directory / "meta.json").stat().st_mtime_ns
+    assert (make("a.txt").directory / "meta.json").stat().st_mtime_ns == made
+    assert make("a.txt", "chars").directory != first.directory
+    (tmp_path / "a.txt").write_text(TEXT + "more", encoding="utf-8")
+    second = make("a.txt")
+    assert "its source has changed" in capsys.readouterr().out
+    assert second.directory == first.directory
+    assert second.meta["fingerprint"] != first.meta["fingerprint"]
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")  # the same bytes at another time: the same corpus
+    assert make("a.txt").meta["fingerprint"] == first.meta["fingerprint"]
+
+
+def test_an_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare, "encode", interrupt)
+        make("a.txt")
+    assert not list((tmp_path / "prepared").iterdir())
+    assert documents_of(make("a.txt")) == [TEXT]
+
+
+def test_a_truncated_corpus_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    directory = make("a.txt").directory
+    (directory / "train.bin").write_bytes((directory / "train.bin").read_bytes()[:-2])
+    with pytest.raises(DataError, match="prepare the corpus again"):
+        open_corpus(directory)
+
+
+def test_a_prepared_directory_is_a_source(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    first = prepare.prepare(DataConfig("a.txt", "bytes"), tmp_path / "mine")
+    assert make(tmp_path / "mine").meta == first.meta
+    with pytest.raises(DataError, match="was prepared with --data.tokenizer bytes, not chars"):
+        make(tmp_path / "mine", "chars")
+
+
+def test_a_directory_with_other_things_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(DataError, match="exists and is not a prepared corpus"):
+        prepare.prepare(DataConfig("a.txt", "bytes"), tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"

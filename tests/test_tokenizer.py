@@ -1,0 +1,118 @@
+"""Tokenizers: any text comes back, and other people's tools read the same ids from our files."""
+
+from pathlib import Path
+
+import pytest
+import tiktoken
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import DataError
+from data.tokenizer import (
+    END_OF_TEXT,
+    WORDS,
+    build,
+    encode,
+    load_tokenizer,
+    make_tokenizer,
+    save_tokenizer,
+    token_bytes,
+    token_lengths,
+)
+
+TEXT = "the cat sat on the mat, the cat's hat: 12345!\n\n\tnaïve façade, 猫 🐈 \r\n" * 5
+NAMES = ["bytes", "bpe:280"]
+ALL = {name: make_tokenizer(name, [TEXT]) for name in (*NAMES, "chars")}
+
+
+def text_of(tokenizer: tiktoken.Encoding, ids: list[int]) -> str:
+    return b"".join(token_bytes(tokenizer, token) for token in ids).decode()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=200)
+@given(text=st.text())
+def test_any_text_comes_back(name: str, text: str) -> None:
+    ids = encode(ALL[name], text).tolist()
+    assert text_of(ALL[name], ids) == text
+    assert all(0 <= token < ALL[name].eot_token for token in ids)
+
+
+@settings(deadline=None, max_examples=100)
+@given(text=st.text(alphabet=sorted(set(TEXT))))
+def test_chars_has_one_token_per_character(text: str) -> None:
+    ids = encode(ALL["chars"], text).tolist()
+    assert len(ids) == len(text)
+    assert text_of(ALL["chars"], ids) == text
+
+
+def test_chars_names_the_character_it_does_not_know() -> None:
+    with pytest.raises(DataError, match=r"never saw the character 'ß' \(U\+00DF\)"):
+        encode(ALL["chars"], "the maß ñ")
+
+
+def test_special_tokens_in_a_text_are_text() -> None:
+    for name in NAMES:
+        assert ALL[name].eot_token not in encode(ALL[name], f"a {END_OF_TEXT} b").tolist()
+
+
+@pytest.mark.parametrize("name, size", [("bytes", 257), ("bpe:280", 280), ("chars", len(set(TEXT)) + 1)])
+def test_end_of_text_is_the_last_token(name: str, size: int) -> None:
+    assert ALL[name].n_vocab == size
+    assert ALL[name].eot_token == size - 1
+
+
+def test_lengths_count_bytes() -> None:
+    for tokenizer in ALL.values():
+        assert token_lengths(tokenizer)[encode(tokenizer, TEXT)].sum() == len(TEXT.encode())
+        assert token_lengths(tokenizer)[tokenizer.eot_token] == 0
+
+
+def test_unused_ids_stand_for_nothing() -> None:
+    gap = tiktoken.Encoding("gap", pat_str=WORDS, mergeable_ranks={b"a": 0}, special_tokens={END_OF_TEXT: 2})
+    assert token_bytes(gap, 1) == b""
+
+
+def test_bpe_learns_frequent_words() -> None:
+    assert encode(make_tokenizer("bpe:400", ["banana " * 100]), " banana").size == 1
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_files_give_the_same_tokenizer_back(name: str, tmp_path: Path) -> None:
+    save_tokenizer(ALL[name], tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.name == name
+    assert loaded.n_vocab == ALL[name].n_vocab
+    assert encode(loaded, TEXT).tolist() == encode(ALL[name], TEXT).tolist()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_hugging_face_tokenizers_give_the_same_ids(name: str, tmp_path: Path) -> None:
+    save_tokenizer(ALL[name], tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids = encode(ALL[name], TEXT).tolist()
+    assert theirs.encode(TEXT, add_special_tokens=False).ids == ids
+    assert theirs.decode(ids) == TEXT
+    assert theirs.token_to_id(END_OF_TEXT) == ALL[name].eot_token
+
+
+def test_a_tokenizer_that_merges_across_its_own_order_is_kept(tmp_path: Path) -> None:
+    # tiktoken joins any neighbours that form a token: abc is reached through a+bc as well as through ab+c.
+    tokens = [bytes([byte]) for byte in range(256)] + [b"bc", b"ab", b"abc"]
+    ours = build("ours", WORDS, tokens)
+    save_tokenizer(ours, tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in ("abc", "xabcx", "abcabc", "aabcc", "bcab"):
+        assert theirs.encode(text).ids == encode(ours, text).tolist()
+
+
+@pytest.mark.parametrize("name", ["gtp2", "bpe:", "bpe:12", "bpe:many"])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(DataError, match="unknown tokenizer 'gtp2': expected bytes|a bpe tokenizer has 257 tokens"):
+        make_tokenizer(name, [TEXT])
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no tokenizer that this version can read"):
+        load_tokenizer(tmp_path)
