@@ -51,13 +51,15 @@ class Config:
 
 
 def read_config(argv: list[str]) -> Config:
-    """Defaults, then a file, then the command line. Raises ConfigError for anything that does not fit."""
+    """Defaults, then a file, then the command line. Raises ConfigError or ModelError for what does not fit."""
     asked = parse(Config, argv)
     if asked.config and asked.resume:
         raise ConfigError("give a configuration file or --resume, not both: a resumed run has its own configuration")
     if asked.resume:
         return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], asked.resume / "config.toml")
-    return parse(Config, argv, asked.config or QUICKSTART)
+    config = parse(Config, argv, asked.config or QUICKSTART)
+    GPTConfig(**asdict(config.model))  # raises ModelError now, not after an hour of preparing data
+    return config
 
 
 def next_token_loss(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,6 +96,9 @@ def main() -> None:
 
     run = Run(config, corpus)
     state = run.state  # step, train_seconds, the best validation loss
+    if state["step"] >= c.max_steps:
+        print(f"{run.directory} is already at step {state['step']} of {c.max_steps}: nothing to do")
+        return
     torch.manual_seed(seed_for(c.seed, "weights"))
     model = GPT(GPTConfig(**asdict(config.model), vocab_size=corpus.tokenizer.n_vocab)).to(device).train()
     optimizer = make_optimizer(model, c)
@@ -109,71 +114,73 @@ def main() -> None:
     guard, interrupt, stopwatch = FiniteGuard(optimizer, device), Interrupt(), Stopwatch()
     logged = dict(state)
     interval = 0.1 if sys.stderr.isatty() else 10  # seconds between two looks of the progress line
-    progress = tqdm(total=c.max_steps, initial=state["step"], unit="step", dynamic_ncols=True, mininterval=interval)
+    with tqdm(
+        total=c.max_steps, initial=state["step"], unit="step", dynamic_ncols=True, mininterval=interval
+    ) as progress:
+        while True:
+            # Measure and save. Where a resumed run begins, that was done before it stopped.
+            step, last = state["step"], state["step"] == c.max_steps
+            if step != run.resumed_step:
+                if step % c.eval_every == 0 or last:
+                    guard.check()
+                    state["train_seconds"] += stopwatch.lap()
+                    state["val_loss"] = evaluate(loss_fn, model, c.batch_size, val_tokens)
+                    bits_per_byte = state["val_loss"] * bits_per_byte_per_nat
+                    run.log(
+                        val_loss=state["val_loss"],
+                        val_bits_per_byte=bits_per_byte,
+                        train_seconds=state["train_seconds"],
+                    )
+                    progress.write(
+                        f"step {step:6d} | val_loss {state['val_loss']:7.4f} | bits/byte {bits_per_byte:6.4f} | "
+                        f"train {state['train_seconds']:7.1f} s"
+                    )
+                    stopwatch.lap()  # measuring and saving do not count as training
+                if (step % c.checkpoint_every == 0 and step > 0) or last or interrupt:
+                    guard.check()
+                    state["train_seconds"] += stopwatch.lap()
+                    run.save(model, optimizer, scaler)
+                    stopwatch.lap()
+            if last or interrupt:
+                break
 
-    while True:
-        # Measure and save. Where a resumed run begins, that was done before it stopped.
-        step, last = state["step"], state["step"] == c.max_steps
-        if step != run.resumed_step:
-            if step % c.eval_every == 0 or last:
+            # One step: the mean loss over all tokens of grad_accum_steps micro-batches, then one update.
+            set_learning_rate(optimizer, learning_rate_at(step, c))
+            train_loss = torch.zeros((), device=device)
+            for micro_batch in range(c.grad_accum_steps):
+                torch.manual_seed(seed_for(c.seed, "dropout", step, micro_batch))
+                inputs, targets = batches(step * c.grad_accum_steps + micro_batch, device)
+                loss = loss_fn(model, inputs, targets) / tokens_per_step
+                scaler.scale(loss).backward()
+                train_loss += loss.detach()
+            scaler.unscale_(optimizer)
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
+            guard.watch(step, train_loss if scaler.is_enabled() else train_loss + grad_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            state["step"] += 1
+            progress.update()
+
+            if state["step"] % c.log_every == 0 or state["step"] == c.max_steps:
                 guard.check()
                 state["train_seconds"] += stopwatch.lap()
-                state["val_loss"] = evaluate(loss_fn, model, c.batch_size, val_tokens)
-                bits_per_byte = state["val_loss"] * bits_per_byte_per_nat
+                seconds = state["train_seconds"] - logged["train_seconds"]
+                tokens_per_second = (state["step"] - logged["step"]) * tokens_per_step / seconds
+                speed = {"tokens_per_second": tokens_per_second, "mfu": tokens_per_second / peak_tokens_per_second}
                 run.log(
-                    val_loss=state["val_loss"], val_bits_per_byte=bits_per_byte, train_seconds=state["train_seconds"]
+                    train_loss=train_loss.item(),
+                    lr=optimizer.param_groups[0]["lr"],
+                    grad_norm=grad_norm.item(),
+                    tokens=state["step"] * tokens_per_step,
+                    **{name: value for name, value in speed.items() if math.isfinite(value)},
                 )
-                progress.write(
-                    f"step {step:6d} | val_loss {state['val_loss']:7.4f} | bits/byte {bits_per_byte:6.4f} | "
-                    f"train {state['train_seconds']:7.1f} s"
-                )
-                stopwatch.lap()  # measuring and saving do not count as training
-            if (step % c.checkpoint_every == 0 and step > 0) or last or interrupt:
-                guard.check()
-                state["train_seconds"] += stopwatch.lap()
-                run.save(model, optimizer, scaler)
-                stopwatch.lap()
-        if last or interrupt:
-            break
+                mfu = f", {speed['mfu']:.1%} of peak" if math.isfinite(speed["mfu"]) else ""
+                postfix = f"loss {train_loss.item():.3f}, {tokens_per_second:,.0f} tokens/s{mfu}"
+                progress.set_postfix_str(postfix, refresh=False)
+                logged = dict(state)
 
-        # One step: the mean loss over all tokens of grad_accum_steps micro-batches, then one update.
-        set_learning_rate(optimizer, learning_rate_at(step, c))
-        train_loss = torch.zeros((), device=device)
-        for micro_batch in range(c.grad_accum_steps):
-            torch.manual_seed(seed_for(c.seed, "dropout", step, micro_batch))
-            inputs, targets = batches(step * c.grad_accum_steps + micro_batch, device)
-            loss = loss_fn(model, inputs, targets) / tokens_per_step
-            scaler.scale(loss).backward()
-            train_loss += loss.detach()
-        scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
-        guard.watch(step, train_loss if scaler.is_enabled() else train_loss + grad_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        state["step"] += 1
-        progress.update()
-
-        if state["step"] % c.log_every == 0 or state["step"] == c.max_steps:
-            guard.check()
-            state["train_seconds"] += stopwatch.lap()
-            seconds = state["train_seconds"] - logged["train_seconds"]
-            tokens_per_second = (state["step"] - logged["step"]) * tokens_per_step / seconds
-            speed = {"tokens_per_second": tokens_per_second, "mfu": tokens_per_second / peak_tokens_per_second}
-            run.log(
-                train_loss=train_loss.item(),
-                lr=optimizer.param_groups[0]["lr"],
-                grad_norm=grad_norm.item(),
-                tokens=state["step"] * tokens_per_step,
-                **{name: value for name, value in speed.items() if math.isfinite(value)},
-            )
-            mfu = f", {speed['mfu']:.1%} of peak" if math.isfinite(speed["mfu"]) else ""
-            postfix = f"loss {train_loss.item():.3f}, {tokens_per_second:,.0f} tokens/s{mfu}"
-            progress.set_postfix_str(postfix, refresh=False)
-            logged = dict(state)
-
-    progress.close()
-    run.close()
+    run.finish()
     if interrupt:
         raise Interrupted(f"saved step {state['step']}; continue with: python train.py --resume {run.directory}")
     print(f"\nA sample of what it writes:\n{sample(model, corpus)}\n")

@@ -128,9 +128,8 @@ def write_corpus(config: DataConfig, recipe: dict, directory: Path) -> None:
     texts = (text for _, _, text in pieces(config))
     if config.tokenizer.startswith("bpe:"):
         texts = at_most(texts, BPE_SAMPLE)
-    tokenizer = make_tokenizer(
-        config.tokenizer, tqdm(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False)
-    )
+    with tqdm(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False) as progress:
+        tokenizer = make_tokenizer(config.tokenizer, progress)
     save_tokenizer(tokenizer, directory)
     dtype = np.dtype("<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4")
     num_documents, num_tokens = write_tokens(config, tokenizer, dtype, directory)

@@ -1,8 +1,6 @@
 """A run directory: config.toml, metrics.jsonl and checkpoints/, and the ways a run can be interrupted."""
 
 import json
-import os
-import shutil
 import signal
 import time
 from dataclasses import asdict, is_dataclass
@@ -16,7 +14,15 @@ from configs import to_toml
 from data.prepare import Corpus
 from data.tokenizer import FILES
 from model import GPT
-from model.checkpoint import find_checkpoint, keep_newest, load_tensors, read_json, save_checkpoint, step_directories
+from model.checkpoint import (
+    find_checkpoint,
+    keep_newest,
+    load_tensors,
+    read_json,
+    save_checkpoint,
+    step_directories,
+    sync,
+)
 from training.config import MAY_CHANGE, TrainError
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
 
@@ -48,7 +54,8 @@ class Run:
             )
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        self.metrics = open_metrics(self.directory / "metrics.jsonl", self.state["step"])
+        self.metrics = self.directory / "metrics.jsonl"
+        drop_future(self.metrics, self.state["step"])
         self.wandb = self.start_wandb()
 
     def start_wandb(self) -> Any:
@@ -85,8 +92,8 @@ class Run:
     def log(self, **values: float) -> None:
         """One line of metrics for this step, to metrics.jsonl and wandb."""
         record = {"step": self.state["step"], **values}
-        self.metrics.write(json.dumps(record) + "\n")
-        self.metrics.flush()
+        with open(self.metrics, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
         if self.wandb:
             self.wandb.log(record)
 
@@ -95,7 +102,7 @@ class Run:
 
         Raises OSError if it cannot be written; the older ones are untouched then.
         """
-        os.fsync(self.metrics.fileno())
+        sync(self.metrics)
         val_loss, best = self.state["val_loss"], self.state["best_val_loss"]
         if val_loss is not None and (best is None or val_loss < best):
             self.state.update(best_val_loss=val_loss, best_step=self.state["step"])
@@ -117,9 +124,8 @@ class Run:
         )
         keep_newest(self.checkpoints, self.config.train.keep_checkpoints, state["best_step"])
 
-    def close(self) -> None:
-        """Finish the files."""
-        self.metrics.close()
+    def finish(self) -> None:
+        """Tell wandb, if it listens, that this session is over."""
         if self.wandb:
             self.wandb.finish()
 
@@ -143,15 +149,14 @@ def refuse_other_run(trainer: dict, config: Any, corpus: Corpus) -> None:
         )
 
 
-def open_metrics(path: Path, step: int) -> Any:
-    """Open metrics.jsonl to append; lines after `step` belong to a future that is computed again and are dropped."""
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept) if step else "", encoding="utf-8")
-        shutil.move(temporary, path)
-    return open(path, "a", encoding="utf-8")
+def drop_future(metrics: Path, step: int) -> None:
+    """Drop the lines after `step`: they belong to a future that will be computed again, or to an abandoned run."""
+    if metrics.exists():
+        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if step and line.endswith("\n") and json.loads(line)["step"] <= step]
+        temporary = metrics.with_suffix(".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(metrics)
 
 
 class Stopwatch:

@@ -1,0 +1,354 @@
+"""Training: it learns, it resumes to the same bits, and nothing that only looks on changes it."""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from configs import run_script
+from data.batches import IGNORE
+from model import GPT
+from tests.conftest import make_gpt, tiny_run
+from training.config import MAY_CHANGE, TrainConfig
+from training.optimizer import FiniteGuard, NonFiniteLoss, learning_rate_at, make_optimizer
+
+
+@pytest.fixture(autouse=True)
+def prepared_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.prepare.PREPARED", tmp_path / "prepared")
+
+
+def weights(run_directory: Path, step: int = 12) -> dict[str, torch.Tensor]:
+    return load_file(run_directory / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def metrics(run_directory: Path, key: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+@pytest.fixture
+def straight(run, corpus_file: Path, tmp_path: Path) -> Path:
+    """A run of 12 steps without a break."""
+    result = run(train, *tiny_run(corpus_file, tmp_path / "straight"))
+    assert result.exit_code == 0, result.err
+    return tmp_path / "straight"
+
+
+def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    changes = {"train__max_steps": 80, "train__learning_rate": 0.02, "train__eval_every": 40, "model__dropout": 0.0}
+    result = run(train, *tiny_run(corpus_file, out, **changes))
+    assert result.exit_code == 0
+    val_loss = metrics(out, "val_loss")
+    assert list(val_loss) == [0, 40, 80]
+    assert abs(val_loss[0] - math.log(257)) < 0.1
+    assert val_loss[80] < 0.6 * val_loss[0]
+    bits = metrics(out, "val_bits_per_byte")
+    assert bits[80] == pytest.approx(val_loss[80] / math.log(2), rel=1e-6)  # a token is a byte here
+    logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert {"step", "train_loss", "lr", "grad_norm", "tokens", "tokens_per_second"} == set(logged[1])
+    assert {"step", "val_loss", "val_bits_per_byte", "train_seconds"} == set(logged[0])
+    assert metrics(out, "tokens")[80] == 80 * 3 * 2 * 11
+    for said in ("device: cpu", "A sample of what it writes:", f"python sample.py {out}"):
+        assert said in result.out
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors", "manifest.json"):
+        assert (out / "checkpoints" / "step-00000080" / name).is_file()
+
+
+def test_the_same_run_twice_gives_the_same_bits(run, straight: Path, corpus_file: Path, tmp_path: Path) -> None:
+    run(train, *tiny_run(corpus_file, tmp_path / "again"))
+    assert same_bits(weights(straight), weights(tmp_path / "again"))
+    run(train, *tiny_run(corpus_file, tmp_path / "other", train__seed=2))
+    assert not same_bits(weights(straight), weights(tmp_path / "other"))
+
+
+def test_resume_and_resume_again_give_the_same_bits(run, straight: Path, corpus_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "broken"
+    assert run(train, *tiny_run(corpus_file, out, train__schedule="wsd", train__decay_fraction=0)).exit_code == 0
+    longer = tmp_path / "longer"
+    steps = {"train__schedule": "wsd", "train__decay_fraction": 0}
+    run(train, *tiny_run(corpus_file, longer, **steps, train__max_steps=5, train__checkpoint_every=100))
+    for max_steps in (7, 12):
+        result = run(train, "--resume", longer, "--train.max_steps", max_steps)
+        assert result.exit_code == 0 and "resumed from" in result.out
+    assert same_bits(weights(out), weights(longer))
+    for name in ("train_loss", "lr", "grad_norm"):
+        assert metrics(out, name) == metrics(longer, name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_resumed_run_is_the_same(
+    run, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    out = tmp_path / "interrupted"
+    loss = train.next_token_loss
+    steps = []
+
+    def interrupting(model: GPT, *arguments: object, **options: object) -> torch.Tensor:
+        steps.append(model.training)
+        if sum(steps) == 13 and model.training:
+            os.kill(os.getpid(), number)  # in the middle of step 6
+        return loss(model, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "next_token_loss", interrupting)
+        result = run(train, *tiny_run(corpus_file, out))
+    assert result.exit_code == 75
+    assert result.err.splitlines()[-1].startswith("train.py: saved step 7; continue with: python train.py --resume")
+    assert (out / "checkpoints" / "step-00000007").is_dir()
+    assert run(train, "--resume", out).exit_code == 0
+    assert same_bits(weights(straight), weights(out))
+    assert metrics(straight, "train_loss") == metrics(out, "train_loss")
+    assert metrics(straight, "val_loss") == metrics(out, "val_loss")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__eval_every": 3},
+        {"train__log_every": 5},
+        {"train__checkpoint_every": 5},
+        {"train__eval_tokens": 50},
+        {"train__keep_checkpoints": 1},
+    ],
+    ids=str,
+)
+def test_looking_changes_nothing(run, straight: Path, corpus_file: Path, tmp_path: Path, changes: dict) -> None:
+    run(train, *tiny_run(corpus_file, tmp_path / "other", **changes))
+    assert same_bits(weights(straight), weights(tmp_path / "other"))
+
+
+def test_accumulated_loss_is_the_mean_over_all_tokens() -> None:
+    model, idx = make_gpt(dropout=0.0), torch.randint(17, (6, 12))
+    inputs, targets = idx[:, :-1], idx[:, 1:]
+    whole = train.next_token_loss(model, inputs, targets, torch.float32) / targets.numel()
+    whole.backward()
+    expected = model.blocks[0].attention.q_proj.weight.grad.clone()
+    model.zero_grad()
+    parts = [
+        train.next_token_loss(model, x, y, torch.float32) / targets.numel()
+        for x, y in zip(inputs.split(2), targets.split(2), strict=True)
+    ]
+    for part in parts:
+        part.backward()
+    torch.testing.assert_close(sum(parts), whole)
+    torch.testing.assert_close(model.blocks[0].attention.q_proj.weight.grad, expected)
+    torch.testing.assert_close(whole, torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()))
+
+
+def test_splitting_a_batch_into_micro_batches_changes_rounding_only(run, corpus_file: Path, tmp_path: Path) -> None:
+    for out, batch_size, accum in (("one", 6, 1), ("two", 3, 2), ("six", 1, 6)):
+        changes = {"train__batch_size": batch_size, "train__grad_accum_steps": accum, "model__dropout": 0.0}
+        run(train, *tiny_run(corpus_file, tmp_path / out, **changes))
+    for out in ("two", "six"):
+        for name, tensor in weights(tmp_path / "one").items():
+            torch.testing.assert_close(tensor, weights(tmp_path / out)[name], rtol=1e-3, atol=2e-5)
+
+
+def test_targets_to_ignore_have_no_loss() -> None:
+    model, idx = make_gpt().eval(), torch.randint(17, (2, 12))
+    targets = idx[:, 1:].clone()
+    targets[1] = IGNORE
+    loss = train.next_token_loss(model, idx[:, :-1], targets, torch.float32)
+    torch.testing.assert_close(loss, train.next_token_loss(model, idx[:1, :-1], targets[:1], torch.float32))
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(
+    run, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = train.next_token_loss
+
+    def broken(model: GPT, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        steps.append(model.training)
+        return loss(model, inputs, targets, dtype) * (math.nan if sum(steps) > 2 * 6 else 1)
+
+    steps = []
+    monkeypatch.setattr(train, "next_token_loss", broken)
+    result = run(train, *tiny_run(corpus_file, tmp_path / "nan", train__log_every=100))
+    assert result.exit_code == 3
+    assert "not finite in step 6: its update was not made" in result.err.splitlines()[-1]
+    names = sorted(path.name for path in (tmp_path / "nan" / "checkpoints").iterdir())
+    assert names == ["step-00000004"]
+    assert same_bits(weights(straight, 4), weights(tmp_path / "nan", 4))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_the_guard_freezes_weights_from_the_first_bad_number_on(bad: float) -> None:
+    model = make_gpt()
+    optimizer = make_optimizer(model, TrainConfig())
+    guard = FiniteGuard(optimizer, torch.device("cpu"))
+    before = None
+    for step, number in enumerate([1.0, 2.0, bad, 3.0]):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if not math.isfinite(number):
+            before = [parameter.clone() for parameter in model.parameters()]
+            guard.check()
+        guard.watch(step, torch.tensor(number))
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    with pytest.raises(NonFiniteLoss, match="step 2"):
+        guard.check()
+
+
+def test_loss_scaling_in_float16_trains_and_resumes_to_the_same_bits(run, corpus_file: Path, tmp_path: Path) -> None:
+    half = {"train__dtype": "float16", "train__schedule": "wsd", "train__decay_fraction": 0}
+    run(train, *tiny_run(corpus_file, tmp_path / "straight", **half))
+    run(train, *tiny_run(corpus_file, tmp_path / "broken", **half, train__max_steps=5))
+    trainer = json.loads((tmp_path / "broken" / "checkpoints" / "step-00000005" / "trainer.json").read_text())
+    assert trainer["scaler"]["_growth_tracker"] == 5
+    run(train, "--resume", tmp_path / "broken", "--train.max_steps", 12)
+    assert same_bits(weights(tmp_path / "straight"), weights(tmp_path / "broken"))
+
+
+def test_a_finished_run_has_nothing_to_do(run, straight: Path) -> None:
+    before = sorted((path, path.stat().st_mtime_ns) for path in (straight / "checkpoints").rglob("*"))
+    result = run(train, "--resume", straight)
+    assert result.exit_code == 0
+    assert "is already at step 12 of 12: nothing to do" in result.out
+    assert sorted((path, path.stat().st_mtime_ns) for path in (straight / "checkpoints").rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("--model.n_layer 3", "a resumed run cannot change model.n_layer: it began with 2, now 3"),
+        ("--train.seed 5", "cannot change train.seed: it began with 1337, now 5"),
+        ("--train.learning_rate 0.5", "cannot change train.learning_rate"),
+        ("--data.tokenizer chars", "cannot change data.tokenizer: it began with 'bytes', now 'chars'"),
+    ],
+)
+def test_a_resumed_run_stays_the_same_run(run, straight: Path, option: str, message: str) -> None:
+    result = run(train, "--resume", straight, *option.split())
+    assert result.exit_code == 2 and message in result.err
+    assert len(result.err.splitlines()[-1]) <= 200
+
+
+def test_a_resumed_run_may_change_what_does_not_change_its_numbers(run, straight: Path) -> None:
+    assert set(TrainConfig.__dataclass_fields__) >= MAY_CHANGE
+    assert run(train, "--resume", straight, "--train.eval_every", "5", "--train.max_steps", "13").exit_code == 0
+
+
+def test_a_resumed_run_refuses_another_text(run, straight: Path, corpus_file: Path) -> None:
+    corpus_file.write_text(corpus_file.read_text() + "one more line\n")
+    result = run(train, "--resume", straight)
+    assert result.exit_code == 2 and "is not the text this run began with" in result.err
+
+
+def test_a_second_run_does_not_overwrite_the_first(run, straight: Path, corpus_file: Path) -> None:
+    result = run(train, *tiny_run(corpus_file, straight))
+    assert result.exit_code == 2
+    assert f"already holds a run: continue it with --resume {straight}" in result.err
+
+
+def test_only_the_newest_and_the_best_checkpoints_are_kept(run, corpus_file: Path, tmp_path: Path) -> None:
+    changes = {"train__keep_checkpoints": 2, "train__checkpoint_every": 2, "train__learning_rate": 3.0}
+    run(train, *tiny_run(corpus_file, tmp_path / "run", **changes, train__eval_every=2, train__warmup_steps=6))
+    val_loss = metrics(tmp_path / "run", "val_loss")
+    best = min((step for step in val_loss if step), key=val_loss.get)
+    kept = {int(path.name[-8:]) for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert kept == {10, 12, best} and best < 10
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model__context_length": 4000}, "training split has 3,743 tokens and needs context_length + 1 = 4,001"),
+        ({"model__n_head": 4}, "n_embd must be a multiple of n_head, got n_embd=15 and n_head=4"),
+        ({"train__device": "cuda:9"}, "device 'cuda:9' cannot be used"),
+        ({"train__device": "gpu"}, "device 'gpu' cannot be used"),
+        ({"data__tokenizer": "gtp2"}, "unknown tokenizer 'gtp2'"),
+        ({"data__source": "nowhere.txt"}, "no text found at 'nowhere.txt'"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_leave_no_run(run, corpus_file, tmp_path, changes: dict, message: str) -> None:
+    result = run(train, *tiny_run(corpus_file, tmp_path / "run", **changes))
+    assert result.exit_code == 2
+    assert message in result.err.splitlines()[-1]
+    assert "Traceback" not in result.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_that_cannot_be_written_is_one_sentence(run, corpus_file: Path) -> None:
+    result = run(train, *tiny_run(corpus_file, corpus_file / "run"))
+    assert result.exit_code == 2 and "Not a directory" in result.err.splitlines()[-1]
+
+
+def test_learning_rates() -> None:
+    cosine = TrainConfig(learning_rate=1.0, warmup_steps=10, max_steps=110, final_lr_fraction=0.1)
+    rates = [learning_rate_at(step, cosine) for step in range(111)]
+    assert rates[:2] == [0.1, 0.2] and rates[9] == rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
+    wsd = TrainConfig(
+        learning_rate=1.0, warmup_steps=10, max_steps=100, schedule="wsd", decay_fraction=0.4, final_lr_fraction=0.0
+    )
+    rates = [learning_rate_at(step, wsd) for step in range(101)]
+    assert rates[10:61] == [1.0] * 51
+    assert rates[80] == pytest.approx(0.5) and rates[100] == 0.0
+
+
+def test_only_matrices_decay() -> None:
+    model = make_gpt()
+    decayed, rest = make_optimizer(model, TrainConfig()).param_groups
+    assert all(p.dim() == 2 for p in decayed["params"]) and decayed["weight_decay"] == 0.1
+    assert all(p.dim() == 1 for p in rest["params"]) and rest["weight_decay"] == 0.0
+    assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
+
+
+class FakeWandb:
+    """What tril uses of wandb."""
+
+    def __init__(self) -> None:
+        self.calls, self.id = [], "abc"
+
+    def init(self, **options: object) -> "FakeWandb":
+        self.calls.append(options)
+        return self
+
+    def define_metric(self, *names: str, step_metric: str) -> None:
+        assert step_metric == "step"
+
+    def log(self, record: dict) -> None:
+        self.calls.append(record)
+
+    def finish(self) -> None:
+        self.calls.append("finished")
+
+
+def test_wandb_gets_every_line_and_one_run_over_resumes(run, corpus_file, tmp_path, monkeypatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
+    steps = {"train__max_steps": 4, "train__wandb": "offline"}
+    run(train, *tiny_run(corpus_file, tmp_path / "run", **steps))
+    run(train, "--resume", tmp_path / "run", "--train.max_steps", "6")
+    started = [call for call in fake.calls if "project" in call]
+    assert [call["id"] for call in started] == [None, "abc"]
+    assert started[0]["mode"] == "offline" and started[0]["dir"] == tmp_path / "run"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [call for call in fake.calls if "step" in call] == lines
+    assert fake.calls.count("finished") == 2
+
+
+def test_wandb_that_fails_does_not_stop_the_training(run, corpus_file, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    result = run(train, *tiny_run(corpus_file, tmp_path / "run", train__wandb="online"))
+    assert result.exit_code == 0 and "wandb is off" in result.out
+
+
+def test_a_bug_of_ours_keeps_its_traceback() -> None:
+    def main() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_script(main)
