@@ -126,12 +126,7 @@ def main() -> None:
     tokenizer = load_tokenizer(directory)
 
     ids = encode(tokenizer, prompt).tolist() or [tokenizer.eot_token]
-    context_length = model.config.context_length
-    if len(ids) > context_length:
-        print(f"prompt has {len(ids)} tokens, context is {context_length}: using the last", file=sys.stderr)
-    elif len(ids) + options.max_new_tokens > context_length:
-        print(f"longer than the context of {context_length} tokens: the window will slide", file=sys.stderr)
-
+    T = model.config.context_length
     seed = secrets.randbits(32) if options.seed is None else options.seed
     tokens = stream(
         model,
@@ -144,6 +139,11 @@ def main() -> None:
         not options.no_cache,
         seed,
     )
+    if len(ids) > T:
+        print(f"prompt has {len(ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
+    elif len(ids) + options.max_new_tokens > T:
+        print(f"longer than the context of {T} tokens: the window will slide", file=sys.stderr)
+
     texts = [Text(tokenizer, options.stop) for _ in range(options.num_samples)]
     streaming = options.num_samples == 1 and not options.json
     if streaming:
@@ -157,18 +157,8 @@ def main() -> None:
             break
     for number, text in enumerate(texts):
         if options.json:
-            print(
-                json.dumps(
-                    {
-                        "prompt": prompt,
-                        "text": text.text,
-                        "tokens": text.num_tokens,
-                        "finish": text.finish,
-                        "seed": seed,
-                        "sample": number,
-                    }
-                )
-            )
+            record = {"sample": number, "seed": seed, "prompt": prompt, "text": text.text}
+            print(json.dumps(record | {"tokens": text.num_tokens, "finish": text.finish}))
         elif streaming:
             show(text.unseen(is_last=True) + "\n")
         else:

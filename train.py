@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
-from tqdm import tqdm
 
 from configs import ConfigError, parse, run_script
 from data.batches import IGNORE, Batches, seed_for, validation_batches
@@ -29,9 +28,10 @@ from data.prepare import Corpus, DataConfig, prepare
 from data.tokenizer import token_bytes, token_lengths
 from model import GPT, GPTConfig, ModelConfig
 from training.config import TrainConfig
-from training.device import autocast, choose_device, flops_per_token, peak_flops
+from training.device import autocast, choose_device
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_learning_rate
-from training.run import Interrupt, Interrupted, Run, Stopwatch
+from training.progress import Interrupt, Interrupted, Progress
+from training.run import Run
 
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.toml"
@@ -110,37 +110,21 @@ def main() -> None:
     compiled = c.compile if c.compile is not None else device.type == "cuda"
     loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
     tokens_per_step = c.batch_size * c.grad_accum_steps * T
-    peak_tokens_per_second = peak_flops(device) / flops_per_token(model)  # nan where the peak is not known
-    guard, interrupt, stopwatch = FiniteGuard(optimizer, device), Interrupt(), Stopwatch()
-    logged = dict(state)
-    interval = 0.1 if sys.stderr.isatty() else 10  # seconds between two looks of the progress line
-    with tqdm(
-        total=c.max_steps, initial=state["step"], unit="step", dynamic_ncols=True, mininterval=interval
-    ) as progress:
+    guard, interrupt = FiniteGuard(optimizer, device), Interrupt()
+    with Progress(state, c.max_steps, tokens_per_step, model, device) as progress:
         while True:
             # Measure and save. Where a resumed run begins, that was done before it stopped.
             step, last = state["step"], state["step"] == c.max_steps
-            if step != run.resumed_step:
-                if step % c.eval_every == 0 or last:
-                    guard.check()
-                    state["train_seconds"] += stopwatch.lap()
-                    state["val_loss"] = evaluate(loss_fn, model, c.batch_size, val_tokens)
-                    bits_per_byte = state["val_loss"] * bits_per_byte_per_nat
-                    run.log(
-                        val_loss=state["val_loss"],
-                        val_bits_per_byte=bits_per_byte,
-                        train_seconds=state["train_seconds"],
-                    )
-                    progress.write(
-                        f"step {step:6d} | val_loss {state['val_loss']:7.4f} | bits/byte {bits_per_byte:6.4f} | "
-                        f"train {state['train_seconds']:7.1f} s"
-                    )
-                    stopwatch.lap()  # measuring and saving do not count as training
-                if (step % c.checkpoint_every == 0 and step > 0) or last or interrupt:
-                    guard.check()
-                    state["train_seconds"] += stopwatch.lap()
-                    run.save(model, optimizer, scaler)
-                    stopwatch.lap()
+            evaluating = step % c.eval_every == 0 or last
+            saving = (step % c.checkpoint_every == 0 and step > 0) or last or interrupt
+            if (evaluating or saving) and step != run.resumed_step:
+                guard.check()
+                with progress.paused():
+                    if evaluating:
+                        val_loss = evaluate(loss_fn, model, c.batch_size, val_tokens)
+                        progress.write(run.log_validation(val_loss, val_loss * bits_per_byte_per_nat))
+                    if saving:
+                        run.save(model, optimizer, scaler)
             if last or interrupt:
                 break
 
@@ -159,26 +143,12 @@ def main() -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            state["step"] += 1
-            progress.update()
+            progress.step()
 
             if state["step"] % c.log_every == 0 or state["step"] == c.max_steps:
-                guard.check()
-                state["train_seconds"] += stopwatch.lap()
-                seconds = state["train_seconds"] - logged["train_seconds"]
-                tokens_per_second = (state["step"] - logged["step"]) * tokens_per_step / seconds
-                speed = {"tokens_per_second": tokens_per_second, "mfu": tokens_per_second / peak_tokens_per_second}
-                run.log(
-                    train_loss=train_loss.item(),
-                    lr=optimizer.param_groups[0]["lr"],
-                    grad_norm=grad_norm.item(),
-                    tokens=state["step"] * tokens_per_step,
-                    **{name: value for name, value in speed.items() if math.isfinite(value)},
-                )
-                mfu = f", {speed['mfu']:.1%} of peak" if math.isfinite(speed["mfu"]) else ""
-                postfix = f"loss {train_loss.item():.3f}, {tokens_per_second:,.0f} tokens/s{mfu}"
-                progress.set_postfix_str(postfix, refresh=False)
-                logged = dict(state)
+                guard.check()  # reads the device, as .item() does: not in every step
+                loss, lr = train_loss.item(), optimizer.param_groups[0]["lr"]
+                run.log(train_loss=loss, lr=lr, grad_norm=grad_norm.item(), **progress.speed(loss))
 
     run.finish()
     if interrupt:

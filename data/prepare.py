@@ -144,6 +144,8 @@ def write_corpus(config: DataConfig, recipe: dict, directory: Path) -> None:
         blocks = (block.astype(np.int64) for block in read_blocks(directory / f"{split}.bin", dtype))
         count = np.sum([np.bincount(block, minlength=len(lengths)) for block in blocks] or [lengths * 0], axis=0)
         meta[split] = {"tokens": int(count.sum()), "bytes": int(count @ lengths), "sha256": digest}
+    if meta["train"]["tokens"] < 2 or meta["val"]["tokens"] < 2:
+        raise DataError(f"{config.source} is too short to keep {config.val_fraction:.0%} of it for validation")
     content = (directory / FILES[0]).read_bytes() + (meta["train"]["sha256"] + meta["val"]["sha256"]).encode()
     meta["fingerprint"] = hashlib.sha256(content).hexdigest()
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")

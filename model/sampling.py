@@ -1,6 +1,7 @@
 """From logits to text: which token comes next, and the loop that asks again and again."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,7 +55,6 @@ def next_token(
     return torch.multinomial(logits.softmax(-1), num_samples=1, generator=generator)
 
 
-@torch.inference_mode()
 def stream(
     model: "GPT",
     idx: Tensor,
@@ -82,8 +82,17 @@ def stream(
     for name, p in (("top_p", top_p), ("min_p", min_p)):
         if p is not None and not 0 < p <= 1:
             raise ModelError(f"{name} must be above 0 and at most 1, got {p}")
-    context_length = model.config.context_length
     generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
+    choose = partial(next_token, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, generator=generator)
+    return generate_tokens(model, idx, max_new_tokens, choose, use_cache)
+
+
+@torch.inference_mode()
+def generate_tokens(
+    model: "GPT", idx: Tensor, max_new_tokens: int, choose: Callable[[Tensor], Tensor], use_cache: bool
+) -> Iterator[Tensor]:
+    """The loop behind `stream`; choose takes logits (B, V) to tokens (B, 1)."""
+    context_length = model.config.context_length
     window = idx[:, -context_length:]
     caches = model.new_cache(len(idx), min(context_length, window.size(1) + max_new_tokens)) if use_cache else None
     unread = window  # what the cache has not stored yet
@@ -96,7 +105,7 @@ def stream(
                 for cache in caches or ():
                     cache.clear()
             hidden = model.hidden(unread, caches) if caches else model.hidden(window)
-            unread = next_token(model.logits(hidden[:, -1]), temperature, top_k, top_p, min_p, generator)
+            unread = choose(model.logits(hidden[:, -1]))
             window = torch.cat((window, unread), dim=1)
             yield unread
     finally:

@@ -135,6 +135,12 @@ def test_an_empty_source_is_refused_and_nothing_is_left(tmp_path: Path, content:
     assert not list((tmp_path / "prepared").iterdir())
 
 
+def test_a_source_too_short_to_split_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(DataError, match="a.txt is too short to keep 10% of it for validation"):
+        make("a.txt")
+
+
 def test_a_missing_source_is_refused() -> None:
     with pytest.raises(DataError, match="no text found at 'nowhere/\\*.txt'"):
         make("nowhere/*.txt")

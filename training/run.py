@@ -1,14 +1,11 @@
-"""A run directory: config.toml, metrics.jsonl and checkpoints/, and the ways a run can be interrupted."""
+"""A run directory: config.toml, metrics.jsonl and checkpoints/, and what a run remembers between sessions."""
 
 import json
-import signal
-import time
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from configs import to_toml
 from data.prepare import Corpus
@@ -97,6 +94,13 @@ class Run:
         if self.wandb:
             self.wandb.log(record)
 
+    def log_validation(self, val_loss: float, bits_per_byte: float) -> str:
+        """Remember and log a validation loss; return it as a line to print."""
+        self.state["val_loss"], seconds = val_loss, self.state["train_seconds"]
+        self.log(val_loss=val_loss, val_bits_per_byte=bits_per_byte, train_seconds=seconds)
+        step = self.state["step"]
+        return f"step {step:7d} | val loss {val_loss:7.4f} | bits/byte {bits_per_byte:6.4f} | trained {seconds:8.1f} s"
+
     def save(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Write a checkpoint of this step, then delete those that are not to be kept.
 
@@ -157,38 +161,3 @@ def drop_future(metrics: Path, step: int) -> None:
         temporary = metrics.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         temporary.replace(metrics)
-
-
-class Stopwatch:
-    """Seconds between laps, by a clock that never goes back."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        before, self.started = self.started, time.perf_counter()
-        return self.started - before
-
-
-class Interrupted(Exception):
-    """The run was asked to stop and has saved; the message is for the user."""
-
-    exit_code = 75
-
-
-class Interrupt:
-    """Remembers the first SIGINT or SIGTERM, to be obeyed between two steps; a second one stops at once."""
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.remember)
-
-    def remember(self, number: int, frame: Any) -> None:
-        self.signal = signal.Signals(number)
-        signal.signal(number, signal.SIG_DFL)
-        tqdm.write(f"{self.signal.name}: saving after this step; once more to stop at once")
-
-    def __bool__(self) -> bool:
-        return self.signal is not None

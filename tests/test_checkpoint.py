@@ -1,0 +1,165 @@
+"""Checkpoints: what is saved comes back, damage is named, and other people's tools find what they expect."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data.tokenizer import FILES, make_tokenizer, save_tokenizer
+from model import GPT, GPTConfig, ModelError
+from model.checkpoint import find_checkpoint, keep_newest, save_checkpoint, verify
+from tests.conftest import TINY, make_gpt
+
+
+@pytest.fixture
+def save(tmp_path: Path):
+    """save(step, model) -> the directory of a checkpoint in run/checkpoints."""
+    save_tokenizer(make_tokenizer("bytes", []), tmp_path)
+    files = {name: (tmp_path / name).read_bytes() for name in FILES}
+
+    def save(step: int = 5, model: GPT | None = None) -> Path:
+        parent = tmp_path / "run" / "checkpoints"
+        parent.mkdir(parents=True, exist_ok=True)
+        optimizer = {"a.exp_avg": torch.zeros(3)}
+        return save_checkpoint(parent, step, model or make_gpt(), 256, files, optimizer, {"some": "state"})
+
+    return save
+
+
+@pytest.mark.parametrize("changes", [{}, {"bias": False}, {"n_kv_head": 1}], ids=str)
+def test_a_model_comes_back_to_the_same_bits(save, changes: dict) -> None:
+    model = make_gpt(**changes).eval()
+    loaded = GPT.from_pretrained(save(5, model))
+    assert loaded.config == model.config and not loaded.training
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    idx = torch.randint(17, (2, 7))
+    assert torch.equal(model(idx), loaded(idx))
+    assert loaded.lm_head.weight is loaded.token_embedding.weight
+    assert len({block.attention.causal_mask.data_ptr() for block in loaded.blocks}) == 1
+
+
+def test_a_run_gives_its_newest_checkpoint_in_the_asked_precision(save, tmp_path: Path) -> None:
+    old, new = make_gpt(), make_gpt()
+    save(5, old), save(10, new)
+    loaded = GPT.from_pretrained(tmp_path / "run", dtype=torch.bfloat16)
+    assert torch.equal(loaded.token_embedding.weight, new.token_embedding.weight.bfloat16())
+
+
+def test_the_layout_is_that_of_transformers_gpt2(save) -> None:
+    model = make_gpt()
+    directory = save(5, model)
+    tensors = load_file(directory / "model.safetensors")
+    C = TINY["n_embd"]
+    assert {name.split(".")[0] for name in tensors} == {"transformer"} and "lm_head.weight" not in tensors
+    assert tensors["transformer.wte.weight"].shape == (17, C)  # real tokens only
+    assert tensors["transformer.h.1.attn.c_attn.weight"].shape == (C, 3 * C)
+    assert tensors["transformer.h.1.mlp.c_fc.weight"].shape == (C, 4 * C)
+    key_weight = tensors["transformer.h.1.attn.c_attn.weight"][:, C : 2 * C].T
+    assert torch.equal(key_weight, model.blocks[1].attention.k_proj.weight)
+    assert not any("mask" in name or name.endswith(".attn.bias") for name in tensors)
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["model_type"], config["activation_function"], config["n_positions"]) == ("gpt2", "gelu_new", 11)
+    assert config["eos_token_id"] == 256
+
+
+def test_a_plain_gpt2_directory_opens(save, tmp_path: Path) -> None:
+    model = make_gpt().eval()
+    directory = save(5, model)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    config = json.loads((directory / "config.json").read_text())
+    del config["tril"]
+    (plain / "config.json").write_text(json.dumps(config))
+    (plain / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    idx = torch.randint(17, (2, 7))
+    assert torch.equal(GPT.from_pretrained(plain)(idx), model(idx))
+
+
+def test_no_pickle_and_ordinary_permissions(save) -> None:
+    umask = os.umask(0o022)
+    try:
+        directory = save()
+    finally:
+        os.umask(umask)
+    assert {path.suffix for path in directory.iterdir()} == {".json", ".safetensors"}
+    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o644}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_damage_is_named(save, name: str, damage: str) -> None:
+    directory = save()
+    path = directory / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "flip":
+        path.write_bytes(content)
+    elif damage == "truncate":
+        path.write_bytes(content[:-1])
+    else:
+        path.unlink()
+    with pytest.raises(ModelError, match=name):
+        verify(directory)
+    with pytest.raises(ModelError, match=name):
+        GPT.from_pretrained(directory)
+
+
+def test_a_run_falls_back_to_the_newest_intact_checkpoint(save, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    save(5), save(10)
+    (tmp_path / "run" / "checkpoints" / "step-00000010" / "manifest.json").unlink()
+    assert find_checkpoint(tmp_path / "run").name == "step-00000005"
+    assert "skipping a damaged checkpoint" in capsys.readouterr().err
+
+
+def test_a_failed_save_leaves_the_old_ones(save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(5)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("model.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(10)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000005"]
+    verify(tmp_path / "run" / "checkpoints" / "step-00000005")
+
+
+def test_old_checkpoints_go_and_the_best_stays(save, tmp_path: Path) -> None:
+    for step in (5, 10, 15, 20):
+        parent = save(step).parent
+    (parent / "notes").mkdir()
+    keep_newest(parent, 2, best_step=5)
+    assert sorted(path.name for path in parent.iterdir()) == [
+        "notes",
+        "step-00000005",
+        "step-00000015",
+        "step-00000020",
+    ]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "bert"}, "model_type 'bert', this version reads 'gpt2'"),
+        ({"tril": {"n_layers": 3}}, "does not describe a GPT: .*n_layers"),
+        ({"tril": {**TINY, "vocab_size": 18}}, "token_embedding.weight is \\(17, 15\\), expected \\(18, 15\\)"),
+        ({"tril": {**TINY, "vocab_size": 17, "n_layer": 3}}, "has no tensor transformer.h.2"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(save, change: dict, message: str) -> None:
+    directory = save()
+    (directory / "manifest.json").unlink()
+    directory = directory.rename(directory.with_name("foreign"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        GPT.from_pretrained(directory)
+
+
+def test_defaults_of_the_shared_tiny_model_are_a_model() -> None:
+    assert make_gpt().config == GPTConfig(**TINY, vocab_size=17)

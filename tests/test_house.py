@@ -1,0 +1,87 @@
+"""The house: who imports whom, no code that executes data, and a README whose commands exist."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import sample
+import train
+from configs import parse
+
+ROOT = Path(__file__).parent.parent
+OURS = {"model", "data", "configs", "training", "train", "sample"}
+MAY_IMPORT = {  # package -> what it may import of ours, besides itself
+    "model": set(),
+    "data": set(),
+    "configs": set(),
+    "training": {"model", "data", "configs"},
+    "train.py": OURS - {"train", "sample"},
+    "sample.py": OURS - {"train", "sample"},
+}
+SOURCES = sorted([*ROOT.glob("*.py"), *(path for name in MAY_IMPORT for path in (ROOT / name).rglob("*.py"))])
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names a file imports; what it does only when run as a script, or for type checkers, does not count."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__main__" in ast.unparse(node.test))]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0]
+    assert imports(path) & OURS <= MAY_IMPORT[room] | {room}
+
+
+def test_attention_can_be_lifted_out() -> None:
+    assert imports(ROOT / "model" / "attention.py") == {"math", "typing", "torch"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_executes_data(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert not called & {"eval", "exec", "torch.load", "torch.save", "pickle.load", "pickle.loads", "yaml.load"}
+    assert not imports(path) & {"pickle", "dill", "shelve", "subprocess"}
+
+
+def readme_commands() -> list[str]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL)
+    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_readme_commands_exist(command: str) -> None:
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words[1:]) <= set(targets)
+    elif words[:2] == ["python", "train.py"]:
+        parse(train.Config, words[2:])
+        for word in words[2:]:
+            assert not word.endswith(".toml") or (ROOT / word).is_file()
+    elif words[:2] == ["python", "sample.py"]:
+        parse(sample.Options, words[2:])
+    elif words[:2] == ["python", "-m"]:
+        assert (ROOT / Path(*words[2].split("."))).with_suffix(".py").is_file()
+    elif words[:1] == ["python"]:
+        assert (ROOT / words[1]).is_file()
+    else:
+        assert words[0] in {"git", "cd", "pip", "python3", "source", "."}, command
+
+
+def test_readme_tree_names_what_is_there() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in re.findall(r"^(?:    )?([\w/]+\.(?:py|toml|md))\b", text, re.MULTILINE):
+        assert list(ROOT.rglob(name)), name

@@ -1,0 +1,146 @@
+"""sample.py: prompts from anywhere, the same text with and without a cache, and endings where they belong."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sample
+import train
+from data.tokenizer import make_tokenizer
+from sample import Text
+from tests.conftest import tiny_run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with a model of 11 tokens of context."""
+    directory = tmp_path_factory.mktemp("run")
+    (directory / "corpus.txt").write_text("one two three four five.\n" * 100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.prepare.PREPARED", directory / "prepared")
+        patch.setattr(sys, "argv", ["train.py", *tiny_run(directory / "corpus.txt", directory / "out")])
+        train.main()
+    return directory / "out"
+
+
+def texts(run, *arguments: object) -> list[str]:
+    result = run(sample, *arguments, "--json", "--device", "cpu")
+    assert result.exit_code == 0, result.err
+    return [json.loads(line)["text"] for line in result.out.splitlines()]
+
+
+def test_run_and_checkpoint_give_the_same_text(run, trained: Path) -> None:
+    arguments = ("--prompt", "one", "--seed", 3, "--max_new_tokens", 30)
+    assert texts(run, trained, *arguments) == texts(run, trained / "checkpoints" / "step-00000012", *arguments)
+
+
+def test_no_cache_changes_nothing(run, trained: Path) -> None:
+    arguments = (trained, "--prompt", "one two", "--temperature", 0, "--max_new_tokens", 40)
+    assert texts(run, *arguments) == texts(run, *arguments, "--no_cache")
+
+
+def test_prompts_from_argument_file_and_standard_input(run, trained: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "prompt.txt").write_text("one tw")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one tw")))
+    arguments = (trained, "--temperature", 0, "--max_new_tokens", 9)
+    results = [texts(run, *arguments, "--prompt", prompt) for prompt in ("one tw", f"@{tmp_path}/prompt.txt", "-")]
+    assert results[0] == results[1] == results[2]
+
+
+def test_text_streams_after_its_prompt(run, trained: Path) -> None:
+    arguments = (trained, "--prompt", "one", "--temperature", 0, "--max_new_tokens", 9)
+    assert run(sample, *arguments).out == "one" + texts(run, *arguments)[0] + "\n"
+
+
+def test_several_samples_differ_and_are_repeatable(run, trained: Path) -> None:
+    arguments = (trained, "--num_samples", 3, "--seed", 5, "--max_new_tokens", 12)
+    first = texts(run, *arguments)
+    assert len(set(first)) == 3 and texts(run, *arguments) == first
+    out = run(sample, *arguments).out
+    assert all(f"--- sample {n} of 3\n" in out for n in (1, 2, 3))
+
+
+def test_json_names_its_seed(run, trained: Path) -> None:
+    line = json.loads(run(sample, trained, "--json", "--max_new_tokens", 12).out)
+    assert set(line) == {"prompt", "text", "tokens", "finish", "seed", "sample"}
+    assert texts(run, trained, "--max_new_tokens", 12, "--seed", line["seed"]) == [line["text"]]
+
+
+def test_a_long_prompt_and_a_long_text_are_said_once(run, trained: Path) -> None:
+    result = run(sample, trained, "--prompt", "one two three four five", "--max_new_tokens", 30)
+    assert result.err == "prompt has 23 tokens, context is 11: using the last 11\n"
+    result = run(sample, trained, "--prompt", "one", "--max_new_tokens", 30)
+    assert result.err == "longer than the context of 11 tokens: the window will slide\n"
+    assert run(sample, trained, "--prompt", "one", "--max_new_tokens", 8).err == ""
+
+
+def feed(tokens: list[int], stop: str | None = None) -> tuple[list[str], Text]:
+    """What is shown after each token, and the text in the end."""
+    text, shown = Text(make_tokenizer("bytes", []), stop), []
+    for token in tokens:
+        text.add(token)
+        shown.append(text.unseen(is_last=False))
+    shown.append(text.unseen(is_last=True))
+    return shown, text
+
+
+def test_characters_appear_when_their_last_byte_does() -> None:
+    shown, text = feed(list("a猫b".encode()))
+    assert shown == ["a", "", "", "猫", "b", ""]
+    assert text.finish == "length" and text.num_tokens == 5
+
+
+def test_text_ends_before_the_stop_text_even_across_tokens() -> None:
+    shown, text = feed(list(b"one. two"), stop=". t")
+    assert "".join(shown) == text.text == "one"
+    assert text.finish == "stop"
+    shown, text = feed(list(b"one. "), stop=". t")  # not the stop text after all
+    assert "".join(shown) == "one. " and text.finish == "length"
+
+
+def test_text_ends_at_the_end_of_the_document() -> None:
+    shown, text = feed([*b"one", 256, *b"two"])
+    assert "".join(shown) == text.text == "one"
+    assert text.finish == "end of text" and text.num_tokens == 3
+
+
+def test_a_terminal_is_not_commanded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    sample.show("a\x1b]0;evil\x07b\n\tc\x9b")
+    assert capsys.readouterr().out == "a\\x1b]0;evil\\x07b\n\tc\\x9b"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["{tmp}"], "is neither a checkpoint nor a run with one"),
+        (["nowhere"], "nowhere is neither a checkpoint nor a run with one"),
+        (["{run}", "--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+        (["{run}", "--num_samples", "0"], "num_samples must be at least 1, got 0"),
+        (["{run}", "--prompt", "@nowhere.txt"], "No such file or directory: nowhere.txt"),
+        (["{run}", "--prompt", "@{tmp}/latin1.txt"], "the prompt is not UTF-8: byte 0xe9 at 3"),
+        (["{run}", "--temprature", "1"], "did you mean --temperature?"),
+        ([], "checkpoint"),
+    ],
+)
+def test_mistakes_get_one_sentence(run, trained: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "latin1.txt").write_bytes("caf\xe9".encode("latin-1"))
+    result = run(sample, *(argument.format(run=trained, tmp=tmp_path) for argument in arguments))
+    assert result.exit_code == 2
+    assert message in result.err and result.err.count("\n") == 1 and not result.out
+
+
+def test_generation_in_another_order_of_threads_is_the_same(run, trained: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        both = []
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            both.append(texts(run, trained, "--temperature", 0, "--max_new_tokens", 20))
+    finally:
+        torch.set_num_threads(threads)
+    assert both[0] == both[1]

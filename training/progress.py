@@ -1,0 +1,93 @@
+"""What a person sees and does while a run is going: the progress line, its clock, and Ctrl-C."""
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+from tqdm import tqdm
+
+from model import GPT
+from training.device import flops_per_token, peak_flops
+
+
+class Progress:
+    """Counts the steps and the training seconds in a run's `state`; measuring and saving do not count as training."""
+
+    def __init__(self, state: dict, max_steps: int, tokens_per_step: int, model: GPT, device: torch.device):
+        self.state, self.tokens_per_step, self.device = state, tokens_per_step, device
+        self.peak_tokens_per_second = peak_flops(device) / flops_per_token(model)
+        self.logged, self.lap_began = dict(state), time.perf_counter()
+        interval = 0.1 if sys.stderr.isatty() else 10  # seconds between two drawings; a log file needs few
+        self.line = tqdm(total=max_steps, initial=state["step"], unit="step", dynamic_ncols=True, mininterval=interval)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.line.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock for a while."""
+        self.lap()
+        yield
+        self.lap_began = time.perf_counter()
+
+    def lap(self) -> None:
+        """Add the time since the last lap to the training seconds."""
+        now = time.perf_counter()
+        self.state["train_seconds"] += now - self.lap_began
+        self.lap_began = now
+
+    def step(self) -> None:
+        """One step is done."""
+        self.state["step"] += 1
+        self.line.update()
+
+    def speed(self, loss: float) -> dict[str, float]:
+        """Tokens so far and per second since last asked, model FLOPs utilisation and memory where they are known."""
+        self.lap()
+        tokens = (self.state["step"] - self.logged["step"]) * self.tokens_per_step
+        speed = {"tokens_per_second": tokens / (self.state["train_seconds"] - self.logged["train_seconds"])}
+        text = f"loss {loss:.3f}, {speed['tokens_per_second']:,.0f} tokens/s"
+        if math.isfinite(self.peak_tokens_per_second):
+            speed["mfu"] = speed["tokens_per_second"] / self.peak_tokens_per_second
+            text += f", {speed['mfu']:.0%} of peak"
+        if self.device.type == "cuda":
+            speed["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        self.line.set_postfix_str(text, refresh=False)
+        self.logged = dict(self.state)
+        return {"tokens": self.state["step"] * self.tokens_per_step, **speed}
+
+    def write(self, text: str) -> None:
+        """A line that stays, above the progress line."""
+        self.line.write(text)
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and has saved; the message is for the user."""
+
+    exit_code = 75
+
+
+class Interrupt:
+    """True after the first SIGINT or SIGTERM, to be obeyed between two steps; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.received = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.receive)
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        self.received = True
+        signal.signal(number, signal.SIG_DFL)
+        tqdm.write(f"{signal.Signals(number).name}: saving after this step; once more to stop at once")
+
+    def __bool__(self) -> bool:
+        return self.received
