@@ -100,7 +100,7 @@ def rows(builder: str, text_column: str, **options: object) -> Iterator[Document
     except DataError:
         raise
     except Exception as error:  # whatever a reader makes of a bad file or a missing network
-        raise DataError(f"cannot read {where} as {builder}: {type(error).__name__}: {error}".splitlines()[0]) from error
+        raise DataError(f"cannot read {where}: {type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 def read_text(path: Path) -> Document:

@@ -67,6 +67,8 @@ def save_checkpoint(
             shutil.rmtree(directory)
         temporary.rename(directory)
         sync(parent)
+    except SafetensorError as error:  # its way to say that a file cannot be written
+        raise OSError(f"cannot save {directory}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return directory

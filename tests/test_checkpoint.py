@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -116,15 +117,16 @@ def test_a_run_falls_back_to_the_newest_intact_checkpoint(save, tmp_path: Path, 
     assert "skipping a damaged checkpoint" in capsys.readouterr().err
 
 
-def test_a_failed_save_leaves_the_old_ones(save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("room", [0, 100, 3000, 10_000, 30_000])
+def test_a_full_disk_leaves_the_old_checkpoints(save, tmp_path: Path, room: int) -> None:
     save(5)
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("model.checkpoint.save_file", full)
-    with pytest.raises(OSError, match="No space left"):
-        save(10)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save(10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000005"]
     verify(tmp_path / "run" / "checkpoints" / "step-00000005")
 

@@ -63,7 +63,7 @@ def readme_commands() -> list[str]:
 
 @pytest.mark.parametrize("command", readme_commands())
 def test_readme_commands_exist(command: str) -> None:
-    words = shlex.split(command, comments=True)
+    words = [word for word in shlex.split(command, comments=True) if word != "--help"]
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets)

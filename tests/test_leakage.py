@@ -112,8 +112,9 @@ def test_sequences_of_a_batch_do_not_see_each_other() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_compiled_loss_sees_no_future(dropout: float) -> None:
+def test_compiled_loss_sees_no_future(dropout: float, dtype: torch.dtype) -> None:
     """The object that train.py trains: the compiled loss, with the targets from the cut on left out."""
     from data.batches import IGNORE
     from train import next_token_loss
@@ -128,5 +129,5 @@ def test_compiled_loss_sees_no_future(dropout: float) -> None:
         losses = []
         for inputs in (idx, changed):
             torch.manual_seed(1)
-            losses.append(loss_fn(model, inputs, targets, torch.float32))
+            losses.append(loss_fn(model, inputs, targets, dtype))
         assert torch.equal(*losses)

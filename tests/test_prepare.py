@@ -1,7 +1,10 @@
 """Preparation: every kind of source, split and counted right, complete or not there."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,11 +64,11 @@ def test_folder_glob_and_tables(tmp_path: Path) -> None:
     (tmp_path / "d" / "sub").mkdir(parents=True)
     (tmp_path / "d" / ".git").mkdir()
     (tmp_path / "d" / "a.txt").write_text("first\r\n")
-    (tmp_path / "d" / "sub" / "b.md").write_text("\ufeffsecond")  # with a byte order mark
+    (tmp_path / "d" / "sub" / "b.md").write_text("\ufeffsecond of two")  # with a byte order mark
     (tmp_path / "d" / "sub" / "empty.md").write_text("")
     (tmp_path / "d" / ".git" / "config").write_text("hidden")
-    assert documents_of(make("d")) == ["first\r\n", "second"]
-    assert documents_of(make("d/**/*.md")) == ["second"]
+    assert documents_of(make("d")) == ["first\r\n", "second of two"]
+    assert documents_of(make("d/**/*.m?")) == ["second of two"]
     table = pandas.DataFrame({"body": ["one", None, "three\nlines"], "n": [1, 2, 3]})
     table.to_parquet(tmp_path / "t.parquet")
     table.to_csv(tmp_path / "t.csv")
@@ -74,6 +77,44 @@ def test_folder_glob_and_tables(tmp_path: Path) -> None:
         assert documents_of(make(name, text_column="body")) == ["one", "three\nlines"], name
     with pytest.raises(DataError, match="row 0 of .*t.jsonl has no text in column 'text'; it has body, n"):
         make("t.jsonl")
+
+
+def test_hub_data_sets_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(path: str, **options: object) -> list[dict]:
+        assert (path, options) == ("owner/some", {"name": "v2", "split": "train", "streaming": True})
+        return [{"text": f"document {i} of the hub"} for i in range(50)]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    corpus = make("hf:owner/some:v2")
+    assert sorted(documents_of(corpus)) == sorted(f"document {i} of the hub" for i in range(50))
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(path: str, **options: object) -> list[dict]:
+        raise ConnectionError("no network\nand many more lines")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match="^cannot read owner/some: ConnectionError: no network$"):
+        make("hf:owner/some")
+
+
+def test_command_line(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "data.prepare")  # as in a new process
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    script = SimpleNamespace(
+        __name__="prepare", main=lambda: runpy.run_module("data.prepare", run_name="__main__", alter_sys=False)
+    )
+    result = run(script, "a.txt", "--tokenizer", "bytes", "--val-fraction", "0.2", "--out", "mine")
+    assert result.exit_code == 0, result.err
+    assert "next: python train.py --data.source mine --data.tokenizer bytes" in result.out
+    assert documents_of(open_corpus(tmp_path / "mine")) == [TEXT]
+    result = run(script, "b.txt", "--out", "other")
+    assert result.exit_code == 2 and "no text found at 'b.txt'" in result.err
+    assert run(script, "--help").exit_code == 0
 
 
 def test_standard_library_is_a_corpus() -> None:

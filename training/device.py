@@ -50,7 +50,8 @@ def choose_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
         dtype, why = torch.bfloat16, "the GPU has it"
     else:
         dtype, why = torch.float16, "with loss scaling: the GPU has no bfloat16"
-    torch.set_float32_matmul_precision("high")  # TF32 where float32 products remain on a GPU
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32, where float32 products remain
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     print(f"device: {device} ({where}), {str(dtype).removeprefix('torch.')} ({why}), torch {torch.__version__}")
     return device, dtype

@@ -1,0 +1,147 @@
+"""What only a GPU can show: that its kernels compute the same layer and leak nothing, and how fast a step is.
+
+Ways to run:
+    python benchmarks/gpu.py                      on a GPU, a few minutes
+    python benchmarks/gpu.py --out results.jsonl  one JSON object a measurement
+    python benchmarks/gpu.py --tiny               everything small, on any machine
+"""
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from data.batches import IGNORE  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+from model.attention import Attend, attention_weights, make_causal_mask  # noqa: E402
+from train import next_token_loss  # noqa: E402
+from training.config import TrainConfig  # noqa: E402
+from training.device import find_device, flops_per_token, peak_flops  # noqa: E402
+from training.optimizer import make_optimizer  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Options:
+    __doc__ = __doc__
+
+    tiny: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Small sizes, to see that the script works."""
+    out: Path | None = None
+    """A file to append the measurements to."""
+
+
+def kernel_error(device: torch.device, dtype: torch.dtype, T: int, n_kv_head: int) -> dict:
+    """Largest difference between the fused kernel in `dtype` and the formula in float64, relative to the output."""
+    B, H, D = 2, 6, 64
+    q, k, v = (torch.randn(B, heads, T, D, device=device, dtype=dtype) for heads in (H, n_kv_head, n_kv_head))
+    mask = make_causal_mask(T, device)
+    weights = attention_weights(q.double(), k.double(), mask)
+    expected = weights @ v.double().repeat_interleave(H // n_kv_head, dim=1)
+    error = (Attend()(q, k, v, mask).double() - expected).abs().max() / expected.abs().max()
+    last = Attend()(q[:, :, -3:], k, v, mask[-3:])  # as cached decoding calls it
+    cached = (last.double() - expected[:, :, -3:]).abs().max() / expected.abs().max()
+    return {"relative_error": error.item(), "cached_relative_error": cached.item()}
+
+
+def leak(model: GPT, dtype: torch.dtype, compiled: bool) -> dict:
+    """Whether the loss of the tokens before a cut changes by a bit when the tokens behind it do; at several cuts."""
+    device, T = model.lm_head.weight.device, model.config.context_length
+    loss_fn = torch.compile(next_token_loss) if compiled else next_token_loss
+    inputs, targets = torch.randint(model.config.vocab_size, (2, 2, T), device=device)
+    leaks = []
+    for cut in (1, 2, T // 2, T - 1):
+        changed = torch.cat((inputs[:, :cut], (inputs[:, cut:] + 1) % model.config.vocab_size), dim=1)
+        before = torch.where(torch.arange(T, device=device) < cut, targets, IGNORE)
+        losses = []
+        for tokens in (inputs, changed):
+            torch.manual_seed(0)
+            losses.append(loss_fn(model, tokens, before, dtype))
+        leaks.append((losses[0] - losses[1]).abs().item())
+    return {"largest_leak": max(leaks)}
+
+
+def training_step(config: GPTConfig, device: torch.device, dtype: torch.dtype, batch_size: int, steps: int) -> dict:
+    """Median seconds of a compiled step, forward, backward, clipping and update, on random tokens."""
+    model = GPT(config).to(device)
+    optimizer = make_optimizer(model, TrainConfig())
+    loss_fn = torch.compile(next_token_loss, dynamic=False)
+    inputs, targets = torch.randint(config.vocab_size, (2, batch_size, config.context_length), device=device)
+    seconds = []
+    for _ in range(steps):
+        synchronize(device)
+        began = time.perf_counter()
+        loss = loss_fn(model, inputs, targets, dtype) / targets.numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    median = statistics.median(seconds[steps // 3 :])
+    tokens_per_second = targets.numel() / median
+    result = {"first_step_seconds": seconds[0], "step_ms": 1e3 * median, "tokens_per_second": tokens_per_second}
+    result["mfu"] = tokens_per_second * flops_per_token(model) / peak_flops(device)
+    if device.type == "cuda":
+        result["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+    return result
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock read here counts its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(options: Options) -> None:
+    device = find_device("auto")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
+    machine = {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+
+    def report(what: str, result: dict) -> None:
+        print(f"{what:58s} " + "  ".join(f"{key} {value:.4g}" for key, value in result.items()))
+        if options.out:
+            with open(options.out, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"what": what, **result, **machine}) + "\n")
+
+    print(machine)
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    for dtype in dtypes:
+        for n_kv_head in (6, 2):
+            T = 65 if options.tiny else 1024
+            report(
+                f"kernel against formula, {dtype}, {n_kv_head} of 6 kv heads", kernel_error(device, dtype, T, n_kv_head)
+            )
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "context_length": 64} if options.tiny else {"n_layer": 4}
+    for dropout in (0.0, 0.1):
+        model = GPT(GPTConfig(**shape, dropout=dropout)).to(device)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        for dtype in dtypes[:1] if options.tiny else dtypes:
+            for compiled in (False, True):
+                report(f"leak, {dtype}, dropout {dropout}, compiled {compiled}", leak(model, dtype, compiled))
+    char = {"n_layer": 6, "n_head": 6, "n_embd": 384, "context_length": 256, "dropout": 0.2, "bias": False}
+    if options.tiny:
+        sizes = {"tiny": (GPTConfig(**shape, vocab_size=65), 2)}
+    else:
+        sizes = {
+            "shakespeare_char": (GPTConfig(**char, vocab_size=66), 64),
+            "GPT-2 small, batch 12": (GPTConfig(), 12),
+            "GPT-2 small, batch 64": (GPTConfig(), 64),
+        }
+    for what, (config, batch_size) in sizes.items():
+        for dtype in [torch.float32] if options.tiny else [torch.bfloat16, torch.float16]:
+            steps = 3 if options.tiny else 30
+            report(f"step of {what}, {dtype}", training_step(config, device, dtype, batch_size, steps))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
