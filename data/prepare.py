@@ -74,7 +74,7 @@ def prepare(config: DataConfig, out: Path | None = None) -> Corpus:
 
     Raises DataError if the source cannot be used, or `out` is a directory that holds something else.
     """
-    if (Path(config.source) / "meta.json").is_file():
+    if (Path(config.source) / "meta.json").is_file() and (Path(config.source) / "train.bin").is_file():
         corpus = open_corpus(Path(config.source))
         if corpus.meta["tokenizer"] != config.tokenizer:
             raise DataError(
@@ -128,7 +128,7 @@ def write_corpus(config: DataConfig, recipe: dict, directory: Path) -> None:
     texts = (text for _, _, text in pieces(config))
     if config.tokenizer.startswith("bpe:"):
         texts = at_most(texts, BPE_SAMPLE)
-    with tqdm(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False) as progress:
+    with tqdm(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as progress:
         tokenizer = make_tokenizer(config.tokenizer, progress)
     save_tokenizer(tokenizer, directory)
     dtype = np.dtype("<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4")
@@ -163,7 +163,9 @@ def write_tokens(
     with (
         open(directory / "train.bin", "wb") as train,
         open(directory / "val.bin", "wb") as val,
-        tqdm(desc="tokenising", total=text_size(config.source), unit="B", unit_scale=True, leave=False) as progress,
+        tqdm(
+            desc="tokenising", total=text_size(config.source), unit="B", unit_scale=True, leave=False, delay=1
+        ) as progress,
     ):
         files = {"train": train, "val": val}
         for split, is_start, ids in encode_in_parallel(tokenizer, pieces(config)):

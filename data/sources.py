@@ -88,6 +88,7 @@ def rows(builder: str, text_column: str, **options: object) -> Iterator[Document
     """The text column of a table or hub data set, one document a row, streamed by `datasets`."""
     import datasets  # slow to import, and only tables need it
 
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, once
     where = options.get("data_files", [builder])[0]
     try:
         table = datasets.load_dataset(builder, split="train", streaming=True, **options)

@@ -9,6 +9,7 @@ The last id of bytes, chars and bpe is `<|endoftext|>`, which starts every docum
 """
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -66,7 +67,8 @@ def train_bpe(name: str, texts: Iterable[str]) -> tiktoken.Encoding:
     )
     learner = tokenizers.Tokenizer(models.BPE())
     learner.pre_tokenizer = split_into_bytes(WORDS)
-    learner.train_from_iterator(texts, trainer)
+    # Learning takes quadratic time in the length of a word, so a line without a space must not be one word.
+    learner.train_from_iterator((text[i : i + 4096] for text in texts for i in range(0, len(text), 4096)), trainer)
     vocabulary = learner.get_vocab()
     return build(name, WORDS, [to_bytes(token) for token in sorted(vocabulary, key=vocabulary.get)])
 
@@ -74,8 +76,11 @@ def train_bpe(name: str, texts: Iterable[str]) -> tiktoken.Encoding:
 def encode(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
     """Text to ids, (n,) uint32; special tokens in the text are ordinary text.
 
-    Raises DataError naming the first character that a chars tokenizer does not know.
+    Raises DataError naming the first character that a chars tokenizer does not know, or that is half a character.
     """
+    half = re.search("[\ud800-\udfff]", text)  # of a broken file name or JSON escape; UTF-8 has no place for it
+    if half:
+        raise DataError(f"the text is not Unicode: it has a lone surrogate U+{ord(half[0]):04X} at {half.start()}")
     if tokenizer.name == "chars":
         unknown = set(text) - {token.decode() for token in tokenizer._mergeable_ranks}
         if unknown:

@@ -52,6 +52,11 @@ def test_chars_names_the_character_it_does_not_know() -> None:
         encode(ALL["chars"], "the maß ñ")
 
 
+def test_half_a_character_is_named() -> None:
+    with pytest.raises(DataError, match=r"lone surrogate U\+D800 at 4"):
+        encode(ALL["bytes"], "half\ud800")
+
+
 def test_special_tokens_in_a_text_are_text() -> None:
     for name in NAMES:
         assert ALL[name].eot_token not in encode(ALL[name], f"a {END_OF_TEXT} b").tolist()
