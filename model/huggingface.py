@@ -27,7 +27,7 @@ def config_to_huggingface(config: GPTConfig, end_of_text: int) -> dict:
     """config.json of the `gpt2` model type; what it cannot say stands under "tril"."""
     return {
         "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
+        "model_type": config.family,  # a family has the name of its model type there
         "vocab_size": config.vocab_size,
         "n_positions": config.context_length,
         "n_embd": config.n_embd,

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -210,6 +211,16 @@ def test_loss_scaling_in_float16_trains_and_resumes_to_the_same_bits(run, corpus
     assert trainer["scaler"]["_growth_tracker"] == 5
     run(train, "--resume", tmp_path / "broken", "--train.max_steps", 12)
     assert same_bits(weights(tmp_path / "straight"), weights(tmp_path / "broken"))
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(run, straight: Path, corpus_file, tmp_path) -> None:
+    out = tmp_path / "young"
+    run(train, *tiny_run(corpus_file, out, train__max_steps=12))
+    for path in (out / "checkpoints").iterdir():
+        shutil.rmtree(path)
+    assert run(train, "--resume", out).exit_code == 0
+    assert same_bits(weights(straight), weights(out))
+    assert metrics(straight, "train_loss") == metrics(out, "train_loss")
 
 
 def test_a_finished_run_has_nothing_to_do(run, straight: Path) -> None:

@@ -15,14 +15,17 @@ class NonFiniteLoss(ArithmeticError):
     exit_code = 3
 
 
-def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
-    """Fused AdamW. Matrices decay, vectors (biases, norms) do not."""
+OPTIMIZERS = {"adamw": torch.optim.AdamW}
+
+
+def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of a run, fused into one kernel. Matrices decay, vectors (biases, norms) do not."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, config.beta2), fused=True)
+    return OPTIMIZERS[config.optimizer](groups, lr=config.learning_rate, betas=(0.9, config.beta2), fused=True)
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:

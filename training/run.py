@@ -38,13 +38,14 @@ class Run:
         self.state = {"step": 0, "train_seconds": 0.0, "val_loss": None, "best_val_loss": None, "best_step": None}
         self.state["wandb_id"] = None
         self.resumed_step: int | None = None
-        self.resumed_from = find_checkpoint(self.directory) if config.resume else None
+        begun = bool(step_directories(self.checkpoints))  # a run killed before its first checkpoint has not
+        self.resumed_from = find_checkpoint(self.directory) if config.resume and begun else None
         if self.resumed_from:
             trainer = read_json(self.resumed_from / "trainer.json")
             refuse_other_run(trainer, config, corpus)
             self.state = {key: trainer[key] for key in self.state}
             self.resumed_step = self.state["step"]
-        elif step_directories(self.checkpoints):
+        elif begun:
             raise TrainError(
                 f"{self.directory} already holds a run: continue it with --resume {self.directory}, "
                 "or give another --train.out_dir"
