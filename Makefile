@@ -19,12 +19,14 @@ test: .venv/test.installed
 test-long: .venv/test.installed
 	$(BIN)/python -m pytest -m long
 
-.venv/train.installed: pyproject.toml constraints.txt
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tril needs Python 3.11: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
+
+.venv/train.installed: .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e .
 	touch $@
 
-.venv/test.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+.venv/test.installed: .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
 	touch $@

@@ -1,7 +1,7 @@
 """Generate text from a checkpoint or a run directory.
 
 Ways to ask:
-    python sample.py out/quickstart --prompt "def "      continue a text
+    python sample.py out/quickstart --prompt "def"       continue a text
     python sample.py out/quickstart --prompt @story.txt  ... of a file
     python sample.py out/quickstart --num_samples 5      five of them
     python sample.py out/quickstart --temperature 0      the likeliest tokens
@@ -101,7 +101,9 @@ class Text:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt itself, or what it names. Raises DataError if that is not UTF-8."""
+    """The prompt itself, or what it names. Raises DataError if that is not there or not UTF-8."""
+    if prompt.startswith("@") and not Path(prompt[1:]).is_file():
+        raise DataError(f"a prompt that begins with @ names a file, and there is no file {prompt[1:]!r}")
     try:
         if prompt == "-":
             return sys.stdin.buffer.read().decode()
@@ -141,8 +143,6 @@ def main() -> None:
     )
     if len(ids) > T:
         print(f"prompt has {len(ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
-    elif len(ids) + options.max_new_tokens > T:
-        print(f"longer than the context of {T} tokens: the window will slide", file=sys.stderr)
 
     texts = [Text(tokenizer, options.stop) for _ in range(options.num_samples)]
     streaming = options.num_samples == 1 and not options.json

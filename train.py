@@ -6,15 +6,19 @@ Ways to start:
     python train.py --data.source my.txt            your own text
     python train.py --resume out/quickstart         go on where a run stopped
 
-The story is on this page; what it names and a reader may skip is in training/.
+Without a configuration the values of configs/quickstart.toml apply.
 """
 
 import math
+import os
+import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -25,7 +29,7 @@ from torch import Tensor
 from configs import ConfigError, parse, run_script
 from data.batches import IGNORE, Batches, seed_for, validation_batches
 from data.prepare import Corpus, DataConfig, prepare
-from data.tokenizer import token_bytes, token_lengths
+from data.tokenizer import END_OF_TEXT, token_bytes, token_lengths
 from model import GPT, GPTConfig, ModelConfig
 from training.config import TrainConfig
 from training.device import autocast, choose_device
@@ -41,8 +45,8 @@ QUICKSTART = Path(__file__).parent / "configs" / "quickstart.toml"
 class Config:
     __doc__ = __doc__
 
-    config: tyro.conf.Positional[Path | None] = None
-    """A TOML file of options; those on the command line win. None: configs/quickstart.toml."""
+    config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
+    """A TOML file of options; those on the command line win."""
     resume: Path | None = None
     """The run directory to continue, with its own configuration."""
     model: Table[ModelConfig] = ModelConfig()
@@ -53,8 +57,10 @@ class Config:
 def read_config(argv: list[str]) -> Config:
     """Defaults, then a file, then the command line. Raises ConfigError or ModelError for what does not fit."""
     asked = parse(Config, argv)
-    if asked.config and asked.resume:
-        raise ConfigError("give a configuration file or --resume, not both: a resumed run has its own configuration")
+    if asked.resume and (asked.config or asked.train.out_dir != TrainConfig.out_dir):
+        raise ConfigError("--resume takes configuration and directory from the run: give no other with it")
+    if asked.resume and not (asked.resume / "config.toml").is_file():
+        raise ConfigError(f"{asked.resume} is not the directory of a run: it has no config.toml")
     if asked.resume:
         return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], asked.resume / "config.toml")
     config = parse(Config, argv, asked.config or QUICKSTART)
@@ -86,6 +92,11 @@ def main() -> None:
     c, T = config.train, config.model.context_length
 
     # What to train on, what to train, and where an earlier session left off.
+    run = Run(config)
+    state = run.state  # step, train_seconds, the best validation loss
+    if state["step"] >= c.max_steps:
+        print(f"{run.directory} is already at step {state['step']} of {c.max_steps}: nothing to do")
+        return
     device, dtype = choose_device(c)
     corpus = prepare(config.data)
     print(f"data:   {corpus}")
@@ -94,11 +105,7 @@ def main() -> None:
     val_bytes = token_lengths(corpus.tokenizer)[val_tokens[1:]].sum()
     bits_per_byte_per_nat = (len(val_tokens) - 1) / val_bytes / math.log(2)
 
-    run = Run(config, corpus)
-    state = run.state  # step, train_seconds, the best validation loss
-    if state["step"] >= c.max_steps:
-        print(f"{run.directory} is already at step {state['step']} of {c.max_steps}: nothing to do")
-        return
+    run.begin(corpus)
     torch.manual_seed(seed_for(c.seed, "weights"))
     model = GPT(GPTConfig(**asdict(config.model), vocab_size=corpus.tokenizer.n_vocab)).to(device).train()
     optimizer = make_optimizer(model, c)
@@ -151,14 +158,16 @@ def main() -> None:
                 run.log(train_loss=loss, lr=lr, grad_norm=grad_norm.item(), **progress.speed(loss))
 
     run.finish()
+    python = "python" if shutil.which("python") == sys.executable else os.path.relpath(sys.executable)
+    directory = shlex.quote(str(run.directory))
     if interrupt:
-        raise Interrupted(f"saved step {state['step']}; continue with: python train.py --resume {run.directory}")
+        raise Interrupted(f"saved step {state['step']}; continue with: {python} train.py --resume {directory}")
     print(f"\nA sample of what it writes:\n{sample(model, corpus)}\n")
     print(
         f"Next, with the model in {run.directory}:\n"
-        f'  python sample.py {run.directory} --prompt "..."\n'
-        f"  python train.py --resume {run.directory} --train.max_steps {2 * c.max_steps}\n"
-        f"  python train.py --data.source YOUR_TEXT --train.out_dir out/mine"
+        f'  {python} sample.py {directory} --prompt "..."\n'
+        f"  {python} train.py --resume {directory} --train.max_steps {2 * c.max_steps}\n"
+        f"  {python} train.py --data.source YOUR_TEXT --train.out_dir out/YOUR_NAME"
     )
 
 
@@ -166,7 +175,8 @@ def sample(model: GPT, corpus: Corpus, length: int = 200) -> str:
     """The beginning of a document as the model would write it."""
     start = torch.tensor([[corpus.tokenizer.eot_token]], device=model.lm_head.weight.device)
     tokens = model.generate(start, length, temperature=0.8, top_k=50, seed=0)[0, 1:].tolist()
-    return b"".join(token_bytes(corpus.tokenizer, token) for token in tokens).decode(errors="replace")
+    text = b"".join(token_bytes(corpus.tokenizer, token) for token in tokens).decode(errors="replace")
+    return text.split(END_OF_TEXT)[0]
 
 
 if __name__ == "__main__":

@@ -80,13 +80,14 @@ def run_tyro(options: type[T], argv: list[str]) -> T:
     page = io.StringIO()
     try:
         with contextlib.redirect_stderr(page):
-            return tyro.cli(options, args=argv, use_underscores=True, registry=REGISTRY)
+            name = Path(sys.argv[0]).name
+            return tyro.cli(options, prog=name, args=argv, use_underscores=True, registry=REGISTRY)
     except SystemExit as stop:
         if not stop.code:
             raise  # --help
         lines = "\n".join(line.strip("│| ") for line in page.getvalue().splitlines()[1:])  # without title and frame
         message, *more = filter(str.strip, re.split(r"\n\W*\n", f"\n{lines}\n"))
-        message = re.sub(r"^Error parsing (--)?", r"\1", " ".join(message.split()))
+        message = re.sub(r"^Error parsing (\w+: )?", "", " ".join(message.split()))
         option = re.search(r"(--\w\S+\.\S+|--(?!help)\w+) ?(\S*)", " ".join(more))  # the one tyro explains or suggests
         if option and message.startswith("Unrecognized"):
             message += f"; did you mean {option[1]}?"
@@ -118,6 +119,7 @@ def run_script(main: Callable[[], None]) -> None:
     0 done; 2 something the user can fix; 3 the loss stopped being finite; 75 interrupted but saved; 1 a bug of ours.
     An exception that is for the user carries its code as `exit_code`, prints one sentence and no traceback.
     """
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
         main()
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough

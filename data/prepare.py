@@ -1,4 +1,6 @@
-"""Turn any text into two flat files of token ids, once: python -m data.prepare SOURCE --tokenizer NAME --out DIR
+"""Turn any text into two flat files of token ids, once.
+
+    python -m data.prepare SOURCE --tokenizer NAME --out DIR
 
 A prepared corpus is a directory: train.bin and val.bin (little-endian ids, 16 bits where the vocabulary allows),
 tokenizer.json, and meta.json, which says what is in them and what they were made from. It appears complete or not at
@@ -64,8 +66,8 @@ class Corpus:
     def __str__(self) -> str:
         train, val = self.meta["train"], self.meta["val"]
         return (
-            f"{self.meta['source']}, {train['tokens']:,} tokens to train on and {val['tokens']:,} to validate "
-            f"({self.meta['tokenizer']}, {train['bytes'] / max(1, train['tokens']):.2f} bytes a token)"
+            f"{self.meta['source']}, {train['tokens']:,} + {val['tokens']:,} tokens "
+            f"({self.meta['tokenizer']}, {train['bytes'] / train['tokens']:.2f} bytes a token)"
         )
 
 
@@ -88,7 +90,7 @@ def prepare(config: DataConfig, out: Path | None = None) -> Corpus:
         if all(corpus.meta.get(key) == value for key, value in recipe.items()):
             return corpus
         print(f"{directory} was made from something else, or its source has changed: preparing it again")
-    elif directory.exists():
+    elif directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise DataError(f"{directory} exists and is not a prepared corpus: choose another directory")
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -106,7 +108,7 @@ def default_directory(config: DataConfig) -> Path:
     """A readable name, and a digest so that different recipes do not share a directory."""
     source = config.source if config.source.startswith("hf:") else os.path.abspath(config.source)
     digest = hashlib.sha256(repr((source, config)).encode()).hexdigest()[:8]
-    stem = Path(config.source.removeprefix("hf:")).stem
+    stem = Path(config.source.removeprefix("hf:")).stem.replace("*", "all")
     return PREPARED / f"{re.sub(r'[^A-Za-z0-9]+', '-', f'{stem}-{config.tokenizer}').strip('-').lower()}-{digest}"
 
 
@@ -266,7 +268,7 @@ if __name__ == "__main__":
 
     @dataclass(frozen=True)
     class Arguments(DataConfig):
-        """Prepare a corpus: read text, tokenise it, split it, write it as flat files of token ids."""
+        """Prepare a corpus: read text, tokenise it, split it, write flat files of ids."""
 
         source: tyro.conf.Positional[str] = "stdlib"
         out: Path | None = None
@@ -277,6 +279,7 @@ if __name__ == "__main__":
         fields = {name: getattr(arguments, name) for name in DataConfig.__dataclass_fields__}
         corpus = prepare(DataConfig(**fields), arguments.out)
         print(f"{corpus.directory}: {corpus}")
-        print(f"next: python train.py --data.source {corpus.directory} --data.tokenizer {corpus.meta['tokenizer']}")
+        options = f"--data.source {corpus.directory} --data.tokenizer {corpus.meta['tokenizer']}"
+        print(f"next: python train.py {options} --train.out_dir out/{corpus.directory.name}")
 
     run_script(main)

@@ -32,6 +32,8 @@ def documents(source: str, text_column: str = "text") -> Iterator[Document]:
     """
     if source.startswith("hf:"):
         name, _, config = source.removeprefix("hf:").partition(":")
+        if not name:
+            raise DataError("hf: needs the name of a data set of the Hugging Face hub, as in hf:OWNER/NAME")
         yield from rows(name, text_column, name=config or None)
         return
     for suffix, paths in groupby(files(source), key=table_kind):
@@ -42,14 +44,15 @@ def documents(source: str, text_column: str = "text") -> Iterator[Document]:
 
 
 def files(source: str) -> list[Path]:
-    """The files of a local source, sorted. Hidden files and folders are left out."""
+    """The files of a local source, sorted. Hidden files and folders, and Python's caches, are left out."""
     if source == "stdlib":
         return standard_library()
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
-        found = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        skip = re.compile(r"\..*|__pycache__")
+        found = [p for p in path.rglob("*") if not any(map(skip.fullmatch, p.relative_to(path).parts))]
     else:
         found = [Path(p) for p in glob.glob(str(path), recursive=True)]
     found = sorted(p for p in found if p.is_file())
@@ -95,8 +98,8 @@ def rows(builder: str, text_column: str, **options: object) -> Iterator[Document
         for number, row in enumerate(table):
             text = row.get(text_column, 0)  # a null is an empty document, a column that is not there an error
             if not isinstance(text, str | None):
-                columns = ", ".join(row)
-                raise DataError(f"row {number} of {where} has no text in column {text_column!r}; it has {columns}")
+                found = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
+                raise DataError(f"row {number} of {where} has no text in column {text_column!r}; it has {found}")
             yield split(text or "")
     except DataError:
         raise
@@ -115,7 +118,10 @@ def read_text(path: Path) -> Document:
                 rest += decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 at = offset + len(block) - len(error.object) + error.start  # what was decoded ends where the block does
-                raise DataError(f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {at}") from None
+                byte = error.object[error.start]
+                raise DataError(
+                    f"{path} is not UTF-8: byte 0x{byte:02x} at offset {at}; if it is no text, leave it out with a glob"
+                ) from None
             offset += len(block)
             if not block:
                 break

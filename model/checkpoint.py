@@ -92,7 +92,7 @@ def find_checkpoint(path: Path) -> Path:
             return directory
         except ModelError as error:
             print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
-    raise ModelError(f"{path} is neither a checkpoint nor a run with one in {path / 'checkpoints'}")
+    raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one")
 
 
 def step_directories(parent: Path) -> list[Path]:

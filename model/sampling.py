@@ -1,5 +1,6 @@
 """From logits to text: which token comes next, and the loop that asks again and again."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -75,8 +76,8 @@ def stream(
     """
     if idx.size(1) == 0:
         raise ModelError("the prompt is empty: give at least one token to continue")
-    if temperature < 0:
-        raise ModelError(f"temperature must be at least 0, got {temperature}")
+    if not 0 <= temperature < math.inf:
+        raise ModelError(f"temperature must be at least 0 and finite, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ModelError(f"top_k must be at least 1, got {top_k}")
     for name, p in (("top_p", top_p), ("min_p", min_p)):

@@ -61,8 +61,8 @@ def test_every_config_builds(path: Path) -> None:
         (["--train.beta2", "2"], "beta2 must be between 0 and 1, got 2.0"),
         (["--data.val_fraction", "1"], "val_fraction must be between 0 and 1, got 1.0"),
         (["nowhere.toml"], "nowhere.toml: no such file"),
-        (["configs/quickstart.toml", "--resume", "out/x"], "give a configuration file or --resume, not both"),
-        (["--resume", "nowhere"], "nowhere/config.toml: no such file"),
+        (["configs/quickstart.toml", "--resume", "out/x"], "--resume takes configuration and directory from the run"),
+        (["--resume", "nowhere"], "nowhere is not the directory of a run: it has no config.toml"),
     ],
 )
 def test_wrong_options_get_one_sentence(run, arguments: list[str], message: str) -> None:

@@ -86,7 +86,8 @@ def test_samples_follow_the_probabilities() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
+        ({"temperature": -1.0}, "temperature must be at least 0 and finite, got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be at least 0 and finite, got nan"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"min_p": 0.0}, "min_p must be above 0 and at most 1, got 0.0"),

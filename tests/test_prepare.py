@@ -75,7 +75,7 @@ def test_folder_glob_and_tables(tmp_path: Path) -> None:
     table.to_json(tmp_path / "t.jsonl", orient="records", lines=True)
     for name in ("t.parquet", "t.csv", "t.jsonl"):
         assert documents_of(make(name, text_column="body")) == ["one", "three\nlines"], name
-    with pytest.raises(DataError, match="row 0 of .*t.jsonl has no text in column 'text'; it has body, n"):
+    with pytest.raises(DataError, match="row 0 of .*t.jsonl has no text in column 'text'; it has body .str., n .int."):
         make("t.jsonl")
 
 
@@ -156,7 +156,7 @@ def test_large_vocabularies_get_wide_tokens(tmp_path: Path) -> None:
 def test_bytes_that_are_not_utf8_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: bytes) -> None:
     monkeypatch.setattr(sources, "PIECE", 64)
     (tmp_path / "a.txt").write_bytes(prefix + b"\xff tail")
-    with pytest.raises(DataError, match=f"a.txt is not UTF-8: byte 0xff at offset {len(prefix)}$"):
+    with pytest.raises(DataError, match=f"a.txt is not UTF-8: byte 0xff at offset {len(prefix)};"):
         make("a.txt")
     assert not (tmp_path / "prepared").exists() or not list((tmp_path / "prepared").iterdir())
 

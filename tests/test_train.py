@@ -1,5 +1,6 @@
 """Training: it learns, it resumes to the same bits, and nothing that only looks on changes it."""
 
+import fcntl
 import json
 import math
 import os
@@ -61,7 +62,7 @@ def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> No
     assert {"step", "train_loss", "lr", "grad_norm", "tokens", "tokens_per_second"} == set(logged[1])
     assert {"step", "val_loss", "val_bits_per_byte", "train_seconds"} == set(logged[0])
     assert metrics(out, "tokens")[80] == 80 * 3 * 2 * 11
-    for said in ("device: cpu", "A sample of what it writes:", f"python sample.py {out}"):
+    for said in ("device: cpu", "A sample of what it writes:", f"sample.py {out}"):
         assert said in result.out
     for name in ("config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors", "manifest.json"):
         assert (out / "checkpoints" / "step-00000080" / name).is_file()
@@ -106,7 +107,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same(
         patch.setattr(train, "next_token_loss", interrupting)
         result = run(train, *tiny_run(corpus_file, out))
     assert result.exit_code == 75
-    assert result.err.splitlines()[-1].startswith("train.py: saved step 7; continue with: python train.py --resume")
+    assert result.err.splitlines()[-1].startswith("train.py: saved step 7; continue with: ")
     assert (out / "checkpoints" / "step-00000007").is_dir()
     assert run(train, "--resume", out).exit_code == 0
     assert same_bits(weights(straight), weights(out))
@@ -253,7 +254,7 @@ def test_a_resumed_run_may_change_what_does_not_change_its_numbers(run, straight
 
 def test_a_resumed_run_refuses_another_text(run, straight: Path, corpus_file: Path) -> None:
     corpus_file.write_text(corpus_file.read_text() + "one more line\n")
-    result = run(train, "--resume", straight)
+    result = run(train, "--resume", straight, "--train.max_steps", 13)
     assert result.exit_code == 2 and "is not the text this run began with" in result.err
 
 
@@ -261,6 +262,15 @@ def test_a_second_run_does_not_overwrite_the_first(run, straight: Path, corpus_f
     result = run(train, *tiny_run(corpus_file, straight))
     assert result.exit_code == 2
     assert f"already holds a run: continue it with --resume {straight}" in result.err
+
+
+def test_two_processes_cannot_share_a_run(run, straight: Path) -> None:
+    other = os.open(straight, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    result = run(train, "--resume", straight, "--train.max_steps", 13)
+    os.close(other)
+    assert result.exit_code == 2 and "is in use by another training process" in result.err
+    assert run(train, "--resume", straight, "--train.max_steps", 13).exit_code == 0
 
 
 def test_only_the_newest_and_the_best_checkpoints_are_kept(run, corpus_file: Path, tmp_path: Path) -> None:
@@ -293,7 +303,7 @@ def test_mistakes_get_one_sentence_and_leave_no_run(run, corpus_file, tmp_path, 
 
 def test_an_output_that_cannot_be_written_is_one_sentence(run, corpus_file: Path) -> None:
     result = run(train, *tiny_run(corpus_file, corpus_file / "run"))
-    assert result.exit_code == 2 and "Not a directory" in result.err.splitlines()[-1]
+    assert result.exit_code == 2 and "is not a directory one may write to" in result.err
 
 
 def test_learning_rates() -> None:

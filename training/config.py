@@ -62,7 +62,7 @@ class TrainConfig:
     """Steps between two evaluations."""
     eval_tokens: int = 1_000_000
     """Validation tokens to evaluate on: the first so many, always the same."""
-    checkpoint_every: int = 1000
+    checkpoint_every: int = 250
     """Steps between two checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints to keep, besides the best."""
@@ -80,5 +80,7 @@ class TrainConfig:
         for name in ("decay_fraction", "final_lr_fraction", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise TrainError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+        if not self.out_dir:
+            raise TrainError("out_dir must name a directory, got an empty text")
         if not self.learning_rate > 0:
             raise TrainError(f"learning_rate must be above 0, got {self.learning_rate}")

@@ -36,7 +36,8 @@ def find_device(name: str) -> torch.device:
     try:
         return torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise TrainError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0].split(". ")[0][:80]
+        raise TrainError(f"device {name!r} cannot be used here: {reason}") from error
 
 
 def choose_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
@@ -45,15 +46,15 @@ def choose_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
     if config.dtype != "auto":
         dtype, why = getattr(torch, config.dtype), "as asked"
     elif device.type != "cuda":
-        dtype, why = torch.float32, "half precision is not tried on this device"
+        dtype, why = torch.float32, "lower precision is for CUDA"
     elif torch.cuda.is_bf16_supported(including_emulation=False):
-        dtype, why = torch.bfloat16, "the GPU has it"
+        dtype, why = torch.bfloat16, "this GPU has it"
     else:
-        dtype, why = torch.float16, "with loss scaling: the GPU has no bfloat16"
+        dtype, why = torch.float16, "with loss scaling, as this GPU has no bfloat16"
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, where float32 products remain
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    print(f"device: {device} ({where}), {str(dtype).removeprefix('torch.')} ({why}), torch {torch.__version__}")
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"threads: {torch.get_num_threads()}"
+    print(f"device: {device} ({where}), {str(dtype).removeprefix('torch.')}: {why}")
     return device, dtype
 
 

@@ -84,6 +84,6 @@ class FiniteGuard:
         step = self.first_bad_step.item()
         if math.isfinite(step):
             raise NonFiniteLoss(
-                f"the loss or its gradient is not finite in step {int(step)}: its update was not made and the last "
-                "checkpoint is intact; try a lower --train.learning_rate or a longer --train.warmup_steps"
+                f"the loss or its gradient is not finite in step {int(step)}: its update was not made and no "
+                "checkpoint has it; try a lower --train.learning_rate or a longer --train.warmup_steps"
             )

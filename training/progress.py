@@ -76,18 +76,21 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """True after the first SIGINT or SIGTERM, to be obeyed between two steps; a second one stops at once."""
+    """True after a SIGINT, SIGTERM or SIGHUP, to be obeyed between two steps; another one later stops at once."""
 
     def __init__(self) -> None:
-        self.received = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self.received = 0.0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler."""
-        self.received = True
-        signal.signal(number, signal.SIG_DFL)
-        tqdm.write(f"{signal.Signals(number).name}: saving after this step; once more to stop at once")
+        """The signal handler. What stops a group of processes may send the same signal twice, moments apart."""
+        if not self.received:
+            self.received = time.monotonic()
+            tqdm.write(f"{signal.Signals(number).name}: saving after this step; once more to stop at once")
+        elif time.monotonic() - self.received > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def __bool__(self) -> bool:
-        return self.received
+        return bool(self.received)

@@ -1,6 +1,8 @@
 """A run directory: config.toml, metrics.jsonl and checkpoints/, and what a run remembers between sessions."""
 
+import fcntl
 import json
+import os
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -27,31 +29,51 @@ from training.optimizer import load_optimizer_tensors, optimizer_tensors
 class Run:
     """One training run on disk. What it must remember between sessions is in `state`."""
 
-    def __init__(self, config: Any, corpus: Corpus):
-        """Open the run directory of a configuration with [model], [data] and [train] tables.
+    def __init__(self, config: Any):
+        """Look at the run directory of a configuration with [model], [data] and [train] tables; write nothing yet.
 
-        Raises TrainError if the directory holds another run.
+        Raises TrainError if it holds another run, or cannot be written.
         """
-        self.config, self.corpus = config, corpus
+        self.config = config
         self.directory = Path(config.train.out_dir)
         self.checkpoints = self.directory / "checkpoints"
         self.state = {"step": 0, "train_seconds": 0.0, "val_loss": None, "best_val_loss": None, "best_step": None}
-        self.state["wandb_id"] = None
+        self.state |= {"wandb_id": None, "fingerprint": None}
+        self.resumed_from: Path | None = None
         self.resumed_step: int | None = None
         begun = bool(step_directories(self.checkpoints))  # a run killed before its first checkpoint has not
-        self.resumed_from = find_checkpoint(self.directory) if config.resume and begun else None
-        if self.resumed_from:
-            trainer = read_json(self.resumed_from / "trainer.json")
-            refuse_other_run(trainer, config, corpus)
-            self.state = {key: trainer[key] for key in self.state}
-            self.resumed_step = self.state["step"]
-        elif begun:
+        if begun and not config.resume:
             raise TrainError(
                 f"{self.directory} already holds a run: continue it with --resume {self.directory}, "
                 "or give another --train.out_dir"
             )
+        if begun:
+            self.resumed_from = find_checkpoint(self.directory)
+            trainer = read_json(self.resumed_from / "trainer.json")
+            refuse_changes(trainer["config"], tables(config))
+            self.state = {key: trainer[key] for key in self.state}
+            self.resumed_step = self.state["step"]
+        exists = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
+        if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
+            raise TrainError(f"cannot write to {self.directory}: {exists} is not a directory one may write to")
+
+    def begin(self, corpus: Corpus) -> None:
+        """Take the run directory for this process, and write what it is.
+
+        Raises TrainError if another process has it, or the resumed run began with another text.
+        """
+        before, now = self.state["fingerprint"], corpus.meta["fingerprint"]
+        if before not in (None, now):
+            source, fingerprints = corpus.meta["source"], f"{before[:12]}, now {now[:12]}"
+            raise TrainError(f"{source} is not the text this run began with (fingerprint {fingerprints})")
+        self.corpus, self.state["fingerprint"] = corpus, now
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        (self.directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        self.lock = os.open(self.directory, os.O_RDONLY)  # the system lets go of it when the process ends, however
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainError(f"{self.directory} is in use by another training process") from None
+        (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
         self.metrics = self.directory / "metrics.jsonl"
         drop_future(self.metrics, self.state["step"])
         self.wandb = self.start_wandb()
@@ -113,11 +135,7 @@ class Run:
             self.state.update(best_val_loss=val_loss, best_step=self.state["step"])
         state = dict(self.state)
         step = state.pop("step")
-        extra = {
-            "scaler": scaler.state_dict(),
-            "fingerprint": self.corpus.meta["fingerprint"],
-            "config": tables(self.config),
-        }
+        extra = {"scaler": scaler.state_dict(), "config": tables(self.config)}
         save_checkpoint(
             self.checkpoints,
             step,
@@ -130,7 +148,8 @@ class Run:
         keep_newest(self.checkpoints, self.config.train.keep_checkpoints, state["best_step"])
 
     def finish(self) -> None:
-        """Tell wandb, if it listens, that this session is over."""
+        """Let go of the run directory, and tell wandb, if it listens, that this session is over."""
+        os.close(self.lock)
         if self.wandb:
             self.wandb.finish()
 
@@ -140,18 +159,13 @@ def tables(config: Any) -> dict[str, dict]:
     return {name: asdict(value) for name, value in vars(config).items() if is_dataclass(value)}
 
 
-def refuse_other_run(trainer: dict, config: Any, corpus: Corpus) -> None:
-    """Raise TrainError if the resumed run is asked to become a different one, naming both values."""
-    for table, content in tables(config).items():
+def refuse_changes(before: dict[str, dict], now: dict[str, dict]) -> None:
+    """Raise TrainError if a resumed run is asked to become a different one, naming both values."""
+    for table, content in now.items():
         for key, value in content.items():
-            before = trainer["config"][table].get(key, value)
-            if before != value and not (table == "train" and key in MAY_CHANGE):
-                raise TrainError(f"a resumed run cannot change {table}.{key}: it began with {before!r}, now {value!r}")
-    if trainer["fingerprint"] != corpus.meta["fingerprint"]:
-        before, now = trainer["fingerprint"][:12], corpus.meta["fingerprint"][:12]
-        raise TrainError(
-            f"{corpus.meta['source']} is not the text this run began with (fingerprint {before}, now {now})"
-        )
+            was = before[table].get(key, value)
+            if was != value and not (table == "train" and key in MAY_CHANGE):
+                raise TrainError(f"a resumed run cannot change {table}.{key}: it began with {was!r}, now {value!r}")
 
 
 def drop_future(metrics: Path, step: int) -> None:
