@@ -12,6 +12,8 @@ import torch
 
 from model import GPT, GPTConfig
 
+torch.set_num_threads(1)  # models this small gain nothing from two, and lose much where other work goes on
+
 TINY = {"n_layer": 2, "n_head": 3, "n_embd": 15, "context_length": 11, "dropout": 0.1}
 
 
