@@ -10,9 +10,6 @@ Without a configuration the values of configs/quickstart.toml apply.
 """
 
 import math
-import os
-import shlex
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -158,17 +155,12 @@ def main() -> None:
                 run.log(train_loss=loss, lr=lr, grad_norm=grad_norm.item(), **progress.speed(loss))
 
     run.finish()
-    python = "python" if shutil.which("python") == sys.executable else os.path.relpath(sys.executable)
-    directory = shlex.quote(str(run.directory))
     if interrupt:
-        raise Interrupted(f"saved step {state['step']}; continue with: {python} train.py --resume {directory}")
+        raise Interrupted(f"saved step {state['step']}; continue with: {run.command('train.py --resume')}")
     print(f"\nA sample of what it writes:\n{sample(model, corpus)}\n")
-    print(
-        f"Next, with the model in {run.directory}:\n"
-        f'  {python} sample.py {directory} --prompt "..."\n'
-        f"  {python} train.py --resume {directory} --train.max_steps {2 * c.max_steps}\n"
-        f"  {python} train.py --data.source YOUR_TEXT --train.out_dir out/YOUR_NAME"
-    )
+    print(f"Next, with the model in {run.directory}:")
+    print(f'  {run.command("sample.py")} --prompt "..."')
+    print(f"  {run.command('train.py --resume')} --train.max_steps {2 * c.max_steps}")
 
 
 def sample(model: GPT, corpus: Corpus, length: int = 200) -> str:

@@ -3,6 +3,9 @@
 import fcntl
 import json
 import os
+import shlex
+import shutil
+import sys
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +149,11 @@ class Run:
             {**state, **extra},
         )
         keep_newest(self.checkpoints, self.config.train.keep_checkpoints, state["best_step"])
+
+    def command(self, script: str) -> str:
+        """A command line that runs a script on this directory, also where no environment is activated."""
+        python = "python" if shutil.which("python") == sys.executable else os.path.relpath(sys.executable)
+        return f"{python} {script} {shlex.quote(str(self.directory))}"
 
     def finish(self) -> None:
         """Let go of the run directory, and tell wandb, if it listens, that this session is over."""
