@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import CausalSelfAttention, attention_weights, make_causal_mask
+from model.attention import Attend, CausalSelfAttention, attention_weights, make_causal_mask
 from model.cache import LayerCache
 from model.config import GPTConfig
 from model.gpt import Block
@@ -84,6 +84,17 @@ def test_shared_heads_equal_repeated_ones() -> None:
     torch.testing.assert_close(shared(x), full(x))
 
 
+def test_neighbouring_query_heads_share_keys() -> None:
+    q, k = torch.randn(B, 6, T, D), torch.randn(B, 2, T, D)
+    weights = attention_weights(q, k, make_causal_mask(T))
+    for head in range(6):
+        alone = attention_weights(q[:, head : head + 1], k[:, head // 3 : head // 3 + 1], make_causal_mask(T))
+        torch.testing.assert_close(weights[:, head : head + 1], alone)
+    v = torch.randn(B, 2, T, D)
+    by_formula = weights @ v.repeat_interleave(3, dim=1)
+    torch.testing.assert_close(Attend()(q, k, v, make_causal_mask(T)), by_formula)
+
+
 def test_equals_torch_multihead_attention_in_output_and_weights() -> None:
     layer, torchs = make_layer(), nn.MultiheadAttention(C, H, batch_first=True).eval()
     torchs.in_proj_weight.data = torch.cat([p.weight.data for p in (layer.q_proj, layer.k_proj, layer.v_proj)])
@@ -138,6 +149,20 @@ def test_dropout_acts_in_training_only() -> None:
     layer.attend.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[-1]))
     layer(x), layer.eval()(x)
     assert seen == [0.5, 0.0]
+
+
+def test_dropout_drops_weights_in_the_kernel_and_elements_of_the_output() -> None:
+    layer, x = make_layer(dropout=0.5).train(), torch.randn(B, T, C)
+    y = layer(x)
+    assert 0.3 < (y == 0).float().mean() < 0.7
+    layer.residual_dropout.p = 0.0
+    assert not torch.equal(layer(x), layer(x))  # what is left drops inside the kernel
+    q, k, v = torch.randn(3, B, H, T, D)
+    undropped = attention_weights(q, k, layer.causal_mask)
+    kept = Attend()(q, k, torch.eye(T)[None, None].expand(B, H, T, T), layer.causal_mask, 0.5)  # v = 1: the weights
+    dropped = kept == 0
+    assert 0.3 < dropped[undropped > 0].float().mean() < 0.7
+    torch.testing.assert_close(kept[~dropped], 2 * undropped[~dropped])
 
 
 def test_a_hook_on_the_seam_replaces_a_head() -> None:

@@ -84,6 +84,7 @@ def test_validation_predicts_every_token_once(num_tokens: int, batch_size: int) 
     T = 7
     batches = list(validation_batches(np.arange(num_tokens, dtype=np.uint16), batch_size, T, CPU))
     targets = torch.cat([y for _, y in batches]).flatten()
+    assert len(batches) == -(-(num_tokens - 1) // (T * batch_size))  # none without a target
     assert {x.shape for x, _ in batches} == {(batch_size, T)}  # one shape: nothing to compile twice
     assert targets[targets != IGNORE].tolist() == list(range(1, num_tokens))
     for x, y in batches:

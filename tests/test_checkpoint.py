@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import model.checkpoint
 from data.tokenizer import FILES, make_tokenizer, save_tokenizer
 from model import GPT, GPTConfig, ModelError
 from model.checkpoint import find_checkpoint, keep_newest, save_checkpoint, verify
@@ -21,25 +22,25 @@ def save(tmp_path: Path):
     save_tokenizer(make_tokenizer("bytes", []), tmp_path)
     files = {name: (tmp_path / name).read_bytes() for name in FILES}
 
-    def save(step: int = 5, model: GPT | None = None) -> Path:
+    def save(step: int = 5, gpt: GPT | None = None) -> Path:
         parent = tmp_path / "run" / "checkpoints"
         parent.mkdir(parents=True, exist_ok=True)
         optimizer = {"a.exp_avg": torch.zeros(3)}
-        return save_checkpoint(parent, step, model or make_gpt(), 256, files, optimizer, {"some": "state"})
+        return save_checkpoint(parent, step, gpt or make_gpt(), 256, files, optimizer, {"some": "state"})
 
     return save
 
 
 @pytest.mark.parametrize("changes", [{}, {"bias": False}, {"n_kv_head": 1}], ids=str)
 def test_a_model_comes_back_to_the_same_bits(save, changes: dict) -> None:
-    model = make_gpt(**changes).eval()
-    loaded = GPT.from_pretrained(save(5, model))
-    assert loaded.config == model.config and not loaded.training
+    gpt = make_gpt(**changes).eval()
+    loaded = GPT.from_pretrained(save(5, gpt))
+    assert loaded.config == gpt.config and not loaded.training
     assert all(parameter.requires_grad for parameter in loaded.parameters())
-    for name, tensor in model.state_dict().items():
+    for name, tensor in gpt.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name]), name
     idx = torch.randint(17, (2, 7))
-    assert torch.equal(model(idx), loaded(idx))
+    assert torch.equal(gpt(idx), loaded(idx))
     assert loaded.lm_head.weight is loaded.token_embedding.weight
     assert len({block.attention.causal_mask.data_ptr() for block in loaded.blocks}) == 1
 
@@ -52,8 +53,8 @@ def test_a_run_gives_its_newest_checkpoint_in_the_asked_precision(save, tmp_path
 
 
 def test_the_layout_is_that_of_transformers_gpt2(save) -> None:
-    model = make_gpt()
-    directory = save(5, model)
+    gpt = make_gpt()
+    directory = save(5, gpt)
     tensors = load_file(directory / "model.safetensors")
     C = TINY["n_embd"]
     assert {name.split(".")[0] for name in tensors} == {"transformer"} and "lm_head.weight" not in tensors
@@ -61,16 +62,18 @@ def test_the_layout_is_that_of_transformers_gpt2(save) -> None:
     assert tensors["transformer.h.1.attn.c_attn.weight"].shape == (C, 3 * C)
     assert tensors["transformer.h.1.mlp.c_fc.weight"].shape == (C, 4 * C)
     key_weight = tensors["transformer.h.1.attn.c_attn.weight"][:, C : 2 * C].T
-    assert torch.equal(key_weight, model.blocks[1].attention.k_proj.weight)
+    assert torch.equal(key_weight, gpt.blocks[1].attention.k_proj.weight)
     assert not any("mask" in name or name.endswith(".attn.bias") for name in tensors)
     config = json.loads((directory / "config.json").read_text())
     assert (config["model_type"], config["activation_function"], config["n_positions"]) == ("gpt2", "gelu_new", 11)
+    assert config["layer_norm_epsilon"] == gpt.final_norm.eps and config["tie_word_embeddings"] is True
+    assert config["resid_pdrop"] == config["embd_pdrop"] == config["attn_pdrop"] == 0.1
     assert config["eos_token_id"] == 256
 
 
 def test_a_plain_gpt2_directory_opens(save, tmp_path: Path) -> None:
-    model = make_gpt().eval()
-    directory = save(5, model)
+    gpt = make_gpt().eval()
+    directory = save(5, gpt)
     plain = tmp_path / "plain"
     plain.mkdir()
     config = json.loads((directory / "config.json").read_text())
@@ -78,7 +81,8 @@ def test_a_plain_gpt2_directory_opens(save, tmp_path: Path) -> None:
     (plain / "config.json").write_text(json.dumps(config))
     (plain / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
     idx = torch.randint(17, (2, 7))
-    assert torch.equal(GPT.from_pretrained(plain)(idx), model(idx))
+    loaded = GPT.from_pretrained(plain)
+    assert torch.equal(loaded(idx), gpt(idx)) and loaded.config.dropout == 0.1
 
 
 def test_no_pickle_and_ordinary_permissions(save) -> None:
@@ -110,6 +114,35 @@ def test_damage_is_named(save, name: str, damage: str) -> None:
         GPT.from_pretrained(directory)
 
 
+def test_a_longer_file_and_a_newer_format_are_named(save) -> None:
+    directory = save()
+    with open(directory / "trainer.json", "a") as file:
+        file.write(" ")
+    with pytest.raises(ModelError, match="trainer.json has .* bytes instead of"):
+        verify(directory)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(ModelError, match="has format 99, this version reads 1"):
+        verify(directory)
+
+
+def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(save, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = model.checkpoint.sync
+    monkeypatch.setattr(model.checkpoint, "sync", lambda path: calls.append(path.name) or real(path))
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda path, target: calls.append("rename") or rename(path, target))
+    directory = save(5)
+    files = sorted(path.name for path in directory.iterdir() if path.name != "manifest.json")
+    assert calls == [*files, "manifest.json", ".tmp", "rename", "checkpoints"]
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one(save) -> None:
+    save(5)
+    newer = make_gpt()
+    assert torch.equal(GPT.from_pretrained(save(5, newer)).final_norm.weight, newer.final_norm.weight)
+
+
 def test_a_run_falls_back_to_the_newest_intact_checkpoint(save, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     save(5), save(10)
     (tmp_path / "run" / "checkpoints" / "step-00000010" / "manifest.json").unlink()
@@ -132,7 +165,7 @@ def test_a_full_disk_leaves_the_old_checkpoints(save, tmp_path: Path, room: int)
 
 
 def test_old_checkpoints_go_and_the_best_stays(save, tmp_path: Path) -> None:
-    for step in (5, 10, 15, 20):
+    for step in (3, 5, 10, 15, 20):
         parent = save(step).parent
     (parent / "notes").mkdir()
     keep_newest(parent, 2, best_step=5)

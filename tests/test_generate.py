@@ -27,6 +27,18 @@ def test_greedy_takes_the_likeliest_token_of_the_full_context() -> None:
     assert torch.equal(model.generate(idx, 1, temperature=0)[:, -1], model(idx)[:, -1].argmax(-1))
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_full_window_drops_its_older_half(monkeypatch: pytest.MonkeyPatch, use_cache: bool) -> None:
+    model, seen = make_gpt(), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda idx, *caches: seen.append(idx[0].tolist()) or hidden(idx, *caches))
+    text = model.generate(torch.randint(V, (1, 25)), 8, temperature=0, use_cache=use_cache)[0].tolist()
+    assert seen[0] == text[14:25]  # a long prompt: its last 11 tokens
+    assert seen[1] == text[20:26]  # 12 do not fit: the newer half, of 6
+    assert seen[2] == (text[26:27] if use_cache else text[20:27])
+    assert seen[7] == text[26:32]  # full again
+
+
 def test_same_seed_same_text() -> None:
     model, idx = make_gpt(), torch.randint(V, (2, 3))
     first, second, other = (model.generate(idx, 30, seed=seed) for seed in (7, 7, 8))
@@ -55,6 +67,7 @@ LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
         (keep_top_k(LOGITS, 2), [True, True, False, False]),
         (keep_top_k(LOGITS, 99), [True, True, True, True]),
         (keep_top_p(LOGITS, 0.5), [True, True, False, False]),
+        (keep_top_p(torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log(), 0.5), [True, False, False, False]),
         (keep_top_p(LOGITS, 0.05), [True, False, False, False]),
         (keep_top_p(LOGITS.flip(-1), 0.71), [False, True, True, True]),
         (keep_min_p(LOGITS, 0.45), [True, True, True, False]),

@@ -64,10 +64,29 @@ def test_dropout_is_off_in_eval() -> None:
     assert torch.equal(model.eval()(idx), model(idx))
 
 
-def test_padding_the_head_changes_nothing() -> None:
+def test_dropout_acts_after_embedding_attention_and_mlp() -> None:
+    model = make_gpt(dropout=0.5).train()
+    dropped = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda m, x, y, name=name: dropped.update({name: (y == 0).float().mean()}))
+    seen = []
+    model.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append((inputs[0] == 0).float().mean()))
+    model.blocks[1].mlp.register_forward_hook(lambda module, inputs, y: seen.append((y == 0).float().mean()))
+    model(torch.randint(17, (2, 7)))
+    assert len(dropped) == 1 + 2 * 2
+    for share in (*dropped.values(), *seen):
+        assert 0.3 < share < 0.7
+
+
+def test_padding_the_head_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(2, 3, 5), torch.randn(17, 5, requires_grad=True)
     plain, padded = F.linear(x, weight), padded_linear(x, weight)
     assert padded.shape == (2, 3, 17)
+    shapes = []
+    monkeypatch.setattr(F, "linear", lambda x, w: shapes.append(w.shape) or torch.zeros(*x.shape[:-1], len(w)))
+    padded_linear(x, weight)
+    assert shapes == [(64, 5)]
     torch.testing.assert_close(padded, plain)
     for y in (plain, padded):
         (gradient,) = torch.autograd.grad(y.square().sum(), weight)

@@ -144,6 +144,52 @@ def test_one_long_line_without_spaces_is_cut_too(tmp_path: Path, monkeypatch: py
     assert "".join(pieces) == "猫" * 1000 and max(map(len, pieces)) <= 64
 
 
+def test_a_document_of_many_pieces_starts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PIECE", 512)
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    corpus = make("a.txt")
+    assert documents_of(corpus) == [TEXT] and corpus.meta["documents"] == 1
+
+
+def test_files_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("c", "a", "d", "b"):
+        (tmp_path / f"{name}.txt").write_text(name * 50)
+    assert [path.stem for path in sources.files("*.txt")] == ["a", "b", "c", "d"]
+    assert sources.files("stdlib") == sorted(sources.files("stdlib"))
+
+
+def test_bpe_learns_from_a_sample_of_a_large_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("a", "first words " * 50), ("b", "first words " * 50), ("c", "second " * 200)):
+        (tmp_path / f"{name}.txt").write_text(text)
+    monkeypatch.setattr(prepare, "BPE_SAMPLE", 1000)  # ends in the second file
+    learned = make("*.txt", "bpe:300").tokenizer._mergeable_ranks
+    assert b" words" in learned and b"second" not in learned
+
+
+@pytest.mark.parametrize("num_characters, dtype", [(2**16 - 2, np.uint16), (2**16, np.uint32)])
+def test_tokens_are_as_narrow_as_the_vocabulary_allows(tmp_path: Path, num_characters: int, dtype: type) -> None:
+    characters = [chr(i) for i in [*range(0x20, 0xD800), *range(0x10000, 0x14000)]][:num_characters]
+    (tmp_path / "a.txt").write_text("".join(characters), encoding="utf-8")
+    assert make("a.txt", "chars").tokens("train").dtype == dtype
+
+
+def test_another_recipe_for_the_same_directory_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    few, many = (
+        prepare.prepare(DataConfig("a.txt", "bytes", val_fraction=share), tmp_path / "mine").meta["val"]["tokens"]
+        for share in (0.1, 0.3)
+    )
+    assert many > 2 * few
+
+
+def test_the_fingerprint_is_of_both_splits(tmp_path: Path) -> None:
+    fingerprints = set()
+    for last in "xy":
+        (tmp_path / "a.txt").write_text(TEXT + last, encoding="utf-8")
+        fingerprints.add(make("a.txt").meta["fingerprint"])
+    assert len(fingerprints) == 2
+
+
 def test_large_vocabularies_get_wide_tokens(tmp_path: Path) -> None:
     characters = "".join(map(chr, [*range(0x100, 0xD800), *range(0x10000, 0x14000)]))
     (tmp_path / "a.txt").write_text(characters, encoding="utf-8")
@@ -198,6 +244,9 @@ def test_prepared_once_and_again_when_something_changed(tmp_path: Path, capsys: 
     assert "its source has changed" in capsys.readouterr().out
     assert second.directory == first.directory
     assert second.meta["fingerprint"] != first.meta["fingerprint"]
+    changed = TEXT.replace("odd", "ODD")  # as many bytes
+    (tmp_path / "a.txt").write_text(changed, encoding="utf-8")
+    assert documents_of(make("a.txt")) == [changed]
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")  # the same bytes at another time: the same corpus
     assert make("a.txt").meta["fingerprint"] == first.meta["fingerprint"]
 

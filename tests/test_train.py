@@ -19,6 +19,7 @@ from model import GPT
 from tests.conftest import make_gpt, tiny_run
 from training.config import MAY_CHANGE, TrainConfig
 from training.optimizer import FiniteGuard, NonFiniteLoss, learning_rate_at, make_optimizer
+from training.progress import Interrupt, Progress
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +159,37 @@ def test_splitting_a_batch_into_micro_batches_changes_rounding_only(run, corpus_
             torch.testing.assert_close(tensor, weights(tmp_path / out)[name], rtol=1e-3, atol=2e-5)
 
 
+def test_the_logged_loss_is_the_mean_over_the_step(run, corpus_file: Path, tmp_path: Path) -> None:
+    seen = []
+    loss = train.next_token_loss
+
+    def spy(model: GPT, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        result = loss(model, inputs, targets, dtype)
+        if model.training:
+            seen.append(result.item() / targets.numel())
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "next_token_loss", spy)
+        run(train, *tiny_run(corpus_file, tmp_path / "run"))
+    for step, logged in metrics(tmp_path / "run", "train_loss").items():
+        assert logged == pytest.approx(sum(seen[2 * step - 2 : 2 * step]) / 2, rel=1e-6)
+
+
+def test_gradients_are_clipped_to_their_norm(run, corpus_file: Path, tmp_path: Path) -> None:
+    norms, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def spy(parameters: object, max_norm: float) -> torch.Tensor:
+        norms.append(max_norm)
+        return clip(parameters, max_norm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
+        run(train, *tiny_run(corpus_file, tmp_path / "clipped", train__grad_clip=0.25, train__max_steps=2))
+        run(train, *tiny_run(corpus_file, tmp_path / "free", train__grad_clip=0, train__max_steps=2))
+    assert norms == [0.25, 0.25, math.inf, math.inf]
+
+
 def test_targets_to_ignore_have_no_loss() -> None:
     model, idx = make_gpt().eval(), torch.randint(17, (2, 12))
     targets = idx[:, 1:].clone()
@@ -204,13 +236,18 @@ def test_the_guard_freezes_weights_from_the_first_bad_number_on(bad: float) -> N
         guard.check()
 
 
-def test_loss_scaling_in_float16_trains_and_resumes_to_the_same_bits(run, corpus_file: Path, tmp_path: Path) -> None:
+def test_loss_scaling_in_float16_resumes_to_the_same_bits(run, corpus_file, tmp_path, monkeypatch) -> None:
     half = {"train__dtype": "float16", "train__schedule": "wsd", "train__decay_fraction": 0}
     run(train, *tiny_run(corpus_file, tmp_path / "straight", **half))
     run(train, *tiny_run(corpus_file, tmp_path / "broken", **half, train__max_steps=5))
     trainer = json.loads((tmp_path / "broken" / "checkpoints" / "step-00000005" / "trainer.json").read_text())
     assert trainer["scaler"]["_growth_tracker"] == 5
+    restored = []
+    load = torch.amp.GradScaler.load_state_dict
+    spy = lambda scaler, state: restored.append(state) or load(scaler, state)  # noqa: E731
+    monkeypatch.setattr(torch.amp.GradScaler, "load_state_dict", spy)
     run(train, "--resume", tmp_path / "broken", "--train.max_steps", 12)
+    assert restored == [trainer["scaler"]]
     assert same_bits(weights(tmp_path / "straight"), weights(tmp_path / "broken"))
 
 
@@ -317,14 +354,55 @@ def test_learning_rates() -> None:
     rates = [learning_rate_at(step, wsd) for step in range(101)]
     assert rates[10:61] == [1.0] * 51
     assert rates[80] == pytest.approx(0.5) and rates[100] == 0.0
+    assert learning_rate_at(150, wsd) == 0.0 and learning_rate_at(300, cosine) == pytest.approx(0.1)  # and stays there
 
 
 def test_only_matrices_decay() -> None:
     model = make_gpt()
-    decayed, rest = make_optimizer(model, TrainConfig()).param_groups
+    decayed, rest = make_optimizer(model, TrainConfig(beta2=0.97)).param_groups
+    assert decayed["betas"] == rest["betas"] == (0.9, 0.97)
     assert all(p.dim() == 2 for p in decayed["params"]) and decayed["weight_decay"] == 0.1
     assert all(p.dim() == 1 for p in rest["params"]) and rest["weight_decay"] == 0.0
     assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
+
+
+def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("training.progress.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("training.progress.peak_flops", lambda device: 1e9)
+    model, state = make_gpt(), {"step": 0, "train_seconds": 5.0}
+    with Progress(state, 10, tokens_per_step=7, model=model, device=torch.device("cpu")) as progress:
+        for _ in range(4):
+            now[0] += 2.0
+            progress.step()
+        with progress.paused():
+            now[0] += 50.0
+        speed = progress.speed(loss=1.0)
+    assert state == {"step": 4, "train_seconds": 13.0}
+    num_parameters = sum(p.numel() for p in model.parameters()) - 11 * 15
+    flops = 6 * num_parameters + 12 * 2 * 15 * 11
+    assert speed == {"tokens": 28, "tokens_per_second": 3.5, "mfu": pytest.approx(3.5 * flops / 1e9)}
+
+
+def test_a_second_signal_stops_at_once_but_not_a_double_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    now, raised = [10.0], []
+    monkeypatch.setattr("training.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("training.progress.signal.raise_signal", raised.append)
+    try:
+        interrupt = Interrupt()
+        assert not interrupt
+        interrupt.receive(signal.SIGTERM, None)
+        now[0] += 0.01
+        interrupt.receive(signal.SIGTERM, None)
+        assert interrupt and not raised
+        now[0] += 5
+        interrupt.receive(signal.SIGTERM, None)
+        assert raised == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 class FakeWandb:
@@ -355,6 +433,7 @@ def test_wandb_gets_every_line_and_one_run_over_resumes(run, corpus_file, tmp_pa
     run(train, "--resume", tmp_path / "run", "--train.max_steps", "6")
     started = [call for call in fake.calls if "project" in call]
     assert [call["id"] for call in started] == [None, "abc"]
+    assert {call["resume"] for call in started} == {"allow"}
     assert started[0]["mode"] == "offline" and started[0]["dir"] == tmp_path / "run"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [call for call in fake.calls if "step" in call] == lines
