@@ -26,7 +26,7 @@ from torch import Tensor
 from configs import ConfigError, parse, run_script
 from data.batches import IGNORE, Batches, seed_for, validation_batches
 from data.prepare import Corpus, DataConfig, prepare
-from data.tokenizer import END_OF_TEXT, token_bytes, token_lengths
+from data.tokenizer import END_OF_TEXT, encode, token_bytes, token_lengths
 from model import GPT, GPTConfig, ModelConfig
 from training.config import TrainConfig
 from training.device import autocast, choose_device
@@ -157,17 +157,18 @@ def main() -> None:
     run.finish()
     if interrupt:
         raise Interrupted(f"saved step {state['step']}; continue with: {run.command('train.py --resume')}")
-    print(f"\nA sample of what it writes:\n{sample(model, corpus)}\n")
+    print(f"\nA sample of what it writes:\n{sample(model, corpus, c.sample_prompt)}\n")
     print(f"Next, with the model in {run.directory}:")
     print(f'  {run.command("sample.py")} --prompt "..."')
     print(f"  {run.command('train.py --resume')} --train.max_steps {2 * c.max_steps}")
 
 
-def sample(model: GPT, corpus: Corpus, length: int = 200) -> str:
-    """The beginning of a document as the model would write it."""
-    start = torch.tensor([[corpus.tokenizer.eot_token]], device=model.lm_head.weight.device)
-    tokens = model.generate(start, length, temperature=0.8, top_k=50, seed=0)[0, 1:].tolist()
-    text = b"".join(token_bytes(corpus.tokenizer, token) for token in tokens).decode(errors="replace")
+def sample(model: GPT, corpus: Corpus, prompt: str, length: int = 200) -> str:
+    """The prompt, or a new document, as the model would continue it."""
+    tokenizer = corpus.tokenizer
+    idx = torch.tensor([[tokenizer.eot_token, *encode(tokenizer, prompt).tolist()]], device=model.lm_head.weight.device)
+    tokens = model.generate(idx, length, temperature=0.8, top_k=50, seed=0)[0, 1:].tolist()
+    text = b"".join(token_bytes(tokenizer, token) for token in tokens).decode(errors="replace")
     return text.split(END_OF_TEXT)[0]
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 # What a resumed run may change without becoming another run. Everything else would change its numbers.
 MAY_CHANGE = {"out_dir", "device", "compile", "max_steps", "eval_every", "log_every", "checkpoint_every"}
-MAY_CHANGE |= {"keep_checkpoints", "wandb"}
+MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "wandb"}
 
 
 class TrainError(ValueError):
@@ -66,6 +66,8 @@ class TrainConfig:
     """Steps between two checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints to keep, besides the best."""
+    sample_prompt: str = ""
+    """What the sample at the end of the run continues. Empty: a new document."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Whether Weights & Biases gets the metrics too."""
 
