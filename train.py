@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import tiktoken
 import torch
 import torch.nn.functional as F
 import tyro
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from configs import ConfigError, parse, run_script
 from data.batches import IGNORE, Batches, seed_for, validation_batches
-from data.prepare import Corpus, DataConfig, prepare
+from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, encode, token_bytes, token_lengths
 from model import GPT, GPTConfig, ModelConfig
 from training.config import TrainConfig
@@ -102,6 +103,7 @@ def main() -> None:
     val_bytes = token_lengths(corpus.tokenizer)[val_tokens[1:]].sum()
     bits_per_byte_per_nat = (len(val_tokens) - 1) / val_bytes / math.log(2)
 
+    prompt = [corpus.tokenizer.eot_token, *encode(corpus.tokenizer, c.sample_prompt).tolist()]
     run.begin(corpus)
     torch.manual_seed(seed_for(c.seed, "weights"))
     model = GPT(GPTConfig(**asdict(config.model), vocab_size=corpus.tokenizer.n_vocab)).to(device).train()
@@ -157,16 +159,15 @@ def main() -> None:
     run.finish()
     if interrupt:
         raise Interrupted(f"saved step {state['step']}; continue with: {run.command('train.py --resume')}")
-    print(f"\nA sample of what it writes:\n{sample(model, corpus, c.sample_prompt)}\n")
+    print(f"\nA sample of what it writes:\n{sample(model, corpus.tokenizer, prompt)}\n")
     print(f"Next, with the model in {run.directory}:")
     print(f'  {run.command("sample.py")} --prompt "..."')
     print(f"  {run.command('train.py --resume')} --train.max_steps {2 * c.max_steps}")
 
 
-def sample(model: GPT, corpus: Corpus, prompt: str, length: int = 200) -> str:
-    """The prompt, or a new document, as the model would continue it."""
-    tokenizer = corpus.tokenizer
-    idx = torch.tensor([[tokenizer.eot_token, *encode(tokenizer, prompt).tolist()]], device=model.lm_head.weight.device)
+def sample(model: GPT, tokenizer: tiktoken.Encoding, prompt: list[int], length: int = 200) -> str:
+    """The prompt, a list of tokens that begins with the start of a document, as the model would continue it."""
+    idx = torch.tensor([prompt], device=model.lm_head.weight.device)
     tokens = model.generate(idx, length, temperature=0.8, top_k=50, seed=0)[0, 1:].tolist()
     text = b"".join(token_bytes(tokenizer, token) for token in tokens).decode(errors="replace")
     return text.split(END_OF_TEXT)[0]
