@@ -120,9 +120,9 @@ def main() -> None:
     with Progress(state, c.max_steps, tokens_per_step, model, device) as progress:
         while True:
             # Measure and save. Where a resumed run begins, that was done before it stopped.
-            step, last = state["step"], state["step"] == c.max_steps
-            evaluating = step % c.eval_every == 0 or last
-            saving = (step % c.checkpoint_every == 0 and step > 0) or last or interrupt
+            step, stopping = state["step"], state["step"] == c.max_steps or bool(interrupt)
+            evaluating = step % c.eval_every == 0 or step == c.max_steps
+            saving = (step % c.checkpoint_every == 0 and step > 0) or stopping
             if (evaluating or saving) and step != run.resumed_step:
                 guard.check()
                 with progress.paused():
@@ -131,7 +131,7 @@ def main() -> None:
                         progress.write(run.log_validation(val_loss, val_loss * bits_per_byte_per_nat))
                     if saving:
                         run.save(model, optimizer, scaler)
-            if last or interrupt:
+            if stopping:
                 break
 
             # One step: the mean loss over all tokens of grad_accum_steps micro-batches, then one update.
@@ -157,7 +157,7 @@ def main() -> None:
                 run.log(train_loss=loss, lr=lr, grad_norm=grad_norm.item(), **progress.speed(loss))
 
     run.finish()
-    if interrupt:
+    if state["step"] < c.max_steps:
         raise Interrupted(f"saved step {state['step']}; continue with: {run.command('train.py --resume')}")
     print(f"\nA sample of what it writes:\n{sample(model, corpus.tokenizer, prompt)}\n")
     print(f"Next, with the model in {run.directory}:")

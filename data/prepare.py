@@ -206,7 +206,7 @@ def encode_in_parallel(tokenizer: tiktoken.Encoding, pieces: Iterator[Piece]) ->
     workers = os.cpu_count() or 1
     running = deque()
     with ThreadPoolExecutor(workers) as pool:
-        for group in grouped(pieces, sources.PIECE):
+        for group in grouped(pieces, 1 << 20):
             running.append(pool.submit(encode_all, group))
             if len(running) > 2 * workers:  # enough to keep everyone busy, and no more in memory
                 yield from running.popleft().result()

@@ -1,6 +1,6 @@
 """Where text comes from: the standard library, files, folders, globs, tables, and data sets of the Hugging Face hub.
 
-A corpus is a stream of documents, and a document is a stream of pieces of at most a megabyte, so that neither a large
+A corpus is a stream of documents, and a document is a stream of pieces of bounded size, so that neither a large
 corpus nor one long line ever has to fit in memory.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data import DataError
 
-PIECE = 1 << 20  # characters
+PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of stack
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
 # too, so that the pieces of a document have the tokens of the whole.
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")

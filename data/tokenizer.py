@@ -137,7 +137,8 @@ def save_tokenizer(tokenizer: tiktoken.Encoding, directory: Path) -> None:
         for cut in range(1, len(token))
         if token[:cut] in spelled and token[cut:] in spelled
     ]
-    copy = tokenizers.Tokenizer(models.BPE(spelled, merges, ignore_merges=True))
+    # In the vocabulary special tokens keep their ids; added to it they would get the next free ones.
+    copy = tokenizers.Tokenizer(models.BPE(spelled | tokenizer._special_tokens, merges, ignore_merges=True))
     copy.pre_tokenizer = split_into_bytes(tokenizer._pat_str)
     copy.decoder = decoders.ByteLevel()
     copy.add_special_tokens(sorted(tokenizer._special_tokens, key=tokenizer._special_tokens.get))

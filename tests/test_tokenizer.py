@@ -74,6 +74,19 @@ def test_lengths_count_bytes() -> None:
         assert token_lengths(tokenizer)[tokenizer.eot_token] == 0
 
 
+def test_special_tokens_behind_a_gap_keep_their_ids(tmp_path: Path) -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)}  # as in cl100k_base: 257 is the end of text, 256 is unused
+    gap = tiktoken.Encoding(
+        "gap", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 257, "<|x|>": 276}
+    )
+    save_tokenizer(gap, tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.eot_token, loaded.n_vocab) == (257, 277) and loaded._special_tokens == gap._special_tokens
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert (theirs.token_to_id(END_OF_TEXT), theirs.token_to_id("<|x|>")) == (257, 276)
+    assert theirs.encode(f"a{END_OF_TEXT}b").ids == [97, 257, 98]
+
+
 def test_unused_ids_stand_for_nothing() -> None:
     gap = tiktoken.Encoding("gap", pat_str=WORDS, mergeable_ranks={b"a": 0}, special_tokens={END_OF_TEXT: 2})
     assert token_bytes(gap, 1) == b""

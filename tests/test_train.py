@@ -310,6 +310,37 @@ def test_two_processes_cannot_share_a_run(run, straight: Path) -> None:
     assert run(train, "--resume", straight, "--train.max_steps", 13).exit_code == 0
 
 
+def test_a_run_that_another_process_wrote_meanwhile_is_left_alone(run, corpus_file, tmp_path, monkeypatch) -> None:
+    prepare = train.prepare
+
+    def slow(config: object) -> object:
+        monkeypatch.setattr(train, "prepare", prepare)
+        run(train, *tiny_run(corpus_file, tmp_path / "run", train__max_steps=4))
+        return prepare(config)
+
+    monkeypatch.setattr(train, "prepare", slow)
+    result = run(train, *tiny_run(corpus_file, tmp_path / "run"))
+    assert result.exit_code == 2 and "another training process has written to" in result.err
+    assert list(metrics(tmp_path / "run", "train_loss")) == [1, 2, 3, 4]
+
+
+def test_a_signal_between_the_two_looks_at_it_is_not_lost(run, straight, corpus_file, tmp_path, monkeypatch) -> None:
+    received = iter([False] * 5 + [True] * 99)
+    monkeypatch.setattr(Interrupt, "__bool__", lambda interrupt: next(received))
+    result = run(train, *tiny_run(corpus_file, tmp_path / "run", train__checkpoint_every=100))
+    assert result.exit_code == 75 and "saved step 5;" in result.err
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000005"]
+
+
+def test_numbers_that_json_cannot_say_are_null(run, corpus_file, tmp_path, monkeypatch) -> None:
+    scaler = torch.amp.GradScaler
+    huge = lambda device, enabled: scaler(device, enabled=enabled, init_scale=2.0**40)  # noqa: E731
+    monkeypatch.setattr(torch.amp, "GradScaler", huge)
+    assert run(train, *tiny_run(corpus_file, tmp_path / "run", train__dtype="float16")).exit_code == 0
+    assert None in metrics(tmp_path / "run", "grad_norm").values()
+    assert "Infinity" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 def test_only_the_newest_and_the_best_checkpoints_are_kept(run, corpus_file: Path, tmp_path: Path) -> None:
     changes = {"train__keep_checkpoints": 2, "train__checkpoint_every": 2, "train__learning_rate": 3.0}
     run(train, *tiny_run(corpus_file, tmp_path / "run", **changes, train__eval_every=2, train__warmup_steps=6))
@@ -390,8 +421,10 @@ def test_a_second_signal_stops_at_once_but_not_a_double_one(monkeypatch: pytest.
     now, raised = [10.0], []
     monkeypatch.setattr("training.progress.time.monotonic", lambda: now[0])
     monkeypatch.setattr("training.progress.signal.raise_signal", raised.append)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         interrupt = Interrupt()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         assert not interrupt
         interrupt.receive(signal.SIGTERM, None)
         now[0] += 0.01
@@ -438,6 +471,14 @@ def test_wandb_gets_every_line_and_one_run_over_resumes(run, corpus_file, tmp_pa
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [call for call in fake.calls if "step" in call] == lines
     assert fake.calls.count("finished") == 2
+
+
+def test_wandb_that_dies_does_not_stop_the_training(run, corpus_file, tmp_path, monkeypatch) -> None:
+    fake = FakeWandb()
+    fake.log = lambda record: (_ for _ in ()).throw(ConnectionError("gone"))
+    monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
+    result = run(train, *tiny_run(corpus_file, tmp_path / "run", train__wandb="online"))
+    assert result.exit_code == 0 and result.out.count("wandb is off") == 1
 
 
 def test_wandb_that_fails_does_not_stop_the_training(run, corpus_file, tmp_path, monkeypatch) -> None:

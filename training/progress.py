@@ -81,7 +81,8 @@ class Interrupt:
     def __init__(self) -> None:
         self.received = 0.0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self.receive)
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
+                signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """The signal handler. What stops a group of processes may send the same signal twice, moments apart."""

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import shlex
 import shutil
@@ -44,7 +45,8 @@ class Run:
         self.state |= {"wandb_id": None, "fingerprint": None}
         self.resumed_from: Path | None = None
         self.resumed_step: int | None = None
-        begun = bool(step_directories(self.checkpoints))  # a run killed before its first checkpoint has not
+        self.found = step_directories(self.checkpoints)
+        begun = bool(self.found)  # a run killed before its first checkpoint has not
         if begun and not config.resume:
             raise TrainError(
                 f"{self.directory} already holds a run: continue it with --resume {self.directory}, "
@@ -76,6 +78,8 @@ class Run:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TrainError(f"{self.directory} is in use by another training process") from None
+        if step_directories(self.checkpoints) != self.found:
+            raise TrainError(f"another training process has written to {self.directory} meanwhile")
         (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
         self.metrics = self.directory / "metrics.jsonl"
         drop_future(self.metrics, self.state["step"])
@@ -101,8 +105,12 @@ class Run:
             run.define_metric("*", step_metric="step")  # so that the x axis is the training step, also after a resume
             return run
         except Exception as error:
-            print(f"wandb is off, metrics.jsonl has everything: {type(error).__name__}: {error}")
-            return None
+            return self.without_wandb(error)
+
+    def without_wandb(self, error: Exception) -> None:
+        """Go on without wandb."""
+        self.wandb = None
+        print(f"wandb is off, metrics.jsonl has everything: {type(error).__name__}: {error}")
 
     def restore(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Give them the state of the checkpoint that the run is resumed from, if it is."""
@@ -114,11 +122,15 @@ class Run:
 
     def log(self, **values: float) -> None:
         """One line of metrics for this step, to metrics.jsonl and wandb."""
+        values = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no inf
         record = {"step": self.state["step"], **values}
         with open(self.metrics, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         if self.wandb:
-            self.wandb.log(record)
+            try:
+                self.wandb.log(record)
+            except Exception as error:
+                self.without_wandb(error)
 
     def log_validation(self, val_loss: float, bits_per_byte: float) -> str:
         """Remember and log a validation loss; return it as a line to print."""
