@@ -26,7 +26,7 @@ from configs import parse, run_script
 from data import DataError
 from data.tokenizer import encode, load_tokenizer, token_bytes
 from model import GPT, ModelError
-from model.checkpoint import find_checkpoint
+from model.checkpoint import find_checkpoint, read_certificate
 from model.sampling import stream
 from training.device import find_device
 
@@ -112,11 +112,14 @@ def read_prompt(prompt: str) -> str:
         raise DataError(f"the prompt is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}") from None
 
 
+def visible(text: str) -> str:
+    """The text with control characters, which could command a terminal, as escapes."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def show(text: str) -> None:
-    """Print now; to a terminal, control characters (which could command it) as visible escapes."""
-    if sys.stdout.isatty():
-        text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
-    print(text, end="", flush=True)
+    """Print now, without commands to a terminal."""
+    print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def main() -> None:
@@ -141,6 +144,7 @@ def main() -> None:
         not options.no_cache,
         seed,
     )
+    print(f"causal: {visible(read_certificate(directory))}", file=sys.stderr)
     if len(ids) > T:
         print(f"prompt has {len(ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
 

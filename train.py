@@ -29,6 +29,7 @@ from data.batches import IGNORE, Batches, seed_for, validation_batches
 from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, encode, token_bytes, token_lengths
 from model import GPT, GPTConfig, ModelConfig
+from training.certificate import certify
 from training.config import TrainConfig
 from training.device import autocast, choose_device
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_learning_rate
@@ -115,6 +116,7 @@ def main() -> None:
     # Compile the loss, not the module: the model stays a plain GPT to save, sample from and inspect.
     compiled = c.compile if c.compile is not None else device.type == "cuda"
     loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
+    run.start(certify(model, loss_fn, dtype, c.batch_size))  # not a step with a model that sees the future
     tokens_per_step = c.batch_size * c.grad_accum_steps * T
     guard, interrupt = FiniteGuard(optimizer, device), Interrupt()
     with Progress(state, c.max_steps, tokens_per_step, model, device) as progress:

@@ -2,7 +2,7 @@
 
 config.json  model.safetensors  tokenizer.json  tokenizer_config.json    the model, as `transformers` reads it
 optimizer.safetensors  trainer.json                                      the rest of a training run
-manifest.json                                                            size and SHA-256 of each, written last
+manifest.json                            size and SHA-256 of each, and the certificate of causality; written last
 """
 
 import hashlib
@@ -39,6 +39,7 @@ def save_checkpoint(
     tokenizer_files: dict[str, bytes],
     optimizer: dict[str, Tensor],
     trainer: dict,
+    certificate: dict,
 ) -> Path:
     """Write parent/step-00000000 and return it once it is on the disk; an OSError leaves nothing behind."""
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
@@ -60,7 +61,8 @@ def save_checkpoint(
             path.chmod((temporary / "config.json").stat().st_mode)  # safetensors ignores the umask
             files[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
             sync(path)
-        write_json(temporary / "manifest.json", {"format": FORMAT, "step": step, "files": files})
+        manifest = {"format": FORMAT, "step": step, "certificate": certificate, "files": files}
+        write_json(temporary / "manifest.json", manifest)
         sync(temporary / "manifest.json")
         sync(temporary)
         if directory.exists():  # a damaged one, or a resumed run that came by here again
@@ -121,6 +123,13 @@ def verify(directory: Path) -> None:
             raise ModelError(f"{path} has {path.stat().st_size} bytes instead of {expected['size']}")
         if sha256(path) != expected["sha256"]:
             raise ModelError(f"{path} is damaged: its SHA-256 is not the one in the manifest")
+
+
+def read_certificate(directory: Path) -> str:
+    """What training had found of the causality of this checkpoint's model, in a line."""
+    path = directory / "manifest.json"
+    found = read_json(path).get("certificate") if path.is_file() else None
+    return str(found.get("causal")) if isinstance(found, dict) else "unknown, this model was not trained here"
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:

@@ -26,7 +26,9 @@ def save(tmp_path: Path):
         parent = tmp_path / "run" / "checkpoints"
         parent.mkdir(parents=True, exist_ok=True)
         optimizer = {"a.exp_avg": torch.zeros(3)}
-        return save_checkpoint(parent, step, gpt or make_gpt(), 256, files, optimizer, {"some": "state"})
+        return save_checkpoint(
+            parent, step, gpt or make_gpt(), 256, files, optimizer, {"some": "state"}, {"causal": "yes"}
+        )
 
     return save
 

@@ -63,7 +63,7 @@ class Run:
             raise TrainError(f"cannot write to {self.directory}: {exists} is not a directory one may write to")
 
     def begin(self, corpus: Corpus) -> None:
-        """Take the run directory for this process, and write what it is.
+        """Take the run directory for this process, before anything in it is read or written.
 
         Raises TrainError if another process has it, or the resumed run began with another text.
         """
@@ -80,6 +80,10 @@ class Run:
             raise TrainError(f"{self.directory} is in use by another training process") from None
         if step_directories(self.checkpoints) != self.found:
             raise TrainError(f"another training process has written to {self.directory} meanwhile")
+
+    def start(self, certificate: dict) -> None:
+        """Write what the run is. Its checkpoints will hold the certificate (training/certificate.py)."""
+        self.certificate = certificate
         (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
         self.metrics = self.directory / "metrics.jsonl"
         drop_future(self.metrics, self.state["step"])
@@ -159,6 +163,7 @@ class Run:
             {name: (self.corpus.directory / name).read_bytes() for name in FILES},
             optimizer_tensors(model, optimizer),
             {**state, **extra},
+            self.certificate,
         )
         keep_newest(self.checkpoints, self.config.train.keep_checkpoints, state["best_step"])
 

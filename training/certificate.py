@@ -1,0 +1,48 @@
+"""The certificate of a run: what it is about to train was asked whether it sees the future, and it does not."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from model import GPT
+from model.causality import check_causality
+from training.config import TrainError
+from training.device import autocast
+
+
+def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype: torch.dtype, batch_size: int) -> dict:
+    """Probe the loss as it will be trained, the logits in `dtype`, and decoding with a cache; print the outcome.
+
+    loss_fn takes the model, inputs and targets, (batch_size, T) each, to the summed loss. Returns what a checkpoint
+    keeps of it. Raises TrainError if a token sees what it may not.
+    """
+    device, T = model.lm_head.weight.device, model.config.context_length
+
+    def forward(idx: Tensor) -> Tensor:
+        with autocast(device, dtype):
+            return model(idx)
+
+    def decode(idx: Tensor) -> Tensor:
+        caches = model.new_cache(len(idx), T)
+        parts = idx.tensor_split((T // 2, T // 2 + 1, T // 2 + 2), dim=1)  # a long one, single tokens, another long one
+        return model.logits(torch.cat([model.hidden(part, caches) for part in parts if part.size(1)], dim=1))
+
+    began = time.perf_counter()
+    outcome = check_causality(
+        forward,
+        model.config.vocab_size,
+        T,
+        module=model,
+        others=[decode],
+        loss_fn=lambda inputs, targets: loss_fn(model, inputs, targets),
+        batch_size=batch_size,
+    )
+    if not outcome.ok:
+        raise TrainError(f"refusing to train a model that is not causal: {outcome.finding}")
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = str(dtype).removeprefix("torch.")
+    summary = f"{outcome} ({name} on {where}, torch {torch.__version__})"
+    print(f"causal: {summary}, {time.perf_counter() - began:.1f} s")
+    return {"causal": summary, "length": T, "dtype": name, "device": where, "torch": torch.__version__}
