@@ -27,7 +27,7 @@ from model.config import ModelError
 
 IGNORE = -100  # a target that F.cross_entropy skips
 NUM_POSITIONS = 16  # at least so many are probed, and all of them up to a length of 64
-EXTREME = 1000.0  # weights times this make scores beside which no finite mask value is small
+EXTREME = 100.0  # weights times this make scores of up to 1e8, beside which a mask of -1e4 is nothing
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def test_json_names_its_seed(run, trained: Path) -> None:
 def test_a_long_prompt_is_said_once(run, trained: Path) -> None:
     result = run(sample, trained, "--prompt", "one two three four five", "--max_new_tokens", 30)
     assert result.err.splitlines()[1:] == ["prompt has 23 tokens, context is 11: using the last 11"]
-    assert run(sample, trained, "--prompt", "one", "--max_new_tokens", 30).err == ""
+    assert run(sample, trained, "--prompt", "one", "--max_new_tokens", 30).err.count("\n") == 1
 
 
 def feed(tokens: list[int], stop: str | None = None) -> tuple[list[str], Text]:

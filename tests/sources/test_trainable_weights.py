@@ -1,0 +1,135 @@
+"""Self-attention with trainable weights, a notebook after "Build a Large Language Model (From Scratch)", chapter 3.
+
+It computes attention for the six tokens of "Your journey starts with one step", prints each stage, and ends in a layer
+with two heads. Its bug: `scores.masked_fill(...)` without using what it returns, so its causal layer sees the future.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from model.attention import CausalSelfAttention, attention_weights, make_causal_mask
+from model.causality import check_causality
+
+TOKENS = torch.tensor(
+    [
+        [0.43, 0.15, 0.89],
+        [0.55, 0.87, 0.66],
+        [0.57, 0.85, 0.64],
+        [0.22, 0.58, 0.33],
+        [0.77, 0.25, 0.10],
+        [0.05, 0.80, 0.55],
+    ]
+)
+
+
+def weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """`attention_weights` for one sequence and one head: (T, D), (T, D) -> (T, T)."""
+    return attention_weights(q[None, None], k[None, None], mask)[0, 0]
+
+
+def printed(actual: Tensor, expected: list) -> None:
+    """Equal to the four decimals that the source prints."""
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=0, atol=0.5001e-4)
+
+
+def test_weights_and_contexts_without_a_mask() -> None:
+    torch.manual_seed(123)
+    q, k, v = (TOKENS @ torch.rand(3, 2) for _ in range(3))
+    everything = weights(q, k, torch.ones(6, 6, dtype=torch.bool))
+    printed(everything[1], [0.1500, 0.2264, 0.2199, 0.1311, 0.0906, 0.1820])
+    contexts = [
+        [0.2996, 0.8053],
+        [0.3061, 0.8210],
+        [0.3058, 0.8203],
+        [0.2948, 0.7939],
+        [0.2927, 0.7891],
+        [0.2990, 0.8040],
+    ]
+    printed(everything @ v, contexts)
+
+
+def test_causal_weights() -> None:
+    torch.manual_seed(789)
+    q_proj, k_proj = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+    rows = [
+        [1.0],
+        [0.5517, 0.4483],
+        [0.3800, 0.3097, 0.3103],
+        [0.2758, 0.2460, 0.2462, 0.2319],
+        [0.2175, 0.1983, 0.1984, 0.1888, 0.1971],
+        [0.1935, 0.1663, 0.1666, 0.1542, 0.1666, 0.1529],
+    ]
+    causal = weights(q_proj(TOKENS), k_proj(TOKENS), make_causal_mask(6)).detach()
+    printed(causal, [row + [0.0] * (6 - len(row)) for row in rows])
+
+
+def test_our_layer_prints_what_the_two_head_layer_prints() -> None:
+    torch.manual_seed(123)
+    q_proj, k_proj, v_proj = (nn.Linear(6, 6, bias=False) for _ in range(3))
+    o_proj = nn.Linear(6, 6)
+    layer = CausalSelfAttention(n_embd=6, n_head=2, n_kv_head=2, head_dim=3, mask=make_causal_mask(3))
+    for ours, theirs in (
+        (layer.q_proj, q_proj),
+        (layer.k_proj, k_proj),
+        (layer.v_proj, v_proj),
+        (layer.o_proj, o_proj),
+    ):
+        ours.weight, ours.bias = theirs.weight, theirs.bias
+    output = layer(TOKENS.view(1, 3, 6))[0].detach()
+    printed(
+        output,
+        [
+            [0.1569, -0.0873, 0.0210, 0.0215, -0.3243, -0.2518],
+            [0.1117, -0.0547, 0.0406, -0.0213, -0.3251, -0.2993],
+            [0.1196, -0.0491, 0.0318, -0.0635, -0.2788, -0.2578],
+        ],
+    )
+
+
+def test_large_scores_make_softmax_choose_one() -> None:
+    """Through our formula: a query of 1 and these keys, D = 1, so that the scores are the keys."""
+    scores = torch.tensor([0.1, -0.2, 0.3, -0.2, 0.5])
+    for scale, expected in (
+        (1, [0.1925, 0.1426, 0.2351, 0.1426, 0.2872]),
+        (8, [0.0326, 0.0030, 0.1615, 0.0030, 0.8000]),
+    ):
+        everything = torch.ones(1, 5, dtype=torch.bool)
+        printed(weights(torch.ones(1, 1), scale * scores[:, None], everything)[0], expected)
+
+
+@pytest.mark.parametrize("d", [5, 53, 503])
+def test_dividing_by_sqrt_d_keeps_the_variance_of_a_score_at_one(d: int) -> None:
+    """Read off our formula: with two keys, the logarithm of the ratio of weights is the difference of scores."""
+    q, k = torch.randn(20_000, 1, 1, d, dtype=torch.float64), torch.randn(20_000, 1, 2, d, dtype=torch.float64)
+    dots = (q @ k.mT)[:, 0, 0]
+    assert dots.var().item() == pytest.approx(d, rel=0.05)
+    both = attention_weights(q, k, torch.ones(1, 2, dtype=torch.bool))[:, 0, 0].log()
+    scores_apart = both[:, 0] - both[:, 1]
+    assert scores_apart.var().item() / 2 == pytest.approx(1, rel=0.05)
+
+
+class DiscardsTheMaskedScores(nn.Module):
+    """The notebook's single head, with the line as it stands there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 3)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(3, 2, bias=False) for _ in range(3))
+        self.head = nn.Linear(2, 13)
+        self.assigned = False
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.embedding(idx)
+        scores = self.q_proj(x) @ self.k_proj(x).mT / 2**0.5
+        masked = scores.masked_fill(~make_causal_mask(idx.size(1)), float("-inf"))
+        scores = masked if self.assigned else scores
+        return self.head(scores.softmax(-1) @ self.v_proj(x))
+
+
+def test_its_bug_is_refused() -> None:
+    layer = DiscardsTheMaskedScores()
+    outcome = check_causality(layer, vocab_size=13, length=7)
+    assert not outcome.ok and (outcome.query, outcome.key) == (0, 1)
+    layer.assigned = True
+    assert check_causality(layer, vocab_size=13, length=7).ok

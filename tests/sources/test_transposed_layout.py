@@ -1,0 +1,56 @@
+"""Multi-head attention with separate query, key and value, time first, and a mask of (T_query, T_key, B), after labml.
+
+Everything is (T, B, ...) there and the scores are (T_query, T_key, B, H), kept for logging. Its hazard: softmax over a
+dimension given by its number, which is another one in another layout.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention import Attend, attention_weights, make_causal_mask
+from model.causality import check_causality
+from tests.conftest import make_gpt
+
+B, H, D = 2, 3, 5
+
+
+def time_first_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """(T_query, B, H, D), (T_key, B, H, D), (T_query, T_key, B) -> (T_query, T_key, B, H)."""
+    scores = torch.einsum("ibhd,jbhd->ijbh", q, k) / math.sqrt(q.size(-1))
+    return scores.masked_fill(~mask[..., None], float("-inf")).softmax(dim=1)
+
+
+@pytest.mark.parametrize("T_query, T_key", [(7, 7), (3, 7), (1, 7)])
+def test_same_weights_in_another_layout(T_query: int, T_key: int) -> None:
+    q, k, v = torch.randn(T_query, B, H, D), torch.randn(T_key, B, H, D), torch.randn(T_key, B, H, D)
+    mask = make_causal_mask(T_key)[T_key - T_query :]
+    theirs = time_first_weights(q, k, mask[..., None].expand(-1, -1, B))
+    q, k, v_ours = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # (T, B, H, D) -> (B, H, T, D)
+    torch.testing.assert_close(theirs.permute(2, 3, 0, 1), attention_weights(q, k, mask))
+    output = torch.einsum("ijbh,jbhd->ibhd", theirs, v)
+    torch.testing.assert_close(output.permute(1, 2, 0, 3), Attend()(q, k, v_ours, mask))
+
+
+def test_each_sequence_may_have_its_own_mask() -> None:
+    T = 7
+    q, k = torch.randn(2, B, H, T, D)
+    own = make_causal_mask(T).repeat(B, 1, 1)
+    own[1, :, 0] = False
+    own[1, 0, 0] = True
+    theirs = time_first_weights(q.permute(2, 0, 1, 3), k.permute(2, 0, 1, 3), own.permute(1, 2, 0))
+    torch.testing.assert_close(theirs.permute(2, 3, 0, 1), attention_weights(q, k, own[:, None]))
+
+
+@pytest.mark.parametrize("dim, refused", [(-1, False), (3, False), (2, True), (1, True)])
+def test_softmax_over_a_dimension_by_its_number_is_refused(monkeypatch, dim: int, refused: bool) -> None:
+    """In our layout, number 1 is the heads and 2 the queries; both leak."""
+
+    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Tensor:
+        scores = q @ k.mT / math.sqrt(q.size(-1))
+        return scores.masked_fill(~mask, float("-inf")).softmax(dim) @ v
+
+    monkeypatch.setattr(Attend, "forward", forward)
+    assert check_causality(make_gpt(), vocab_size=17, length=11).ok != refused
