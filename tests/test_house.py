@@ -12,12 +12,13 @@ import train
 from configs import parse
 
 ROOT = Path(__file__).parent.parent
-OURS = {"model", "data", "configs", "training", "train", "sample"}
+OURS = {"model", "data", "configs", "training", "inspection", "train", "sample"}
 MAY_IMPORT = {  # package -> what it may import of ours, besides itself
     "model": set(),
     "data": set(),
     "configs": set(),
     "training": {"model", "data", "configs"},
+    "inspection": {"model"},
     "train.py": OURS - {"train", "sample"},
     "sample.py": OURS - {"train", "sample"},
 }
