@@ -1,5 +1,5 @@
-"""What attention heads do: capture.py takes the queries and keys the kernel saw, and proves what it made of them."""
+"""What attention heads do: patterns.py takes the queries and keys the kernel saw, and proves what it made of them."""
 
-from inspection.capture import Captured, NotTheKernels, capture
+from inspection.patterns import Captured, NotTheKernels, capture
 
 __all__ = ["Captured", "NotTheKernels", "capture"]

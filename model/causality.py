@@ -101,7 +101,7 @@ def check_causality(
         probe.randomize()
         for function in (forward, *others):
             probe.hidden(function, "in evaluation", healthy=True)
-        probe.seen(forward)
+            probe.seen(function)
         probe.gradient()
         if loss_fn:
             with torch.no_grad():

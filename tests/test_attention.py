@@ -1,5 +1,8 @@
 """The layer: its formula, its fused kernel and PyTorch's own attention are the same function."""
 
+import itertools
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,13 +66,34 @@ def test_weights_worked_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize("n_kv_head", [1, H])
+def test_layer_equals_three_loops_over_plain_numbers(n_kv_head: int) -> None:
+    layer, x = make_layer(n_kv_head, bias=False).double(), torch.randn(B, T, C, dtype=torch.float64)
+    q, k, v = ((x @ proj.weight.T).tolist() for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    heads = torch.zeros(B, T, C, dtype=torch.float64)
+    for b, i, h in itertools.product(range(B), range(T), range(H)):
+        own, shared = range(h * D, h * D + D), range(h * n_kv_head // H * D, h * n_kv_head // H * D + D)
+        scores = [sum(q[b][i][m] * k[b][j][n] for m, n in zip(own, shared, strict=True)) for j in range(i + 1)]
+        weights = [math.exp(score / math.sqrt(D)) for score in scores]
+        for m, n in zip(own, shared, strict=True):
+            heads[b, i, m] = sum(weight * v[b][j][n] for j, weight in enumerate(weights)) / sum(weights)
+    torch.testing.assert_close(layer(x), heads @ layer.o_proj.weight.T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n_kv_head", [1, H])
 def test_kernel_equals_formula(n_kv_head: int) -> None:
     layer, x = make_layer(n_kv_head).double(), torch.randn(B, T, C, dtype=torch.float64)
     torch.testing.assert_close(layer(x), by_formula(layer, x), rtol=1e-12, atol=1e-12)
 
 
-def test_scores_too_large_for_half_precision_stay_finite_and_causal() -> None:
-    layer, x = make_layer().bfloat16(), 300 * torch.randn(B, T, C).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_finite(dtype: torch.dtype) -> None:
+    layer, x = make_layer().to(dtype), torch.randn(B, T, C).to(dtype)
+    assert layer(x).isfinite().all() and by_formula(layer, x).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_scores_in_half_precision_stay_finite_and_causal(dtype: torch.dtype) -> None:
+    layer, x = make_layer().to(dtype), 300 * torch.randn(B, T, C).to(dtype)
     assert layer(x).isfinite().all()
     changed = torch.cat((x[:, :-1], -x[:, -1:]), dim=1)
     assert torch.equal(layer(x)[:, :-1], layer(changed)[:, :-1])

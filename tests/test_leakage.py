@@ -111,23 +111,48 @@ def test_sequences_of_a_batch_do_not_see_each_other() -> None:
     assert torch.equal(model(idx)[0], model(other)[0])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_compiled_loss_sees_no_future(dropout: float, dtype: torch.dtype) -> None:
-    """The object that train.py trains: the compiled loss, with the targets from the cut on left out."""
-    from data.batches import IGNORE
-    from train import next_token_loss
-
-    model, idx = make_gpt(dropout=dropout).train(), torch.randint(V, (B, T))
-    loss_fn = torch.compile(next_token_loss)
+@HEADS
+@torch.no_grad()
+def test_extreme_scores_hide_no_leak(n_kv_head: int) -> None:
+    """A mask of -10,000 is causal until a model learns scores that are larger."""
+    model, idx = make_gpt(n_kv_head=n_kv_head).eval(), torch.randint(V, (5, T))
+    for block in model.blocks:
+        for proj in (block.attention.q_proj, block.attention.k_proj):
+            proj.weight.mul_(300)
+    before = model(idx)
     for cut in range(1, T):
-        targets = torch.randint(V, (B, T))
-        targets[:, cut:] = IGNORE
-        changed = idx.clone()
-        changed[:, cut:] = (changed[:, cut:] + 1) % V
-        losses = []
-        for inputs in (idx, changed):
-            torch.manual_seed(1)
-            losses.append(loss_fn(model, inputs, targets, dtype))
-        assert torch.equal(*losses)
+        changed = torch.cat((idx[:, :cut], (idx[:, cut:] + torch.randint(1, V, (5, T - cut))) % V), dim=1)
+        assert torch.equal(before[:, :cut], model(changed)[:, :cut])
+
+
+@torch.no_grad()
+def test_logits_through_the_cache_are_those_of_one_pass() -> None:
+    model, idx = make_gpt(n_kv_head=1).double().eval(), torch.randint(V, (B, T))
+    for chunk in (1, 2, 3, T - 1):
+        torch.testing.assert_close(cached(chunk)(model, idx), model(idx), rtol=1e-12, atol=1e-12)
+
+
+@HEADS
+@torch.no_grad()
+def test_a_prefix_has_the_logits_it_has_inside_the_whole(n_kv_head: int) -> None:
+    model, idx = make_gpt(n_kv_head=n_kv_head).double().eval(), torch.randint(V, (B, T))
+    for length in range(1, T + 1):
+        torch.testing.assert_close(model(idx[:, :length]), model(idx)[:, :length], rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_the_same_tokens_have_the_same_logits_again() -> None:
+    model, idx = make_gpt().eval(), torch.randint(V, (B, T))
+    before = model(idx)
+    model((idx + 1) % V)
+    assert torch.equal(before, model(idx))
+
+
+@torch.no_grad()
+def test_no_token_sees_the_future_of_a_long_text() -> None:
+    long = 131
+    model, idx = make_gpt(context_length=long).eval(), torch.randint(V, (1, long))
+    before = model(idx)
+    for cut in range(1, long):
+        changed = torch.cat((idx[:, :cut], (idx[:, cut:] + 1) % V), dim=1)
+        assert torch.equal(before[:, :cut], model(changed)[:, :cut])

@@ -1,0 +1,151 @@
+"""What is shown is what the kernel used: patterns, their proof, and that capturing changes nothing."""
+
+import pytest
+import torch
+
+import inspection.patterns
+from inspection import NotTheKernels, capture
+from model import GPT
+from model.attention import attention_weights
+from tests.conftest import make_gpt
+
+B, T, V, L, H = 2, 11, 17, 2, 3
+WEIGHTS = attention_weights
+
+
+@pytest.mark.parametrize("dtype", inspection.patterns.TOLERANCE, ids=str)
+@pytest.mark.parametrize("n_kv_head", [1, 3])
+def test_patterns_are_proved_in_every_precision(n_kv_head: int, dtype: torch.dtype) -> None:
+    model = make_gpt(n_kv_head=n_kv_head).to(dtype).eval()
+    with capture(model) as att:
+        model(torch.randint(V, (B, T)))
+    assert list(att.verify()) == [0, 1]
+    for layer in range(L):
+        for head in range(H):
+            pattern = att.pattern(layer, head)
+            assert pattern.shape == (B, T, T)
+            assert pattern.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            assert torch.equal(pattern.triu(1), torch.zeros(B, T, T))
+            torch.testing.assert_close(pattern.sum(-1), torch.ones(B, T, dtype=pattern.dtype))
+
+
+def test_the_weights_of_earlier_tokens_do_not_move_when_later_tokens_do() -> None:
+    model, idx = make_gpt().eval(), torch.randint(V, (B, T))
+    changed = torch.cat((idx[:, :5], (idx[:, 5:] + 1) % V), dim=1)
+    shown = []
+    for tokens in (idx, changed):
+        with capture(model) as att:
+            model(tokens)
+        att.verify()
+        shown.append(torch.stack([att.pattern(layer, head) for layer in range(L) for head in range(H)]))
+    assert torch.equal(shown[0][:, :, :5], shown[1][:, :, :5])
+    assert not torch.equal(shown[0], shown[1])
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 3])
+def test_cached_steps_become_the_triangle_of_one_pass(n_kv_head: int) -> None:
+    model, idx = make_gpt(n_kv_head=n_kv_head).eval(), torch.randint(V, (B, 4))
+    with capture(model) as steps:
+        text = model.generate(idx, 7, temperature=0)
+    steps.verify()
+    with capture(model) as whole:
+        model(text[:, :-1])
+    for layer in range(L):
+        for head in range(H):
+            torch.testing.assert_close(steps.pattern(layer, head), whole.pattern(layer, head), rtol=0, atol=1e-6)
+
+
+def test_another_sequence_replaces_the_one_before() -> None:
+    model = make_gpt().eval()
+    with capture(model) as att:
+        model(torch.randint(V, (B, T)))
+        model.generate(torch.randint(V, (1, 3)), 2)
+        assert att.pattern(0, 0).shape == (1, 4, 4)
+        model(torch.randint(V, (B, 5)))
+        model(torch.randint(V, (B, 5)))
+    assert att.pattern(0, 0).shape == (B, 5, 5)
+
+
+def test_rows_are_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_gpt().eval()
+    with capture(model, layers=[-1]) as att:
+        model(torch.randint(V, (B, T)))
+    whole = att.pattern(1, 2)
+    torch.testing.assert_close(att.pattern(1, 2, slice(3, 7)), whole[:, 3:7], rtol=0, atol=1e-7)
+    monkeypatch.setattr(inspection.patterns, "CHUNK", 3)
+    torch.testing.assert_close(att.pattern(1, 2), whole, rtol=0, atol=1e-7)
+    with pytest.raises(KeyError):
+        att.pattern(0, 0)
+
+
+WRONG = {
+    "scale": lambda q, k, mask: WEIGHTS(q * (5 / 6) ** 0.5, k, mask),  # sqrt(D + 1)
+    "mask": lambda q, k, mask: WEIGHTS(q, k, mask.roll(1, 1) | mask),
+    "keys of another head": lambda q, k, mask: WEIGHTS(q, k.flip(-1), mask),
+    "one weight": lambda q, k, mask: WEIGHTS(q, k, mask) + 1e-3 * torch.eye(mask.size(1))[-1] * mask,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_weights_that_are_not_the_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    model = make_gpt().eval()
+    with capture(model) as att:
+        model(torch.randint(V, (B, T)))
+    monkeypatch.setattr(inspection.patterns, "attention_weights", WRONG[wrong])
+    with pytest.raises(NotTheKernels, match="layer 0: the weights shown are not those of the kernel, a row is off by "):
+        att.verify()
+
+
+def test_an_error_that_the_values_hide_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T rows of D values have combinations that vanish: with them added, weights times values are what they were."""
+    model, seen = make_gpt(n_layer=1).eval(), []
+    hook = model.blocks[0].attention.attend.register_forward_hook(lambda module, inputs, y: seen.append(inputs))
+    with capture(model) as att:
+        model(torch.randint(V, (1, T)))
+    hook.remove()
+    v = seen[0][2][0, 0].double()  # (T, D), head 0
+    hidden = torch.linalg.svd(v.T).Vh[-1]  # (T,), orthogonal to every column of the values
+    assert (hidden @ v).abs().max() < 1e-7
+    honest = att.pattern(0, 0)
+
+    def corrupted(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        weights = WEIGHTS(q, k, mask)
+        weights[:, 0, -1] += 5e-2 * hidden
+        return weights
+
+    monkeypatch.setattr(inspection.patterns, "attention_weights", corrupted)
+    assert not torch.equal(att.pattern(0, 0), honest)
+    torch.testing.assert_close(att.pattern(0, 0)[0].double() @ v, honest[0].double() @ v, rtol=0, atol=1e-6)
+    with pytest.raises(NotTheKernels):
+        att.verify()
+
+
+def test_capturing_changes_no_bit_and_leaves_no_hook() -> None:
+    idx = torch.randint(V, (B, T))
+
+    def train_once(model: GPT) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        logits = model.train()(idx)
+        logits.square().mean().backward()
+        return [logits, *(parameter.grad for parameter in model.parameters())]
+
+    torch.manual_seed(0)
+    plain = train_once(make_gpt())
+    torch.manual_seed(0)
+    model = make_gpt()
+    with capture(model) as att:
+        captured = train_once(model)
+    assert all(torch.equal(*pair) for pair in zip(plain, captured, strict=True))
+    att.verify()
+    assert not any(module._forward_hooks for module in model.modules())
+    with pytest.raises(ZeroDivisionError), capture(model):
+        1 / 0  # noqa: B018
+    assert not any(module._forward_hooks for module in model.modules())
+    assert set(model.state_dict()) == set(make_gpt().state_dict())
+
+
+def test_a_layer_that_did_not_run_is_said() -> None:
+    with capture(make_gpt()) as att:
+        pass
+    with pytest.raises(RuntimeError, match="layer 0 did not run inside `capture`"):
+        att.pattern(0, 0)

@@ -1,0 +1,209 @@
+"""The certificate: what is causal passes, whatever it is made of; what is not is named; nothing else is touched."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sample
+import train
+from model import GPT, GPTConfig, ModelError
+from model.attention import Attend, make_causal_mask
+from model.causality import check_causality
+from tests.conftest import make_gpt, tiny_run
+from training.certificate import certify
+from training.config import TrainError
+
+V, T = 17, 11
+
+
+def certify_tiny(dtype: torch.dtype, loss: object = train.next_token_loss, **changes: object) -> dict:
+    """The certificate as train.py asks for it."""
+    return certify(make_gpt(**changes).train(), partial(loss, dtype=dtype), dtype, batch_size=5)
+
+
+def see(monkeypatch: pytest.MonkeyPatch, mask: Tensor) -> None:
+    """Let every layer see what the mask says."""
+
+    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, own: Tensor, dropout: float = 0.0) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask[: len(own), : own.size(1)], dropout, enable_gqa=True)
+
+    monkeypatch.setattr(Attend, "forward", forward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n_kv_head", [1, 3])
+@pytest.mark.parametrize("context_length", [1, 2, 11, 67])
+def test_what_is_causal_passes(context_length: int, n_kv_head: int, dtype: torch.dtype) -> None:
+    certificate = certify_tiny(dtype, context_length=context_length, n_kv_head=n_kv_head)
+    assert certificate["causal"].startswith(f"yes, none of {context_length} positions sees what it may not (")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_any_precision_pass(dtype: torch.dtype) -> None:
+    assert check_causality(make_gpt(context_length=67).to(dtype), V, 67).ok
+
+
+@pytest.mark.parametrize("zero", ["o_proj", "final_norm", "q_proj"])
+def test_a_layer_of_zeros_neither_hides_a_leak_nor_looks_like_one(monkeypatch, zero: str) -> None:
+    model = GPT(GPTConfig(n_layer=2, n_head=3, n_embd=15, context_length=T, vocab_size=V))
+    for name, parameter in model.named_parameters():
+        if zero in name:
+            nn.init.zeros_(parameter)
+    assert check_causality(model, V, T).ok
+    see(monkeypatch, torch.ones(T, T, dtype=torch.bool))
+    assert not check_causality(model, V, T).ok
+
+
+def test_nothing_is_changed_by_asking() -> None:
+    model = make_gpt().train()
+    model.blocks[0].eval()
+    model.register_buffer("running", torch.randn(3))
+    model.register_forward_hook(lambda module, inputs, output: [module.running.add_(1), None][1])
+    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    modes = [module.training for module in model.modules()]
+    random = torch.random.get_rng_state()
+    outcome = check_causality(model, V, T)
+    assert outcome.ok
+    after = dict([*model.named_parameters(), *model.named_buffers()])
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert modes == [module.training for module in model.modules()]
+    assert torch.equal(torch.random.get_rng_state(), random)
+
+
+def test_everything_is_put_back_after_an_error_too() -> None:
+    model = make_gpt().train()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ModelError, match="do not fit the context length"):
+        check_causality(model, V, T + 1)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)) and model.training
+
+
+def test_the_pair_and_the_size_of_a_leak_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = make_causal_mask(T)
+    mask[3, 7] = True
+    see(monkeypatch, mask)
+    outcome = check_causality(make_gpt(n_layer=1), V, T)  # a second layer would bring what token 7 sees with it
+    assert (outcome.ok, outcome.query, outcome.key) == (False, 3, 7)
+    assert 0 < outcome.size < 100
+    start = f"no, position 3 sees token 7; what it may not see moves its logits by up to {outcome.size:.2g} and a "
+    assert str(outcome).startswith(start)
+
+
+def test_a_token_that_is_not_seen_is_named() -> None:
+    model = make_gpt()
+    model.token_embedding.register_forward_hook(lambda module, inputs, x: x * (torch.arange(x.size(1)) != 4)[:, None])
+    outcome = check_causality(model, V, T)
+    assert str(outcome) == "no, position 4 is blind to token 4, which it may see"
+
+
+def test_a_plain_function_is_asked_as_it_is() -> None:
+    table = torch.randn(V, V)
+    assert check_causality(lambda idx: table[idx].cumsum(1), V, T).ok
+    ahead = check_causality(lambda idx: table[idx].cumsum(1) + 1e-3 * table[idx.roll(-1, 1)], V, T)
+    assert (ahead.query, ahead.key) == (0, 1)
+    blind = check_causality(lambda idx: table[idx], V, T)
+    assert (blind.query, blind.key) == (1, 0)
+    noise = check_causality(lambda idx: table[idx].cumsum(1) + torch.rand(()), V, T)
+    assert "do not give the same logits again" in noise.finding
+    mixed = check_causality(lambda idx: table[idx].cumsum(1) + table[idx].mean(), V, T)
+    assert "a sequence changes when the others of its batch do" in mixed.finding
+    broken = check_causality(lambda idx: table[idx].cumsum(1) / 0, V, T)
+    assert "not finite" in broken.finding
+
+
+def test_a_mask_is_checked_against_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of 4 tokens in each of two layers: together they reach 6 back, no more and no less."""
+
+    def window(width: int) -> Tensor:
+        return make_causal_mask(67).triu(1 - width)
+
+    see(monkeypatch, window(4))
+    model = make_gpt(context_length=67)
+    assert check_causality(model, V, 67, mask=window(7)).ok
+    narrow = check_causality(model, V, 67, mask=window(6))
+    assert not narrow.ok and narrow.query - narrow.key == 6
+    wide = check_causality(model, V, 67, mask=window(8))
+    assert "blind" in wide.finding and wide.query - wide.key == 7
+
+
+def test_documents_are_checked_against_what_they_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = torch.tensor([0] * 3 + [1] * 5 + [2] * 3)
+    mask = make_causal_mask(T) & (document[:, None] == document)
+    see(monkeypatch, mask)
+    assert check_causality(make_gpt(), V, T, mask=mask).ok
+    assert "blind" in check_causality(make_gpt(), V, T).finding
+    see(monkeypatch, make_causal_mask(T))
+    crossing = check_causality(make_gpt(), V, T, mask=mask)
+    assert (crossing.query, crossing.key) == (3, 0)
+
+
+def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:
+    def peeking(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        return train.next_token_loss(model, inputs, targets, dtype) + 1e-3 * (inputs[:, -1] == 5).sum()
+
+    with pytest.raises(TrainError, match="moves the loss by 0.00"):
+        certify_tiny(torch.float32, peeking)
+
+    def constant(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        return train.next_token_loss(model, torch.zeros_like(inputs), targets, dtype)
+
+    with pytest.raises(TrainError, match="the loss does not depend on the tokens"):
+        certify_tiny(torch.float32, constant)
+
+
+def test_a_vocabulary_without_a_choice_is_refused() -> None:
+    with pytest.raises(ModelError, match="a vocabulary of 1 has no token to replace another"):
+        check_causality(make_gpt(vocab_size=1), 1, T)
+
+
+def test_no_run_begins_with_a_model_that_sees_the_future(run, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        see(patch, torch.ones(T, T, dtype=torch.bool))
+        refused = run(train, *tiny_run(corpus_file, tmp_path / "refused"))
+        assert refused.exit_code == 2
+        assert refused.err.splitlines()[-1].startswith(
+            "train.py: refusing to train a model that is not causal: position 0 sees token 1; "
+        )
+        assert not [path for path in (tmp_path / "refused").rglob("*") if path.is_file()]
+    out = tmp_path / "run"
+    begun = run(train, *tiny_run(corpus_file, out))
+    assert begun.exit_code == 0 and "\ncausal: yes, none of 11 positions sees what it may not (float32" in begun.out
+
+    manifest = json.loads((out / "checkpoints" / "step-00000012" / "manifest.json").read_text())
+    assert manifest["certificate"]["causal"].startswith("yes, none of 11")
+    assert run(sample, out, "--max_new_tokens", 1).err.startswith("causal: yes, none of 11")
+
+    before = sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*") if path.is_file())
+    see(monkeypatch, torch.ones(T, T, dtype=torch.bool))
+    refused = run(train, "--resume", out, "--train.max_steps", 14)
+    assert refused.exit_code == 2 and "refusing to train" in refused.err
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*") if path.is_file())
+
+
+def test_a_model_from_elsewhere_has_no_certificate(run, tmp_path: Path) -> None:
+    from model.checkpoint import read_certificate
+
+    assert read_certificate(tmp_path) == "unknown, this model was not trained here"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n_kv_head", [1, 3])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_compiled_loss_is_asked_itself(monkeypatch, dropout: float, n_kv_head: int, dtype: torch.dtype) -> None:
+    changes = {"dropout": dropout, "n_kv_head": n_kv_head}
+    torch.compiler.reset()
+    certify_tiny(dtype, torch.compile(train.next_token_loss, dynamic=False), **changes)
+
+    torch.compiler.reset()
+    leaking = torch.compile(train.next_token_loss, dynamic=False)
+    with monkeypatch.context() as patch:
+        see(patch, make_causal_mask(T + 1)[1:, 1:] | make_causal_mask(T + 1)[1:, :-1])
+        leaking(make_gpt(**changes), torch.zeros(5, T).long(), torch.zeros(5, T).long(), dtype)
+    with pytest.raises(TrainError, match="refusing to train"):
+        certify_tiny(dtype, leaking, **changes)
