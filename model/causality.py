@@ -94,14 +94,12 @@ def check_causality(
     def probes() -> None:
         if module is None:
             probe.hidden(forward, "with the weights as they are", healthy=True)
-            probe.seen(forward)
             return
         module.eval()
         probe.hidden(forward, "with the weights as they are")
         probe.randomize()
         for function in (forward, *others):
             probe.hidden(function, "in evaluation", healthy=True)
-            probe.seen(function)
         probe.gradient()
         if loss_fn:
             with torch.no_grad():
@@ -178,8 +176,9 @@ class Probe:
             parameter.mul_(scale)
 
     def tokens(self, num_sequences: int) -> tuple[Tensor, Tensor]:
-        """Two (num_sequences, T) of random tokens that differ at every place."""
+        """Two (num_sequences, T) of random tokens that differ at every place; the first sequence is all the same."""
         idx = torch.randint(self.vocab_size, (num_sequences, self.length), generator=self.random)
+        idx[0] = 0
         other = (idx + torch.randint(1, self.vocab_size, idx.shape, generator=self.random)) % self.vocab_size
         return idx.to(self.device), other.to(self.device)
 
@@ -191,13 +190,14 @@ class Probe:
 
     @torch.no_grad()
     def hidden(self, forward: Callable[[Tensor], Tensor], where: str, healthy: bool = False) -> None:
-        """The probes hidden and alone; for healthy weights repeatable as well.
+        """The probes hidden and alone; with healthy weights seen and repeatable as well.
 
         There is a sequence for each position, in which what it may not see is replaced, and one that stays as it is.
         """
         limited = self.positions[~self.mask[self.positions].all(1)]  # there is something they may not see
         for positions in limited.split(max(1, self.batch_size - 1)):
-            hide = torch.cat((~self.mask[positions], torch.zeros_like(self.mask[:1])))  # (B, T)
+            none = torch.zeros_like(self.mask[:1])
+            hide = torch.cat((~self.mask[positions], none))  # (B, T)
             idx, other = self.tokens(len(hide))
             changed = torch.where(hide, other, idx)
             before, after = self.call(forward, idx), self.call(forward, changed)
@@ -208,32 +208,22 @@ class Probe:
             moved = ~same_bits(before, after)  # (B, T)
             if moved[-1].any():
                 raise Finding(f"a sequence changes when the others of its batch do {where}")
-            leaks = (moved & ~self.sees_any(hide)).T.nonzero()  # (query, sequence), by query
-            if len(leaks):
-                query, row = leaks[0].tolist()
+            for query, row in (moved & ~self.sees_any(hide)).T.nonzero()[:1].tolist():
                 in_row = torch.where(torch.arange(len(idx), device=self.device)[:, None] == row, changed, idx)
                 _, key = first_cause(lambda tokens, at=(row, query): self.call(forward, tokens)[at], idx, in_row)
                 before, after = before[row, query], after[row, query]
                 size, share = largest_change(before, after), largest_change(before.softmax(-1), after.softmax(-1))
                 effect = f"moves its logits by up to {size:.2g} and a probability by up to {share:.2g}"
-                text = f"position {query} sees token {key}; what it may not see {effect} {where}"
-                raise Finding(text, query, key, size)
-
-    @torch.no_grad()
-    def seen(self, forward: Callable[[Tensor], Tensor]) -> None:
-        """The probe seen: one sequence for each token that is replaced."""
-        for keys in self.positions.split(self.batch_size):
-            idx, other = self.tokens(len(keys))
-            changed = torch.where(self.only(keys), other, idx)
-            moved = ~same_bits(self.call(forward, idx), self.call(forward, changed))  # (key, query)
-            for query, row in (self.mask[:, keys] & ~moved.T).nonzero()[:1].tolist():
-                key = keys[row].item()
-                raise Finding(f"position {query} is blind to token {key}, which it may see", query, key)
+                raise Finding(f"{self.sees(query, key)}, which {effect} ({where})", query, key, size)
+            if healthy:
+                replaced = torch.cat((self.one_hot(positions), none))
+                moved = ~same_bits(before, self.call(forward, torch.where(replaced, other, idx)))
+                self.refuse_blindness(self.mask[:, positions] & ~moved[:-1].T, torch.arange(self.length), positions)
 
     def gradient(self) -> None:
         """The probe gradient, if the tokens go through an nn.Embedding, whose output can be watched."""
         plain = getattr(self.module, "_orig_mod", self.module)  # a compiled module would not notice new hooks
-        for queries in self.positions.split(self.batch_size):
+        for queries in self.positions.split(max(1, self.batch_size // 4)):  # without autocast, it takes more memory
             idx, _ = self.tokens(len(queries))
             logits, embedded = watch_embedding(plain, idx)
             if not embedded:
@@ -242,12 +232,11 @@ class Probe:
             score = (of_queries * torch.randn_like(of_queries)).sum()
             influence = sum(gradient.abs().amax(-1) for gradient in torch.autograd.grad(score, embedded))  # (B, T)
             allowed = self.mask[queries]
-            for row, key in ((influence != 0) != allowed).nonzero()[:1].tolist():
+            for row, key in ((influence != 0) & ~allowed).nonzero()[:1].tolist():
                 query, size = queries[row].item(), influence[row, key].item()
-                if allowed[row, key]:
-                    raise Finding(f"position {query} is blind to token {key}, which it may see", query, key)
-                effect = f"the derivative of its logits is {size:.2g} there and must be exactly 0"
-                raise Finding(f"position {query} sees token {key}; {effect}", query, key, size)
+                effect = f"the derivative of its logits to it is {size:.2g} and must be exactly 0"
+                raise Finding(f"{self.sees(query, key)}: {effect}", query, key, size)
+            self.refuse_blindness((influence == 0) & allowed, queries, torch.arange(self.length))
 
     def hidden_from_loss(self, loss_fn: Callable[[Tensor, Tensor], Tensor], where: str) -> None:
         """The probe hidden, in the one sum over a batch: in each sequence a position, and a few that see no more."""
@@ -256,7 +245,7 @@ class Probe:
             hide = ~self.mask[positions]
             (idx, other), (targets, _) = self.tokens(self.batch_size), self.tokens(self.batch_size)
             few = torch.rand(targets.shape, generator=self.random).to(self.device) < 4 / self.length
-            counted = self.only(positions) | few & ~self.sees_any(hide)  # few, as a small sum shows small changes
+            counted = self.one_hot(positions) | few & ~self.sees_any(hide)  # few, as a small sum shows small changes
             targets = targets.masked_fill(~counted, IGNORE)
             changed = torch.where(hide, other, idx)
 
@@ -269,13 +258,22 @@ class Probe:
             if not same_bits(before, after):
                 row, key = first_cause(loss, idx, changed)
                 query, size = positions[row].item(), largest_change(before, after)
-                effect = f"what it and others may not see moves the loss by {size:.2g}"
-                raise Finding(f"position {query} sees token {key}; {effect} {where}", query, key, size)
+                raise Finding(f"{self.sees(query, key)}: the loss moves by {size:.2g} ({where})", query, key, size)
             if same_bits(before, loss(other)):
                 raise Finding(f"the loss does not depend on the tokens {where}")
 
-    def only(self, positions: Tensor) -> Tensor:
-        """(B,) -> (B, T) bool, True at the one position of each sequence."""
+    def refuse_blindness(self, blind: Tensor, queries: Tensor, keys: Tensor) -> None:
+        """Raise the first finding of a (query, key) matrix of what should be seen and is not."""
+        for query, key in blind.nonzero()[:1].tolist():
+            query, key = queries[query].item(), keys[key].item()
+            raise Finding(f"position {query} is blind to token {key}, which it may see", query, key)
+
+    def sees(self, query: int, key: int) -> str:
+        where = f"{key - query} ahead of it" if key > query else "which its mask hides"
+        return f"position {query} sees token {key}, {where}"
+
+    def one_hot(self, positions: Tensor) -> Tensor:
+        """(B,) -> (B, T) bool, True at the position of each sequence."""
         return torch.arange(self.length, device=self.device) == positions[:, None]
 
     def sees_any(self, tokens: Tensor) -> Tensor:

@@ -175,6 +175,18 @@ def test_dropout_acts_in_training_only() -> None:
     assert seen == [0.5, 0.0]
 
 
+def test_there_is_no_dropout_unless_it_is_asked_for() -> None:
+    layer, x = make_layer().train(), torch.randn(B, T, C)
+    assert torch.equal(layer(x), layer.eval()(x))
+
+
+def test_mask_and_cache_are_made_where_they_are_used() -> None:
+    meta = torch.device("meta")
+    assert make_causal_mask(T, meta).device == meta
+    cache = LayerCache(B, H, T, D, torch.bfloat16, meta)
+    assert (cache.keys.device, cache.values.device, cache.values.dtype) == (meta, meta, torch.bfloat16)
+
+
 def test_dropout_drops_weights_in_the_kernel_and_elements_of_the_output() -> None:
     layer, x = make_layer(dropout=0.5).train(), torch.randn(B, T, C)
     y = layer(x)

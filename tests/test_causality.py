@@ -90,7 +90,7 @@ def test_the_pair_and_the_size_of_a_leak_are_named(monkeypatch: pytest.MonkeyPat
     outcome = check_causality(make_gpt(n_layer=1), V, T)  # a second layer would bring what token 7 sees with it
     assert (outcome.ok, outcome.query, outcome.key) == (False, 3, 7)
     assert 0 < outcome.size < 100
-    start = f"no, position 3 sees token 7; what it may not see moves its logits by up to {outcome.size:.2g} and a "
+    start = f"no, position 3 sees token 7, 4 ahead of it, which moves its logits by up to {outcome.size:.2g} and"
     assert str(outcome).startswith(start)
 
 
@@ -146,7 +146,7 @@ def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:
     def peeking(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
         return train.next_token_loss(model, inputs, targets, dtype) + 1e-3 * (inputs[:, -1] == 5).sum()
 
-    with pytest.raises(TrainError, match="moves the loss by 0.00"):
+    with pytest.raises(TrainError, match="sees token 10, .* ahead of it: the loss moves by 0.00"):
         certify_tiny(torch.float32, peeking)
 
     def constant(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -167,7 +167,7 @@ def test_no_run_begins_with_a_model_that_sees_the_future(run, corpus_file: Path,
         refused = run(train, *tiny_run(corpus_file, tmp_path / "refused"))
         assert refused.exit_code == 2
         assert refused.err.splitlines()[-1].startswith(
-            "train.py: refusing to train a model that is not causal: position 0 sees token 1; "
+            "train.py: refusing to train a model that is not causal: position 0 sees token 1, 1 ahead of it, "
         )
         assert not [path for path in (tmp_path / "refused").rglob("*") if path.is_file()]
     out = tmp_path / "run"

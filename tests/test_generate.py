@@ -22,6 +22,16 @@ def test_cache_writes_the_same_text_also_past_the_context(length: int, n_kv_head
     assert torch.equal(*greedy)
 
 
+def test_a_single_layer_has_a_cache_too() -> None:
+    model, idx = make_gpt(n_layer=1).double(), torch.randint(V, (2, 3))
+    assert torch.equal(*(model.generate(idx, 9, temperature=0, use_cache=use_cache) for use_cache in (True, False)))
+
+
+def test_samples_are_drawn_at_temperature_one_unless_told_otherwise() -> None:
+    model, idx = make_gpt(), torch.randint(V, (5, 3))
+    assert torch.equal(model.generate(idx, 9, seed=7), model.generate(idx, 9, temperature=1.0, seed=7))
+
+
 def test_greedy_takes_the_likeliest_token_of_the_full_context() -> None:
     model, idx = make_gpt().eval(), torch.randint(V, (2, T))
     assert torch.equal(model.generate(idx, 1, temperature=0)[:, -1], model(idx)[:, -1].argmax(-1))

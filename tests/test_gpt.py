@@ -58,6 +58,13 @@ def test_one_mask_for_all_layers_wherever_the_model_goes() -> None:
         assert torch.equal(masks(model)[0], triangle)
 
 
+def test_blocks_read_the_sum_of_token_and_position() -> None:
+    model, idx, seen = make_gpt().eval(), torch.randint(17, (2, 7)), []
+    model.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model(idx)
+    assert torch.equal(seen[0], model.token_embedding.weight[idx] + model.position_embedding.weight[:7])
+
+
 def test_dropout_is_off_in_eval() -> None:
     model, idx = make_gpt(dropout=0.5), torch.randint(17, (2, 7))
     assert not torch.equal(model.train()(idx), model(idx))

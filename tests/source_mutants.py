@@ -1,0 +1,186 @@
+"""The proof of the proof, by machine: change one token of the source at a time, and see whether the tests notice.
+
+    python -m tests.source_mutants                      the layer, its cache, the model, and the probe itself
+    python -m tests.source_mutants model/attention.py   one of them
+
+Each mutant is imported in a process of its own, forked from this one after the slow imports; the tests run until one
+fails. What survives is printed with its line, and is an error unless EQUIVALENT says why it changes nothing.
+"""
+
+import ast
+import contextlib
+import importlib.abc
+import importlib.machinery
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = ("model/attention.py", "model/cache.py", "model/gpt.py", "model/causality.py")
+TESTS = ("leakage", "attention", "capture", "gpt", "generate", "checkpoint", "causality")
+SECONDS = 120  # a mutant may run for ever; that is noticed too
+
+# (function, old, new) -> why no test can notice.
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
+
+COMPARISONS = {ast.Eq: "!=", ast.NotEq: "==", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
+COMPARISONS |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
+OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*", ast.Pow: "*"}
+OPERATORS |= {ast.BitAnd: "|", ast.BitOr: "&"}
+
+
+class Change(NamedTuple):
+    """One change of a source: the place, and what to put there."""
+
+    function: str
+    line: int
+    start: int
+    end: int
+    new: str
+
+
+def changes(source: str) -> Iterator[Change]:
+    """All changes of one token (or one short phrase) inside the functions of a source."""
+    lines = [0]
+    for line in source.encode().splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+
+    def change(node: ast.AST, new: str, start: int | None = None, end: int | None = None) -> Change:
+        first = lines[node.lineno - 1] + node.col_offset if start is None else start
+        last = lines[node.end_lineno - 1] + node.end_col_offset if end is None else end
+        return Change(function.name, node.lineno, first, last, new)
+
+    def at(node: ast.AST) -> tuple[int, int]:
+        return lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset
+
+    def text(node: ast.AST) -> str:
+        return ast.get_source_segment(source, node)
+
+    for function in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]:
+        names = sorted({argument.arg for argument in function.args.args} - {"self", "cls"})
+        for node in walk_code(function):
+            if isinstance(node, ast.Compare):
+                new = COMPARISONS[type(node.ops[0])]
+                yield change(node, f" {new} ", at(node.left)[1], at(node.comparators[0])[0])
+            elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+                yield change(node, f"({text(node.left)}) {OPERATORS[type(node.op)]} ({text(node.right)})")
+            elif isinstance(node, ast.UnaryOp):
+                yield change(node, text(node.operand))
+            elif isinstance(node, ast.BoolOp):
+                new = " or " if isinstance(node.op, ast.And) else " and "
+                yield change(node, f"({new.join(text(value) for value in node.values)})")
+            elif isinstance(node, ast.IfExp):
+                yield change(node, f"({text(node.orelse)} if {text(node.test)} else {text(node.body)})")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+                yield change(node, str(not node.value))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+                yield change(node, repr(node.value + 1))
+            elif isinstance(node, ast.Constant) and node.value is None:
+                pass
+            elif isinstance(node, ast.keyword) and node.arg:
+                yield change(node.value, "", lines[node.lineno - 1] + node.col_offset)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names and len(names) > 1:
+                yield change(node, names[(names.index(node.id) + 1) % len(names)])
+            elif isinstance(node, ast.Expr | ast.AugAssign) or (
+                isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Name | ast.Tuple)
+            ):
+                yield change(node, "pass")
+            elif isinstance(node, ast.If):
+                yield change(node.test, f"(not ({text(node.test)}))")
+
+
+def walk_code(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """The nodes that run: no annotations, decorators, docstrings or messages, and no functions inside, which come by
+    themselves."""
+    pending: list[ast.AST] = [*function.body, *function.args.defaults]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Raise | ast.FunctionDef | ast.JoinedStr):
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        yield node
+        pending += ast.iter_child_nodes(node)
+
+
+class Mutated(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+    """Imports one module from another source."""
+
+    def __init__(self, path: Path, source: bytes):
+        self.name, self.path, self.source = ".".join(path.relative_to(ROOT).with_suffix("").parts), path, source
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self, origin=str(self.path)) if name == self.name else None
+
+    def get_filename(self, name: str) -> str:
+        return str(self.path)
+
+    def get_data(self, path: str) -> bytes:
+        return self.source
+
+    def path_stats(self, path: str) -> dict:
+        raise OSError("no cache")
+
+
+def survives(path: Path, source: bytes) -> bool:
+    """Whether all tests pass with this source in the place of the file."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(SECONDS)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+            sys.meta_path.insert(0, Mutated(path, source))
+            arguments = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-m", "not long", f"--rootdir={ROOT}"]
+            code = pytest.main(arguments + [str(ROOT / "tests" / f"test_{name}.py") for name in TESTS])
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def survivors(path: Path) -> tuple[int, list[tuple[Change, str]]]:
+    """The number of mutants of a file, and those that no test notices with what they replace."""
+    source = path.read_bytes()
+    if not survives(path, source):
+        sys.exit(f"the tests fail on {path} as it is")
+    mutants = []
+    for change in changes(source.decode()):
+        mutated = source[: change.start] + change.new.encode() + source[change.end :]
+        with contextlib.suppress(SyntaxError):
+            compile(mutated, path, "exec")
+            mutants.append((change, mutated))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        alive = list(pool.map(lambda mutant: survives(path, mutant[1]), mutants))
+    old = [" ".join(source[change.start : change.end].decode().split()) for change, _ in mutants]
+    return len(mutants), [(mutant[0], text) for mutant, text, living in zip(mutants, old, alive, strict=True) if living]
+
+
+def report(names: Iterable[str]) -> int:
+    """Print what survives in each file; return the number of those that no reason explains."""
+    unexplained = 0
+    for name in names:
+        number, living = survivors(ROOT / name)
+        print(f"{name}: {number} mutants, {number - len(living)} killed", flush=True)
+        for change, old in living:
+            reason = EQUIVALENT.get((change.function, old, change.new.strip()))
+            unexplained += reason is None
+            print(f"  {change.function}, line {change.line}: {old!r} -> {change.new.strip()!r}: {reason}", flush=True)
+    return unexplained
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import safetensors.torch  # noqa: F401
+    import tokenizers  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import tyro  # noqa: F401
+
+    sys.exit(bool(report(sys.argv[1:] or FILES)))
