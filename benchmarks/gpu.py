@@ -11,17 +11,20 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from data.batches import IGNORE  # noqa: E402
+from inspection import capture  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from model.attention import Attend, attention_weights, make_causal_mask  # noqa: E402
 from train import next_token_loss  # noqa: E402
-from training.config import TrainConfig  # noqa: E402
+from training.certificate import certify  # noqa: E402
+from training.config import TrainConfig, TrainError  # noqa: E402
 from training.device import find_device, flops_per_token, peak_flops  # noqa: E402
 from training.optimizer import make_optimizer  # noqa: E402
 
@@ -49,21 +52,41 @@ def kernel_error(device: torch.device, dtype: torch.dtype, T: int, n_kv_head: in
     return {"relative_error": error.item(), "cached_relative_error": cached.item()}
 
 
-def leak(model: GPT, dtype: torch.dtype, compiled: bool) -> dict:
-    """Whether the loss of the tokens before a cut changes by a bit when the tokens behind it do; at several cuts."""
-    device, T = model.lm_head.weight.device, model.config.context_length
-    loss_fn = torch.compile(next_token_loss) if compiled else next_token_loss
-    inputs, targets = torch.randint(model.config.vocab_size, (2, 2, T), device=device)
-    leaks = []
-    for cut in (1, 2, T // 2, T - 1):
-        changed = torch.cat((inputs[:, :cut], (inputs[:, cut:] + 1) % model.config.vocab_size), dim=1)
-        before = torch.where(torch.arange(T, device=device) < cut, targets, IGNORE)
-        losses = []
-        for tokens in (inputs, changed):
-            torch.manual_seed(0)
-            losses.append(loss_fn(model, tokens, before, dtype))
-        leaks.append((losses[0] - losses[1]).abs().item())
-    return {"largest_leak": max(leaks)}
+def certificate(config: GPTConfig, device: torch.device, dtype: torch.dtype, compiled: bool, batch_size: int) -> dict:
+    """Whether the certificate passes what is causal and refuses a leak, and its seconds with and without warm-up."""
+    model = GPT(config).to(device)
+
+    def ask() -> bool:
+        torch.compiler.reset()
+        loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
+        for _ in range(2):
+            began = time.perf_counter()
+            try:
+                certify(model, loss_fn, dtype, batch_size)
+                passed = True
+            except TrainError as error:
+                print(error)
+                passed = False
+            synchronize(device)
+            seconds.append(time.perf_counter() - began)
+        return passed
+
+    seconds = []
+    passed, kernel = ask(), Attend.forward
+    Attend.forward = lambda self, q, k, v, mask, dropout=0.0: torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, enable_gqa=q.size(1) != k.size(1)
+    )
+    leak_refused = not ask()
+    Attend.forward = kernel
+    return {"passed": passed, "leak_refused": leak_refused, "first_seconds": seconds[0], "seconds": seconds[1]}
+
+
+def shown_weights(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> dict:
+    """The largest error of a row of weights that inspection shows, against the kernel."""
+    model = GPT(config).to(device, dtype).eval()
+    with capture(model) as att, torch.no_grad():
+        model(torch.randint(config.vocab_size, (2, config.context_length), device=device))
+    return {"largest_row_error": max(att.verify().values())}
 
 
 def training_step(config: GPTConfig, device: torch.device, dtype: torch.dtype, batch_size: int, steps: int) -> dict:
@@ -121,13 +144,13 @@ def main(options: Options) -> None:
                 f"kernel against formula, {dtype}, {n_kv_head} of 6 kv heads", kernel_error(device, dtype, T, n_kv_head)
             )
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "context_length": 64} if options.tiny else {"n_layer": 4}
-    for dropout in (0.0, 0.1):
-        model = GPT(GPTConfig(**shape, dropout=dropout)).to(device)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
+    for dropout, compiled in product((0.0, 0.1), (False, True)):
         for dtype in dtypes[:1] if options.tiny else dtypes:
-            for compiled in (False, True):
-                report(f"leak, {dtype}, dropout {dropout}, compiled {compiled}", leak(model, dtype, compiled))
+            config = GPTConfig(**shape, dropout=dropout, vocab_size=4096)
+            what = f"certificate, {dtype}, dropout {dropout}, compiled {compiled}"
+            report(what, certificate(config, device, dtype, compiled, batch_size=8))
+    for dtype in dtypes:
+        report(f"shown weights, {dtype}", shown_weights(GPTConfig(**shape), device, dtype))
     char = {"n_layer": 6, "n_head": 6, "n_embd": 384, "context_length": 256, "dropout": 0.2, "bias": False}
     if options.tiny:
         sizes = {"tiny": (GPTConfig(**shape, vocab_size=65), 2)}

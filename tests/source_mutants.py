@@ -140,7 +140,8 @@ def survives(path: Path, source: bytes) -> bool:
             os.dup2(null, 2)
             sys.meta_path.insert(0, Mutated(path, source))
             arguments = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-m", "not long", f"--rootdir={ROOT}"]
-            code = pytest.main(arguments + [str(ROOT / "tests" / f"test_{name}.py") for name in TESTS])
+            nearest_first = sorted(TESTS, key=lambda name: name != path.stem)
+            code = pytest.main(arguments + [str(ROOT / "tests" / f"test_{name}.py") for name in nearest_first])
         finally:
             os._exit(code)
     return os.waitpid(child, 0)[1] == 0

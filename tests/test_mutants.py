@@ -1,10 +1,16 @@
 """Every mistake in tests/mutants.py is noticed, by the tests named there and, if it leaks, by the certificate."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.mutants import CHECKS, MUTANTS, kills, matrix, run
+from tests import source_mutants
+from tests.mutants import CHECKS, MUTANTS, kills, matrix, mutated, run
+from tests.test_causality import certify_tiny
+from training.config import TrainError
 
 MISTAKES = [name for name in MUTANTS if name != "the correct formula"]
 
@@ -21,6 +27,20 @@ def test_a_mutant_is_killed(name: str) -> None:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mutant_is_killed_by_every_test_that_is_named(name: str) -> None:
     assert [check for check in MUTANTS[name].killers.split() if not kills(check, name)] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in MISTAKES if MUTANTS[name].leaks])
+def test_the_certificate_refuses_every_leak_under_autocast(name: str) -> None:
+    with mutated(name), pytest.raises(TrainError, match="refusing to train"):
+        certify_tiny(torch.bfloat16, n_kv_head=1, context_length=131)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file", source_mutants.FILES)
+def test_every_change_of_a_token_is_noticed_or_explained(file: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.source_mutants", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("check", CHECKS)
