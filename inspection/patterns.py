@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model import GPT
@@ -28,17 +29,22 @@ class NotTheKernels(ArithmeticError):
 
 
 class Layer:
-    """What the kernel of one layer was given: queries row by row, and the keys they looked at."""
+    """What the kernel of one layer was given, call by call: queries, the keys so far, and the mask."""
 
     def __init__(self, attend: Attend):
         self.attend = attend
-        self.calls: list[tuple[Tensor, Tensor, Tensor]] = []  # q, the keys that are new, mask
+        self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def hook(self, module: Attend, inputs: tuple, output: Tensor) -> None:
         q, k, _, mask, _ = inputs
-        if k.size(2) != self.num_keys + q.size(2):  # it does not continue a cache: another sequence begins
+        q, k = q.detach(), k.detach().to(q.dtype)
+        if not self.continues(k[:, :, : -q.size(2)]):
             self.calls = []
-        self.calls.append((q.detach(), k[:, :, self.num_keys :].detach().clone(), mask))  # a cache would be overwritten
+        self.calls.append((q, k[:, :, self.num_keys :].clone(), mask))  # a clone: a cache is written over
+
+    def continues(self, earlier: Tensor) -> bool:
+        """Whether these keys are those of the calls before: then a cache goes on, else another text has begun."""
+        return bool(self.calls) and torch.equal(earlier, torch.cat([k for _, k, _ in self.calls], dim=2))
 
     @property
     def num_keys(self) -> int:
@@ -46,32 +52,43 @@ class Layer:
 
 
 class Captured:
-    """Queries and keys of a model's layers. A head is written layer.head, both from zero."""
+    """Queries and keys of a model's layers. A head is written layer.head, both from zero; -1 is the last."""
 
-    def __init__(self, layers: dict[int, Layer]):
-        self.layers = layers
+    def __init__(self, layers: dict[int, Layer], n_layer: int):
+        self.layers, self.n_layer = layers, n_layer
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and the mask (T_query, T_key) of a layer.
 
-        Raises KeyError if the layer was not captured, RuntimeError if it has not run.
+        Raises IndexError if the model has no such layer, RuntimeError if it was not captured or has not run.
         """
-        calls = self.layers[layer].calls
-        if not calls:
+        layer = range(self.n_layer)[layer]
+        if layer not in self.layers or not self.layers[layer].calls:
             raise RuntimeError(f"layer {layer} did not run inside `capture`; a compiled model does not notice it")
+        calls = self.layers[layer].calls
         q, k = (torch.cat(parts, dim=2) for parts in zip(*[call[:2] for call in calls], strict=True))
-        mask = torch.cat([torch.nn.functional.pad(mask, (0, k.size(2) - mask.size(1))) for _, _, mask in calls])
-        return q, k, mask
+        return q, k, torch.cat([F.pad(mask, (0, k.size(2) - mask.size(1))) for _, _, mask in calls])
+
+    def patterns(self, layer: int, rows: slice = slice(None)) -> Tensor:
+        """The weights of all heads of a layer, (B, H, rows, T) in float32 (float64 for a float64 model), undropped."""
+        q, k, mask = self[layer]
+        first = k.size(2) - q.size(2)  # the position of the first query
+        wide, wanted = torch.promote_types(q.dtype, torch.float32), range(q.size(2))[rows]
+        parts = []
+        with exact_products(q.device):
+            for start in range(0, q.size(2), CHUNK):
+                end = min(start + CHUNK, q.size(2))
+                if not any(row in wanted for row in range(start, end)):
+                    continue
+                keys = k[:, :, : first + end].to(wide)  # queries are always the last positions of their keys
+                weights = attention_weights(q[:, :, start:end].to(wide), keys, mask[start:end, : first + end])
+                chosen = [row - start for row in range(start, end) if row in wanted]
+                parts.append(F.pad(weights[:, :, chosen], (0, q.size(2) - end)))
+        return torch.cat(parts, dim=2)
 
     def pattern(self, layer: int, head: int, rows: slice = slice(None)) -> Tensor:
-        """The weights of one head, (B, rows, T) in float32 (float64 for a float64 model), before dropout."""
-        q, k, mask = self[layer]
-        key_head = head // (q.size(1) // k.size(1))
-        q, k = q[:, head : head + 1, rows], k[:, key_head : key_head + 1]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        with exact_products():
-            parts = zip(q.to(wide).split(CHUNK, dim=2), mask[rows].split(CHUNK), strict=True)
-            return torch.cat([attention_weights(part, k.to(wide), seen)[:, 0] for part, seen in parts], dim=1)
+        """The weights of one head, (B, rows, T): row = query, column = key. Raises as indexing does."""
+        return self.patterns(layer, rows)[:, head]
 
     def verify(self, seed: int = 0) -> dict[int, float]:
         """The largest error of a row of weights in each layer, measured against the kernel itself.
@@ -83,17 +100,16 @@ class Captured:
         errors = {}
         for number, layer in self.layers.items():
             q, k, _ = self[number]
+            wide = torch.promote_types(q.dtype, torch.float32)
             signs = torch.randint(2, k.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
             v = signs.to(k)
-            wide = torch.promote_types(q.dtype, torch.float32)
-            values = v.to(wide).repeat_interleave(q.size(1) // k.size(1), dim=1)
-            ours = [self.pattern(number, head) @ values[:, head] for head in range(q.size(1))]
-            row, theirs = 0, []
-            for part, _, mask in layer.calls:
-                end = mask.size(1)
-                theirs.append(layer.attend.forward(part, k[:, :, :end], v[:, :, :end], mask))
-                row += part.size(2)
-            difference = torch.stack(ours, dim=1) - torch.cat(theirs, dim=2).to(wide)
+            with exact_products(q.device), torch.no_grad():
+                ours = self.patterns(number) @ v.to(wide).repeat_interleave(q.size(1) // k.size(1), dim=1)
+                theirs = [
+                    layer.attend.forward(part, k[:, :, : mask.size(1)], v[:, :, : mask.size(1)], mask)
+                    for part, _, mask in layer.calls
+                ]
+            difference = ours - torch.cat(theirs, dim=2).to(wide)
             errors[number] = difference.square().mean(-1).sqrt().max().item()
             if not errors[number] <= TOLERANCE[q.dtype]:
                 raise NotTheKernels(
@@ -113,18 +129,19 @@ def capture(model: GPT, layers: Sequence[int] | None = None) -> Iterator[Capture
     captured = {number: Layer(model.blocks[number].attention.attend) for number in numbers}
     hooks = [layer.attend.register_forward_hook(layer.hook) for layer in captured.values()]
     try:
-        yield Captured(captured)
+        yield Captured(captured, len(model.blocks))
     finally:
         for hook in hooks:
             hook.remove()
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
-    """Float32 products in float32, without the shorter TF32 of a GPU, which would be most of the error."""
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Products in the precision of their factors: without a GPU's TF32, and without autocast."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with torch.autocast(device.type, enabled=False):
+            yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -27,8 +27,9 @@ def make_causal_mask(context_length: int, device: torch.device | None = None) ->
 def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     """How much each query looks at each key; every row sums to one.
 
-    q is (B, H, T_query, D), k is (B, n_kv_head, T_key, D) and mask is (T_query, T_key), True = may attend.
-    Returns (B, H, T_query, T_key): row = query, column = key, before dropout.
+    q is (B, H, T_query, D), the last positions of k, (B, n_kv_head, T_key, D); mask is (T_query, T_key), True = may
+    attend. Returns (B, H, T_query, T_key): row = query, column = key, before dropout. The training does not call this,
+    but inspection does: a change belongs here and in `Attend`.
     """
     k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)  # the query heads of a group share its keys
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))

@@ -129,7 +129,7 @@ def read_certificate(directory: Path) -> str:
     """What training had found of the causality of this checkpoint's model, in a line."""
     path = directory / "manifest.json"
     found = read_json(path).get("certificate") if path.is_file() else None
-    return str(found.get("causal")) if isinstance(found, dict) else "unknown, this model was not trained here"
+    return str(found.get("causal")) if isinstance(found, dict) else "unknown, the checkpoint has no certificate"
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:

@@ -28,6 +28,7 @@ from model.attention import Attend, CausalSelfAttention
 from model.cache import LayerCache
 from model.gpt import MLP, Block
 from tests import test_attention, test_batches, test_capture, test_causality, test_gpt, test_leakage
+from training.config import TrainError
 
 MINUS_INFINITY = float("-inf")
 
@@ -330,7 +331,7 @@ def _(original: Callable, self: CausalSelfAttention, *arguments: object, **optio
     self.__dict__["q_proj"] = self.heads[0]
 
 
-@replace("the next token's embedding is added", GPT, "forward", "future gradient")
+@replace("the next token's embedding is added", GPT, "forward", "future")
 def _(original: Callable, self: GPT, idx: Tensor) -> Tensor:
     ahead = self.token_embedding.register_forward_hook(lambda module, inputs, x: x + 0.1 * x.roll(-1, 1))
     try:
@@ -427,6 +428,13 @@ def targets_not_shifted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(data.batches, "to_device", to_device)
 
 
+def all_see_all(patch: pytest.MonkeyPatch) -> None:
+    for user in (model.attention, model.gpt):
+        patch.setattr(user, "make_causal_mask", lambda T, device=None: torch.ones(T, T, dtype=torch.bool))
+    MUTANTS["the correct formula"].apply(patch)
+
+
+MUTANTS["the triangle itself is full"] = Mutant(all_see_all, "future mask")
 MUTANTS["no mask where weights are asked for"] = Mutant(unmask_the_formula, "weights inspection", leaks=False)
 MUTANTS["targets are the inputs"] = Mutant(targets_not_shifted, "targets", leaks=False)
 
@@ -498,21 +506,25 @@ def kills(check: str, mutant: str) -> bool:
     with mutated(mutant):
         try:
             run(check)
-        except Exception:  # a crash is a kill too: nobody trains with it
+        except TrainError:
             return True
+        except Exception:
+            return check != "certificate"  # which has to say it; elsewhere a crash is a kill too
     return False
 
 
 def matrix() -> str:
-    """The kill matrix, and which tests the checks are, as Markdown."""
-    lines = [f"| mutant | {' | '.join(CHECKS)} |", f"|---|{'---|' * len(CHECKS)}"]
+    """Which checks notice which mistake, and which tests the checks are, as Markdown."""
+    lines = ["| mistake | certificate | others that notice it |", "|---|---|---|"]
     for mutant in MUTANTS:
-        marks = ["×" if kills(check, mutant) else " " for check in CHECKS]
-        lines.append(f"| {mutant} | {' | '.join(marks)} |")
+        killers = [check for check in CHECKS if kills(check, mutant)]
+        certificate = "refuses" if "certificate" in killers else "-"
+        lines.append(f"| {mutant} | {certificate} | {', '.join(k for k in killers if k != 'certificate') or '-'} |")
     lines += ["", "| check | tests |", "|---|---|"]
     for check, tests in CHECKS.items():
         names = dict.fromkeys(f"`{call.func.__module__.removeprefix('tests.')}.{call.func.__name__}`" for call in tests)
-        lines.append(f"| {check} | {', '.join(names)} |")
+        values = dict.fromkeys(name for call in tests for name, path in test_leakage.PATHS.items() if path in call.args)
+        lines.append(f"| {check} | {', '.join(names)}{f' [{values.popitem()[0]}]' if values else ''} |")
     return "\n".join(lines)
 
 

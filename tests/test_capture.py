@@ -74,8 +74,34 @@ def test_rows_are_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(att.pattern(1, 2, slice(3, 7)), whole[:, 3:7], rtol=0, atol=1e-7)
     monkeypatch.setattr(inspection.patterns, "CHUNK", 3)
     torch.testing.assert_close(att.pattern(1, 2), whole, rtol=0, atol=1e-7)
-    with pytest.raises(KeyError):
-        att.pattern(0, 0)
+    torch.testing.assert_close(att.pattern(-1, -1), whole, rtol=0, atol=1e-7)
+    assert att.pattern(1, 2, slice(7, 1, -2)).shape == (B, 3, T)
+    for layer, head, error in ((0, 0, RuntimeError), (2, 0, IndexError), (1, 3, IndexError)):
+        with pytest.raises(error):
+            att.pattern(layer, head)
+
+
+def test_two_texts_decoded_in_turn_are_not_mixed_up() -> None:
+    model, first, second = make_gpt().eval(), torch.randint(V, (1, T)), torch.randint(V, (1, T))
+    with capture(model) as att, torch.no_grad():
+        caches = [model.new_cache(1, T) for _ in range(2)]
+        model.hidden(first[:, :5], caches[0])
+        model.hidden(second[:, :5], caches[1])
+        model.hidden(first[:, 5:], caches[0])
+    att.verify()
+    with capture(model) as alone:
+        model(first)
+    torch.testing.assert_close(att.pattern(1, 2), alone.pattern(1, 2)[:, 5:], rtol=0, atol=1e-6)
+
+
+def test_the_callers_autocast_does_not_matter() -> None:
+    model = make_gpt().eval()
+    with torch.autocast("cpu", torch.bfloat16), capture(model) as att:
+        model.generate(torch.randint(V, (B, 4)), 6)
+    att.verify()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert att.pattern(0, 0).dtype == torch.float32
+        att.verify()
 
 
 WRONG = {

@@ -19,21 +19,19 @@ MISTAKES = [name for name in MUTANTS if name != "the correct formula"]
 def test_a_mutant_is_killed(name: str) -> None:
     killers = MUTANTS[name].killers.split()
     assert killers
-    for check in killers[:1] + ["certificate"] * MUTANTS[name].leaks:
+    for check in killers + ["certificate"] * MUTANTS[name].leaks:
         assert kills(check, name), f"{check} does not notice: {name}"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mutant_is_killed_by_every_test_that_is_named(name: str) -> None:
-    assert [check for check in MUTANTS[name].killers.split() if not kills(check, name)] == []
-
-
-@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [name for name in MISTAKES if MUTANTS[name].leaks])
-def test_the_certificate_refuses_every_leak_under_autocast(name: str) -> None:
-    with mutated(name), pytest.raises(TrainError, match="refusing to train"):
-        certify_tiny(torch.bfloat16, n_kv_head=1, context_length=131)
+def test_the_certificate_refuses_every_leak_under_autocast(name: str, dtype: torch.dtype) -> None:
+    if (name, dtype) == ("no mask in bfloat16", torch.float16):
+        pytest.skip("there is no bfloat16 in it")
+    error = RuntimeError if "-1e9" in name and dtype == torch.float16 else TrainError  # which half precision lacks
+    with mutated(name), pytest.raises(error, match="refusing to train|overflow"):
+        certify_tiny(dtype, n_kv_head=1, context_length=131)
 
 
 @pytest.mark.long
