@@ -7,17 +7,16 @@ manifest.json                            size and SHA-256 of each, and the certi
 
 import hashlib
 import json
-import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from model import disk
 from model.config import ModelError
 from model.gpt import GPT
 from model.huggingface import (
@@ -27,7 +26,7 @@ from model.huggingface import (
     tensors_to_huggingface,
 )
 
-FORMAT = 1
+FORMAT = 2
 STEP = re.compile(r"step-\d{8}")
 
 
@@ -43,44 +42,39 @@ def save_checkpoint(
 ) -> Path:
     """Write parent/step-00000000 and return it once it is on the disk; an OSError leaves nothing behind."""
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    weights = tensors_to_huggingface(model.config, model.state_dict())
+    disk.remove(temporary)  # of a session that was killed
+    disk.make_directory(temporary)
     try:
-        write_json(temporary / "config.json", config_to_huggingface(model.config, end_of_text))
-        save_file(
-            tensors_to_huggingface(model.config, model.state_dict()),
-            temporary / "model.safetensors",
-            metadata={"format": "pt"},
-        )
-        for name, content in tokenizer_files.items():
-            (temporary / name).write_bytes(content)
-        save_file(optimizer, temporary / "optimizer.safetensors")
-        write_json(temporary / "trainer.json", {"step": step, **trainer})
         files = {}
-        for path in sorted(temporary.iterdir()):
-            path.chmod((temporary / "config.json").stat().st_mode)  # safetensors ignores the umask
-            files[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
-            sync(path)
+
+        def write(name: str, content: bytes) -> None:
+            disk.write(temporary / name, content)
+            files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+        write("config.json", to_json(config_to_huggingface(model.config, end_of_text)))
+        write("model.safetensors", save(weights, metadata={"format": "pt"}))
+        for name, content in tokenizer_files.items():
+            write(name, content)
+        write("optimizer.safetensors", save(optimizer))
+        write("trainer.json", to_json({"step": step, **trainer}))
         manifest = {"format": FORMAT, "step": step, "certificate": certificate, "files": files}
-        write_json(temporary / "manifest.json", manifest)
-        sync(temporary / "manifest.json")
-        sync(temporary)
-        if directory.exists():  # a damaged one, or a resumed run that came by here again
-            shutil.rmtree(directory)
-        temporary.rename(directory)
-        sync(parent)
-    except SafetensorError as error:  # its way to say that a file cannot be written
-        raise OSError(f"cannot save {directory}: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        disk.write(temporary / "manifest.json", with_own_hash(manifest))
+        disk.sync(temporary)
+        disk.remove(directory)  # a damaged one, whose step has come again
+        disk.rename(temporary, directory)
+    except BaseException:
+        disk.remove(temporary)
+        raise
     return directory
 
 
-def keep_newest(parent: Path, count: int, best_step: int | None) -> None:
-    """Delete all checkpoints but the newest `count` and the best."""
-    for directory in step_directories(parent)[count:]:
+def keep_newest(parent: Path, step: int, count: int, best_step: int | None) -> None:
+    """Delete all checkpoints before `step` but the newest `count` and the best; what is later is damaged, and stays."""
+    past = [directory for directory in step_directories(parent) if directory.name <= f"step-{step:08d}"]
+    for directory in past[count:]:
         if directory.name != f"step-{best_step or 0:08d}":
-            shutil.rmtree(directory)
+            disk.remove(directory)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -106,7 +100,7 @@ def step_directories(parent: Path) -> list[Path]:
 def verify(directory: Path) -> None:
     """Compare a checkpoint with its manifest, if it has one (a model from elsewhere has none).
 
-    Raises ModelError naming the first file that differs.
+    Raises ModelError naming the first file that differs, is missing, is too many, or is a link to somewhere else.
     """
     if STEP.fullmatch(directory.name) and not (directory / "manifest.json").is_file():
         raise ModelError(f"{directory} has no manifest.json: it was not written to the end")
@@ -114,7 +108,15 @@ def verify(directory: Path) -> None:
         return
     manifest = read_json(directory / "manifest.json")
     if manifest.get("format") != FORMAT:
-        raise ModelError(f"{directory} has format {manifest.get('format')}, this version reads {FORMAT}")
+        raise ModelError(f"{directory} has format {manifest.get('format')!r}, this version reads {FORMAT}")
+    own_hash = manifest.pop("sha256", None)
+    if not own_hash or with_own_hash(manifest) != (directory / "manifest.json").read_bytes():
+        raise ModelError(f"{directory / 'manifest.json'} is damaged: its SHA-256 is not the one in it")
+    for path in sorted(directory.iterdir()):
+        if path.name not in {*manifest["files"], "manifest.json"}:
+            raise ModelError(f"{path} is not in the manifest: it does not belong to this checkpoint")
+        if path.is_symlink() or not path.is_file():
+            raise ModelError(f"{path} is not a file of this directory")
     for name, expected in manifest["files"].items():
         path = directory / name
         if not path.is_file():
@@ -165,19 +167,15 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def to_json(content: dict) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def with_own_hash(manifest: dict) -> bytes:
+    """A manifest as it is written, with the SHA-256 of what it would be without one."""
+    return to_json({**manifest, "sha256": hashlib.sha256(to_json(manifest)).hexdigest()})
 
 
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a directory's entries, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

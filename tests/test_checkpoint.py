@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import resource
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import model.checkpoint
 from data.tokenizer import FILES, make_tokenizer, save_tokenizer
 from model import GPT, GPTConfig, ModelError
 from model.checkpoint import find_checkpoint, keep_newest, save_checkpoint, verify
@@ -124,19 +124,53 @@ def test_a_longer_file_and_a_newer_format_are_named(save) -> None:
         verify(directory)
     manifest = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(ModelError, match="has format 99, this version reads 1"):
+    with pytest.raises(ModelError, match="has format 99, this version reads 2"):
         verify(directory)
 
 
-def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(save, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    real = model.checkpoint.sync
-    monkeypatch.setattr(model.checkpoint, "sync", lambda path: calls.append(path.name) or real(path))
-    rename = Path.rename
-    monkeypatch.setattr(Path, "rename", lambda path, target: calls.append("rename") or rename(path, target))
-    directory = save(5)
-    files = sorted(path.name for path in directory.iterdir() if path.name != "manifest.json")
-    assert calls == [*files, "manifest.json", ".tmp", "rename", "checkpoints"]
+def test_what_does_not_belong_to_a_checkpoint_is_named(save, tmp_path: Path) -> None:
+    directory = save()
+    (directory / "notes.txt").write_text("mine")
+    with pytest.raises(ModelError, match="notes.txt is not in the manifest: it does not belong to this checkpoint"):
+        verify(directory)
+    (directory / "notes.txt").unlink()
+    outside = (directory / "trainer.json").rename(tmp_path / "outside.json")
+    (directory / "trainer.json").symlink_to(outside)
+    with pytest.raises(ModelError, match="trainer.json is not a file of this directory"):
+        verify(directory)
+
+
+def test_a_damaged_checkpoint_later_than_this_step_is_neither_kept_nor_deleted(save) -> None:
+    for step in (5, 20, 10):
+        parent = save(step).parent
+    keep_newest(parent, 10, 1, best_step=None)
+    assert sorted(path.name for path in parent.iterdir()) == ["step-00000010", "step-00000020"]
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_no_damage_is_loaded(save, tmp_path: Path, seed: int) -> None:
+    """Flipped bits, zeroed blocks and cut ends, over all files of the newest checkpoint: the one before is taken."""
+    save(5)
+    directory = save(10)
+    choose, files = random.Random(seed), sorted(directory.iterdir())
+    number = 60 if seed == 0 else 300
+    for damage in ("flip", "zero", "cut"):
+        for _ in range(number):
+            path = choose.choice(files)
+            content = path.read_bytes()
+            place = choose.randrange(len(content))
+            damaged = bytearray(content)
+            if damage == "flip":
+                damaged[place] ^= 1 << choose.randrange(8)
+            elif damage == "zero":
+                damaged[place : place + 4096] = bytes(len(damaged[place : place + 4096]))
+            else:
+                del damaged[place:]
+            path.write_bytes(damaged)
+            if damaged != content:  # there may have been zeros
+                assert find_checkpoint(tmp_path / "run").name == "step-00000005", f"{damage} in {path.name} at {place}"
+            path.write_bytes(content)
+    assert find_checkpoint(tmp_path / "run") == directory
 
 
 def test_a_step_that_is_saved_again_replaces_the_old_one(save) -> None:
@@ -170,7 +204,7 @@ def test_old_checkpoints_go_and_the_best_stays(save, tmp_path: Path) -> None:
     for step in (3, 5, 10, 15, 20):
         parent = save(step).parent
     (parent / "notes").mkdir()
-    keep_newest(parent, 2, best_step=5)
+    keep_newest(parent, 20, 2, best_step=5)
     assert sorted(path.name for path in parent.iterdir()) == [
         "notes",
         "step-00000005",

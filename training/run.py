@@ -16,7 +16,7 @@ import torch
 from configs import to_toml
 from data.prepare import Corpus
 from data.tokenizer import FILES
-from model import GPT
+from model import GPT, disk
 from model.checkpoint import (
     find_checkpoint,
     keep_newest,
@@ -24,7 +24,6 @@ from model.checkpoint import (
     read_json,
     save_checkpoint,
     step_directories,
-    sync,
 )
 from training.config import MAY_CHANGE, TrainError
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
@@ -84,7 +83,7 @@ class Run:
     def start(self, certificate: dict) -> None:
         """Write what the run is. Its checkpoints will hold the certificate (training/certificate.py)."""
         self.certificate = certificate
-        (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
+        disk.replace(self.directory / "config.toml", to_toml(self.config).encode())
         self.metrics = self.directory / "metrics.jsonl"
         drop_future(self.metrics, self.state["step"])
         self.wandb = self.start_wandb()
@@ -146,26 +145,28 @@ class Run:
     def save(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Write a checkpoint of this step, then delete those that are not to be kept.
 
-        Raises OSError if it cannot be written; the older ones are untouched then.
+        Raises TrainError if it cannot be written; the older ones are untouched then.
         """
-        sync(self.metrics)
+        disk.sync(self.metrics)
         val_loss, best = self.state["val_loss"], self.state["best_val_loss"]
         if val_loss is not None and (best is None or val_loss < best):
             self.state.update(best_val_loss=val_loss, best_step=self.state["step"])
         state = dict(self.state)
         step = state.pop("step")
         extra = {"scaler": scaler.state_dict(), "config": tables(self.config)}
-        save_checkpoint(
-            self.checkpoints,
-            step,
-            model,
-            self.corpus.tokenizer.eot_token,
-            {name: (self.corpus.directory / name).read_bytes() for name in FILES},
-            optimizer_tensors(model, optimizer),
-            {**state, **extra},
-            self.certificate,
-        )
-        keep_newest(self.checkpoints, self.config.train.keep_checkpoints, state["best_step"])
+        files = {name: (self.corpus.directory / name).read_bytes() for name in FILES}
+        tensors = optimizer_tensors(model, optimizer)
+        end_of_text = self.corpus.tokenizer.eot_token
+        try:
+            save_checkpoint(
+                self.checkpoints, step, model, end_of_text, files, tensors, {**state, **extra}, self.certificate
+            )
+        except OSError as error:
+            before = [directory.name for directory in step_directories(self.checkpoints)]
+            kept = f"{before[0]} is untouched" if before else "there is no earlier one"
+            reason = error.strerror or error
+            raise TrainError(f"cannot save step {step} in {self.checkpoints}: {reason}; {kept}") from error
+        keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, state["best_step"])
 
     def command(self, script: str) -> str:
         """A command line that runs a script on this directory, also where no environment is activated."""
@@ -198,6 +199,4 @@ def drop_future(metrics: Path, step: int) -> None:
     if metrics.exists():
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if step and line.endswith("\n") and json.loads(line)["step"] <= step]
-        temporary = metrics.with_suffix(".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(metrics)
+        disk.replace(metrics, "".join(kept).encode())
