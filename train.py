@@ -31,7 +31,7 @@ from data.tokenizer import END_OF_TEXT, encode, token_bytes, token_lengths
 from model import GPT, GPTConfig, ModelConfig
 from training.certificate import certify
 from training.config import TrainConfig
-from training.device import autocast, choose_device
+from training.device import autocast, choose_device, environment
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_learning_rate
 from training.progress import Interrupt, Interrupted, Progress
 from training.run import Run
@@ -116,7 +116,8 @@ def main() -> None:
     # Compile the loss, not the module: the model stays a plain GPT to save, sample from and inspect.
     compiled = c.compile if c.compile is not None else device.type == "cuda"
     loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
-    run.start(certify(model, loss_fn, dtype, c.batch_size))  # not a step with a model that sees the future
+    certificate = certify(model, loss_fn, dtype, c.batch_size)  # not a step with a model that sees the future
+    run.start(certificate, environment(device, dtype, compiled))
     tokens_per_step = c.batch_size * c.grad_accum_steps * T
     guard, interrupt = FiniteGuard(optimizer, device), Interrupt()
     with Progress(state, c.max_steps, tokens_per_step, model, device) as progress:

@@ -38,9 +38,12 @@ def save_checkpoint(
     tokenizer_files: dict[str, bytes],
     optimizer: dict[str, Tensor],
     trainer: dict,
-    certificate: dict,
+    about: dict,
 ) -> Path:
-    """Write parent/step-00000000 and return it once it is on the disk; an OSError leaves nothing behind."""
+    """Write parent/step-00000000 and return it once it is on the disk; an OSError leaves nothing behind.
+
+    `trainer` is what a resumed run needs, `about` what the manifest says of the model: certificate and environment.
+    """
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
     weights = tensors_to_huggingface(model.config, model.state_dict())
     disk.remove(temporary)  # of a session that was killed
@@ -58,7 +61,7 @@ def save_checkpoint(
             write(name, content)
         write("optimizer.safetensors", save(optimizer))
         write("trainer.json", to_json({"step": step, **trainer}))
-        manifest = {"format": FORMAT, "step": step, "certificate": certificate, "files": files}
+        manifest = {"format": FORMAT, "step": step, **about, "files": files}
         disk.write(temporary / "manifest.json", with_own_hash(manifest))
         disk.sync(temporary)
         disk.remove(directory)  # a damaged one, whose step has come again
@@ -128,10 +131,14 @@ def verify(directory: Path) -> None:
 
 
 def read_certificate(directory: Path) -> str:
-    """What training had found of the causality of this checkpoint's model, in a line."""
+    """What training had found of the causality of this checkpoint's model, and where, in a line."""
     path = directory / "manifest.json"
-    found = read_json(path).get("certificate") if path.is_file() else None
-    return str(found.get("causal")) if isinstance(found, dict) else "unknown, the checkpoint has no certificate"
+    manifest = read_json(path) if path.is_file() else {}
+    try:
+        where = "{dtype} on {device}, torch {torch}".format(**manifest["environment"])
+        return f"{manifest['certificate']['causal']}, {where}"
+    except (KeyError, TypeError):
+        return "unknown, the checkpoint has no certificate"
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:

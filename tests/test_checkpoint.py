@@ -27,7 +27,14 @@ def save(tmp_path: Path):
         parent.mkdir(parents=True, exist_ok=True)
         optimizer = {"a.exp_avg": torch.zeros(3)}
         return save_checkpoint(
-            parent, step, gpt or make_gpt(), 256, files, optimizer, {"some": "state"}, {"causal": "yes"}
+            parent,
+            step,
+            gpt or make_gpt(),
+            256,
+            files,
+            optimizer,
+            {"some": "state"},
+            {"certificate": {"causal": "yes"}},
         )
 
     return save

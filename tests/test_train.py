@@ -18,6 +18,7 @@ from data.batches import IGNORE
 from model import GPT
 from tests.conftest import make_gpt, tiny_run
 from training.config import MAY_CHANGE, TrainConfig
+from training.device import environment
 from training.optimizer import FiniteGuard, NonFiniteLoss, learning_rate_at, make_optimizer
 from training.progress import Interrupt, Progress
 
@@ -103,6 +104,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same(
     out = tmp_path / "interrupted"
     loss = train.next_token_loss
     steps = []
+    signal.signal(number, signal.SIG_DFL)  # whatever started the tests may have asked to ignore it
 
     def interrupting(model: GPT, *arguments: object, **options: object) -> torch.Tensor:
         steps.append(model.training)
@@ -293,6 +295,14 @@ def test_a_resumed_run_stays_the_same_run(run, straight: Path, option: str, mess
 def test_a_resumed_run_may_change_what_does_not_change_its_numbers(run, straight: Path) -> None:
     assert set(TrainConfig.__dataclass_fields__) >= MAY_CHANGE
     assert run(train, "--resume", straight, "--train.eval_every", "5", "--train.max_steps", "13").exit_code == 0
+
+
+def test_a_resumed_run_says_in_what_its_environment_differs(run, straight: Path, monkeypatch) -> None:
+    result = run(train, "--resume", straight, "--train.max_steps", 13)
+    assert "the last bits" not in result.out
+    monkeypatch.setattr(train, "environment", lambda *rest: environment(*rest) | {"threads": "64"})
+    result = run(train, "--resume", straight, "--train.max_steps", 14)
+    assert "\nthe last bits will differ from those of a run without a break: threads 1 -> 64\n" in result.out
 
 
 def test_a_resumed_run_refuses_another_text(run, straight: Path, corpus_file: Path) -> None:

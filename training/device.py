@@ -58,6 +58,19 @@ def choose_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
     return device, dtype
 
 
+def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dict[str, str]:
+    """What besides the configuration decides the last bits of a run's numbers."""
+    cuda = device.type == "cuda"
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "kernels": "compiled" if compiled else "eager",
+        "threads": "any" if cuda else str(torch.get_num_threads()),
+        "instructions": "any" if cuda else torch.backends.cpu.get_cpu_capability(),
+    }
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Matrix products in `dtype`, everything delicate in float32; nothing at all if `dtype` is float32."""
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()

@@ -80,9 +80,19 @@ class Run:
         if step_directories(self.checkpoints) != self.found:
             raise TrainError(f"another training process has written to {self.directory} meanwhile")
 
-    def start(self, certificate: dict) -> None:
-        """Write what the run is. Its checkpoints will hold the certificate (training/certificate.py)."""
-        self.certificate = certificate
+    def start(self, certificate: dict, environment: dict) -> None:
+        """Write what the run is, and say in what the environment is not the one it began in.
+
+        Its checkpoints will hold both arguments (training/certificate.py and device.py).
+        """
+        self.about = {"certificate": certificate, "environment": environment}
+        if self.resumed_from:
+            before = read_json(self.resumed_from / "manifest.json")["environment"]
+            changed = [
+                f"{key} {before.get(key)} -> {now}" for key, now in environment.items() if before.get(key) != now
+            ]
+            if changed:
+                print(f"the last bits will differ from those of a run without a break: {', '.join(changed)}")
         disk.replace(self.directory / "config.toml", to_toml(self.config).encode())
         self.metrics = self.directory / "metrics.jsonl"
         drop_future(self.metrics, self.state["step"])
@@ -158,9 +168,7 @@ class Run:
         tensors = optimizer_tensors(model, optimizer)
         end_of_text = self.corpus.tokenizer.eot_token
         try:
-            save_checkpoint(
-                self.checkpoints, step, model, end_of_text, files, tensors, {**state, **extra}, self.certificate
-            )
+            save_checkpoint(self.checkpoints, step, model, end_of_text, files, tensors, {**state, **extra}, self.about)
         except OSError as error:
             before = [directory.name for directory in step_directories(self.checkpoints)]
             kept = f"{before[0]} is untouched" if before else "there is no earlier one"
