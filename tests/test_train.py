@@ -297,6 +297,21 @@ def test_a_resumed_run_may_change_what_does_not_change_its_numbers(run, straight
     assert run(train, "--resume", straight, "--train.eval_every", "5", "--train.max_steps", "13").exit_code == 0
 
 
+def test_a_longer_run_is_the_same_if_its_schedule_was_still_flat(run, corpus_file: Path, tmp_path: Path) -> None:
+    wsd = {"train__schedule": "wsd", "train__decay_fraction": 0.5}
+    assert run(train, *tiny_run(corpus_file, tmp_path / "long", train__max_steps=24, **wsd)).exit_code == 0
+    assert run(train, *tiny_run(corpus_file, tmp_path / "short", train__max_steps=8, **wsd)).exit_code == 0
+    shutil.rmtree(tmp_path / "short" / "checkpoints" / "step-00000008")
+    longer = run(train, "--resume", tmp_path / "short", "--train.max_steps", 24)  # from step 4, where it begins to fall
+    assert "not the run that" not in longer.out
+    assert same_bits(weights(tmp_path / "long", 24), weights(tmp_path / "short", 24))
+    longest = run(train, "--resume", tmp_path / "short", "--train.max_steps", 48)
+    warning = (
+        "not the run that 48 steps from the start would have been: the learning rates until step 24 were planned for"
+    )
+    assert warning in longest.out
+
+
 def test_a_resumed_run_says_in_what_its_environment_differs(run, straight: Path, monkeypatch) -> None:
     result = run(train, "--resume", straight, "--train.max_steps", 13)
     assert "the last bits" not in result.out

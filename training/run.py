@@ -25,8 +25,8 @@ from model.checkpoint import (
     save_checkpoint,
     step_directories,
 )
-from training.config import MAY_CHANGE, TrainError
-from training.optimizer import load_optimizer_tensors, optimizer_tensors
+from training.config import MAY_CHANGE, TrainConfig, TrainError
+from training.optimizer import learning_rate_at, load_optimizer_tensors, optimizer_tensors
 
 
 class Run:
@@ -55,6 +55,7 @@ class Run:
             self.resumed_from = find_checkpoint(self.directory)
             trainer = read_json(self.resumed_from / "trainer.json")
             refuse_changes(trainer["config"], tables(config))
+            warn_of_another_schedule(TrainConfig(**trainer["config"]["train"]), config.train, trainer["step"])
             self.state = {key: trainer[key] for key in self.state}
             self.resumed_step = self.state["step"]
         exists = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
@@ -200,6 +201,15 @@ def refuse_changes(before: dict[str, dict], now: dict[str, dict]) -> None:
             was = before[table].get(key, value)
             if was != value and not (table == "train" and key in MAY_CHANGE):
                 raise TrainError(f"a resumed run cannot change {table}.{key}: it began with {was!r}, now {value!r}")
+
+
+def warn_of_another_schedule(before: TrainConfig, now: TrainConfig, step: int) -> None:
+    """Say so if another max_steps would have meant other learning rates in the steps already made."""
+    if any(learning_rate_at(done, before) != learning_rate_at(done, now) for done in range(step)):
+        print(
+            f"not the run that {now.max_steps} steps from the start would have been: "
+            f"the learning rates until step {step} were planned for {before.max_steps}"
+        )
 
 
 def drop_future(metrics: Path, step: int) -> None:
