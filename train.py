@@ -32,7 +32,7 @@ from model import GPT, GPTConfig, ModelConfig
 from training.certificate import certify
 from training.config import TrainConfig
 from training.device import autocast, choose_device, environment
-from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_learning_rate
+from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_learning_rate, where_it_broke
 from training.progress import Interrupt, Interrupted, Progress
 from training.run import Run
 
@@ -119,7 +119,17 @@ def main() -> None:
     certificate = certify(model, loss_fn, dtype, c.batch_size)  # not a step with a model that sees the future
     run.start(certificate, environment(device, dtype, compiled))
     tokens_per_step = c.batch_size * c.grad_accum_steps * T
-    guard, interrupt = FiniteGuard(optimizer, device), Interrupt()
+
+    def micro_batch_loss(loss_fn: Callable[..., Tensor], step: int, micro_batch: int) -> Tensor:
+        torch.manual_seed(seed_for(c.seed, "dropout", step, micro_batch))
+        inputs, targets = batches(step * c.grad_accum_steps + micro_batch, device)
+        return loss_fn(model, inputs, targets) / tokens_per_step
+
+    def diagnose(step: int) -> str:
+        again = partial(micro_batch_loss, partial(next_token_loss, dtype=dtype), step)
+        return where_it_broke(model, again, c.grad_accum_steps)
+
+    guard, interrupt = FiniteGuard(optimizer, device, diagnose), Interrupt()
     with Progress(state, c.max_steps, tokens_per_step, model, device) as progress:
         while True:
             # Measure and save. Where a resumed run begins, that was done before it stopped.
@@ -141,9 +151,7 @@ def main() -> None:
             set_learning_rate(optimizer, learning_rate_at(step, c))
             train_loss = torch.zeros((), device=device)
             for micro_batch in range(c.grad_accum_steps):
-                torch.manual_seed(seed_for(c.seed, "dropout", step, micro_batch))
-                inputs, targets = batches(step * c.grad_accum_steps + micro_batch, device)
-                loss = loss_fn(model, inputs, targets) / tokens_per_step
+                loss = micro_batch_loss(loss_fn, step, micro_batch)
                 scaler.scale(loss).backward()
                 train_loss += loss.detach()
             scaler.unscale_(optimizer)

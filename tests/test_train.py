@@ -219,17 +219,41 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     monkeypatch.setattr(train, "next_token_loss", broken)
     result = run(train, *tiny_run(corpus_file, tmp_path / "nan", train__log_every=100))
     assert result.exit_code == 3
-    assert "not finite in step 6: its update was not made" in result.err.splitlines()[-1]
+    assert "not finite in step 6 (micro-batch 0: the loss itself): its update was not" in result.err.splitlines()[-1]
     names = sorted(path.name for path in (tmp_path / "nan" / "checkpoints").iterdir())
     assert names == ["step-00000004"]
     assert same_bits(weights(straight, 4), weights(tmp_path / "nan", 4))
+
+
+def test_what_is_not_finite_is_named(run, uncertified, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
+    loss, calls = train.next_token_loss, []
+
+    def weights_break(model: GPT, *rest: object, **options: object) -> torch.Tensor:
+        calls.append(model.training)
+        if sum(calls) == 2 * 6 + 2:
+            model.blocks[1].mlp.up_proj.weight.data[0] = math.inf
+        return loss(model, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "next_token_loss", weights_break)
+        result = run(train, *tiny_run(corpus_file, tmp_path / "output"))
+    assert result.exit_code == 3
+    assert "in step 6 (micro-batch 0: the output of blocks.1.mlp.up_proj): " in result.err.splitlines()[-1]
+
+    def gradients_break(model: GPT, *rest: object, **options: object) -> torch.Tensor:
+        return loss(model, *rest, **options) + (0 * model.final_norm.bias.sum()).sqrt()  # whose derivative is infinite
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "next_token_loss", gradients_break)
+        result = run(train, *tiny_run(corpus_file, tmp_path / "gradient"))
+    assert "in step 0 (micro-batch 0: the gradient of final_norm.bias): " in result.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_the_guard_freezes_weights_from_the_first_bad_number_on(bad: float) -> None:
     model = make_gpt()
     optimizer = make_optimizer(model, TrainConfig())
-    guard = FiniteGuard(optimizer, torch.device("cpu"))
+    guard = FiniteGuard(optimizer, torch.device("cpu"), str)
     before = None
     for step, number in enumerate([1.0, 2.0, bad, 3.0]):
         for parameter in model.parameters():

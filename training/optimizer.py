@@ -1,9 +1,11 @@
 """AdamW with its groups and schedule, its state as named tensors, and the guard against numbers that are none."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import GPT
 from training.config import TrainConfig
@@ -68,7 +70,8 @@ class FiniteGuard:
     `check` asks the device, and is called where the host waits anyway.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, diagnose: Callable[[int], str]):
+        self.diagnose = diagnose  # from the step to what went wrong in it, in words
         self.first_bad_step = torch.full((), math.inf, device=device)
         self.found_inf = torch.zeros((), device=device)
         optimizer.found_inf = self.found_inf  # under loss scaling the scaler puts its own in this place for each step
@@ -84,6 +87,30 @@ class FiniteGuard:
         step = self.first_bad_step.item()
         if math.isfinite(step):
             raise NonFiniteLoss(
-                f"the loss or its gradient is not finite in step {int(step)}: its update was not made and no "
-                "checkpoint has it; try a lower --train.learning_rate or a longer --train.warmup_steps"
+                f"the loss or its gradient is not finite in step {int(step)} ({self.diagnose(int(step))}): its update "
+                "was not made, no checkpoint has it; try a lower --train.learning_rate or a longer --train.warmup_steps"
             )
+
+
+def where_it_broke(model: nn.Module, micro_batch_loss: Callable[[int], Tensor], num_micro_batches: int) -> str:
+    """Compute the loss of a step again: the first module whose output is not finite, else the first gradient."""
+    broken = []
+
+    def watch(name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        if not output.isfinite().all():
+            broken.append(f"the output of {name or 'the model'}")
+
+    hooks = [module.register_forward_hook(partial(watch, name)) for name, module in model.named_modules()]
+    model.zero_grad()
+    for micro_batch in range(num_micro_batches):
+        loss = micro_batch_loss(micro_batch)
+        loss.backward()
+        broken += ["the loss itself"] * (not loss.isfinite())
+        broken += [f"the gradient of {name}" for name, p in model.named_parameters() if not p.grad.isfinite().all()]
+        if broken:
+            break
+    for hook in hooks:
+        hook.remove()
+    return (
+        f"micro-batch {micro_batch}: {broken[0]}" if broken else "not seen again when the step was computed once more"
+    )
