@@ -18,11 +18,9 @@ from model import disk
 from training.run import Run
 
 tqdm.monitor_interval = 0  # a thread of its own would not survive a fork
-tqdm.set_lock(threading.RLock())  # its own lock is shared by all processes, and a killed one would hold it for ever
 
 EFFECTS = {"open", "write", "fsync", "rename", "unlink", "rmdir", "mkdir"}
 KILLED = 137
-SECONDS = 120  # what takes longer hangs, and is stopped
 
 
 class Effects:
@@ -66,7 +64,7 @@ def in_child(work: Callable[[], object], kill_after: float | None = None) -> int
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1)
             os.dup2(null, 2)
-            signal.alarm(SECONDS)
+            tqdm.set_lock(threading.RLock())  # its own is shared by all processes: a killed one would hold it for ever
             work()
             code = 0
         except SystemExit as stop:
