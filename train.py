@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -31,10 +32,11 @@ from data.tokenizer import END_OF_TEXT, encode, token_bytes, token_lengths
 from model import GPT, GPTConfig, ModelConfig
 from training.certificate import certify
 from training.config import TrainConfig
-from training.device import autocast, choose_device, environment
+from training.device import advice_if_out_of_memory, autocast, choose_device, environment
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_learning_rate, where_it_broke
-from training.progress import Interrupt, Interrupted, Progress
+from training.progress import Interrupt, Interrupted, Progress, WorstLoss
 from training.run import Run
+from training.verify import verify_resume
 
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.toml"
@@ -48,6 +50,8 @@ class Config:
     """A TOML file of options; those on the command line win."""
     resume: Path | None = None
     """The run directory to continue, with its own configuration."""
+    verify_resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Do not train, but check on this machine that a run that is killed and resumed ends in the same bits."""
     model: Table[ModelConfig] = ModelConfig()
     data: Table[DataConfig] = DataConfig()
     train: Table[TrainConfig] = TrainConfig()
@@ -56,6 +60,8 @@ class Config:
 def read_config(argv: list[str]) -> Config:
     """Defaults, then a file, then the command line. Raises ConfigError or ModelError for what does not fit."""
     asked = parse(Config, argv)
+    if asked.resume and asked.verify_resume:
+        raise ConfigError("--verify_resume makes runs of its own: give it a configuration instead of --resume")
     if asked.resume and (asked.config or asked.train.out_dir != TrainConfig.out_dir):
         raise ConfigError("--resume takes configuration and directory from the run: give no other with it")
     if asked.resume and not (asked.resume / "config.toml").is_file():
@@ -75,27 +81,37 @@ def next_token_loss(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dt
 
 
 @torch.no_grad()
-def evaluate(loss_fn: Callable[..., Tensor], model: GPT, batch_size: int, tokens: np.ndarray) -> float:
-    """Mean loss in nats a token over all `tokens`, which are the same at every evaluation."""
+def evaluate(
+    loss_fn: Callable[..., Tensor], model: GPT, batch_size: int, tokens: np.ndarray, interrupt: Interrupt
+) -> float | None:
+    """Mean loss in nats a token over all `tokens`, which are the same at every evaluation; None if interrupted."""
     device = model.lm_head.weight.device
     total = torch.zeros((), device=device)
+    batches = validation_batches(tokens, batch_size, model.config.context_length, device)
     model.eval()
-    for inputs, targets in validation_batches(tokens, batch_size, model.config.context_length, device):
+    for inputs, targets in takewhile(lambda batch: not interrupt, batches):
         total += loss_fn(model, inputs, targets)
     model.train()
-    return total.item() / (len(tokens) - 1)
+    return None if interrupt else total.item() / (len(tokens) - 1)
 
 
 def main() -> None:
     config = read_config(sys.argv[1:])
+    with advice_if_out_of_memory(config.train.batch_size, config.train.grad_accum_steps):
+        verify_resume(config) if config.verify_resume else train(config)
+
+
+def train(config: Config) -> None:
+    """Train, or go on training, as the configuration says."""
     c, T = config.train, config.model.context_length
 
     # What to train on, what to train, and where an earlier session left off.
     run = Run(config)
     state = run.state  # step, train_seconds, the best validation loss
-    if state["step"] >= c.max_steps:
+    if state["step"] >= c.max_steps and state["evaluated"] == state["step"]:
         print(f"{run.directory} is already at step {state['step']} of {c.max_steps}: nothing to do")
         return
+    interrupt = Interrupt(state)
     device, dtype = choose_device(c)
     corpus = prepare(config.data)
     print(f"data:   {corpus}")
@@ -129,21 +145,22 @@ def main() -> None:
         again = partial(micro_batch_loss, partial(next_token_loss, dtype=dtype), step)
         return where_it_broke(model, again, c.grad_accum_steps)
 
-    guard, interrupt = FiniteGuard(optimizer, device, diagnose), Interrupt()
+    guard, worst = FiniteGuard(optimizer, device, diagnose), WorstLoss(device)
     with Progress(state, c.max_steps, tokens_per_step, model, device) as progress:
         while True:
-            # Measure and save. Where a resumed run begins, that was done before it stopped.
-            step, stopping = state["step"], state["step"] == c.max_steps or bool(interrupt)
-            evaluating = step % c.eval_every == 0 or step == c.max_steps
-            saving = (step % c.checkpoint_every == 0 and step > 0) or stopping
-            if (evaluating or saving) and step != run.resumed_step:
+            # Measure and save, unless that was done before the run was resumed here.
+            step = state["step"]
+            if (step % c.eval_every == 0 or step == c.max_steps) and step != state["evaluated"]:
                 guard.check()
                 with progress.paused():
-                    if evaluating:
-                        val_loss = evaluate(loss_fn, model, c.batch_size, val_tokens)
+                    val_loss = evaluate(loss_fn, model, c.batch_size, val_tokens, interrupt)
+                    if val_loss is not None:
                         progress.write(run.log_validation(val_loss, val_loss * bits_per_byte_per_nat))
-                    if saving:
-                        run.save(model, optimizer, scaler)
+            stopping = step == c.max_steps or bool(interrupt)
+            if (stopping or (step % c.checkpoint_every == 0 and step > 0)) and step != run.resumed_step:
+                guard.check()
+                with progress.paused():
+                    run.save(model, optimizer, scaler)
             if stopping:
                 break
 
@@ -156,6 +173,7 @@ def main() -> None:
                 train_loss += loss.detach()
             scaler.unscale_(optimizer)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
+            worst.watch(step, train_loss)
             guard.watch(step, train_loss if scaler.is_enabled() else train_loss + grad_norm)
             scaler.step(optimizer)
             scaler.update()
@@ -166,9 +184,11 @@ def main() -> None:
                 guard.check()  # reads the device, as .item() does: not in every step
                 loss, lr = train_loss.item(), optimizer.param_groups[0]["lr"]
                 run.log(train_loss=loss, lr=lr, grad_norm=grad_norm.item(), **progress.speed(loss))
+                if spike := run.log_spike(*worst.take(), batches):
+                    progress.write(spike)
 
     run.finish()
-    if state["step"] < c.max_steps:
+    if state["step"] != state["evaluated"] or state["step"] < c.max_steps:
         raise Interrupted(f"saved step {state['step']}; continue with: {run.command('train.py --resume')}")
     print(f"\nA sample of what it writes:\n{sample(model, corpus.tokenizer, prompt)}\n")
     print(f"Next, with the model in {run.directory}:")

@@ -124,8 +124,8 @@ def run_script(main: Callable[[], None]) -> None:
         main()
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        fail("interrupted", 75)
+    except KeyboardInterrupt as stop:
+        fail(str(stop) or "interrupted", 75)
     except OSError as error:
         fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 2)
     except Exception as error:

@@ -26,7 +26,7 @@ from model.huggingface import (
     tensors_to_huggingface,
 )
 
-FORMAT = 2
+FORMAT = 3
 STEP = re.compile(r"step-\d{8}")
 
 

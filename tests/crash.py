@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,10 @@ class Effects:
 
 def die_at(number: int) -> Callable[[str, tuple], None]:
     """Die instead of the effect with this number, from 0; half of what is to be written may have been."""
-    count = iter(range(sys.maxsize))
+    number_of = count()
 
     def before(name: str, arguments: tuple) -> None:
-        if next(count) == number:
+        if next(number_of) == number:
             if name == "write":
                 os.write(arguments[0], arguments[1][: len(arguments[1]) // 2])
             os._exit(KILLED)
@@ -65,6 +66,7 @@ def in_child(work: Callable[[], object], kill_after: float | None = None) -> int
             os.dup2(null, 1)
             os.dup2(null, 2)
             tqdm.set_lock(threading.RLock())  # its own is shared by all processes: a killed one would hold it for ever
+            signal.alarm(60)  # what hangs fails
             work()
             code = 0
         except SystemExit as stop:
@@ -88,17 +90,17 @@ class Runs:
         self, out: Path, before: Callable[[str, tuple], None] | None = None, kill_after: float | None = None
     ) -> int:
         """Begin the run in `out`, or resume it if it has begun; returns the exit code."""
+        return in_child(lambda: self.here(out, before), kill_after)
 
-        def work() -> None:
-            begun = (out / "checkpoints").is_dir() and any((out / "checkpoints").glob("step-*"))
-            sys.argv = ["train.py", *(["--resume", str(out)] if begun else self.arguments(out))]
-            with pytest.MonkeyPatch.context() as patch:
-                self.watch(patch)
-                if before:
-                    patch.setattr(disk, "os", Effects(before))
-                run_script(train.main)
-
-        return in_child(work, kill_after)
+    def here(self, out: Path, before: Callable[[str, tuple], None] | None = None) -> None:
+        """The same in this process. What is imported and made at first use is there for the children then."""
+        begun = (out / "checkpoints").is_dir() and any((out / "checkpoints").glob("step-*"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["train.py", *(["--resume", str(out)] if begun else self.arguments(out))])
+            self.watch(patch)
+            if before:
+                patch.setattr(disk, "os", Effects(before))
+            run_script(train.main)
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         """Let a run write down each step that it has saved, and the step from which it resumes."""
@@ -112,6 +114,7 @@ class Runs:
         patch.setattr(Run, "restore", lambda run, *rest: (restore(run, *rest), note("resumed", run.state["step"])))
         patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})  # both take time and change nothing
         patch.setattr(train, "sample", lambda *rest: "")
+        patch.setattr(train, "Interrupt", lambda state: False)  # kill -9 asks no handler
 
     def noted(self) -> list[tuple[str, int]]:
         """What was written down since last asked."""

@@ -131,7 +131,7 @@ def test_a_longer_file_and_a_newer_format_are_named(save) -> None:
         verify(directory)
     manifest = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(ModelError, match="has format 99, this version reads 2"):
+    with pytest.raises(ModelError, match="has format 99, this version reads 3"):
         verify(directory)
 
 

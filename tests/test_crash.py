@@ -5,7 +5,9 @@ import hashlib
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -34,9 +36,11 @@ class Setting:
         corpus.write_text(" ".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}.\n" for i in range(100)))
         options = {"train__keep_checkpoints": 1, "train__checkpoint_every": 3}
         self.runs = Runs(lambda out: tiny_run(corpus, out, **options), directory / "log")
-        assert self.runs(directory / "straight") == 0
+        self.runs.here(directory / "straight")
         self.expected = final_hash(directory / "straight")
-        self.runs.noted()
+        began = time.perf_counter()
+        self.runs(directory / "timed")
+        self.seconds = time.perf_counter() - began
 
     def finish(self, out: Path, saved: int) -> list[str]:
         """Resume to the end; which of the three promises were broken."""
@@ -60,23 +64,27 @@ class Setting:
         places, broken = 0, []
         for number in range(first, 10_000, every):
             out = tmp_path / f"effect{number}"
+            self.runs.noted()
             if self.runs(out, before=die_at(number)) != KILLED:
                 return places, broken
             places += 1
             broken += [(number, promise) for promise in self.finish(out, self.last_saved())]
             shutil.rmtree(out)
 
-    def kill_at_random(self, tmp_path: Path, runs: int, kills: int, seed: int) -> list:
-        """Kill -9 each of the runs at random instants, one kill after the other, and resume."""
-        choose, broken = random.Random(seed), []
-        for number in range(runs):
-            out, saved = tmp_path / f"run{number}", 0
-            for _ in range(kills):
-                self.runs(out, kill_after=choose.uniform(0.02, 0.35))
+    def kill_at_random(self, tmp_path: Path, kills: int, seed: int) -> list:
+        """Kill -9 a run at a random instant, resume it, kill that and so on until one ends; as often as asked."""
+        choose, broken, killed = random.Random(seed), [], 0
+        for number in count():
+            out, saved, exit_code = tmp_path / f"run{number}", 0, KILLED
+            self.runs.noted()
+            while exit_code == KILLED and killed < kills:
+                exit_code = self.runs(out, kill_after=choose.uniform(0, self.seconds))
+                killed += exit_code == KILLED
                 saved = max(saved, self.last_saved())
             broken += [(number, promise) for promise in self.finish(out, saved)]
             shutil.rmtree(out)
-        return broken
+            if killed == kills:
+                return broken
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +107,12 @@ def test_dying_at_every_effect_on_the_disk(setting: Setting, tmp_path: Path) -> 
 
 
 def test_kill_9_at_random_instants(setting: Setting, tmp_path: Path) -> None:
-    assert setting.kill_at_random(tmp_path, runs=6, kills=3, seed=0) == []
+    assert setting.kill_at_random(tmp_path, kills=20, seed=0) == []
 
 
 @pytest.mark.long
 def test_kill_9_at_a_thousand_random_instants(setting: Setting, tmp_path: Path) -> None:
-    assert setting.kill_at_random(tmp_path, runs=334, kills=3, seed=1) == []
+    assert setting.kill_at_random(tmp_path, kills=1000, seed=1) == []
 
 
 # What the three promises are worth: with a mistake in saving or resuming, one of them is broken.
@@ -182,11 +190,11 @@ def test_a_disk_that_fails_costs_no_older_checkpoint(tmp_path: Path, monkeypatch
     for effect in range(100):
         parent = tmp_path / str(effect)
         parent.mkdir()
-        steps, count = save_three(parent), iter(range(1000))
+        steps, number_of = save_three(parent), count()
         assert next(steps) == 1
 
-        def fail(name: str, arguments: tuple, effect: int = effect, count: Iterator[int] = count) -> None:
-            if next(count) == effect:
+        def fail(name: str, arguments: tuple, effect: int = effect, number_of: Iterator[int] = number_of) -> None:
+            if next(number_of) == effect:
                 raise OSError(number, os.strerror(number))
 
         with monkeypatch.context() as patch:

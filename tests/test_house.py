@@ -53,7 +53,8 @@ def test_nothing_executes_data(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert not called & {"eval", "exec", "torch.load", "torch.save", "pickle.load", "pickle.loads", "yaml.load"}
-    assert not imports(path) & {"pickle", "dill", "shelve", "subprocess"}
+    assert not imports(path) & {"pickle", "dill", "shelve", "tarfile", "zipfile"}
+    assert "subprocess" not in imports(path) or path.name == "verify.py"  # runs train.py, without a shell
 
 
 def readme_commands() -> list[str]:

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from configs import run_script
 from data.batches import IGNORE
 from model import GPT
 from tests.conftest import make_gpt, tiny_run
+from tests.crash import in_child
 from training.config import MAY_CHANGE, TrainConfig
 from training.device import environment
 from training.optimizer import FiniteGuard, NonFiniteLoss, learning_rate_at, make_optimizer
@@ -379,12 +381,87 @@ def test_a_run_that_another_process_wrote_meanwhile_is_left_alone(run, corpus_fi
     assert list(metrics(tmp_path / "run", "train_loss")) == [1, 2, 3, 4]
 
 
-def test_a_signal_between_the_two_looks_at_it_is_not_lost(run, straight, corpus_file, tmp_path, monkeypatch) -> None:
-    received = iter([False] * 5 + [True] * 99)
-    monkeypatch.setattr(Interrupt, "__bool__", lambda interrupt: next(received))
-    result = run(train, *tiny_run(corpus_file, tmp_path / "run", train__checkpoint_every=100))
-    assert result.exit_code == 75 and "saved step 5;" in result.err
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000005"]
+def test_a_signal_in_an_evaluation_breaks_it_off_and_a_resumed_run_makes_it(
+    run, uncertified, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = tmp_path / "run", []
+    loss = train.next_token_loss
+
+    def interrupting(model: GPT, *arguments: object, **options: object) -> torch.Tensor:
+        seen.append(model.training)
+        if seen[-2:] == [True, False]:  # the first batch of the evaluation at step 4
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss(model, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "next_token_loss", interrupting)
+        result = run(train, *tiny_run(corpus_file, out))
+    assert result.exit_code == 75 and "saved step 4;" in result.err
+    assert seen[-2:] == [True, False]  # and no other batch of it
+    assert list(metrics(out, "val_loss")) == [0]
+    assert run(train, "--resume", out).exit_code == 0
+    assert same_bits(weights(straight), weights(out))
+    assert metrics(straight, "val_loss") == metrics(out, "val_loss")
+    assert run(train, "--resume", out).out.count("nothing to do") == 1
+
+
+@pytest.mark.parametrize("place", ["prepare", "certify", "next_token_loss"])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_signal_before_the_first_step_stops_at_once(
+    run, straight: Path, corpus_file, tmp_path, monkeypatch, place: str, resumed: bool
+) -> None:
+    out = straight if resumed else tmp_path / "new"
+    arguments = ["--resume", out, "--train.max_steps", "13"] if resumed else tiny_run(corpus_file, out)
+    before = sorted((straight / "checkpoints").rglob("*"))
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("went on")
+
+    def work() -> None:
+        monkeypatch.setattr(train, place, interrupted)
+        result = run(train, *arguments)
+        (tmp_path / "err").write_text(result.err)
+        sys.exit(result.exit_code)
+
+    assert in_child(work) == 75  # in a process of its own, as a run holds its lock until its process ends
+    message = (tmp_path / "err").read_text().splitlines()[-1]
+    assert "SIGTERM before a step was made: nothing to save, the same command starts again" in message
+    assert sorted((straight / "checkpoints").rglob("*")) == before
+    assert run(train, *arguments).exit_code == 0
+
+
+def test_running_out_of_memory_says_what_needs_less(run, corpus_file, tmp_path, monkeypatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(train, "next_token_loss", full)
+    for size, less in ((9, "--train.batch_size 3 --train.grad_accum_steps 6"), (1, "a smaller --model.context_length")):
+        result = run(train, *tiny_run(corpus_file, tmp_path / str(size), train__batch_size=size))
+        assert result.exit_code == 2
+        assert f"out of memory with {size} sequences at once: try {less}" in result.err.splitlines()[-1]
+    result = run(train, *tiny_run(corpus_file, tmp_path / "huge", model__n_embd=3 * 10**7))
+    assert result.exit_code == 2 and "out of memory" in result.err.splitlines()[-1]
+
+
+def test_a_loss_spike_is_logged_with_its_windows(run, uncertified, corpus_file, tmp_path, monkeypatch) -> None:
+    loss, calls, trained_on = train.next_token_loss, [], []
+
+    def spiking(model: GPT, inputs: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
+        calls.append(model.training)
+        trained_on.append(inputs)
+        return loss(model, inputs, *rest, **options) * (9 if sum(calls) == 52 else 1)  # the second half of step 25
+
+    monkeypatch.setattr(train, "next_token_loss", spiking)
+    options = {"train__max_steps": 40, "train__eval_every": 100, "train__checkpoint_every": 100}
+    result = run(train, *tiny_run(corpus_file, tmp_path / "run", **options))
+    assert "loss spike: " in result.out and "in step 25, lately" in result.out
+    assert list(metrics(tmp_path / "run", "loss_spike")) == [26]
+    windows = metrics(tmp_path / "run", "windows")[26]
+    tokens = next((tmp_path / "prepared").glob("*/train.bin")).read_bytes()[::2]
+    batch = [[tokens[(start + i) % len(tokens)] for i in range(11)] for start in windows[1]]
+    at = next(i for i in range(len(calls)) if sum(calls[: i + 1]) == 52)
+    assert trained_on[at].tolist() == batch
 
 
 def test_numbers_that_json_cannot_say_are_null(run, corpus_file, tmp_path, monkeypatch) -> None:
@@ -478,7 +555,9 @@ def test_a_second_signal_stops_at_once_but_not_a_double_one(monkeypatch: pytest.
     monkeypatch.setattr("training.progress.signal.raise_signal", raised.append)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        interrupt = Interrupt()
+        state = {"step": 5}
+        interrupt = Interrupt(state)
+        state["step"] = 6
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         assert not interrupt
         interrupt.receive(signal.SIGTERM, None)

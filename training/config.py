@@ -29,6 +29,8 @@ class TrainConfig:
     auto: bfloat16 on a GPU that has it, else float16 on a GPU, float32 elsewhere."""
     compile: bool | None = None
     """Whether to torch.compile the loss. None: on CUDA, where it pays."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits every time: slower on a GPU; on a CPU all ours do."""
 
     batch_size: int = 32
     """Sequences in a micro-batch: what is in memory at once."""

@@ -2,6 +2,9 @@
 
 import contextlib
 import math
+import os
+import re
+from collections.abc import Iterator
 
 import torch
 
@@ -53,6 +56,8 @@ def choose_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
         dtype, why = torch.float16, "with loss scaling, as this GPU has no bfloat16"
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, where float32 products remain
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS if it has to be deterministic
+    torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"threads: {torch.get_num_threads()}"
     print(f"device: {device} ({where}), {str(dtype).removeprefix('torch.')}: {why}")
     return device, dtype
@@ -66,6 +71,7 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dic
         "device": torch.cuda.get_device_name(device) if cuda else device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "kernels": "compiled" if compiled else "eager",
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
         "threads": "any" if cuda else str(torch.get_num_threads()),
         "instructions": "any" if cuda else torch.backends.cpu.get_cpu_capability(),
     }
@@ -74,6 +80,22 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dic
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Matrix products in `dtype`, everything delicate in float32; nothing at all if `dtype` is float32."""
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def advice_if_out_of_memory(batch_size: int, grad_accum_steps: int) -> Iterator[None]:
+    """Raise TrainError instead of running out of memory, with options that need less and train the same."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not re.search("out of memory|DefaultCPUAllocator", str(error)):
+            raise
+        parts = next((n for n in range(2, batch_size + 1) if batch_size % n == 0), 0)
+        if parts:
+            less = f"--train.batch_size {batch_size // parts} --train.grad_accum_steps {grad_accum_steps * parts}"
+        else:
+            less = "a smaller --model.context_length or model"
+        raise TrainError(f"out of memory with {batch_size} sequences at once: try {less}") from error
 
 
 def flops_per_token(model: GPT) -> float:

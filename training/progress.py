@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from model import GPT
@@ -69,29 +70,54 @@ class Progress:
         self.line.write(text)
 
 
-class Interrupted(Exception):
-    """The run was asked to stop and has saved; the message is for the user."""
+class WorstLoss:
+    """The step with the highest loss since last asked, found on the device: no step waits for the host."""
+
+    def __init__(self, device: torch.device):
+        self.step, self.loss = torch.zeros((), device=device), torch.full((), -math.inf, device=device)
+
+    def watch(self, step: int, loss: Tensor) -> None:
+        """Look at the loss of a step."""
+        self.step.copy_(torch.where(loss > self.loss, step, self.step))
+        self.loss.copy_(torch.maximum(loss, self.loss))
+
+    def take(self) -> tuple[int, float]:
+        """The step and its loss; the next one is sought from here on."""
+        found = int(self.step.item()), self.loss.item()
+        self.loss.fill_(-math.inf)
+        return found
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop, and nothing is lost; the message is for the user."""
 
     exit_code = 75
 
 
 class Interrupt:
-    """True after a SIGINT, SIGTERM or SIGHUP, to be obeyed between two steps; another one later stops at once."""
+    """True after a SIGINT, SIGTERM or SIGHUP, to be obeyed after the step; another one later stops at once.
 
-    def __init__(self) -> None:
-        self.received = 0.0
+    Until this session has made a step there is nothing to save, and the first signal raises Interrupted wherever it
+    finds the program: preparing data, loading, compiling.
+    """
+
+    def __init__(self, state: dict):
+        self.state, self.first_step, self.received = state, state["step"], 0.0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """The signal handler. What stops a group of processes may send the same signal twice, moments apart."""
-        if not self.received:
-            self.received = time.monotonic()
-            tqdm.write(f"{signal.Signals(number).name}: saving after this step; once more to stop at once")
-        elif time.monotonic() - self.received > 1:
+        again = self.received and time.monotonic() - self.received > 1
+        if again:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        elif not self.received:
+            self.received, name = time.monotonic(), signal.Signals(number).name
+            if self.state["step"] == self.first_step:
+                raise Interrupted(f"{name} before a step was made: nothing to save, the same command starts again")
+            tqdm.write(f"{name}: saving after this step; once more to stop at once")
 
     def __bool__(self) -> bool:
         return bool(self.received)

@@ -7,13 +7,16 @@ import os
 import shlex
 import shutil
 import sys
+from collections import deque
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from configs import to_toml
+from data.batches import Batches
 from data.prepare import Corpus
 from data.tokenizer import FILES
 from model import GPT, disk
@@ -41,7 +44,7 @@ class Run:
         self.directory = Path(config.train.out_dir)
         self.checkpoints = self.directory / "checkpoints"
         self.state = {"step": 0, "train_seconds": 0.0, "val_loss": None, "best_val_loss": None, "best_step": None}
-        self.state |= {"wandb_id": None, "fingerprint": None}
+        self.state |= {"evaluated": None, "wandb_id": None, "fingerprint": None}
         self.resumed_from: Path | None = None
         self.resumed_step: int | None = None
         self.found = step_directories(self.checkpoints)
@@ -96,7 +99,7 @@ class Run:
                 print(f"the last bits will differ from those of a run without a break: {', '.join(changed)}")
         disk.replace(self.directory / "config.toml", to_toml(self.config).encode())
         self.metrics = self.directory / "metrics.jsonl"
-        drop_future(self.metrics, self.state["step"])
+        self.recent_losses = deque(drop_future(self.metrics, self.state), maxlen=100)
         self.wandb = self.start_wandb()
 
     def start_wandb(self) -> Any:
@@ -137,7 +140,11 @@ class Run:
     def log(self, **values: float) -> None:
         """One line of metrics for this step, to metrics.jsonl and wandb."""
         values = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no inf
-        record = {"step": self.state["step"], **values}
+        if values.get("train_loss") is not None:
+            self.recent_losses.append(values["train_loss"])
+        self.write({"step": self.state["step"], **values})
+
+    def write(self, record: dict) -> None:
         with open(self.metrics, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         if self.wandb:
@@ -146,11 +153,33 @@ class Run:
             except Exception as error:
                 self.without_wandb(error)
 
+    def log_spike(self, step: int, loss: float, batches: Batches) -> str:
+        """Log the loss of a step, with the windows it was made of, if it stands out; return a line to print.
+
+        What stands out is far above the median of the last losses: by eight times their median distance from it (five
+        standard deviations, were they normal) and by a tenth.
+        """
+        if len(self.recent_losses) < self.recent_losses.maxlen // 5:
+            return ""
+        typical = median(self.recent_losses)
+        distance = median(abs(recent - typical) for recent in self.recent_losses)
+        if loss <= typical + max(8 * distance, 0.1 * typical):
+            return ""
+        accum = self.config.train.grad_accum_steps
+        windows = [batches.starts(step * accum + micro_batch).tolist() for micro_batch in range(accum)]
+        self.write({"step": step + 1, "loss_spike": loss, "median_loss": typical, "windows": windows})
+        return (
+            f"loss spike: {loss:.3f} in step {step}, lately {typical:.3f}; metrics.jsonl has the windows of train.bin"
+        )
+
     def log_validation(self, val_loss: float, bits_per_byte: float) -> str:
         """Remember and log a validation loss; return it as a line to print."""
-        self.state["val_loss"], seconds = val_loss, self.state["train_seconds"]
+        step, seconds, best = self.state["step"], self.state["train_seconds"], self.state["best_val_loss"]
+        self.state.update(val_loss=val_loss, evaluated=step)
+        saved = (step % self.config.train.checkpoint_every == 0 and step > 0) or step == self.config.train.max_steps
+        if saved and val_loss < (math.inf if best is None else best):
+            self.state.update(best_val_loss=val_loss, best_step=step)
         self.log(val_loss=val_loss, val_bits_per_byte=bits_per_byte, train_seconds=seconds)
-        step = self.state["step"]
         return f"step {step:7d} | val loss {val_loss:7.4f} | bits/byte {bits_per_byte:6.4f} | trained {seconds:8.1f} s"
 
     def save(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
@@ -159,9 +188,6 @@ class Run:
         Raises TrainError if it cannot be written; the older ones are untouched then.
         """
         disk.sync(self.metrics)
-        val_loss, best = self.state["val_loss"], self.state["best_val_loss"]
-        if val_loss is not None and (best is None or val_loss < best):
-            self.state.update(best_val_loss=val_loss, best_step=self.state["step"])
         state = dict(self.state)
         step = state.pop("step")
         extra = {"scaler": scaler.state_dict(), "config": tables(self.config)}
@@ -212,9 +238,20 @@ def warn_of_another_schedule(before: TrainConfig, now: TrainConfig, step: int) -
         )
 
 
-def drop_future(metrics: Path, step: int) -> None:
-    """Drop the lines after `step`: they belong to a future that will be computed again, or to an abandoned run."""
-    if metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if step and line.endswith("\n") and json.loads(line)["step"] <= step]
+def drop_future(metrics: Path, state: dict) -> list[float]:
+    """Drop the lines after `state`: they belong to a future that will be computed again, or to an abandoned run.
+
+    Returns the training losses in what is left.
+    """
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
+    kept, losses = [], []
+    for text in lines:
+        if state["step"] and text.endswith("\n"):
+            line = json.loads(text)
+            last = state["evaluated"] if "val_loss" in line else state["step"]
+            if last is not None and line["step"] <= last:
+                kept.append(text)
+                losses += [loss for loss in [line.get("train_loss")] if loss is not None]
+    if lines:
         disk.replace(metrics, "".join(kept).encode())
+    return losses
