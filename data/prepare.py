@@ -2,11 +2,11 @@
 
     python -m data.prepare SOURCE --tokenizer NAME --out DIR
 
-A prepared corpus is a directory: train.bin and val.bin (little-endian ids, 16 bits where the vocabulary allows),
-tokenizer.json, and meta.json, which says what is in them and what they were made from. It appears complete or not at
-all, and is made again when the source or the recipe has changed.
+A prepared corpus is a directory (data/corpus.py). It appears complete or not at all, and is made again when the source
+or the recipe has changed, or when it is damaged.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -24,9 +24,11 @@ import tiktoken
 from tqdm import tqdm
 
 from data import DataError, sources
-from data.tokenizer import FILES, encode, load_tokenizer, make_tokenizer, save_tokenizer, token_lengths
+from data.corpus import SPLITS, Corpus, open_corpus, read_blocks
+from data.tokenizer import FILES, encode, make_tokenizer, save_tokenizer, token_lengths
 
 FORMAT = 1
+CORPUS_FILES = {"train.bin", "val.bin", "meta.json", *FILES}
 PREPARED = Path(__file__).parent / "prepared"
 Piece = tuple[str, bool, str]  # "train" or "val", whether a document starts here, text
 BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
@@ -51,26 +53,6 @@ class DataConfig:
             raise DataError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """A prepared corpus on disk."""
-
-    directory: Path
-    meta: dict
-    tokenizer: tiktoken.Encoding
-
-    def tokens(self, split: str) -> np.ndarray:
-        """The ids of "train" or "val", memory-mapped: (n,) uint16 or uint32."""
-        return np.memmap(self.directory / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
-
-    def __str__(self) -> str:
-        train, val = self.meta["train"], self.meta["val"]
-        return (
-            f"{self.meta['source']}, {train['tokens']:,} + {val['tokens']:,} tokens "
-            f"({self.meta['tokenizer']}, {train['bytes'] / train['tokens']:.2f} bytes a token)"
-        )
-
-
 def prepare(config: DataConfig, out: Path | None = None) -> Corpus:
     """The prepared corpus of a configuration, made now unless it is there and up to date.
 
@@ -85,23 +67,62 @@ def prepare(config: DataConfig, out: Path | None = None) -> Corpus:
         return corpus
     recipe = {"format": FORMAT, **asdict(config), "signature": sources.signature(config.source)}
     directory = out or default_directory(config)
-    if (directory / "meta.json").is_file():
-        corpus = open_corpus(directory)
-        if all(corpus.meta.get(key) == value for key, value in recipe.items()):
-            return corpus
-        print(f"{directory} was made from something else, or its source has changed: preparing it again")
-    elif directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+    if directory.exists() and not (directory.is_dir() and {path.name for path in directory.iterdir()} <= CORPUS_FILES):
         raise DataError(f"{directory} exists and is not a prepared corpus: choose another directory")
+    outdated, corpus = look(directory, recipe)
+    if corpus:
+        return corpus
     temporary = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    lock = take(temporary)
     try:
+        _, corpus = look(directory, recipe)  # another process may just have made it
+        if corpus:
+            return corpus
+        if outdated:
+            print(f"{outdated}: preparing it again")
+        for path in temporary.iterdir():  # of a process that was killed
+            path.unlink()
         write_corpus(config, recipe, temporary)
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if holds(lock, temporary):
+            shutil.rmtree(temporary)
+        os.close(lock)
     return open_corpus(directory)
+
+
+def look(directory: Path, recipe: dict) -> tuple[str, Corpus | None]:
+    """What is wrong with the corpus in a directory, if there is one; and the corpus, if it is there and up to date."""
+    if not (directory / "meta.json").is_file():
+        return "", None
+    try:
+        corpus = open_corpus(directory)
+    except DataError as error:
+        return str(error), None
+    if all(corpus.meta.get(key) == value for key, value in recipe.items()):
+        return "", corpus
+    return f"{directory} was made from something else, or its source has changed", None
+
+
+def take(directory: Path) -> int:
+    """Make a directory for this process alone, or wait until another process has finished with it; returns its lock."""
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process, which writes {directory}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if holds(lock, directory):
+            return lock
+        os.close(lock)  # of a directory that has got another name meanwhile, as it was finished
+
+
+def holds(lock: int, directory: Path) -> bool:
+    """Whether a lock is that of the directory which has this name now."""
+    return directory.exists() and os.path.samestat(directory.stat(), os.fstat(lock))
 
 
 def default_directory(config: DataConfig) -> Path:
@@ -110,19 +131,6 @@ def default_directory(config: DataConfig) -> Path:
     digest = hashlib.sha256(repr((source, config)).encode()).hexdigest()[:8]
     stem = Path(config.source.removeprefix("hf:")).stem.replace("*", "all")
     return PREPARED / f"{re.sub(r'[^A-Za-z0-9]+', '-', f'{stem}-{config.tokenizer}').strip('-').lower()}-{digest}"
-
-
-def open_corpus(directory: Path) -> Corpus:
-    """Open a prepared corpus. Raises DataError if it is not complete."""
-    try:
-        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
-        for split in ("train", "val"):
-            expected = meta[split]["tokens"] * np.dtype(meta["dtype"]).itemsize
-            if (directory / f"{split}.bin").stat().st_size != expected:
-                raise DataError(f"{directory / split}.bin does not have its {expected} bytes: prepare the corpus again")
-        return Corpus(directory, meta, load_tokenizer(directory))
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise DataError(f"{directory} is not a complete prepared corpus ({error!r}): prepare it again") from error
 
 
 def write_corpus(config: DataConfig, recipe: dict, directory: Path) -> None:
@@ -139,13 +147,15 @@ def write_corpus(config: DataConfig, recipe: dict, directory: Path) -> None:
         cut_tail(config.val_fraction, dtype, directory)  # one document, or too few to share out fairly
     lengths = token_lengths(tokenizer)
     meta = recipe | {"vocab_size": tokenizer.n_vocab, "dtype": dtype.str, "documents": num_documents}
-    for split in ("train", "val"):
+    for split in SPLITS:
         with open(directory / f"{split}.bin", "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
+            written = os.fstat(file.fileno()).st_mtime_ns
         blocks = (block.astype(np.int64) for block in read_blocks(directory / f"{split}.bin", dtype))
         count = np.sum([np.bincount(block, minlength=len(lengths)) for block in blocks] or [lengths * 0], axis=0)
         meta[split] = {"tokens": int(count.sum()), "bytes": int(count @ lengths), "sha256": digest}
+        meta[split] |= {"mtime_ns": written}
     if meta["train"]["tokens"] < 2 or meta["val"]["tokens"] < 2:
         raise DataError(f"{config.source} is too short to keep {config.val_fraction:.0%} of it for validation")
     content = (directory / FILES[0]).read_bytes() + (meta["train"]["sha256"] + meta["val"]["sha256"]).encode()
@@ -235,13 +245,6 @@ def cut_tail(val_fraction: float, dtype: np.dtype, directory: Path) -> None:
         train.seek(num_train * dtype.itemsize)
         shutil.copyfileobj(train, val)
         train.truncate(num_train * dtype.itemsize)
-
-
-def read_blocks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """A file of ids, some millions at a time."""
-    with open(path, "rb") as file:
-        while len(block := np.fromfile(file, dtype, count=1 << 22)):
-            yield block
 
 
 def at_most(texts: Iterator[str], size: int) -> Iterator[str]:

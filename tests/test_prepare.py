@@ -3,6 +3,8 @@
 import json
 import runpy
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 
 from data import DataError, prepare, sources
-from data.prepare import Corpus, DataConfig, open_corpus
+from data.corpus import Corpus, open_corpus
+from data.prepare import DataConfig
 from data.tokenizer import encode, make_tokenizer, token_bytes
 
 TEXT = "".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}, naïve 猫\n" for i in range(500))
@@ -270,6 +273,46 @@ def test_a_truncated_corpus_is_refused(tmp_path: Path) -> None:
     (directory / "train.bin").write_bytes((directory / "train.bin").read_bytes()[:-2])
     with pytest.raises(DataError, match="prepare the corpus again"):
         open_corpus(directory)
+
+
+def test_a_corpus_that_has_changed_is_refused_and_prepared_again(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    corpus = make("a.txt")
+    path = corpus.directory / "train.bin"
+    intact = path.read_bytes()
+    path.write_bytes(intact)  # the same at another time
+    assert open_corpus(corpus.directory).meta == corpus.meta
+    path.write_bytes(intact[:20] + bytes([intact[20] ^ 1]) + intact[21:])
+    with pytest.raises(DataError, match="train.bin has changed since it was prepared .SHA-256 [0-9a-f]{12}, now "):
+        open_corpus(corpus.directory)
+    path.write_bytes(intact[:20] + bytes([1, 1]) + intact[22:])
+    with pytest.raises(DataError, match="train.bin holds id 257 at position 10, but vocab_size is 257"):
+        open_corpus(corpus.directory)
+    (tmp_path / "copy").mkdir()
+    for file in corpus.directory.iterdir():
+        (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(DataError, match="holds id 257"):
+        make(tmp_path / "copy")
+    assert "preparing it again" not in capsys.readouterr().out
+    assert documents_of(make("a.txt")) == [TEXT]
+    assert "but vocab_size is 257: preparing it again" in capsys.readouterr().out
+
+
+def test_two_processes_prepare_a_corpus_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    write, log = prepare.write_corpus, tmp_path / "log"
+
+    def slow(*arguments: object) -> None:
+        with open(log, "a") as file:
+            file.write("written\n")
+        time.sleep(0.3)
+        write(*arguments)
+
+    monkeypatch.setattr(prepare, "write_corpus", slow)
+    with ThreadPoolExecutor(4) as pool:  # a lock is the file's, so threads stand for processes
+        assert list(pool.map(lambda _: documents_of(make("a.txt")), range(4))) == [[TEXT]] * 4
+    assert log.read_text() == "written\n"
+    assert len(list((tmp_path / "prepared").iterdir())) == 1
 
 
 def test_a_prepared_directory_is_a_source(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from configs import to_toml
 from data.batches import Batches
-from data.prepare import Corpus
+from data.corpus import Corpus
 from data.tokenizer import FILES
 from model import GPT, disk
 from model.checkpoint import (

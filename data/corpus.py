@@ -1,0 +1,87 @@
+"""A prepared corpus: train.bin and val.bin (flat token ids), tokenizer.json, and meta.json, which says what they are.
+
+Ids are little-endian, of 16 bits where the vocabulary allows. What meta.json says is checked when a corpus is opened.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from data import DataError
+from data.tokenizer import load_tokenizer
+
+SPLITS = ("train", "val")
+ENTRIES = {"source": str, "tokenizer": str, "fingerprint": str, "train": dict, "val": dict}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus on disk."""
+
+    directory: Path
+    meta: dict
+    tokenizer: tiktoken.Encoding
+
+    def tokens(self, split: str) -> np.ndarray:
+        """The ids of "train" or "val", memory-mapped: (n,) uint16 or uint32."""
+        return np.memmap(self.directory / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
+
+    def __str__(self) -> str:
+        train, val = self.meta["train"], self.meta["val"]
+        return (
+            f"{self.meta['source']}, {train['tokens']:,} + {val['tokens']:,} tokens "
+            f"({self.meta['tokenizer']}, {train['bytes'] / train['tokens']:.2f} bytes a token)"
+        )
+
+
+def open_corpus(directory: Path) -> Corpus:
+    """Open a prepared corpus. Raises DataError if it is not complete, or is not what was prepared."""
+    try:
+        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        if not all(isinstance(meta[name], kind) for name, kind in ENTRIES.items()) or meta["dtype"] not in (
+            "<u2",
+            "<u4",
+        ):
+            raise TypeError("meta.json")
+        tokenizer = load_tokenizer(directory)
+        for split in SPLITS:
+            check(directory / f"{split}.bin", meta[split], np.dtype(meta["dtype"]), tokenizer.n_vocab)
+        return Corpus(directory, meta, tokenizer)
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{directory} is not a complete prepared corpus ({error!r}): prepare it again") from error
+
+
+def check(path: Path, expected: dict, dtype: np.dtype, vocab_size: int) -> None:
+    """Compare a file of ids with what meta.json says of it: its size, and its content unless its time is the one there.
+
+    Raises DataError for a file that has changed, or an id that the vocabulary does not have.
+    """
+    stat, size = path.stat(), expected["tokens"] * dtype.itemsize
+    if stat.st_size != size or expected["tokens"] < 2 or expected["bytes"] < 0:
+        raise DataError(f"{path} has {stat.st_size} bytes instead of {size}: prepare the corpus again")
+    if stat.st_mtime_ns == expected.get("mtime_ns"):
+        return
+    digest, read = hashlib.sha256(), 0
+    for block in read_blocks(path, dtype):
+        if block.max() >= vocab_size:
+            at = int((block >= vocab_size).argmax())
+            raise DataError(f"{path} holds id {block[at]} at position {read + at}, but vocab_size is {vocab_size}")
+        digest.update(block)
+        read += len(block)
+    if digest.hexdigest() != expected["sha256"]:
+        was = f"SHA-256 {expected['sha256'][:12]}, now {digest.hexdigest()[:12]}"
+        raise DataError(f"{path} has changed since it was prepared ({was}): prepare the corpus again")
+
+
+def read_blocks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """A file of ids, some millions at a time."""
+    with open(path, "rb") as file:
+        while len(block := np.fromfile(file, dtype, count=1 << 22)):
+            yield block
