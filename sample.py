@@ -11,7 +11,6 @@ The text ends after max_new_tokens, at the end of a document, or before --stop.
 
 import codecs
 import json
-import re
 import secrets
 import sys
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from configs import parse, run_script
+from configs import parse, run_script, visible
 from data import DataError
 from data.tokenizer import encode, load_tokenizer, token_bytes
 from model import GPT, ModelError
@@ -110,11 +109,6 @@ def read_prompt(prompt: str) -> str:
         return Path(prompt[1:]).read_text(encoding="utf-8") if prompt.startswith("@") else prompt
     except UnicodeDecodeError as error:
         raise DataError(f"the prompt is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}") from None
-
-
-def visible(text: str) -> str:
-    """The text with control characters, which could command a terminal, as escapes."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def show(text: str) -> None:

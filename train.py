@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from configs import ConfigError, parse, run_script
+from configs import ConfigError, parse, run_script, visible
 from data.batches import IGNORE, Batches, seed_for, validation_batches
 from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, encode, token_bytes, token_lengths
@@ -114,7 +114,7 @@ def train(config: Config) -> None:
     interrupt = Interrupt(state)
     device, dtype = choose_device(c)
     corpus = prepare(config.data)
-    print(f"data:   {corpus}")
+    print(f"data:   {visible(str(corpus))}")
     batches = Batches(corpus.tokens("train"), c.batch_size, T, c.seed)
     val_tokens = corpus.tokens("val")[: c.eval_tokens + 1]
     val_bytes = token_lengths(corpus.tokenizer)[val_tokens[1:]].sum()
@@ -190,7 +190,7 @@ def train(config: Config) -> None:
     run.finish()
     if state["step"] != state["evaluated"] or state["step"] < c.max_steps:
         raise Interrupted(f"saved step {state['step']}; continue with: {run.command('train.py --resume')}")
-    print(f"\nA sample of what it writes:\n{sample(model, corpus.tokenizer, prompt)}\n")
+    print(f"\nA sample of what it writes:\n{visible(sample(model, corpus.tokenizer, prompt))}\n")
     print(f"Next, with the model in {run.directory}:")
     print(f'  {run.command("sample.py")} --prompt "..."')
     print(f"  {run.command('train.py --resume')} --train.max_steps {2 * c.max_steps}")

@@ -64,14 +64,14 @@ def options_in(file: Path) -> list[str]:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError("no such file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"not a TOML file: {error}") from None
     options = []
     for table, content in tables.items():
         if not isinstance(content, dict):
             raise ConfigError(f"{table} must be inside a table such as [train]")
         for key, value in content.items():
-            options += [f"--{table}.{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+            options += [f"--{table}.{key}={str(value).lower() if isinstance(value, bool) else value}"]
     return options
 
 
@@ -136,5 +136,10 @@ def run_script(main: Callable[[], None]) -> None:
 
 def fail(message: str, exit_code: int) -> None:
     """Say why in one sentence on stderr and exit."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {visible(message)}", file=sys.stderr)
     sys.exit(exit_code)
+
+
+def visible(text: str) -> str:
+    """The text with control characters, which could command a terminal, as escapes."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)

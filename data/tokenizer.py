@@ -152,9 +152,17 @@ def load_tokenizer(directory: Path) -> tiktoken.Encoding:
     """Read the tokenizer of a corpus or checkpoint. Raises DataError if `save_tokenizer` did not write it."""
     try:
         content, config = (json.loads((directory / name).read_text(encoding="utf-8")) for name in FILES)
-        pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        name, pattern = config["tril_name"], content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
         specials = {token["content"]: token["id"] for token in content["added_tokens"]}
         ranks = {to_bytes(token): rank for token, rank in content["model"]["vocab"].items() if token not in specials}
-        return tiktoken.Encoding(config["tril_name"], pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
-    except (OSError, KeyError, TypeError, IndexError, ValueError) as error:
+        # tiktoken does not survive some things: ids that are none or twice there, a byte that is nowhere.
+        ids = [*ranks.values(), *specials.values()]
+        distinct = len(ids) == len(set(ids)) and all(type(id) is int and 0 <= id < 1 << 24 for id in ids)
+        complete = END_OF_TEXT in specials and (name == "chars" or all(bytes([byte]) in ranks for byte in range(256)))
+        if not distinct or not complete or not isinstance(name, str) or b"" in ranks:
+            raise ValueError("its vocabulary is not one")
+        if name == "chars":
+            [token.decode() for token in ranks]  # each is a character
+        return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
+    except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise DataError(f"{directory} has no tokenizer that this version can read: {error!r}") from error

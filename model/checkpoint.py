@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from model import disk
@@ -27,6 +27,7 @@ from model.huggingface import (
 )
 
 FORMAT = 3
+MOST_JSON = 1 << 20  # bytes
 STEP = re.compile(r"step-\d{8}")
 
 
@@ -112,22 +113,24 @@ def verify(directory: Path) -> None:
     manifest = read_json(directory / "manifest.json")
     if manifest.get("format") != FORMAT:
         raise ModelError(f"{directory} has format {manifest.get('format')!r}, this version reads {FORMAT}")
-    own_hash = manifest.pop("sha256", None)
+    own_hash, files = manifest.pop("sha256", None), manifest.get("files")
     if not own_hash or with_own_hash(manifest) != (directory / "manifest.json").read_bytes():
         raise ModelError(f"{directory / 'manifest.json'} is damaged: its SHA-256 is not the one in it")
-    for path in sorted(directory.iterdir()):
-        if path.name not in {*manifest["files"], "manifest.json"}:
-            raise ModelError(f"{path} is not in the manifest: it does not belong to this checkpoint")
-        if path.is_symlink() or not path.is_file():
-            raise ModelError(f"{path} is not a file of this directory")
-    for name, expected in manifest["files"].items():
-        path = directory / name
-        if not path.is_file():
-            raise ModelError(f"{path} is missing")
-        if path.stat().st_size != expected["size"]:
-            raise ModelError(f"{path} has {path.stat().st_size} bytes instead of {expected['size']}")
-        if sha256(path) != expected["sha256"]:
-            raise ModelError(f"{path} is damaged: its SHA-256 is not the one in the manifest")
+    if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
+        raise ModelError(f"{directory / 'manifest.json'} does not say which files there are")
+    paths = {path.name: path for path in directory.iterdir() if path.name != "manifest.json"}
+    for name in sorted(paths.keys() | files.keys()):  # a name from the manifest alone is never opened
+        if name not in files:
+            raise ModelError(f"{paths[name]} is not in the manifest: it does not belong to this checkpoint")
+        if name not in paths:
+            raise ModelError(f"{directory}/{name} is missing")
+        if paths[name].is_symlink() or not paths[name].is_file():
+            raise ModelError(f"{paths[name]} is not a file of this directory")
+        size, expected = paths[name].stat().st_size, files[name]
+        if size != expected.get("size"):
+            raise ModelError(f"{paths[name]} has {size} bytes instead of {expected.get('size')}")
+        if sha256(paths[name]) != expected.get("sha256"):
+            raise ModelError(f"{paths[name]} is damaged: its SHA-256 is not the one in the manifest")
 
 
 def read_certificate(directory: Path) -> str:
@@ -137,7 +140,7 @@ def read_certificate(directory: Path) -> str:
     try:
         where = "{dtype} on {device}, torch {torch}".format(**manifest["environment"])
         return f"{manifest['certificate']['causal']}, {where}"
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError):
         return "unknown, the checkpoint has no certificate"
 
 
@@ -145,20 +148,38 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     """See GPT.from_pretrained."""
     directory = find_checkpoint(Path(path))
     config = config_from_huggingface(read_json(directory / "config.json"))
-    state = tensors_from_huggingface(config, load_tensors(directory / "model.safetensors"))
     with torch.device("meta"):  # no memory and no time for first weights that are not wanted
-        model = GPT(config).to(dtype or state["token_embedding.weight"].dtype)
-    for name, parameter in model.named_parameters():
-        if state[name].shape != parameter.shape:
-            raise ModelError(f"{directory}: {name} is {tuple(state[name].shape)}, expected {tuple(parameter.shape)}")
-    model.to_empty(device=device).load_state_dict(state)
+        model = GPT(config)
+        expected = tensors_to_huggingface(config, model.state_dict())
+    tensors = load_tensors(directory / "model.safetensors", {name: tuple(t.shape) for name, t in expected.items()})
+    state = tensors_from_huggingface(config, tensors)
+    model.to(dtype or state["token_embedding.weight"].dtype).to_empty(device=device).load_state_dict(state)
     return model.eval()
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """A safetensors file. Raises ModelError if it is none."""
+def load_tensors(path: Path, shapes: dict[str, tuple[int, ...]] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or those of `shapes` alone, whose shapes they must have.
+
+    A GPT-2 without its head, as published, has names without "transformer.". Raises ModelError for another file, other
+    shapes, or numbers that are not finite; sizes are checked before there is memory for them.
+    """
     try:
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            stored, tensors = set(file.keys()), {}
+            prefix = "" if not shapes or stored & shapes.keys() else "transformer."
+            for name in shapes or stored:
+                if name.removeprefix(prefix) not in stored:
+                    raise ModelError(f"{path} has no tensor {name}")
+                header = file.get_slice(name.removeprefix(prefix))
+                shape, kind = tuple(header.get_shape()), header.get_dtype()
+                if shapes and shape != shapes[name]:
+                    raise ModelError(f"{path}: {name} is {shape}, expected {shapes[name]}")
+                if kind not in ("F64", "F32", "F16", "BF16"):
+                    raise ModelError(f"{path}: {name} holds {kind}, expected floating-point numbers")
+                tensors[name] = file.get_tensor(name.removeprefix(prefix))
+                if not tensors[name].isfinite().all():
+                    raise ModelError(f"{path}: {name} holds numbers that are not finite")
+            return tensors
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
 
@@ -166,8 +187,12 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def read_json(path: Path) -> dict:
     """A JSON object. Raises ModelError if the file holds something else."""
     try:
+        if path.stat().st_size > MOST_JSON:
+            raise ModelError(f"{path} has {path.stat().st_size} bytes, at most {MOST_JSON} are read")
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except ModelError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} does not hold a JSON object")

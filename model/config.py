@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+# Larger than anything there is, and small enough to say no before memory is asked for.
+LARGEST = {"n_layer": 2**10, "n_head": 2**16, "n_kv_head": 2**16, "n_embd": 2**20}
+LARGEST |= {"context_length": 2**24, "vocab_size": 2**24}
+
 
 class ModelError(ValueError):
     """A configuration, checkpoint or request that no GPT can serve; the message is for the user."""
@@ -44,9 +48,12 @@ class GPTConfig(ModelConfig):
     def __post_init__(self) -> None:
         if self.n_kv_head is None:
             object.__setattr__(self, "n_kv_head", self.n_head)
-        for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "context_length", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, most in LARGEST.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ModelError(f"{name} must be a whole number from 1 to {most:,}, got {value!r}")
+        if type(self.bias) is not bool or type(self.dropout) not in (int, float):
+            raise ModelError(f"bias is true or false and dropout a number, got {self.bias!r} and {self.dropout!r}")
         if not 0 <= self.dropout < 1:
             raise ModelError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.n_embd % self.n_head != 0:

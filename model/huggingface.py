@@ -85,25 +85,16 @@ def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[
 
 
 def tensors_from_huggingface(config: GPTConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse. Raises ModelError naming a tensor that is missing or has another shape than `config` says."""
+    """The inverse, of tensors that have the names and shapes of `tensors_to_huggingface`."""
     state = {}
     widths = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
-
-    def take(name: str) -> Tensor:
-        for candidate in (name, name.removeprefix("transformer.")):  # files of the bare GPT2Model have no prefix
-            if candidate in tensors:
-                return tensors[candidate]
-        raise ModelError(f"model.safetensors has no tensor {name}")
-
     for parameter in ("weight", "bias") if config.bias else ("weight",):
         for ours, theirs in names(config):
             if parameter == "weight" or not ours.endswith("embedding"):
-                tensor = take(f"{theirs}.{parameter}")
+                tensor = tensors[f"{theirs}.{parameter}"]
                 state[f"{ours}.{parameter}"] = transpose(tensor) if ours.endswith(TRANSPOSED) else tensor
         for layer in range(config.n_layer):
-            qkv = transpose(take(f"transformer.h.{layer}.attn.c_attn.{parameter}"))
-            if len(qkv) != sum(widths):
-                raise ModelError(f"c_attn.{parameter} of layer {layer} has {len(qkv)} outputs, expected {sum(widths)}")
+            qkv = transpose(tensors[f"transformer.h.{layer}.attn.c_attn.{parameter}"])
             for x, part in zip("qkv", qkv.split(widths), strict=True):
                 state[f"blocks.{layer}.attention.{x}_proj.{parameter}"] = part
     state["lm_head.weight"] = state["token_embedding.weight"]

@@ -50,7 +50,7 @@ def test_every_config_builds(path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--train.max_stesp", "5"], "--train.max_stesp, 5; did you mean --train.max_steps?"),
+        (["--train.max_stesp", "5"], "--train.max_stesp=5; did you mean --train.max_steps?"),
         (["--train.max_steps", "five"], "--train.max_steps: invalid literal for int() .* 'five'; expected INT"),
         (["--train.max_steps", "1.5"], "expected INT"),
         (["--train.learning_rate", "fast"], "--train.learning_rate: .*'fast'; expected FLOAT"),
@@ -77,7 +77,7 @@ def test_wrong_options_get_one_sentence(run, arguments: list[str], message: str)
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("[train]\nmax_stesp = 5", "some.toml: .*--train.max_stesp, 5; did you mean --train.max_steps?"),
+        ("[train]\nmax_stesp = 5", "some.toml: .*--train.max_stesp=5; did you mean --train.max_steps?"),
         ('[train]\nmax_steps = "five"', "some.toml: .*'five'; expected INT"),
         ("[model]\nvocab_size = 5", "some.toml: .*--model.vocab_size"),
         ("max_steps = 5", "some.toml: max_steps must be inside a table such as \\[train\\]"),

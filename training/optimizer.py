@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from model import GPT
+from model.checkpoint import load_tensors
 from training.config import TrainConfig
 
 
@@ -56,10 +58,17 @@ def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
-def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`."""
+def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """The inverse of `optimizer_tensors`, from a file. Raises ModelError if it holds something else."""
+    keys = {"step": False, "exp_avg": True, "exp_avg_sq": True}  # whether they have the shape of the parameter
+    shapes = {
+        f"{name}.{key}": tuple(parameter.shape) if alike else ()
+        for name, parameter in model.named_parameters()
+        for key, alike in keys.items()
+    }
+    tensors = load_tensors(path, shapes)
     for name, parameter in model.named_parameters():
-        for key in ("step", "exp_avg", "exp_avg_sq"):
+        for key in keys:
             optimizer.state[parameter][key] = tensors[f"{name}.{key}"].to(parameter.device)
 
 

@@ -23,13 +23,15 @@ from model import GPT, disk
 from model.checkpoint import (
     find_checkpoint,
     keep_newest,
-    load_tensors,
     read_json,
     save_checkpoint,
     step_directories,
 )
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.optimizer import learning_rate_at, load_optimizer_tensors, optimizer_tensors
+
+STATE = {"step": int, "train_seconds": float, "evaluated": int | None, "val_loss": float | None}
+STATE |= {"best_val_loss": float | None, "best_step": int | None, "wandb_id": str | None, "fingerprint": str | None}
 
 
 class Run:
@@ -43,8 +45,7 @@ class Run:
         self.config = config
         self.directory = Path(config.train.out_dir)
         self.checkpoints = self.directory / "checkpoints"
-        self.state = {"step": 0, "train_seconds": 0.0, "val_loss": None, "best_val_loss": None, "best_step": None}
-        self.state |= {"evaluated": None, "wandb_id": None, "fingerprint": None}
+        self.state = {**dict.fromkeys(STATE), "step": 0, "train_seconds": 0.0}
         self.resumed_from: Path | None = None
         self.resumed_step: int | None = None
         self.found = step_directories(self.checkpoints)
@@ -56,14 +57,25 @@ class Run:
             )
         if begun:
             self.resumed_from = find_checkpoint(self.directory)
-            trainer = read_json(self.resumed_from / "trainer.json")
-            refuse_changes(trainer["config"], tables(config))
-            warn_of_another_schedule(TrainConfig(**trainer["config"]["train"]), config.train, trainer["step"])
-            self.state = {key: trainer[key] for key in self.state}
+            self.state = self.read_state(self.resumed_from / "trainer.json")
             self.resumed_step = self.state["step"]
         exists = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
         if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
             raise TrainError(f"cannot write to {self.directory}: {exists} is not a directory one may write to")
+
+    def read_state(self, path: Path) -> dict:
+        """The state in a checkpoint. Raises TrainError if it is none, or that of a run with another configuration."""
+        trainer = read_json(path)
+        try:
+            state = {name: trainer[name] for name in STATE}
+            wrong = [name for name, kind in STATE.items() if not isinstance(state[name], kind)]
+            if wrong or not isinstance(trainer["scaler"], dict):
+                raise TypeError(f"{wrong} not understood")
+            refuse_changes(trainer["config"], tables(self.config))
+            warn_of_another_schedule(TrainConfig(**trainer["config"]["train"]), self.config.train, state["step"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TrainError(f"{path} is not the state of a run of this version: {error!r}") from error
+        return state
 
     def begin(self, corpus: Corpus) -> None:
         """Take the run directory for this process, before anything in it is read or written.
@@ -133,7 +145,7 @@ class Run:
         """Give them the state of the checkpoint that the run is resumed from, if it is."""
         if self.resumed_from:
             model.load_state_dict(GPT.from_pretrained(self.resumed_from).state_dict())
-            load_optimizer_tensors(model, optimizer, load_tensors(self.resumed_from / "optimizer.safetensors"))
+            load_optimizer_tensors(model, optimizer, self.resumed_from / "optimizer.safetensors")
             scaler.load_state_dict(read_json(self.resumed_from / "trainer.json")["scaler"])
             print(f"resumed from {self.resumed_from}")
 

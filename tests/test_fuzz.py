@@ -1,0 +1,291 @@
+"""Whatever is in a file or an option: it is used, or refused in a sentence; soon, and without much memory."""
+
+import copy
+import json
+import random
+import resource
+import shutil
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import sample
+import train
+from configs import parse
+from data.corpus import open_corpus
+from data.prepare import DataConfig, prepare
+from data.tokenizer import encode, load_tokenizer, make_tokenizer
+from model import GPT
+from model.checkpoint import sha256, with_own_hash
+from tests.conftest import TINY, make_gpt
+from training.run import Run
+
+SECONDS, GIB = 5, 1 << 30
+
+odd = [-1, 0, 1.5, 2**31, 2**63, 10**30, "../../etc/passwd", "/etc/passwd", "\0", "\x1b[2J", "O", "<u8"]
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(odd),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=5,
+)
+damages = st.lists(
+    st.tuples(st.integers(0, 2**31), st.sampled_from(["set", "delete", "copy"]), values), min_size=1, max_size=3
+)
+
+
+def damaged(content: dict, damage: list[tuple[int, str, object]]) -> dict:
+    """A nested object with some places set to another value, deleted, or set to what is elsewhere in it."""
+    content = copy.deepcopy(content)
+    for number, kind, value in damage:
+        places = list(walk(content))
+        if not places:
+            break
+        holder, key = places[number % len(places)]
+        if kind == "delete":
+            del holder[key]
+        else:
+            other, at = places[number // 7 % len(places)]
+            holder[key] = value if kind == "set" else copy.deepcopy(other[at])
+    return content
+
+
+def walk(content: object) -> Iterator[tuple[dict | list, object]]:
+    """(holder, key) of every value in a nested object."""
+    for key in list(content) if isinstance(content, dict) else range(len(content)):
+        yield content, key
+        if isinstance(content[key], dict | list):
+            yield from walk(content[key])
+
+
+@contextmanager
+def bounds() -> Iterator[None]:
+    """No more than five seconds, and no more than a GiB in addition to what there is."""
+
+    def too_long(*_: object) -> None:
+        raise AssertionError(f"took more than {SECONDS} s")
+
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, too_long)
+    resource.setrlimit(resource.RLIMIT_AS, (size + GIB, limits[1]))
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def used_or_refused(work: Callable[[], object]) -> None:
+    """Run it; an exception has to be one for the user."""
+    with bounds():
+        try:
+            work()
+        except Exception as error:
+            if getattr(error, "exit_code", None) != 2:
+                raise
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """corpus/, a prepared corpus, and run/, a run that has a checkpoint of everything."""
+    directory = tmp_path_factory.mktemp("intact")
+    (directory / "corpus.txt").write_text("one two three four five six seven eight nine ten\n" * 20)
+    corpus = prepare(DataConfig(str(directory / "corpus.txt"), "bytes"), directory / "corpus")
+    config = parse(train.Config, options(directory))
+    gpt = make_gpt(vocab_size=257)
+    optimizer = torch.optim.AdamW(gpt.parameters())
+    gpt(torch.zeros(1, 5, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    run = Run(config)
+    run.state |= {"step": 3, "evaluated": 3, "val_loss": 5.0, "best_val_loss": 5.0, "best_step": 3}
+    run.begin(corpus)
+    run.start({"causal": "yes"}, {"torch": "2", "dtype": "float32", "device": "cpu"})
+    run.log(train_loss=5.0)
+    run.save(gpt, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    run.finish()
+    return directory
+
+
+def options(directory: Path) -> list[str]:
+    table = {f"model.{name}": value for name, value in TINY.items()}
+    table |= {"data.source": directory / "corpus.txt", "data.tokenizer": "bytes", "train.out_dir": directory / "run"}
+    return [f"--{name}={value}" for name, value in table.items()]
+
+
+def sign(checkpoint: Path) -> None:
+    """Give a checkpoint the manifest of what is in it, as somebody would who wants it to be believed."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"] = {
+        path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
+        for path in checkpoint.iterdir()
+        if path.name != "manifest.json"
+    }
+    manifest.pop("sha256")
+    (checkpoint / "manifest.json").write_bytes(with_own_hash(manifest))
+
+
+def resume(directory: Path) -> None:
+    """Everything that a resumed run reads of its directory."""
+    config = parse(train.Config, [*options(directory), "--resume", str(directory / "run")])
+    run, gpt = Run(config), make_gpt(vocab_size=257)
+    run.restore(gpt, torch.optim.AdamW(gpt.parameters()), torch.amp.GradScaler("cpu", enabled=False))
+
+
+CHECKPOINT = "run/checkpoints/step-00000003"
+
+
+def damage_header(name: str) -> Callable[[Path, list], None]:
+    """Damage the header of a safetensors file, which says what is where in it."""
+
+    def write(directory: Path, damage: list) -> None:
+        path = directory / CHECKPOINT / name
+        content = path.read_bytes()
+        end = 8 + struct.unpack("<Q", content[:8])[0]
+        header = json.dumps(damaged(json.loads(content[8:end]), damage)).encode()
+        path.write_bytes(struct.pack("<Q", len(header)) + header + content[end:])
+
+    return write
+
+
+def damage_file(name: str) -> Callable[[Path, list], None]:
+    """Damage a JSON file."""
+
+    def write(directory: Path, damage: list) -> None:
+        path = directory / name
+        path.write_text(json.dumps(damaged(json.loads(path.read_text()), damage)))
+
+    return write
+
+
+def damage_manifest(directory: Path, damage: list) -> None:
+    path = directory / CHECKPOINT / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest.pop("sha256")
+    path.write_bytes(with_own_hash(damaged(manifest, damage)))
+
+
+def load(directory: Path) -> None:
+    model = GPT.from_pretrained(directory / CHECKPOINT)
+    load_tokenizer(directory / CHECKPOINT)
+    model(torch.zeros(1, 1, dtype=torch.int64))
+
+
+def look_up(directory: Path) -> None:
+    corpus = open_corpus(directory / "corpus")
+    assert str(corpus) and corpus.tokens("train").max() < corpus.tokenizer.n_vocab
+
+
+KINDS = {  # what is damaged -> how, and who reads it
+    "config.json": (damage_file(f"{CHECKPOINT}/config.json"), load),
+    "model.safetensors": (damage_header("model.safetensors"), load),
+    "tokenizer.json": (damage_file(f"{CHECKPOINT}/tokenizer.json"), load),
+    "tokenizer_config.json": (damage_file(f"{CHECKPOINT}/tokenizer_config.json"), load),
+    "manifest.json": (damage_manifest, load),
+    "trainer.json": (damage_file(f"{CHECKPOINT}/trainer.json"), resume),
+    "optimizer.safetensors": (damage_header("optimizer.safetensors"), resume),
+    "meta.json": (damage_file("corpus/meta.json"), look_up),
+}
+
+
+def fuzz(few: int, many: int) -> Callable:
+    """Run a test with some inputs in `make test`, with many in `make test-long`; always the same."""
+
+    def decorate(test: Callable) -> Callable:
+        marks = [pytest.param(few, id="few"), pytest.param(many, id="many", marks=pytest.mark.long)]
+        return pytest.mark.parametrize("number", marks)(test)
+
+    return decorate
+
+
+def with_inputs(number: int, test: Callable) -> None:
+    """Let Hypothesis call a test with its inputs so many times."""
+    quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    settings(max_examples=number, deadline=None, database=None, derandomize=True, suppress_health_check=quiet)(test)()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@fuzz(20, 1000)
+def test_a_file_that_somebody_has_changed(kind: str, number: int, intact: Path, tmp_path: Path) -> None:
+    damage_it, read = KINDS[kind]
+
+    @given(damages)
+    def test(damage: list) -> None:
+        directory = tmp_path / "copy"
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(intact, directory)
+        damage_it(directory, damage)
+        if kind not in ("manifest.json", "meta.json"):
+            sign(directory / CHECKPOINT)
+        used_or_refused(lambda: read(directory))
+
+    with_inputs(number, test)
+
+
+@fuzz(20, 1000)
+def test_any_bytes_instead_of_a_file(number: int, intact: Path, tmp_path: Path) -> None:
+    names = [f"{CHECKPOINT}/{path.name}" for path in sorted((intact / CHECKPOINT).iterdir())]
+    names += [f"corpus/{path.name}" for path in sorted((intact / "corpus").iterdir())]
+
+    @given(st.sampled_from(names), st.binary(max_size=200), st.integers(0, 2**31))
+    def test(name: str, content: bytes, seed: int) -> None:
+        directory = tmp_path / "copy"
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(intact, directory)
+        old = (directory / name).read_bytes()
+        at = random.Random(seed).randrange(len(old))
+        (directory / name).write_bytes(old[:at] + content + old[at + len(content) :] if seed % 2 else content)
+        if name.startswith("run") and not name.endswith("manifest.json"):
+            sign(directory / CHECKPOINT)
+        for read in (load, resume, look_up):
+            used_or_refused(lambda read=read: read(directory))
+
+    with_inputs(number, test)
+
+
+KEYS = [f"{table}.{name}" for table in ("model", "data", "train") for name in vars(getattr(train.Config(), table))]
+keys = st.sampled_from(KEYS)
+plain = st.one_of(st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.lists(st.integers(), max_size=3))
+
+
+@fuzz(30, 600)
+def test_any_configuration(number: int, tmp_path: Path) -> None:
+    file = tmp_path / "some.toml"
+
+    @given(st.dictionaries(keys | st.text(max_size=10), plain, max_size=4), st.booleans())
+    def test(content: dict, is_toml: bool) -> None:
+        lines = [f"{key} = {json.dumps(value) if is_toml else value}" for key, value in content.items()]
+        file.write_text("\n".join(lines), encoding="utf-8", errors="replace")
+        used_or_refused(lambda: train.read_config([str(file)]))
+
+    with_inputs(number, test)
+
+
+@fuzz(30, 400)
+def test_any_command_line(number: int) -> None:
+    @given(st.lists(st.tuples(keys, plain | st.just("--train.seed")), max_size=3))
+    def test(pairs: list) -> None:
+        used_or_refused(lambda: train.read_config([f"--{key}={value}" for key, value in pairs]))
+        used_or_refused(lambda: parse(sample.Options, ["out", *(f"--{key}={value}" for key, value in pairs)]))
+
+    with_inputs(number, test)
+
+
+@fuzz(30, 500)
+def test_any_prompt(number: int) -> None:
+    tokenizers = [make_tokenizer("bytes", []), make_tokenizer("chars", ["abc é猫"])]
+
+    @given(st.text() | st.text(st.characters(codec=None, categories=["Cs", "Cc", "Co", "L"])))
+    def test(prompt: str) -> None:
+        for tokenizer in tokenizers:
+            used_or_refused(lambda tokenizer=tokenizer: encode(tokenizer, prompt))
+            used_or_refused(lambda: sample.read_prompt(prompt))
+
+    with_inputs(number, test)
