@@ -1,5 +1,6 @@
 """What the tests share: small models of odd sizes, a small corpus, and scripts run without a new process."""
 
+import json
 import signal
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
+from model.checkpoint import sha256, with_own_hash
 
 torch.set_num_threads(1)  # models this small gain nothing from two, and lose much where other work goes on
 
@@ -28,6 +30,21 @@ def make_gpt(**changes: object) -> GPT:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model
+
+
+FIGURES: list[str] = []
+
+
+@pytest.fixture
+def figure() -> Callable[[str], None]:
+    """figure(text): what a test has counted, printed when all tests are done."""
+    return FIGURES.append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if FIGURES:
+        terminalreporter.section("figures")
+        terminalreporter.write_line("\n".join(FIGURES))
 
 
 @pytest.fixture
@@ -84,3 +101,15 @@ def tiny_run(corpus: Path, out: Path, **changes: object) -> list[str]:
     }
     options |= {name.replace("__", "."): value for name, value in changes.items()}
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def sign(checkpoint: Path) -> None:
+    """Give a checkpoint the manifest of what is in it, as somebody would who wants it to be believed."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"] = {
+        path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
+        for path in checkpoint.iterdir()
+        if path.name != "manifest.json"
+    }
+    manifest.pop("sha256")
+    (checkpoint / "manifest.json").write_bytes(with_own_hash(manifest))

@@ -56,8 +56,8 @@ def die_at(number: int) -> Callable[[str, tuple], None]:
     return before
 
 
-def in_child(work: Callable[[], object], kill_after: float | None = None) -> int:
-    """Run it in a forked process, perhaps with a kill -9 after so many seconds; its exit code, 137 if it was killed."""
+def in_child(work: Callable[[], object], after: float | None = None, number: int = signal.SIGKILL) -> int:
+    """Run it in a forked process, perhaps with a signal after so many seconds; its exit code, 137 if that killed it."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -73,9 +73,9 @@ def in_child(work: Callable[[], object], kill_after: float | None = None) -> int
             code = stop.code or 0
         finally:
             os._exit(code)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
+    if after is not None:
+        time.sleep(after)
+        os.kill(child, number)
     status = os.waitpid(child, 0)[1]
     return KILLED if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
 
@@ -86,11 +86,9 @@ class Runs:
     def __init__(self, arguments: Callable[[Path], list[str]], log: Path):
         self.arguments, self.log = arguments, log
 
-    def __call__(
-        self, out: Path, before: Callable[[str, tuple], None] | None = None, kill_after: float | None = None
-    ) -> int:
-        """Begin the run in `out`, or resume it if it has begun; returns the exit code."""
-        return in_child(lambda: self.here(out, before), kill_after)
+    def __call__(self, out: Path, before: Callable[[str, tuple], None] | None = None, **kill: float) -> int:
+        """Begin the run in `out`, or resume it if it has begun; see `in_child` for what may happen to it."""
+        return in_child(lambda: self.here(out, before), **kill)
 
     def here(self, out: Path, before: Callable[[str, tuple], None] | None = None) -> None:
         """The same in this process. What is imported and made at first use is there for the children then."""
@@ -114,7 +112,6 @@ class Runs:
         patch.setattr(Run, "restore", lambda run, *rest: (restore(run, *rest), note("resumed", run.state["step"])))
         patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})  # both take time and change nothing
         patch.setattr(train, "sample", lambda *rest: "")
-        patch.setattr(train, "Interrupt", lambda state: False)  # kill -9 asks no handler
 
     def noted(self) -> list[tuple[str, int]]:
         """What was written down since last asked."""

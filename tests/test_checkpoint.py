@@ -4,6 +4,7 @@ import json
 import os
 import random
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -155,7 +156,7 @@ def test_a_damaged_checkpoint_later_than_this_step_is_neither_kept_nor_deleted(s
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_no_damage_is_loaded(save, tmp_path: Path, seed: int) -> None:
+def test_no_damage_is_loaded(save, tmp_path: Path, seed: int, figure: Callable) -> None:
     """Flipped bits, zeroed blocks and cut ends, over all files of the newest checkpoint: the one before is taken."""
     save(5)
     directory = save(10)
@@ -178,6 +179,7 @@ def test_no_damage_is_loaded(save, tmp_path: Path, seed: int) -> None:
                 assert find_checkpoint(tmp_path / "run").name == "step-00000005", f"{damage} in {path.name} at {place}"
             path.write_bytes(content)
     assert find_checkpoint(tmp_path / "run") == directory
+    figure(f"{3 * number} damaged files of a checkpoint: all refused, the one before taken")
 
 
 def test_a_step_that_is_saved_again_replaces_the_old_one(save) -> None:

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import math
+import pickle
 import random
 import resource
 import shutil
@@ -15,19 +17,28 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import sample
 import train
-from configs import parse
+from configs import parse, run_script
 from data.corpus import open_corpus
 from data.prepare import DataConfig, prepare
 from data.tokenizer import encode, load_tokenizer, make_tokenizer
-from model import GPT
-from model.checkpoint import sha256, with_own_hash
-from tests.conftest import TINY, make_gpt
+from model import GPT, ModelError
+from model.checkpoint import with_own_hash
+from tests.conftest import FIGURES, TINY, make_gpt, sign
 from training.run import Run
 
 SECONDS, GIB = 5, 1 << 30
+TRIED: list[int] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tried() -> Iterator[None]:
+    yield
+    FIGURES.append(f"{sum(TRIED)} fuzzed inputs: each used or refused in a sentence, within 5 s and 1 GiB")
+
 
 odd = [-1, 0, 1.5, 2**31, 2**63, 10**30, "../../etc/passwd", "/etc/passwd", "\0", "\x1b[2J", "O", "<u8"]
 values = st.recursive(
@@ -84,13 +95,12 @@ def bounds() -> Iterator[None]:
 
 
 def used_or_refused(work: Callable[[], object]) -> None:
-    """Run it; an exception has to be one for the user."""
+    """Run it as a script: it may end well, or with a sentence for the user; anything else is an error here."""
     with bounds():
         try:
-            work()
-        except Exception as error:
-            if getattr(error, "exit_code", None) != 2:
-                raise
+            run_script(work)
+        except SystemExit as stop:
+            assert stop.code == 2
 
 
 @pytest.fixture(scope="module")
@@ -118,18 +128,6 @@ def options(directory: Path) -> list[str]:
     table = {f"model.{name}": value for name, value in TINY.items()}
     table |= {"data.source": directory / "corpus.txt", "data.tokenizer": "bytes", "train.out_dir": directory / "run"}
     return [f"--{name}={value}" for name, value in table.items()]
-
-
-def sign(checkpoint: Path) -> None:
-    """Give a checkpoint the manifest of what is in it, as somebody would who wants it to be believed."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"] = {
-        path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
-        for path in checkpoint.iterdir()
-        if path.name != "manifest.json"
-    }
-    manifest.pop("sha256")
-    (checkpoint / "manifest.json").write_bytes(with_own_hash(manifest))
 
 
 def resume(directory: Path) -> None:
@@ -207,6 +205,7 @@ def fuzz(few: int, many: int) -> Callable:
 
 def with_inputs(number: int, test: Callable) -> None:
     """Let Hypothesis call a test with its inputs so many times."""
+    TRIED.append(number)
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     settings(max_examples=number, deadline=None, database=None, derandomize=True, suppress_health_check=quiet)(test)()
 
@@ -286,6 +285,93 @@ def test_any_prompt(number: int) -> None:
     def test(prompt: str) -> None:
         for tokenizer in tokenizers:
             used_or_refused(lambda tokenizer=tokenizer: encode(tokenizer, prompt))
-            used_or_refused(lambda: sample.read_prompt(prompt))
+        used_or_refused(lambda: sample.read_prompt("@" + prompt))
 
     with_inputs(number, test)
+
+
+class Canary:
+    """Unpickled, it leaves a file behind."""
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (Path("canary"),)
+
+
+def claims(header: dict | None = None, length: int | None = None) -> bytes:
+    """A safetensors file with this header and no numbers, or one that only says how long its header is."""
+    text = json.dumps(header or {}).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text
+
+
+LARGE = {"dtype": "F32", "shape": [2**30, 2**30], "data_offsets": [0, 2**62]}
+WEIGHTS = f"{CHECKPOINT}/model.safetensors"
+HOSTILE = {
+    "a header of 2**63 bytes": (WEIGHTS, claims(length=2**63)),
+    "a header of 90 MB, cut off": (WEIGHTS, claims(length=90_000_000)),
+    "a tensor larger than any memory": (WEIGHTS, claims({"transformer.wte.weight": LARGE})),
+    "a tensor of negative size": (WEIGHTS, claims({"transformer.wte.weight": {**LARGE, "shape": [-1, 2]}})),
+    "a hundred thousand tensors of nothing": (
+        WEIGHTS,
+        claims({f"{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(100_000)}),
+    ),
+    "a pickle": (WEIGHTS, pickle.dumps(Canary())),
+    "a million brackets": (f"{CHECKPOINT}/config.json", b"[" * 1_000_000),
+    "a megabyte too much": (f"{CHECKPOINT}/config.json", b" " * 2_000_000 + b"{}"),
+    "a number of five thousand digits": (f"{CHECKPOINT}/config.json", b'{"n_layer": ' + b"9" * 5000 + b"}"),
+    "brackets in a manifest": (f"{CHECKPOINT}/manifest.json", b'{"format": ' + b"[" * 900_000),
+    "brackets in a tokenizer": (f"{CHECKPOINT}/tokenizer.json", b"[" * 1_000_000),
+    "a pickle as tokens": ("corpus/train.bin", pickle.dumps(Canary())),
+    "brackets in a corpus": ("corpus/meta.json", b"[" * 1_000_000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused(run, intact: Path, tmp_path: Path, monkeypatch, name: str) -> None:
+    path, content = HOSTILE[name]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(intact, tmp_path / "copy")
+    (tmp_path / "copy" / path).write_bytes(content)
+    if not path.endswith(("manifest.json", ".bin", "meta.json")):
+        sign(tmp_path / "copy" / CHECKPOINT)
+    with bounds():
+        if path.startswith("corpus"):
+            result = run(train, "--data.source", tmp_path / "copy" / "corpus", "--data.tokenizer", "bytes")
+        else:
+            result = run(sample, tmp_path / "copy" / CHECKPOINT)
+    assert result.exit_code == 2 and len(result.err) < 600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]  # and no canary
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"n_layer": 10**9}, "n_layer must be a whole number from 1 to 1,024, got 1000000000"),
+        ({"n_layer": 1024}, "has no tensor transformer.h.2"),
+        ({"context_length": 2**24}, r"transformer.wpe.weight is \(11, 15\), expected \(16777216, 15\)"),
+        ({"n_head": "3"}, "n_head must be a whole number"),
+    ],
+)
+def test_a_model_larger_than_its_file_is_refused(intact: Path, tmp_path: Path, change: dict, message: str) -> None:
+    shutil.copytree(intact, tmp_path / "copy")
+    path = tmp_path / "copy" / CHECKPOINT / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "tril": {**config["tril"], **change}}))
+    sign(path.parent)
+    with bounds(), pytest.raises(ModelError, match=message):
+        GPT.from_pretrained(path.parent)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(intact: Path, tmp_path: Path, value: float) -> None:
+    shutil.copytree(intact, tmp_path / "copy")
+    path = tmp_path / "copy" / WEIGHTS
+    tensors = load_file(path)
+    tensors["transformer.h.1.ln_1.weight"][3] = value
+    save_file(tensors, path)
+    sign(path.parent)
+    with pytest.raises(ModelError, match="transformer.h.1.ln_1.weight holds numbers that are not finite"):
+        GPT.from_pretrained(path.parent)
+    save_file({name: tensor.long() for name, tensor in load_file(intact / WEIGHTS).items()}, path)
+    sign(path.parent)
+    with pytest.raises(ModelError, match="holds I64, expected floating-point numbers"):
+        GPT.from_pretrained(path.parent)

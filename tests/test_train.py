@@ -1,11 +1,15 @@
 """Training: it learns, it resumes to the same bits, and nothing that only looks on changes it."""
 
+import copy
 import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,16 +17,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import sample
 import train
 from configs import run_script
 from data.batches import IGNORE
 from model import GPT
-from tests.conftest import make_gpt, tiny_run
+from tests.conftest import make_gpt, sign, tiny_run
 from tests.crash import in_child
-from training.config import MAY_CHANGE, TrainConfig
+from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.device import environment
 from training.optimizer import FiniteGuard, NonFiniteLoss, learning_rate_at, make_optimizer
 from training.progress import Interrupt, Progress
+from training.run import refuse_changes, tables
 
 
 @pytest.fixture(autouse=True)
@@ -318,9 +324,107 @@ def test_a_resumed_run_stays_the_same_run(run, straight: Path, option: str, mess
     assert len(result.err.splitlines()[-1]) <= 200
 
 
-def test_a_resumed_run_may_change_what_does_not_change_its_numbers(run, straight: Path) -> None:
+def test_a_resumed_run_may_change_what_does_not_change_its_numbers(run, straight: Path, tmp_path: Path) -> None:
     assert set(TrainConfig.__dataclass_fields__) >= MAY_CHANGE
-    assert run(train, "--resume", straight, "--train.eval_every", "5", "--train.max_steps", "13").exit_code == 0
+    shutil.copytree(straight, tmp_path / "other")
+    for directory in ("step-00000008", "step-00000012"):
+        shutil.rmtree(tmp_path / "other" / "checkpoints" / directory)
+    looks = ["--train.eval_every", "5", "--train.log_every", "3", "--train.checkpoint_every", "7"]
+    assert run(train, "--resume", tmp_path / "other", *looks, "--train.keep_checkpoints", "1").exit_code == 0
+    assert same_bits(weights(straight), weights(tmp_path / "other"))
+    assert list(metrics(tmp_path / "other", "val_loss")) == [0, 4, 5, 10, 12]
+
+
+def test_every_option_may_change_or_may_not() -> None:
+    before = tables(train.Config())
+    for table, content in before.items():
+        for key, value in content.items():
+            now = copy.deepcopy(before)
+            now[table][key] = "something else"
+            if table == "train" and key in MAY_CHANGE:
+                refuse_changes(before, now)
+            else:
+                with pytest.raises(
+                    TrainError, match=f"cannot change {table}.{key}: it began with {value!r}, now 'some"
+                ):
+                    refuse_changes(before, now)
+
+
+def test_a_run_of_an_older_version_takes_the_defaults_of_what_is_new(
+    run, straight: Path, corpus_file, tmp_path
+) -> None:
+    checkpoint, file = straight / "checkpoints" / "step-00000012", straight / "config.toml"
+    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    del trainer["config"]["train"]["deterministic"]
+    (checkpoint / "trainer.json").write_text(json.dumps(trainer))
+    sign(checkpoint)
+    file.write_text(re.sub("deterministic = .*\n", "", file.read_text()))
+    assert run(train, "--resume", straight, "--train.max_steps", "13").exit_code == 0
+    assert "deterministic = false" in file.read_text()
+    file.write_text(file.read_text().replace("[train]", "[train]\nflux = 5"))
+    result = run(train, "--resume", straight, "--train.max_steps", "14")
+    assert result.exit_code == 2 and "config.toml: Unrecognized options: --train.flux=5" in result.err
+
+
+def test_nothing_is_asked_of_a_network_and_no_secret_is_kept(run, corpus_file, tmp_path, monkeypatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setenv("TRIL_CANARY_TOKEN", "canary-5f1d")
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    assert run(train, *tiny_run(corpus_file, tmp_path / "run")).exit_code == 0
+    assert run(sample, tmp_path / "run", "--max_new_tokens", "5").exit_code == 0
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 9 and not any(b"canary-5f1d" in path.read_bytes() for path in files)
+
+
+@pytest.mark.long
+def test_no_setting_of_the_process_changes_a_bit(corpus_file: Path, tmp_path: Path) -> None:
+    root = Path(train.__file__).parent
+    settings = {"PYTHONHASHSEED": ("0", "1"), "TZ": ("UTC", "Asia/Tokyo"), "LANG": ("C", "C.UTF-8")}
+    for number in (0, 1):
+        environment = os.environ | {name: pair[number] for name, pair in settings.items()}
+        arguments = tiny_run(corpus_file, tmp_path / str(number))
+        work = tmp_path if number else root
+        subprocess.run([sys.executable, root / "train.py", *arguments], env=environment, cwd=work, check=True)
+    assert same_bits(weights(tmp_path / "0"), weights(tmp_path / "1"))
+    for key in ("train_loss", "val_loss", "grad_norm"):
+        assert metrics(tmp_path / "0", key) == metrics(tmp_path / "1", key)
+
+
+@pytest.mark.long
+def test_a_user_can_verify_that_a_resume_changes_no_bit(run, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
+    arguments = ["--verify_resume", *tiny_run(corpus_file, tmp_path / "run", model__n_embd=150)]
+    result = run(train, *arguments)
+    assert result.exit_code == 0, result.err
+    assert result.out.count("  killed after step ") == 2 and "\nthe same bits: weights (SHA-256 " in result.out
+    assert not (tmp_path / "run").exists()
+
+    forgetful = tmp_path / "forgetful.py"
+    forgetful.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(train.__file__).parent)!r})\n"
+        "import train, training.run\n"
+        "training.run.load_optimizer_tensors = lambda *rest: None\n"
+        "train.run_script(train.main)\n"
+    )
+    monkeypatch.setattr("training.verify.TRAIN", forgetful)
+    result = run(train, *arguments)
+    assert result.exit_code == 2
+    assert "the resumed run is another: " in result.err and "(a bug of tril)" in result.err
+
+    result = run(train, "--verify_resume", *tiny_run(tmp_path / "nowhere", tmp_path / "run"))
+    assert result.exit_code == 2 and "no text found at" in result.err.splitlines()[-1]
+
+
+def test_deterministic_kernels_are_asked_for_and_noted(run, corpus_file: Path, tmp_path: Path) -> None:
+    try:
+        assert run(train, *tiny_run(corpus_file, tmp_path / "run", train__deterministic="true")).exit_code == 0
+        assert torch.are_deterministic_algorithms_enabled()
+        manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000012" / "manifest.json").read_text())
+        assert manifest["environment"]["deterministic"] == "true"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_longer_run_is_the_same_if_its_schedule_was_still_flat(run, corpus_file: Path, tmp_path: Path) -> None:
@@ -581,6 +685,9 @@ class FakeWandb:
     def init(self, **options: object) -> "FakeWandb":
         self.calls.append(options)
         return self
+
+    def Settings(self, init_timeout: float) -> float:
+        return init_timeout
 
     def define_metric(self, *names: str, step_metric: str) -> None:
         assert step_metric == "step"

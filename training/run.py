@@ -129,6 +129,7 @@ class Run:
                 dir=self.directory,
                 mode=self.config.train.wandb,
                 config=tables(self.config),
+                settings=wandb.Settings(init_timeout=15),  # seconds; the training waits for it
             )
             self.state["wandb_id"] = run.id
             run.define_metric("*", step_metric="step")  # so that the x axis is the training step, also after a resume

@@ -1,0 +1,47 @@
+"""Checkpoints of released formats open for ever. `python -m tests.test_golden` writes that of the present one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.tokenizer import load_tokenizer
+from model import GPT, GPTConfig
+from model.checkpoint import FORMAT, save_checkpoint, verify
+
+GOLDEN = Path(__file__).parent / "golden"
+IDX = torch.tensor([[256, 104, 101, 121, 33]])
+
+
+@pytest.mark.parametrize("directory", sorted(GOLDEN.glob("format-*")), ids=lambda path: path.name)
+def test_a_checkpoint_of_a_released_format_gives_its_logits(directory: Path) -> None:
+    checkpoint = next(directory.glob("step-*"))
+    verify(checkpoint)
+    expected = torch.tensor(json.loads((directory / "logits.json").read_text()))
+    torch.testing.assert_close(GPT.from_pretrained(checkpoint)(IDX)[0, -1], expected, rtol=0, atol=1e-6)
+    assert load_tokenizer(checkpoint).encode("hey!") == IDX[0, 1:].tolist()
+
+
+def test_the_present_format_is_among_them() -> None:
+    assert (GOLDEN / f"format-{FORMAT}").is_dir()
+    size = sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file())
+    assert size < 50_000 * len(list(GOLDEN.iterdir()))
+
+
+if __name__ == "__main__":
+    from tempfile import TemporaryDirectory
+
+    from data.tokenizer import FILES, make_tokenizer, save_tokenizer
+
+    torch.manual_seed(0)
+    directory = GOLDEN / f"format-{FORMAT}"
+    directory.mkdir(parents=True)
+    gpt = GPT(GPTConfig(n_layer=2, n_head=3, n_embd=6, context_length=7, vocab_size=257)).eval()
+    with TemporaryDirectory() as temporary:
+        save_tokenizer(make_tokenizer("bytes", []), Path(temporary))
+        files = {name: (Path(temporary) / name).read_bytes() for name in FILES}
+    about = {"certificate": {"causal": "not asked"}, "environment": {"torch": torch.__version__}}
+    optimizer = {"token_embedding.weight.step": torch.ones(())}
+    save_checkpoint(directory, 3, gpt, 256, files, optimizer, {"state": "of a run"}, about)
+    (directory / "logits.json").write_text(json.dumps(gpt(IDX)[0, -1].tolist()))
