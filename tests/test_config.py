@@ -50,7 +50,7 @@ def test_every_config_builds(path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--train.max_stesp", "5"], "--train.max_stesp=5; did you mean --train.max_steps?"),
+        (["--train.max_stesp", "5"], "--train.max_stesp, 5; did you mean --train.max_steps?"),
         (["--train.max_steps", "five"], "--train.max_steps: invalid literal for int() .* 'five'; expected INT"),
         (["--train.max_steps", "1.5"], "expected INT"),
         (["--train.learning_rate", "fast"], "--train.learning_rate: .*'fast'; expected FLOAT"),

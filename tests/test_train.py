@@ -544,7 +544,7 @@ def test_running_out_of_memory_says_what_needs_less(run, corpus_file, tmp_path, 
         result = run(train, *tiny_run(corpus_file, tmp_path / str(size), train__batch_size=size))
         assert result.exit_code == 2
         assert f"out of memory with {size} sequences at once: try {less}" in result.err.splitlines()[-1]
-    result = run(train, *tiny_run(corpus_file, tmp_path / "huge", model__n_embd=3 * 2**18))
+    result = run(train, *tiny_run(corpus_file, tmp_path / "huge", model__n_embd=3 * 2**17))
     assert result.exit_code == 2 and "out of memory" in result.err.splitlines()[-1]
 
 
