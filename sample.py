@@ -123,6 +123,8 @@ def main() -> None:
     device = find_device(options.device)
     model = GPT.from_pretrained(directory, device)
     tokenizer = load_tokenizer(directory)
+    if tokenizer.n_vocab > model.config.vocab_size:
+        raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model {model.config.vocab_size}")
 
     ids = encode(tokenizer, prompt).tolist() or [tokenizer.eot_token]
     T = model.config.context_length

@@ -12,6 +12,7 @@ Without a configuration the values of configs/quickstart.toml apply.
 import math
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
@@ -34,7 +35,7 @@ from training.certificate import certify
 from training.config import TrainConfig
 from training.device import advice_if_out_of_memory, autocast, choose_device, environment
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_learning_rate, where_it_broke
-from training.progress import Interrupt, Interrupted, Progress, WorstLoss
+from training.progress import Interrupt, Interrupted, Outliving, Progress, WorstLoss
 from training.run import Run
 from training.verify import verify_resume
 
@@ -97,8 +98,12 @@ def evaluate(
 
 def main() -> None:
     config = read_config(sys.argv[1:])
-    with advice_if_out_of_memory(config.train.batch_size, config.train.grad_accum_steps):
-        verify_resume(config) if config.verify_resume else train(config)
+    if config.verify_resume:
+        verify_resume(config)
+        return
+    advice = advice_if_out_of_memory(config.train.batch_size, config.train.grad_accum_steps, bool(config.resume))
+    with redirect_stdout(Outliving(sys.stdout)), redirect_stderr(Outliving(sys.stderr)), advice:
+        train(config)
 
 
 def train(config: Config) -> None:
@@ -108,15 +113,15 @@ def train(config: Config) -> None:
     # What to train on, what to train, and where an earlier session left off.
     run = Run(config)
     state = run.state  # step, train_seconds, the best validation loss
-    if state["step"] >= c.max_steps and state["evaluated"] == state["step"]:
-        print(f"{run.directory} is already at step {state['step']} of {c.max_steps}: nothing to do")
+    if state["step"] > c.max_steps or run.evaluated == c.max_steps:
+        print(f"{run.directory} is already at step {state['step']}, of {c.max_steps}: nothing to do")
         return
     interrupt = Interrupt(state)
     device, dtype = choose_device(c)
-    corpus = prepare(config.data)
+    corpus = prepare(config.data, fingerprint=state["fingerprint"])
     print(f"data:   {visible(str(corpus))}")
-    batches = Batches(corpus.tokens("train"), c.batch_size, T, c.seed)
-    val_tokens = corpus.tokens("val")[: c.eval_tokens + 1]
+    batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
+    val_tokens = corpus.tokens["val"][: c.eval_tokens + 1]
     val_bytes = token_lengths(corpus.tokenizer)[val_tokens[1:]].sum()
     bits_per_byte_per_nat = (len(val_tokens) - 1) / val_bytes / math.log(2)
 
@@ -145,12 +150,16 @@ def train(config: Config) -> None:
         again = partial(micro_batch_loss, partial(next_token_loss, dtype=dtype), step)
         return where_it_broke(model, again, c.grad_accum_steps)
 
+    def log_spike() -> None:
+        if spike := run.log_spike(*worst.take(), batches):
+            progress.write(spike)
+
     guard, worst = FiniteGuard(optimizer, device, diagnose), WorstLoss(device)
     with Progress(state, c.max_steps, tokens_per_step, model, device) as progress:
         while True:
             # Measure and save, unless that was done before the run was resumed here.
             step = state["step"]
-            if (step % c.eval_every == 0 or step == c.max_steps) and step != state["evaluated"]:
+            if (step % c.eval_every == 0 or step == c.max_steps) and step != run.evaluated:
                 guard.check()
                 with progress.paused():
                     val_loss = evaluate(loss_fn, model, c.batch_size, val_tokens, interrupt)
@@ -159,6 +168,7 @@ def train(config: Config) -> None:
             stopping = step == c.max_steps or bool(interrupt)
             if (stopping or (step % c.checkpoint_every == 0 and step > 0)) and step != run.resumed_step:
                 guard.check()
+                log_spike()
                 with progress.paused():
                     run.save(model, optimizer, scaler)
             if stopping:
@@ -182,13 +192,12 @@ def train(config: Config) -> None:
 
             if state["step"] % c.log_every == 0 or state["step"] == c.max_steps:
                 guard.check()  # reads the device, as .item() does: not in every step
-                loss, lr = train_loss.item(), optimizer.param_groups[0]["lr"]
-                run.log(train_loss=loss, lr=lr, grad_norm=grad_norm.item(), **progress.speed(loss))
-                if spike := run.log_spike(*worst.take(), batches):
-                    progress.write(spike)
+                mean_loss, lr = train_loss.item(), optimizer.param_groups[0]["lr"]
+                run.log(train_loss=mean_loss, lr=lr, grad_norm=grad_norm.item(), **progress.speed(mean_loss))
+                log_spike()
 
     run.finish()
-    if state["step"] != state["evaluated"] or state["step"] < c.max_steps:
+    if run.evaluated != c.max_steps:
         raise Interrupted(f"saved step {state['step']}; continue with: {run.command('train.py --resume')}")
     print(f"\nA sample of what it writes:\n{visible(sample(model, corpus.tokenizer, prompt))}\n")
     print(f"Next, with the model in {run.directory}:")

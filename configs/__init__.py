@@ -7,6 +7,7 @@ pass the same checks and the last one wins.
 
 import contextlib
 import io
+import json
 import os
 import re
 import sys
@@ -78,6 +79,8 @@ def options_in(file: Path) -> list[str]:
 def run_tyro(options: type[T], argv: list[str]) -> T:
     """tyro.cli, with its page of explanation cut down to a ConfigError of one sentence."""
     page = io.StringIO()
+    if any(re.search("[\ud800-\udfff]", word) for word in argv):
+        raise ConfigError("an option is not valid UTF-8")
     try:
         with contextlib.redirect_stderr(page):
             name = Path(sys.argv[0]).name
@@ -105,8 +108,8 @@ def to_toml(config: Any) -> str:
             lines += [f"[{table.name}]"]
             for field in fields(content):
                 value = getattr(content, field.name)
-                if isinstance(value, str | Path):
-                    value = '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+                if isinstance(value, str | Path):  # a string of JSON is one of TOML, but for this character
+                    value = json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
                 if value is not None:
                     lines += [f"{field.name} = {str(value).lower() if isinstance(value, bool) else value}"]
             lines += [""]
@@ -116,7 +119,8 @@ def to_toml(config: Any) -> str:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main and exit as tril's scripts do.
 
-    0 done; 2 something the user can fix; 3 the loss stopped being finite; 75 interrupted but saved; 1 a bug of ours.
+    0 done; 2 something the user can fix; 3 the loss stopped being finite; 75 interrupted but nothing lost; 130
+    interrupted; 1 a bug of ours.
     An exception that is for the user carries its code as `exit_code`, prints one sentence and no traceback.
     """
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
@@ -125,10 +129,12 @@ def run_script(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt as stop:
-        fail(str(stop) or "interrupted", 75)
+        fail(str(stop) or "interrupted", getattr(stop, "exit_code", 130))
     except OSError as error:
         fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 2)
     except Exception as error:
+        if isinstance(error, MemoryError) or re.search("out of memory|DefaultCPUAllocator", str(error)):
+            fail(str(error) if hasattr(error, "exit_code") else "out of memory", 2)
         if not hasattr(error, "exit_code"):
             raise
         fail(str(error), error.exit_code)
@@ -136,7 +142,8 @@ def run_script(main: Callable[[], None]) -> None:
 
 def fail(message: str, exit_code: int) -> None:
     """Say why in one sentence on stderr and exit."""
-    print(f"{Path(sys.argv[0]).name}: {visible(message)}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"{Path(sys.argv[0]).name}: {visible(message)}", file=sys.stderr)
     sys.exit(exit_code)
 
 

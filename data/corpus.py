@@ -13,23 +13,22 @@ import numpy as np
 import tiktoken
 
 from data import DataError
-from data.tokenizer import load_tokenizer
+from data.tokenizer import FILES, load_tokenizer
 
-SPLITS = ("train", "val")
+SPLITS, DTYPES = ("train", "val"), ("<u2", "<u4")
 ENTRIES = {"source": str, "tokenizer": str, "fingerprint": str, "train": dict, "val": dict}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus on disk."""
+    """A prepared corpus, opened: what may happen to its directory later does not touch it."""
 
     directory: Path
     meta: dict
     tokenizer: tiktoken.Encoding
-
-    def tokens(self, split: str) -> np.ndarray:
-        """The ids of "train" or "val", memory-mapped: (n,) uint16 or uint32."""
-        return np.memmap(self.directory / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
+    tokenizer_files: dict[str, bytes]
+    tokens: dict[str, np.ndarray]
+    """The ids of "train" and "val", memory-mapped: (n,) uint16 or uint32."""
 
     def __str__(self) -> str:
         train, val = self.meta["train"], self.meta["val"]
@@ -43,30 +42,31 @@ def open_corpus(directory: Path) -> Corpus:
     """Open a prepared corpus. Raises DataError if it is not complete, or is not what was prepared."""
     try:
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
-        if not all(isinstance(meta[name], kind) for name, kind in ENTRIES.items()) or meta["dtype"] not in (
-            "<u2",
-            "<u4",
-        ):
-            raise TypeError("meta.json")
+        if not all(isinstance(meta[name], kind) for name, kind in ENTRIES.items()) or meta["dtype"] not in DTYPES:
+            raise DataError(f"{directory / 'meta.json'} does not describe a prepared corpus")
         tokenizer = load_tokenizer(directory)
+        files = {name: (directory / name).read_bytes() for name in FILES}
+        tokens = {}
         for split in SPLITS:
-            check(directory / f"{split}.bin", meta[split], np.dtype(meta["dtype"]), tokenizer.n_vocab)
-        return Corpus(directory, meta, tokenizer)
+            path = directory / f"{split}.bin"
+            check(path, meta[split], np.dtype(meta["dtype"]), tokenizer.n_vocab)
+            tokens[split] = np.memmap(path, dtype=meta["dtype"], mode="r")
+        return Corpus(directory, meta, tokenizer, files, tokens)
+    except DataError:
+        raise
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{directory} is not a complete prepared corpus ({error!r}): prepare it again") from error
+        raise DataError(f"{directory} is not a complete prepared corpus: {error!r:.200}") from error
 
 
 def check(path: Path, expected: dict, dtype: np.dtype, vocab_size: int) -> None:
-    """Compare a file of ids with what meta.json says of it: its size, and its content unless its time is the one there.
+    """Compare a file of ids with what meta.json says of it: its size, and its content if it was touched since.
 
     Raises DataError for a file that has changed, or an id that the vocabulary does not have.
     """
     stat, size = path.stat(), expected["tokens"] * dtype.itemsize
     if stat.st_size != size or expected["tokens"] < 2 or expected["bytes"] < 0:
-        raise DataError(f"{path} has {stat.st_size} bytes instead of {size}: prepare the corpus again")
-    if stat.st_mtime_ns == expected.get("mtime_ns"):
+        raise DataError(f"{path} has {stat.st_size} bytes instead of {size}")
+    if stat.st_ctime_ns == expected.get("ctime_ns"):  # which no program can set
         return
     digest, read = hashlib.sha256(), 0
     for block in read_blocks(path, dtype):
@@ -77,7 +77,7 @@ def check(path: Path, expected: dict, dtype: np.dtype, vocab_size: int) -> None:
         read += len(block)
     if digest.hexdigest() != expected["sha256"]:
         was = f"SHA-256 {expected['sha256'][:12]}, now {digest.hexdigest()[:12]}"
-        raise DataError(f"{path} has changed since it was prepared ({was}): prepare the corpus again")
+        raise DataError(f"{path} has changed since it was prepared ({was})")
 
 
 def read_blocks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:

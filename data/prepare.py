@@ -53,10 +53,11 @@ class DataConfig:
             raise DataError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
 
 
-def prepare(config: DataConfig, out: Path | None = None) -> Corpus:
+def prepare(config: DataConfig, out: Path | None = None, fingerprint: str | None = None) -> Corpus:
     """The prepared corpus of a configuration, made now unless it is there and up to date.
 
-    Raises DataError if the source cannot be used, or `out` is a directory that holds something else.
+    Raises DataError if the source cannot be used, `out` is a directory that holds something else, or what would be made
+    does not have the fingerprint that is wanted; what was prepared before is untouched then.
     """
     if (Path(config.source) / "meta.json").is_file() and (Path(config.source) / "train.bin").is_file():
         corpus = open_corpus(Path(config.source))
@@ -65,14 +66,23 @@ def prepare(config: DataConfig, out: Path | None = None) -> Corpus:
                 f"{config.source} was prepared with --data.tokenizer {corpus.meta['tokenizer']}, not {config.tokenizer}"
             )
         return corpus
-    recipe = {"format": FORMAT, **asdict(config), "signature": sources.signature(config.source)}
     directory = out or default_directory(config)
-    if directory.exists() and not (directory.is_dir() and {path.name for path in directory.iterdir()} <= CORPUS_FILES):
-        raise DataError(f"{directory} exists and is not a prepared corpus: choose another directory")
+    temporary = directory.with_name(directory.name + ".tmp")
+    for path in (directory, temporary):
+        if holds_something_else(path):
+            raise DataError(f"{path} exists and is not a prepared corpus: choose another directory")
+    recipe = {"format": FORMAT, **asdict(config)}
+    try:
+        recipe["signature"] = sources.signature(config.source)
+    except DataError as error:
+        _, corpus = look(directory, recipe)
+        if not corpus:
+            raise
+        print(f"{error}; what was prepared from it is still there")
+        return corpus
     outdated, corpus = look(directory, recipe)
     if corpus:
         return corpus
-    temporary = directory.with_name(directory.name + ".tmp")
     lock = take(temporary)
     try:
         _, corpus = look(directory, recipe)  # another process may just have made it
@@ -82,7 +92,10 @@ def prepare(config: DataConfig, out: Path | None = None) -> Corpus:
             print(f"{outdated}: preparing it again")
         for path in temporary.iterdir():  # of a process that was killed
             path.unlink()
-        write_corpus(config, recipe, temporary)
+        made = write_corpus(config, recipe, temporary)
+        if fingerprint not in (None, made):
+            changed = f"its fingerprint was {fingerprint[:12]}, now {made[:12]}"
+            raise DataError(f"{config.source} is not the text this run began with ({changed}): put that back to go on")
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
     finally:
@@ -105,11 +118,24 @@ def look(directory: Path, recipe: dict) -> tuple[str, Corpus | None]:
     return f"{directory} was made from something else, or its source has changed", None
 
 
+def holds_something_else(path: Path) -> bool:
+    """Whether there is something of this name that is not a corpus, or part of one."""
+    try:
+        return not set(os.listdir(path)) <= CORPUS_FILES
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
+
+
 def take(directory: Path) -> int:
     """Make a directory for this process alone, or wait until another process has finished with it; returns its lock."""
     while True:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory, os.O_RDONLY)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = os.open(directory, os.O_RDONLY)
+        except (FileExistsError, FileNotFoundError):  # another process has finished with it between two of these
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -122,7 +148,10 @@ def take(directory: Path) -> int:
 
 def holds(lock: int, directory: Path) -> bool:
     """Whether a lock is that of the directory which has this name now."""
-    return directory.exists() and os.path.samestat(directory.stat(), os.fstat(lock))
+    try:
+        return os.path.samestat(os.stat(directory), os.fstat(lock))
+    except FileNotFoundError:
+        return False
 
 
 def default_directory(config: DataConfig) -> Path:
@@ -133,8 +162,8 @@ def default_directory(config: DataConfig) -> Path:
     return PREPARED / f"{re.sub(r'[^A-Za-z0-9]+', '-', f'{stem}-{config.tokenizer}').strip('-').lower()}-{digest}"
 
 
-def write_corpus(config: DataConfig, recipe: dict, directory: Path) -> None:
-    """Tokenise the source into a new directory, meta.json last."""
+def write_corpus(config: DataConfig, recipe: dict, directory: Path) -> str:
+    """Tokenise the source into a new directory, meta.json last; returns the fingerprint."""
     texts = (text for _, _, text in pieces(config))
     if config.tokenizer.startswith("bpe:"):
         texts = at_most(texts, BPE_SAMPLE)
@@ -151,16 +180,17 @@ def write_corpus(config: DataConfig, recipe: dict, directory: Path) -> None:
         with open(directory / f"{split}.bin", "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
-            written = os.fstat(file.fileno()).st_mtime_ns
+            written = os.fstat(file.fileno()).st_ctime_ns
         blocks = (block.astype(np.int64) for block in read_blocks(directory / f"{split}.bin", dtype))
         count = np.sum([np.bincount(block, minlength=len(lengths)) for block in blocks] or [lengths * 0], axis=0)
         meta[split] = {"tokens": int(count.sum()), "bytes": int(count @ lengths), "sha256": digest}
-        meta[split] |= {"mtime_ns": written}
+        meta[split] |= {"ctime_ns": written}
     if meta["train"]["tokens"] < 2 or meta["val"]["tokens"] < 2:
         raise DataError(f"{config.source} is too short to keep {config.val_fraction:.0%} of it for validation")
     content = (directory / FILES[0]).read_bytes() + (meta["train"]["sha256"] + meta["val"]["sha256"]).encode()
     meta["fingerprint"] = hashlib.sha256(content).hexdigest()
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    return meta["fingerprint"]
 
 
 def write_tokens(

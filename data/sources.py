@@ -7,6 +7,7 @@ corpus nor one long line ever has to fit in memory.
 import codecs
 import glob
 import hashlib
+import os
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def signature(source: str) -> str:
     digest = hashlib.sha256()
     for path in files(source):
         stat = path.stat()
-        digest.update(f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(path.resolve()) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 

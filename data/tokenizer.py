@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from data import DataError
 
 END_OF_TEXT = "<|endoftext|>"
+MOST_JSON = 1 << 26  # bytes
 FILES = ("tokenizer.json", "tokenizer_config.json")
 ANY_CHARACTER = r"[\s\S]"  # means the same to every regex engine
 # GPT-4's way to cut text into words, without possessive quantifiers, which regex engines disagree about.
@@ -86,7 +87,12 @@ def encode(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
         if unknown:
             character = min(unknown, key=text.index)
             raise DataError(f"the chars tokenizer never saw the character {character!r} (U+{ord(character):04X})")
-    return tokenizer.encode_to_numpy(text, disallowed_special=())
+    try:
+        return tokenizer.encode_to_numpy(text, disallowed_special=())
+    except BaseException as error:  # the pattern of a stranger's tokenizer may make tiktoken panic
+        if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"the pattern of the tokenizer {tokenizer.name!r} cannot split this text") from error
 
 
 def token_bytes(tokenizer: tiktoken.Encoding, token: int) -> bytes:
@@ -151,6 +157,9 @@ def save_tokenizer(tokenizer: tiktoken.Encoding, directory: Path) -> None:
 def load_tokenizer(directory: Path) -> tiktoken.Encoding:
     """Read the tokenizer of a corpus or checkpoint. Raises DataError if `save_tokenizer` did not write it."""
     try:
+        for name in FILES:
+            if not (directory / name).is_file() or (directory / name).stat().st_size > MOST_JSON:
+                raise ValueError(f"{name} is not a file of at most {MOST_JSON} bytes")
         content, config = (json.loads((directory / name).read_text(encoding="utf-8")) for name in FILES)
         name, pattern = config["tril_name"], content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
         specials = {token["content"]: token["id"] for token in content["added_tokens"]}
@@ -165,4 +174,4 @@ def load_tokenizer(directory: Path) -> tiktoken.Encoding:
             [token.decode() for token in ranks]  # each is a character
         return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
     except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise DataError(f"{directory} has no tokenizer that this version can read: {error!r}") from error
+        raise DataError(f"{directory} has no tokenizer that this version can read: {error!r:.200}") from error

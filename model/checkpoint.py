@@ -119,11 +119,12 @@ def verify(directory: Path) -> None:
     if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
         raise ModelError(f"{directory / 'manifest.json'} does not say which files there are")
     paths = {path.name: path for path in directory.iterdir() if path.name != "manifest.json"}
+    paths = {name: path for name, path in paths.items() if name in files or not name.startswith(".")}  # .DS_Store
     for name in sorted(paths.keys() | files.keys()):  # a name from the manifest alone is never opened
         if name not in files:
-            raise ModelError(f"{paths[name]} is not in the manifest: it does not belong to this checkpoint")
+            raise ModelError(f"{directory} has {name!r}, which is not in the manifest: it does not belong there")
         if name not in paths:
-            raise ModelError(f"{directory}/{name} is missing")
+            raise ModelError(f"{directory} has no {name!r}, which is in the manifest")
         if paths[name].is_symlink() or not paths[name].is_file():
             raise ModelError(f"{paths[name]} is not a file of this directory")
         size, expected = paths[name].stat().st_size, files[name]
@@ -163,6 +164,8 @@ def load_tensors(path: Path, shapes: dict[str, tuple[int, ...]] | None = None) -
     A GPT-2 without its head, as published, has names without "transformer.". Raises ModelError for another file, other
     shapes, or numbers that are not finite; sizes are checked before there is memory for them.
     """
+    if not path.is_file():
+        raise ModelError(f"{path} is not a file")
     try:
         with safe_open(path, "pt") as file:
             stored, tensors = set(file.keys()), {}
@@ -187,6 +190,8 @@ def load_tensors(path: Path, shapes: dict[str, tuple[int, ...]] | None = None) -
 def read_json(path: Path) -> dict:
     """A JSON object. Raises ModelError if the file holds something else."""
     try:
+        if not path.is_file():
+            raise ModelError(f"{path} is not a file")
         if path.stat().st_size > MOST_JSON:
             raise ModelError(f"{path} has {path.stat().st_size} bytes, at most {MOST_JSON} are read")
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -5,7 +5,7 @@ from typing import Literal
 
 # Larger than anything there is, and small enough to say no before memory is asked for.
 LARGEST = {"n_layer": 2**10, "n_head": 2**16, "n_kv_head": 2**16, "n_embd": 2**20}
-LARGEST |= {"context_length": 2**24, "vocab_size": 2**24}
+LARGEST |= {"context_length": 2**15, "vocab_size": 2**24}  # the mask has the square of the context in bytes
 
 
 class ModelError(ValueError):

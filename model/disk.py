@@ -1,6 +1,7 @@
 """All that a run does to the disk, in one place, so that a test can stop the program at each effect, or let it fail.
 
-What has been written here and returned is on the disk, not in a cache of the system: it survives a power cut.
+What has been written here and returned is on the disk, not in a cache of the system: it survives a power cut. (Only
+`append` does not wait for that.)
 """
 
 import os
@@ -12,6 +13,23 @@ WRITE_SIZE = 1 << 24  # bytes
 def make_directory(path: Path) -> None:
     """Create a directory that was not there."""
     os.mkdir(path)
+
+
+def make_directories(path: Path) -> None:
+    """Create a directory, and those above it that were not there."""
+    if not path.is_dir():
+        make_directories(path.parent)
+        make_directory(path)
+        sync(path.parent)
+
+
+def append(path: Path, content: bytes) -> None:
+    """Write at the end of a file, which is there. Whoever needs it on the disk calls `sync`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    try:
+        os.write(descriptor, content)
+    finally:
+        os.close(descriptor)
 
 
 def write(path: Path, content: bytes) -> None:

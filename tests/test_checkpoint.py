@@ -139,7 +139,7 @@ def test_a_longer_file_and_a_newer_format_are_named(save) -> None:
 def test_what_does_not_belong_to_a_checkpoint_is_named(save, tmp_path: Path) -> None:
     directory = save()
     (directory / "notes.txt").write_text("mine")
-    with pytest.raises(ModelError, match="notes.txt is not in the manifest: it does not belong to this checkpoint"):
+    with pytest.raises(ModelError, match="has 'notes.txt', which is not in the manifest: it does not belong there"):
         verify(directory)
     (directory / "notes.txt").unlink()
     outside = (directory / "trainer.json").rename(tmp_path / "outside.json")

@@ -1,8 +1,12 @@
 """Options: file under command line, strict, and wrong ones answered in one sentence."""
 
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import sample
 import train
@@ -33,6 +37,16 @@ def test_resolved_config_reads_back(toml: Path, tmp_path: Path) -> None:
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     again = train.read_config([str(tmp_path / "resolved.toml")])
     assert (again.model, again.data, again.train) == (config.model, config.data, config.train)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+@settings(deadline=None, max_examples=50)
+def test_any_text_reads_back(text: str) -> None:
+    config = replace(train.Config(), train=replace(train.Config().train, sample_prompt=text))
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / "config.toml"
+        file.write_bytes(to_toml(config).encode())
+        assert parse(train.Config, [], file).train.sample_prompt == text
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -147,17 +147,16 @@ def test_kill_9_while_data_is_prepared(tmp_path: Path, kills: int, figure: Calla
         files = {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "meta.json"}
         return files | {"fingerprint": corpus.meta["fingerprint"].encode()}
 
+    content(tmp_path / "first")  # what is imported at first use is there then
     began = time.perf_counter()
     expected = content(tmp_path / "straight")
-    seconds, killed = time.perf_counter() - began, 0
+    seconds, killed, directory = time.perf_counter() - began, 0, tmp_path / "killed"
     while killed < kills:
-        directory = tmp_path / "killed"
-        killed += in_child(partial(content, directory), choose.uniform(0, seconds)) == KILLED
-        if killed % 3 == 0:
-            assert content(directory) == expected
-            shutil.rmtree(directory)
-    content(directory)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "killed", "straight"]
+        shutil.rmtree(directory, ignore_errors=True)
+        in_child(partial(content, directory), choose.uniform(0, seconds))
+        killed += (tmp_path / "killed.tmp").exists()
+        assert content(directory) == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "first", "killed", "straight"]
     figure(f"{kills} kill -9 while data was prepared: prepared again to the same bytes")
 
 
@@ -218,13 +217,14 @@ def test_a_mistake_in_saving_breaks_a_promise(
     setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: Callable, promise: str
 ) -> None:
     mistake(monkeypatch)
-    _, broken = setting.die_everywhere(tmp_path, every=37, first=5)
+    _, broken = setting.die_everywhere(tmp_path, every=17, first=5)
     assert any(promise in text for _, text in broken), broken
 
 
 def save_three(parent: Path) -> Iterator[int]:
     """Save three checkpoints and keep one, as a run does; yields each step when it is said to be saved."""
     torch.manual_seed(0)
+    disk.make_directories(parent)
     for step in (1, 2, 3):
         save_checkpoint(parent, step, make_gpt(), 2, {"tokenizer.json": b"{}"}, {"a.step": torch.ones(1)}, {}, {})
         yield step
@@ -269,24 +269,24 @@ def find_checkpoint_in(parent: Path) -> int:
 
 def lost_after_power_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: int, seed: int) -> tuple[int, int]:
     """Cut the power at random after each effect of three saves: how often, and how often a saved step was lost."""
-    choose, recorder, parent = random.Random(seed), Recorder(), tmp_path / "disk"
-    parent.mkdir()
+    choose, recorder, top = random.Random(seed), Recorder(), tmp_path / "disk"
+    top.mkdir()
     saved_at = {0: 0}
     with monkeypatch.context() as patch:
         patch.setattr(disk, "os", recorder)
-        for step in save_three(parent):
+        for step in save_three(top / "out" / "run" / "checkpoints"):
             saved_at[len(recorder.log)] = step
     number = lost = 0
     for length in range(len(recorder.log) + 1):
         saved = max(step for at, step in saved_at.items() if at <= length)
-        after = Disk(parent)
+        after = Disk(top)
         for effect in recorder.log[:length]:
             after.apply(*effect)
         for _ in range(states):
             real = tmp_path / "after"
             put(after.root.after(choose), real)
             number += 1
-            lost += find_checkpoint_in(real) < saved
+            lost += find_checkpoint_in(real / "out" / "run" / "checkpoints") < saved
             shutil.rmtree(real)
     return number, lost
 

@@ -1,6 +1,7 @@
 """Preparation: every kind of source, split and counted right, complete or not there."""
 
 import json
+import os
 import runpy
 import sys
 import time
@@ -31,7 +32,7 @@ def make(source: object, tokenizer: str = "bytes", **options: object) -> Corpus:
 
 def documents_of(corpus: Corpus, *splits: str) -> list[str]:
     """The documents of the splits, one after the other, as text; a tail cut off by the split is joined again."""
-    ids = np.concatenate([corpus.tokens(split) for split in splits or ("train", "val")]).tolist()
+    ids = np.concatenate([corpus.tokens[split] for split in splits or ("train", "val")]).tolist()
     start = corpus.tokenizer.eot_token
     text = b"".join(b"\xff" if token == start else token_bytes(corpus.tokenizer, token) for token in ids)
     return [part.decode() for part in text.split(b"\xff")[1:]]
@@ -42,7 +43,7 @@ def test_one_file_keeps_its_end_for_validation(tmp_path: Path, tokenizer: str) -
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     corpus = make("a.txt", tokenizer, val_fraction=0.2)
     assert documents_of(corpus) == [TEXT]
-    train, val = corpus.tokens("train"), corpus.tokens("val")
+    train, val = corpus.tokens["train"], corpus.tokens["val"]
     assert len(train) == int(len([*train, *val]) * 0.8)
     assert train.dtype == np.uint16
     assert corpus.meta["documents"] == 1
@@ -173,7 +174,7 @@ def test_bpe_learns_from_a_sample_of_a_large_corpus(tmp_path: Path, monkeypatch:
 def test_tokens_are_as_narrow_as_the_vocabulary_allows(tmp_path: Path, num_characters: int, dtype: type) -> None:
     characters = [chr(i) for i in [*range(0x20, 0xD800), *range(0x10000, 0x14000)]][:num_characters]
     (tmp_path / "a.txt").write_text("".join(characters), encoding="utf-8")
-    assert make("a.txt", "chars").tokens("train").dtype == dtype
+    assert make("a.txt", "chars").tokens["train"].dtype == dtype
 
 
 def test_another_recipe_for_the_same_directory_is_noticed(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_large_vocabularies_get_wide_tokens(tmp_path: Path) -> None:
     characters = "".join(map(chr, [*range(0x100, 0xD800), *range(0x10000, 0x14000)]))
     (tmp_path / "a.txt").write_text(characters, encoding="utf-8")
     corpus = make("a.txt", "chars")
-    assert corpus.tokens("train").dtype == np.uint32
+    assert corpus.tokens["train"].dtype == np.uint32
     assert documents_of(corpus) == [characters]
 
 
@@ -271,7 +272,7 @@ def test_a_truncated_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     directory = make("a.txt").directory
     (directory / "train.bin").write_bytes((directory / "train.bin").read_bytes()[:-2])
-    with pytest.raises(DataError, match="prepare the corpus again"):
+    with pytest.raises(DataError, match="train.bin has .* bytes instead of"):
         open_corpus(directory)
 
 
@@ -282,7 +283,9 @@ def test_a_corpus_that_has_changed_is_refused_and_prepared_again(tmp_path: Path,
     intact = path.read_bytes()
     path.write_bytes(intact)  # the same at another time
     assert open_corpus(corpus.directory).meta == corpus.meta
+    before = path.stat()
     path.write_bytes(intact[:20] + bytes([intact[20] ^ 1]) + intact[21:])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if nothing had been
     with pytest.raises(DataError, match="train.bin has changed since it was prepared .SHA-256 [0-9a-f]{12}, now "):
         open_corpus(corpus.directory)
     path.write_bytes(intact[:20] + bytes([1, 1]) + intact[22:])
@@ -315,6 +318,45 @@ def test_two_processes_prepare_a_corpus_once(tmp_path: Path, monkeypatch: pytest
     assert len(list((tmp_path / "prepared").iterdir())) == 1
 
 
+def test_a_directory_is_taken_by_one_process_at_a_time(tmp_path: Path) -> None:
+    inside, most = [], []
+
+    def work(_: int) -> None:
+        for _ in range(100):
+            lock = prepare.take(tmp_path / "corpus.tmp")
+            inside.append(1)
+            most.append(len(inside))
+            inside.pop()
+            (tmp_path / "corpus.tmp").rmdir()
+            os.close(lock)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert len(most) == 400 and max(most) == 1
+
+
+def test_the_text_a_run_began_with_is_not_replaced_by_another(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    first, config = make("a.txt"), DataConfig("a.txt", "bytes")
+    (tmp_path / "a.txt").write_text(TEXT + "more", encoding="utf-8")
+    with pytest.raises(DataError, match="a.txt is not the text this run began with .its fingerprint was"):
+        prepare.prepare(config, fingerprint=first.meta["fingerprint"])
+    assert [path.name for path in (tmp_path / "prepared").iterdir()] == [first.directory.name]
+    assert documents_of(open_corpus(first.directory)) == [TEXT]
+    (tmp_path / "a.txt").unlink()
+    assert prepare.prepare(config, fingerprint=first.meta["fingerprint"]).meta == first.meta
+    assert "no text found at 'a.txt': " in capsys.readouterr().out
+
+
+def test_an_opened_corpus_does_not_change_any_more(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    first = make("a.txt", "bpe:300")
+    files, ids = dict(first.tokenizer_files), first.tokens["train"].tolist()
+    (tmp_path / "a.txt").write_text("something else " * 400, encoding="utf-8")
+    assert make("a.txt", "bpe:300").tokenizer_files != files
+    assert first.tokenizer_files == files and first.tokens["train"].tolist() == ids
+
+
 def test_a_prepared_directory_is_a_source(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     first = prepare.prepare(DataConfig("a.txt", "bytes"), tmp_path / "mine")
@@ -330,3 +372,7 @@ def test_a_directory_with_other_things_is_not_overwritten(tmp_path: Path) -> Non
     with pytest.raises(DataError, match="exists and is not a prepared corpus"):
         prepare.prepare(DataConfig("a.txt", "bytes"), tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
+    (tmp_path / "mine").rename(tmp_path / "yours.tmp")
+    with pytest.raises(DataError, match="yours.tmp exists and is not a prepared corpus"):
+        prepare.prepare(DataConfig("a.txt", "bytes"), tmp_path / "yours")
+    assert (tmp_path / "yours.tmp" / "thesis.tex").read_text() == "years of work"

@@ -1,5 +1,6 @@
 """The `[train]` table of a run."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +31,7 @@ class TrainConfig:
     compile: bool | None = None
     """Whether to torch.compile the loss. None: on CUDA, where it pays."""
     deterministic: bool = False
-    """Use only kernels that give the same bits every time: slower on a GPU; on a CPU all ours do."""
+    """Use kernels that give the same bits every time, where there are any: slower on a GPU. On a CPU all ours do."""
 
     batch_size: int = 32
     """Sequences in a micro-batch: what is in memory at once."""
@@ -86,5 +87,5 @@ class TrainConfig:
                 raise TrainError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         if not self.out_dir:
             raise TrainError("out_dir must name a directory, got an empty text")
-        if not self.learning_rate > 0:
-            raise TrainError(f"learning_rate must be above 0, got {self.learning_rate}")
+        if not 0 < self.learning_rate < math.inf:
+            raise TrainError(f"learning_rate must be above 0 and finite, got {self.learning_rate}")

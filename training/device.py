@@ -83,7 +83,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 
 @contextlib.contextmanager
-def advice_if_out_of_memory(batch_size: int, grad_accum_steps: int) -> Iterator[None]:
+def advice_if_out_of_memory(batch_size: int, grad_accum_steps: int, resumed: bool) -> Iterator[None]:
     """Raise TrainError instead of running out of memory, with options that need less and train the same."""
     try:
         yield
@@ -91,7 +91,9 @@ def advice_if_out_of_memory(batch_size: int, grad_accum_steps: int) -> Iterator[
         if not isinstance(error, MemoryError) and not re.search("out of memory|DefaultCPUAllocator", str(error)):
             raise
         parts = next((n for n in range(2, batch_size + 1) if batch_size % n == 0), 0)
-        if parts:
+        if resumed:
+            less = "a device with more memory: a resumed run keeps its batches"
+        elif parts:
             less = f"--train.batch_size {batch_size // parts} --train.grad_accum_steps {grad_accum_steps * parts}"
         else:
             less = "a smaller --model.context_length or model"

@@ -69,7 +69,7 @@ def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, path: P
     tensors = load_tensors(path, shapes)
     for name, parameter in model.named_parameters():
         for key in keys:
-            optimizer.state[parameter][key] = tensors[f"{name}.{key}"].to(parameter.device)
+            optimizer.state[parameter][key] = tensors[f"{name}.{key}"].to(parameter)
 
 
 class FiniteGuard:

@@ -1,12 +1,14 @@
 """What a person sees and does while a run is going: the progress line, its clock, and Ctrl-C."""
 
 import math
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -88,6 +90,33 @@ class WorstLoss:
         return found
 
 
+class Outliving:
+    """An output stream whose reader may go away: a closed pipe or terminal does not end a training."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except OSError:
+            self.silence()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError:
+            self.silence()
+
+    def silence(self) -> None:
+        """Let what is written from now on go nowhere."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
 class Interrupted(KeyboardInterrupt):
     """The run was asked to stop, and nothing is lost; the message is for the user."""
 
@@ -117,7 +146,8 @@ class Interrupt:
             self.received, name = time.monotonic(), signal.Signals(number).name
             if self.state["step"] == self.first_step:
                 raise Interrupted(f"{name} before a step was made: nothing to save, the same command starts again")
-            tqdm.write(f"{name}: saving after this step; once more to stop at once")
+            with suppress(OSError):  # no lock and no buffer, which the program may just be using
+                os.write(2, f"\n{name}: saving after this step; once more to stop at once\n".encode())
 
     def __bool__(self) -> bool:
         return bool(self.received)

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from configs import to_toml
+from configs import to_toml, visible
 from data.batches import Batches
 from data.corpus import Corpus
-from data.tokenizer import FILES
 from model import GPT, disk
 from model.checkpoint import (
     find_checkpoint,
@@ -30,7 +29,7 @@ from model.checkpoint import (
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.optimizer import learning_rate_at, load_optimizer_tensors, optimizer_tensors
 
-STATE = {"step": int, "train_seconds": float, "evaluated": int | None, "val_loss": float | None}
+STATE = {"step": int, "train_seconds": float, "val_loss": float | None}
 STATE |= {"best_val_loss": float | None, "best_step": int | None, "wandb_id": str | None, "fingerprint": str | None}
 
 
@@ -44,10 +43,12 @@ class Run:
         """
         self.config = config
         self.directory = Path(config.train.out_dir)
-        self.checkpoints = self.directory / "checkpoints"
+        self.checkpoints, self.metrics = self.directory / "checkpoints", self.directory / "metrics.jsonl"
         self.state = {**dict.fromkeys(STATE), "step": 0, "train_seconds": 0.0}
         self.resumed_from: Path | None = None
         self.resumed_step: int | None = None
+        self.evaluated: int | None = None  # the last step whose validation loss is known
+        self.lines: list[dict] = []  # the metrics of the steps so far
         self.found = step_directories(self.checkpoints)
         begun = bool(self.found)  # a run killed before its first checkpoint has not
         if begun and not config.resume:
@@ -59,6 +60,10 @@ class Run:
             self.resumed_from = find_checkpoint(self.directory)
             self.state = self.read_state(self.resumed_from / "trainer.json")
             self.resumed_step = self.state["step"]
+            self.lines = read_metrics(self.metrics, self.resumed_step)
+            for line in self.lines:
+                if "val_loss" in line and line["step"] == self.resumed_step:  # perhaps after this checkpoint
+                    self.remember(line["val_loss"])
         exists = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
         if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
             raise TrainError(f"cannot write to {self.directory}: {exists} is not a directory one may write to")
@@ -69,12 +74,12 @@ class Run:
         try:
             state = {name: trainer[name] for name in STATE}
             wrong = [name for name, kind in STATE.items() if not isinstance(state[name], kind)]
-            if wrong or not isinstance(trainer["scaler"], dict):
-                raise TypeError(f"{wrong} not understood")
+            if wrong or not isinstance(trainer["scaler"], dict) or path.parent.name != f"step-{state['step']:08d}":
+                raise TypeError(f"{wrong or 'step'} not understood")
             refuse_changes(trainer["config"], tables(self.config))
             warn_of_another_schedule(TrainConfig(**trainer["config"]["train"]), self.config.train, state["step"])
         except (KeyError, TypeError, AttributeError) as error:
-            raise TrainError(f"{path} is not the state of a run of this version: {error!r}") from error
+            raise TrainError(f"{path} is not the state of a run of this version: {error!r:.200}") from error
         return state
 
     def begin(self, corpus: Corpus) -> None:
@@ -84,10 +89,10 @@ class Run:
         """
         before, now = self.state["fingerprint"], corpus.meta["fingerprint"]
         if before not in (None, now):
-            source, fingerprints = corpus.meta["source"], f"{before[:12]}, now {now[:12]}"
-            raise TrainError(f"{source} is not the text this run began with (fingerprint {fingerprints})")
+            source, fingerprints = corpus.meta["source"], f"its fingerprint was {before[:12]}, now {now[:12]}"
+            raise TrainError(f"{source} is not the text this run began with ({fingerprints})")
         self.corpus, self.state["fingerprint"] = corpus, now
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        disk.make_directories(self.checkpoints)
         self.lock = os.open(self.directory, os.O_RDONLY)  # the system lets go of it when the process ends, however
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,15 +108,18 @@ class Run:
         """
         self.about = {"certificate": certificate, "environment": environment}
         if self.resumed_from:
-            before = read_json(self.resumed_from / "manifest.json")["environment"]
+            before = read_json(self.resumed_from / "manifest.json").get("environment")
+            before = before if isinstance(before, dict) else {}
             changed = [
                 f"{key} {before.get(key)} -> {now}" for key, now in environment.items() if before.get(key) != now
             ]
             if changed:
-                print(f"the last bits will differ from those of a run without a break: {', '.join(changed)}")
+                print(visible(f"the last bits will differ from those of a run without a break: {', '.join(changed)}"))
         disk.replace(self.directory / "config.toml", to_toml(self.config).encode())
-        self.metrics = self.directory / "metrics.jsonl"
-        self.recent_losses = deque(drop_future(self.metrics, self.state), maxlen=100)
+        # What came after the checkpoint belongs to a future that will be computed again, or to an abandoned run.
+        disk.replace(self.metrics, "".join(map(to_line, self.lines)).encode())
+        losses = (line.get("train_loss") for line in self.lines)
+        self.recent_losses = deque((loss for loss in losses if loss is not None), maxlen=100)
         self.wandb = self.start_wandb()
 
     def start_wandb(self) -> Any:
@@ -147,7 +155,8 @@ class Run:
         if self.resumed_from:
             model.load_state_dict(GPT.from_pretrained(self.resumed_from).state_dict())
             load_optimizer_tensors(model, optimizer, self.resumed_from / "optimizer.safetensors")
-            scaler.load_state_dict(read_json(self.resumed_from / "trainer.json")["scaler"])
+            if scaling := read_json(self.resumed_from / "trainer.json")["scaler"]:  # empty if none was needed there
+                scaler.load_state_dict(scaling)
             print(f"resumed from {self.resumed_from}")
 
     def log(self, **values: float) -> None:
@@ -158,8 +167,7 @@ class Run:
         self.write({"step": self.state["step"], **values})
 
     def write(self, record: dict) -> None:
-        with open(self.metrics, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        disk.append(self.metrics, to_line(record).encode())
         if self.wandb:
             try:
                 self.wandb.log(record)
@@ -187,27 +195,31 @@ class Run:
 
     def log_validation(self, val_loss: float, bits_per_byte: float) -> str:
         """Remember and log a validation loss; return it as a line to print."""
-        step, seconds, best = self.state["step"], self.state["train_seconds"], self.state["best_val_loss"]
-        self.state.update(val_loss=val_loss, evaluated=step)
-        saved = (step % self.config.train.checkpoint_every == 0 and step > 0) or step == self.config.train.max_steps
-        if saved and val_loss < (math.inf if best is None else best):
-            self.state.update(best_val_loss=val_loss, best_step=step)
+        step, seconds = self.state["step"], self.state["train_seconds"]
+        self.remember(val_loss)
         self.log(val_loss=val_loss, val_bits_per_byte=bits_per_byte, train_seconds=seconds)
         return f"step {step:7d} | val loss {val_loss:7.4f} | bits/byte {bits_per_byte:6.4f} | trained {seconds:8.1f} s"
+
+    def remember(self, val_loss: float | None) -> None:
+        """The validation loss of this step, None if it is not finite; it may be the best of those with a checkpoint."""
+        step, best, c = self.state["step"], self.state["best_val_loss"], self.config.train
+        self.evaluated, self.state["val_loss"] = step, val_loss
+        saved = (step % c.checkpoint_every == 0 and step > 0) or step == c.max_steps
+        if saved and val_loss is not None and val_loss < (math.inf if best is None else best):
+            self.state.update(best_val_loss=val_loss, best_step=step)
 
     def save(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Write a checkpoint of this step, then delete those that are not to be kept.
 
         Raises TrainError if it cannot be written; the older ones are untouched then.
         """
-        disk.sync(self.metrics)
         state = dict(self.state)
         step = state.pop("step")
         extra = {"scaler": scaler.state_dict(), "config": tables(self.config)}
-        files = {name: (self.corpus.directory / name).read_bytes() for name in FILES}
-        tensors = optimizer_tensors(model, optimizer)
+        files, tensors = self.corpus.tokenizer_files, optimizer_tensors(model, optimizer)
         end_of_text = self.corpus.tokenizer.eot_token
         try:
+            disk.sync(self.metrics)
             save_checkpoint(self.checkpoints, step, model, end_of_text, files, tensors, {**state, **extra}, self.about)
         except OSError as error:
             before = [directory.name for directory in step_directories(self.checkpoints)]
@@ -223,6 +235,7 @@ class Run:
 
     def finish(self) -> None:
         """Let go of the run directory, and tell wandb, if it listens, that this session is over."""
+        disk.sync(self.metrics)
         os.close(self.lock)
         if self.wandb:
             self.wandb.finish()
@@ -239,32 +252,35 @@ def refuse_changes(before: dict[str, dict], now: dict[str, dict]) -> None:
         for key, value in content.items():
             was = before[table].get(key, value)
             if was != value and not (table == "train" and key in MAY_CHANGE):
-                raise TrainError(f"a resumed run cannot change {table}.{key}: it began with {was!r}, now {value!r}")
+                values = f"it began with {was!r:.60}, now {value!r:.60}"
+                raise TrainError(f"a resumed run cannot change {table}.{key}: {values}")
 
 
 def warn_of_another_schedule(before: TrainConfig, now: TrainConfig, step: int) -> None:
-    """Say so if another max_steps would have meant other learning rates in the steps already made."""
-    if any(learning_rate_at(done, before) != learning_rate_at(done, now) for done in range(step)):
+    """Say so if another max_steps would have meant other learning rates in the steps already made.
+
+    Schedules that have parted do not meet again, so that the last of these steps tells.
+    """
+    if now.max_steps > step > 0 and learning_rate_at(step - 1, before) != learning_rate_at(step - 1, now):
         print(
-            f"not the run that {now.max_steps} steps from the start would have been: "
+            f"note: not the run that {now.max_steps} steps from the start would have been: "
             f"the learning rates until step {step} were planned for {before.max_steps}"
         )
 
 
-def drop_future(metrics: Path, state: dict) -> list[float]:
-    """Drop the lines after `state`: they belong to a future that will be computed again, or to an abandoned run.
-
-    Returns the training losses in what is left.
-    """
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
-    kept, losses = [], []
-    for text in lines:
-        if state["step"] and text.endswith("\n"):
+def read_metrics(path: Path, step: int) -> list[dict]:
+    """The lines until `step`, or until one that is damaged: what a checkpoint relies on was synced before it."""
+    lines = []
+    for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+        try:
             line = json.loads(text)
-            last = state["evaluated"] if "val_loss" in line else state["step"]
-            if last is not None and line["step"] <= last:
-                kept.append(text)
-                losses += [loss for loss in [line.get("train_loss")] if loss is not None]
-    if lines:
-        disk.replace(metrics, "".join(kept).encode())
-    return losses
+            if line["step"] <= step:
+                lines.append(line)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            print(f"{path} is damaged after its line {len(lines)}: the rest is left out")
+            break
+    return lines
+
+
+def to_line(record: dict) -> str:
+    return json.dumps(record) + "\n"

@@ -1,7 +1,7 @@
 """The promise of a resume, checked on the user's machine: a run killed at two instants against one without a break."""
 
 import json
-import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,12 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from configs import to_toml
+from model import disk
 from model.checkpoint import find_checkpoint, load_tensors, sha256, step_directories
 from training.config import TrainError
 
 TRAIN = Path(__file__).parent.parent / "train.py"
-SHORT = {"max_steps": 12, "checkpoint_every": 3, "keep_checkpoints": 2, "eval_every": 4, "log_every": 1}
+STEPS = 12
+SHORT = {"max_steps": STEPS, "checkpoint_every": 3, "keep_checkpoints": 2, "eval_every": 4, "log_every": 1}
 
 
 class ShortRun:
@@ -29,26 +33,32 @@ class ShortRun:
         directory.mkdir()
         self.file.write_text(to_toml(replace(config, train=replace(config.train, **SHORT, **few))), encoding="utf-8")
 
-    def go(self, until: Callable[[], bool] = lambda: False, delay: float = 0.0) -> None:
-        """Begin or go on: to the end, or to a kill -9 so many seconds after `until`.
+    def go(self, until: Callable[[], bool] | None = None) -> bool:
+        """Begin or go on: to the end, or to a kill -9 as soon as `until`; returns whether it came to that.
 
-        Raises TrainError with the run's own sentence if it fails, or if there was no time to kill it.
+        Raises TrainError with the run's own sentence if it fails.
         """
         arguments = ["--resume", self.out] if step_directories(self.checkpoints) else [self.file]
         with open(self.log, "wb") as log:
             process = subprocess.Popen([sys.executable, TRAIN, *arguments], stdout=subprocess.DEVNULL, stderr=log)
         try:
-            while process.poll() is None and not until():
+            while until and process.poll() is None and not until():
                 time.sleep(0.001)
-            time.sleep(delay)
+            if not until:
+                process.wait()
         finally:
             process.kill()
-        if process.wait() > 0:
-            raise TrainError(self.log.read_text(errors="replace").splitlines()[-1])
-        if until() and process.returncode == 0:
-            raise TrainError("the run was over before it could be killed: verify a larger model")
-        if process.returncode:
+        exit_code = process.wait()
+        if exit_code not in (0, -signal.SIGKILL) or (exit_code and not until):
+            said = self.log.read_text(errors="replace").splitlines() or [f"exit code {exit_code}"]
+            raise TrainError(f"a run failed: {said[-1].removeprefix('train.py: ')}")
+        if exit_code:
             print(f"  killed after step {max(self.metrics('train_loss'))}")
+        return bool(exit_code)
+
+    def newest(self) -> int:
+        """The step of the newest checkpoint, 0 if there is none."""
+        return max((int(path.name.removeprefix("step-")) for path in step_directories(self.checkpoints)), default=0)
 
     def metrics(self, key: str) -> dict[int, float]:
         """What was logged under a key, by step."""
@@ -58,11 +68,12 @@ class ShortRun:
     def difference(self, other: "ShortRun") -> str:
         """What is not the same in the two at the end, in words; empty if all bits are."""
         for file in ("model.safetensors", "optimizer.safetensors"):
-            mine, its = (load_tensors(find_checkpoint(run.out) / file) for run in (self, other))
-            for name in mine:
-                unequal = (mine[name] != its[name]).sum().item()
-                if unequal:
-                    return f"{unequal} of the {mine[name].numel()} numbers in {name}"
+            mine, its = (find_checkpoint(run.out) / file for run in (self, other))
+            if sha256(mine) != sha256(its):
+                pairs = [(name, tensor, load_tensors(its)[name]) for name, tensor in load_tensors(mine).items()]
+                unequal = [(name, (a != b).sum().item()) for name, a, b in pairs if not torch.equal(a, b)]
+                name, count = unequal[0] if unequal else (file, "some")
+                return f"{count} numbers in {name}"
         same = all(self.metrics(key) == other.metrics(key) for key in ("train_loss", "val_loss", "grad_norm", "lr"))
         return "" if same else "the metrics"
 
@@ -74,15 +85,17 @@ def verify_resume(config: Any) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="tril-") as directory:
         straight, broken = (ShortRun(config, Path(directory) / name) for name in ("straight", "broken"))
-        print(f"{SHORT['max_steps']} steps without a break")
+        print(f"the first {STEPS} steps, without a break")
         straight.go()
-        seconds = straight.metrics("train_seconds")[SHORT["max_steps"]]
-        print("the same steps, killed at a random instant")
-        broken.go((broken.checkpoints / "step-00000003").exists, random.uniform(0, seconds / 3))
+        print("the same, killed between two checkpoints")
+        killed = broken.go(lambda: broken.newest() >= 3)
         print("resumed, and killed while a checkpoint is written")
-        broken.go((broken.checkpoints / ".tmp").exists)
+        disk.remove(broken.checkpoints / ".tmp")  # if it was killed while one was
+        killed += broken.go((broken.checkpoints / ".tmp").exists)
         print("resumed, to the end")
         broken.go()
+        if not killed:
+            raise TrainError("the run was over before it could be killed: nothing is proved; take a larger model")
         if difference := straight.difference(broken):
             again = ShortRun(config, Path(directory) / "again")
             again.go()
