@@ -411,7 +411,7 @@ def test_a_user_can_verify_that_a_resume_changes_no_bit(run, corpus_file: Path, 
     monkeypatch.setattr("training.verify.TRAIN", forgetful)
     result = run(train, *arguments)
     assert result.exit_code == 2
-    assert "the resumed run is another: " in result.err and "(a bug)" in result.err
+    assert "the resumed run is another: " in result.err and "(a bug of tril)" in result.err
 
     result = run(train, "--verify_resume", *tiny_run(tmp_path / "nowhere", tmp_path / "run"))
     assert result.exit_code == 2 and "a run failed: no text found at" in result.err.splitlines()[-1]

@@ -97,7 +97,7 @@ class FiniteGuard:
         if math.isfinite(step):
             raise NonFiniteLoss(
                 f"the loss or its gradient is not finite in step {int(step)} ({self.diagnose(int(step))}): its update "
-                "was not made, no checkpoint has it; try a lower --train.learning_rate or a longer --train.warmup_steps"
+                "was not made, no checkpoint has it; begin again with a lower --train.learning_rate or a longer warmup"
             )
 
 
