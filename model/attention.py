@@ -57,6 +57,8 @@ class Attend(nn.Module):
 class Cache(Protocol):
     """What the layer asks of a key-value cache (model/cache.py)."""
 
+    length: int  # the number of positions that are stored
+
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store this call's keys and values; return those of every position so far."""
 
@@ -72,6 +74,8 @@ class CausalSelfAttention(nn.Module):
         mask: (context_length, context_length) from `make_causal_mask`; the layers of a model share one tensor.
         dropout: probability of dropping a weight (inside the kernel) and an element of the output.
         bias: whether the four projections have one.
+        q_norm, k_norm: modules that normalise queries and keys, (B, heads, T, D) -> the same, each by itself.
+        rotary: a module that gives queries and keys their position: (x, position of the first) -> the same shape.
 
     Raises ValueError if n_head is not a multiple of n_kv_head.
     """
@@ -87,6 +91,9 @@ class CausalSelfAttention(nn.Module):
         mask: Tensor,
         dropout: float = 0.0,
         bias: bool = True,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        rotary: nn.Module | None = None,
     ):
         super().__init__()
         if n_head % n_kv_head != 0:
@@ -95,6 +102,7 @@ class CausalSelfAttention(nn.Module):
         self.q_proj = nn.Linear(n_embd, n_head * head_dim, bias=bias)
         self.k_proj = nn.Linear(n_embd, n_kv_head * head_dim, bias=bias)
         self.v_proj = nn.Linear(n_embd, n_kv_head * head_dim, bias=bias)
+        self.q_norm, self.k_norm, self.rotary = q_norm, k_norm, rotary
         self.attend = Attend()
         self.attention_dropout = dropout
         self.o_proj = nn.Linear(n_head * head_dim, n_embd, bias=bias)  # mixes what the heads gathered
@@ -104,6 +112,11 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C). With a cache, x continues the positions already stored there."""
         q, k, v = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            start = cache.length if cache is not None else 0
+            q, k = self.rotary(q, start), self.rotary(k, start)
         if cache is not None:
             k, v = cache.append(k, v)
         T_query, T_key = q.size(-2), k.size(-2)

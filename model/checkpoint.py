@@ -28,6 +28,7 @@ from model.huggingface import (
 
 FORMAT = 3
 MOST_JSON = 1 << 20  # bytes
+UNUSED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq|lm_head\.weight)$")  # masks, tables, a tied head
 STEP = re.compile(r"step-\d{8}")
 
 
@@ -152,34 +153,57 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     with torch.device("meta"):  # no memory and no time for first weights that are not wanted
         model = GPT(config)
         expected = tensors_to_huggingface(config, model.state_dict())
-    tensors = load_tensors(directory / "model.safetensors", {name: tuple(t.shape) for name, t in expected.items()})
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    tensors = {}
+    for file, inside in parts(directory, shapes).items():
+        tensors |= load_tensors(directory / file, inside)
     state = tensors_from_huggingface(config, tensors)
     model.to(dtype or state["token_embedding.weight"].dtype).to_empty(device=device).load_state_dict(state)
     return model.eval()
 
 
-def load_tensors(path: Path, shapes: dict[str, tuple[int, ...]] | None = None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or those of `shapes` alone, whose shapes they must have.
+def parts(directory: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The files of a model, one or several with an index, and which tensors each of them holds."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return {"model.safetensors": shapes}
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or shapes.keys() - places.keys():
+        raise ModelError(f"{index} does not say where all tensors of the model are")
+    files = {name: {} for name in map(str, places.values())}
+    if not all(re.fullmatch(r"[\w.-]+\.safetensors", file) for file in files):
+        raise ModelError(f"{index} names a file that is not a safetensors file beside it")
+    for name, shape in shapes.items():
+        files[places[name]][name] = shape
+    return files
 
-    A GPT-2 without its head, as published, has names without "transformer.". Raises ModelError for another file, other
-    shapes, or numbers that are not finite; sizes are checked before there is memory for them.
+
+def load_tensors(path: Path, shapes: dict[str, tuple[int, ...]] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; with `shapes`, those are expected, and no others.
+
+    A model that was saved without its head has names without "transformer." or "model.". Raises ModelError for another
+    file, other shapes, or numbers that are not finite; sizes are checked before there is memory for them.
     """
     if not path.is_file():
         raise ModelError(f"{path} is not a file")
     try:
         with safe_open(path, "pt") as file:
             stored, tensors = set(file.keys()), {}
-            prefix = "" if not shapes or stored & shapes.keys() else "transformer."
-            for name in shapes or stored:
-                if name.removeprefix(prefix) not in stored:
+            prefix = "" if not shapes or stored & shapes.keys() else next(iter(shapes)).split(".")[0] + "."
+            wanted = {name.removeprefix(prefix): name for name in shapes or stored}
+            unexpected = [name for name in sorted(stored - wanted.keys()) if not UNUSED.search(name)]
+            if unexpected:
+                raise ModelError(f"{path} has a tensor that is not expected: {unexpected[0]}")
+            for inside, name in wanted.items():
+                if inside not in stored:
                     raise ModelError(f"{path} has no tensor {name}")
-                header = file.get_slice(name.removeprefix(prefix))
+                header = file.get_slice(inside)
                 shape, kind = tuple(header.get_shape()), header.get_dtype()
                 if shapes and shape != shapes[name]:
                     raise ModelError(f"{path}: {name} is {shape}, expected {shapes[name]}")
                 if kind not in ("F64", "F32", "F16", "BF16"):
                     raise ModelError(f"{path}: {name} holds {kind}, expected floating-point numbers")
-                tensors[name] = file.get_tensor(name.removeprefix(prefix))
+                tensors[name] = file.get_tensor(inside)
                 if not tensors[name].isfinite().all():
                     raise ModelError(f"{path}: {name} holds numbers that are not finite")
             return tensors

@@ -1,11 +1,12 @@
 """What a GPT may look like: the `[model]` table of a run, and the error that says why something is not one."""
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 # Larger than anything there is, and small enough to say no before memory is asked for.
-LARGEST = {"n_layer": 2**10, "n_head": 2**16, "n_kv_head": 2**16, "n_embd": 2**20}
-LARGEST |= {"context_length": 2**15, "vocab_size": 2**24}  # the mask has the square of the context in bytes
+LARGEST = {"n_layer": 2**10, "n_head": 2**16, "n_kv_head": 2**16, "n_embd": 2**20, "head_dim": 2**20}
+LARGEST |= {"n_inner": 2**22, "vocab_size": 2**24, "context_length": 2**15}  # the mask has its square in bytes
 
 
 class ModelError(ValueError):
@@ -18,8 +19,8 @@ class ModelError(ValueError):
 class ModelConfig:
     """The shape of the model. The defaults are GPT-2 small."""
 
-    family: Literal["gpt2"] = "gpt2"
-    """Kind of transformer: gpt2 (LayerNorm, learned positions, GELU, dropout, tied head)."""
+    family: Literal["gpt2", "llama", "qwen3", "nanochat"] = "gpt2"
+    """Kind of transformer, as the model types of `transformers`: see model/families.py."""
     n_layer: int = 12
     """Number of transformer blocks."""
     n_head: int = 12
@@ -28,41 +29,75 @@ class ModelConfig:
     """Key and value heads per block, each shared by a group of query heads. None: as many as n_head."""
     n_embd: int = 768
     """Width of the residual stream."""
+    head_dim: int | None = None
+    """Width of a head. None: n_embd / n_head."""
+    n_inner: int | None = None
+    """Width of the MLP. None: 4 n_embd; with a gate 8/3 of it, in steps of 64, for as many parameters."""
     context_length: int = 1024
     """The most tokens the model can look at."""
     dropout: float = 0.0
     """Probability of dropping an activation in training; 0 is best unless the corpus is read many times."""
-    bias: bool = True
-    """Whether linear layers and layer norms have biases."""
+    bias: bool | None = None
+    """Whether linear layers and layer norms have biases. None: those of gpt2 do; those of the others never do."""
+    tied: bool | None = None
+    """Whether the head is the embedding. None: not in nanochat."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary positions: their longest wave, in tokens / 2 pi."""
 
 
 @dataclass(frozen=True)
 class GPTConfig(ModelConfig):
-    """A `ModelConfig` and the size of the vocabulary, which is the tokenizer's to say.
+    """A `ModelConfig` with what only a checkpoint says: the vocabulary is the tokenizer's, the rest of other models.
 
     Raises ModelError if no such model can be built.
     """
 
     vocab_size: int = 50257
+    norm_eps: float | None = None
+    """Added to the variance by a norm. None: 1e-5 in gpt2 and llama, 1e-6 in the others."""
+    rope_scaling: tuple[float, float, float, int] | None = None
+    """Llama 3's: factor, low and high frequency factor, context length before it."""
 
     def __post_init__(self) -> None:
-        if self.n_kv_head is None:
-            object.__setattr__(self, "n_kv_head", self.n_head)
-        for name, most in LARGEST.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                raise ModelError(f"{name} must be a whole number from 1 to {most:,}, got {value!r}")
-        if type(self.bias) is not bool or type(self.dropout) not in (int, float):
-            raise ModelError(f"bias is true or false and dropout a number, got {self.bias!r} and {self.dropout!r}")
-        if not 0 <= self.dropout < 1:
-            raise ModelError(f"dropout must be at least 0 and below 1, got {self.dropout}")
-        if self.n_embd % self.n_head != 0:
+        family, gated = self.family, self.family in ("llama", "qwen3")
+        if family not in (families := get_args(ModelConfig.__annotations__["family"])):
+            raise ModelError(f"family must be one of {', '.join(families)}, got {family!r}")
+        self.check_whole("n_layer", "n_head", "n_embd", "context_length", "vocab_size")
+        if self.n_embd % self.n_head != 0 and (self.head_dim is None or family != "qwen3"):
             raise ModelError(f"n_embd must be a multiple of n_head, got n_embd={self.n_embd} and n_head={self.n_head}")
+        defaults = {
+            "n_kv_head": self.n_head,
+            "head_dim": self.n_embd // self.n_head,
+            "n_inner": -(-self.n_embd * 8 // 3 // 64) * 64 if gated else 4 * self.n_embd,
+            "bias": family == "gpt2",
+            "tied": family != "nanochat",
+            "norm_eps": 1e-5 if family in ("gpt2", "llama") else 1e-6,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        self.check_whole("n_kv_head", "head_dim", "n_inner")
+        numbers = [self.dropout, self.rope_theta, self.norm_eps, *(self.rope_scaling or ())]
+        if not all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers):
+            raise ModelError(f"dropout, rope_theta, norm_eps and rope_scaling must be numbers from 0, got {numbers}")
+        if type(self.bias) is not bool or type(self.tied) is not bool:
+            raise ModelError(f"bias and tied must be true or false, got {self.bias!r} and {self.tied!r}")
+        if self.dropout >= 1:
+            raise ModelError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        if self.bias and family != "gpt2":
+            raise ModelError(f"a {family} has no biases, got bias=True")
+        if self.head_dim != self.n_embd // self.n_head and family in ("gpt2", "nanochat"):
+            raise ModelError(f"head_dim is n_embd / n_head in a {family}, got {self.head_dim}")
+        if self.head_dim % 2 and family != "gpt2":
+            raise ModelError(f"rotary positions turn pairs of channels: head_dim must be even, got {self.head_dim}")
         if self.n_head % self.n_kv_head != 0:
             raise ModelError(
                 f"n_head must be a multiple of n_kv_head, got n_head={self.n_head} and n_kv_head={self.n_kv_head}"
             )
 
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+    def check_whole(self, *names: str) -> None:
+        """Raise ModelError unless these are whole numbers of a sensible size."""
+        for name in names:
+            value, most = getattr(self, name), LARGEST[name]
+            if type(value) is not int or not 1 <= value <= most:
+                raise ModelError(f"{name} must be a whole number from 1 to {most:,}, got {value!r}")

@@ -1,7 +1,7 @@
 """The GPT: token and position embeddings, a stack of blocks, and a head that predicts the next token.
 
-The family so far is GPT-2 (Radford et al. 2019), numerically equal to the `gpt2` model type of `transformers`.
-Shapes are named as in model/attention.py.
+What differs between families (gpt2, llama, qwen3, nanochat) is in model/families.py. Shapes are named as in
+model/attention.py.
 """
 
 import math
@@ -16,34 +16,22 @@ from model import sampling
 from model.attention import CausalSelfAttention, make_causal_mask
 from model.cache import LayerCache
 from model.config import GPTConfig, ModelError
-
-
-class MLP(nn.Module):
-    """Two linear layers around a GELU: what a block does to each token by itself."""
-
-    def __init__(self, config: GPTConfig):
-        super().__init__()
-        self.up_proj = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.gelu = nn.GELU(approximate="tanh")  # GPT-2's
-        self.down_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.residual_dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
-        return self.residual_dropout(self.down_proj(self.gelu(self.up_proj(x))))
+from model.families import FAMILIES, Rotary
 
 
 class Block(nn.Module):
     """Tokens talk (attention), then each thinks (MLP); both add to the residual stream of a pre-norm transformer."""
 
-    def __init__(self, config: GPTConfig, mask: Tensor):
+    def __init__(self, config: GPTConfig, mask: Tensor, rotary: nn.Module | None = None):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        c, family = config, FAMILIES[config.family]
+        q_norm, k_norm = (family.norm(c.head_dim, c) if family.query_key_norm else None for _ in range(2))
+        self.attention_norm = family.norm(c.n_embd, c)
         self.attention = CausalSelfAttention(
-            config.n_embd, config.n_head, config.n_kv_head, config.head_dim, mask, config.dropout, config.bias
+            c.n_embd, c.n_head, c.n_kv_head, c.head_dim, mask, c.dropout, c.bias, q_norm, k_norm, rotary
         )
-        self.mlp_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config)
+        self.mlp_norm = family.norm(c.n_embd, c)
+        self.mlp = family.mlp(c)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
@@ -56,15 +44,18 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
-        self.position_embedding = nn.Embedding(config.context_length, config.n_embd)
+        self.config, self.family = config, FAMILIES[config.family]
+        C, T = config.n_embd, config.context_length
+        self.token_embedding = nn.Embedding(config.vocab_size, C)
+        self.position_embedding = None if self.family.rotary else nn.Embedding(T, C)
+        self.embedding_norm = self.family.norm(C, config) if self.family.embedding_norm else None
         self.embedding_dropout = nn.Dropout(config.dropout)
-        mask = make_causal_mask(config.context_length)
-        self.blocks = nn.ModuleList(Block(config, mask) for _ in range(config.n_layer))
-        self.final_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.token_embedding.weight  # tied (Press and Wolf 2017)
+        mask, self.rotary = make_causal_mask(T), Rotary(config) if self.family.rotary else None
+        self.blocks = nn.ModuleList(Block(config, mask, self.rotary) for _ in range(config.n_layer))
+        self.final_norm = self.family.norm(C, config)
+        self.lm_head = nn.Linear(C, config.vocab_size, bias=False)
+        if config.tied:
+            self.lm_head.weight = self.token_embedding.weight  # (Press and Wolf 2017)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -92,7 +83,11 @@ class GPT(nn.Module):
         end = start + idx.size(1)
         if end > self.config.context_length:
             raise ModelError(f"{end} tokens do not fit the context length of {self.config.context_length}")
-        x = self.token_embedding(idx) + self.position_embedding.weight[start:end]
+        x = self.token_embedding(idx)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding.weight[start:end]
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         x = self.embedding_dropout(x)
         for layer, block in enumerate(self.blocks):
             x = block(x, caches[layer] if caches else None)
@@ -102,7 +97,9 @@ class GPT(nn.Module):
         """The head: (..., C) -> (..., V). On a GPU the weight is padded for the length of the product only, because
         matrix kernels are slow at odd sizes: no parameter, logit or checkpoint ever has a token that does not exist.
         """
-        return padded_linear(hidden, self.lm_head.weight) if hidden.is_cuda else self.lm_head(hidden)
+        logits = padded_linear(hidden, self.lm_head.weight) if hidden.is_cuda else self.lm_head(hidden)
+        cap = self.family.logit_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def new_cache(self, B: int, capacity: int) -> list[LayerCache]:
         """An empty key-value cache for B sequences of up to `capacity` tokens, one entry per layer."""
@@ -143,10 +140,14 @@ class GPT(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT":
         """Moving a module moves each registration of a tensor separately, and `to_empty` fills none: tie them anew."""
         super()._apply(fn, recurse)
-        self.lm_head.weight = self.token_embedding.weight
-        mask = make_causal_mask(self.config.context_length, self.lm_head.weight.device)
+        if self.config.tied:
+            self.lm_head.weight = self.token_embedding.weight
+        device = self.lm_head.weight.device
+        mask = make_causal_mask(self.config.context_length, device)
         for block in self.blocks:
             block.attention.causal_mask = mask
+        if self.rotary is not None:
+            self.rotary.fill(device)
         return self
 
 

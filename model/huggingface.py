@@ -1,4 +1,4 @@
-"""Our tensors under the names and shapes of `transformers`, so that a checkpoint opens there too."""
+"""Our configurations and tensors under the names and shapes of `transformers`, so that a checkpoint opens there too."""
 
 from dataclasses import asdict
 
@@ -7,80 +7,159 @@ from torch import Tensor
 
 from model.config import GPTConfig, ModelError
 
+MOST_CONTEXT = 8192  # tokens of a model from elsewhere: the mask has the square of it in bytes
+
 # Ours -> theirs. GPT-2 keeps q, k and v in one matrix, c_attn, and stores every matrix transposed ("Conv1D").
-OUTSIDE = {
+GPT2 = {
     "token_embedding": "transformer.wte",
     "position_embedding": "transformer.wpe",
+    "blocks.{}.attention_norm": "transformer.h.{}.ln_1",
+    "blocks.{}.attention.o_proj": "transformer.h.{}.attn.c_proj",
+    "blocks.{}.mlp_norm": "transformer.h.{}.ln_2",
+    "blocks.{}.mlp.up_proj": "transformer.h.{}.mlp.c_fc",
+    "blocks.{}.mlp.down_proj": "transformer.h.{}.mlp.c_proj",
     "final_norm": "transformer.ln_f",
+    "lm_head": "lm_head",
 }
-IN_BLOCK = {
-    "attention_norm": "ln_1",
-    "attention.o_proj": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up_proj": "mlp.c_fc",
-    "mlp.down_proj": "mlp.c_proj",
+LLAMA = {
+    "token_embedding": "model.embed_tokens",
+    "blocks.{}.attention_norm": "model.layers.{}.input_layernorm",
+    "blocks.{}.attention.q_proj": "model.layers.{}.self_attn.q_proj",
+    "blocks.{}.attention.k_proj": "model.layers.{}.self_attn.k_proj",
+    "blocks.{}.attention.v_proj": "model.layers.{}.self_attn.v_proj",
+    "blocks.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
+    "blocks.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+    "blocks.{}.attention.o_proj": "model.layers.{}.self_attn.o_proj",
+    "blocks.{}.mlp_norm": "model.layers.{}.post_attention_layernorm",
+    "blocks.{}.mlp.gate_proj": "model.layers.{}.mlp.gate_proj",
+    "blocks.{}.mlp.up_proj": "model.layers.{}.mlp.up_proj",
+    "blocks.{}.mlp.down_proj": "model.layers.{}.mlp.down_proj",
+    "final_norm": "model.norm",
+    "lm_head": "lm_head",
 }
+NANOCHAT = LLAMA | {
+    "blocks.{}.mlp.up_proj": "model.layers.{}.mlp.fc1",
+    "blocks.{}.mlp.down_proj": "model.layers.{}.mlp.fc2",
+}
+NAMES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": LLAMA, "nanochat": NANOCHAT}
 TRANSPOSED = ("attention.o_proj", "mlp.up_proj", "mlp.down_proj")
+
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES |= {"nanochat": "NanoChatForCausalLM"}
+# What a config.json of the family may say besides the shape; the first is what ours say, and what is meant if it is not
+# there. Models that compute something else are refused.
+EXPECTED = {
+    "gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_by_inverse_layer_idx": (False,)},
+    "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    "qwen3": {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
+    "nanochat": {"hidden_act": ("relu2",), "attention_bias": (False,), "final_logit_softcapping": (15.0,)},
+}
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def config_to_huggingface(config: GPTConfig, end_of_text: int) -> dict:
-    """config.json of the `gpt2` model type; what it cannot say stands under "tril"."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": config.family,  # a family has the name of its model type there
-        "vocab_size": config.vocab_size,
-        "n_positions": config.context_length,
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "activation_function": "gelu_new",
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
+    """config.json of the model type that has the family's name; what it cannot say stands under "tril"."""
+    c = config
+    content = {
+        "architectures": [ARCHITECTURES[c.family]],
+        "model_type": c.family,
+        **{key: expected[0] for key, expected in EXPECTED[c.family].items()},
+        "vocab_size": c.vocab_size,
+        "tie_word_embeddings": c.tied,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
-        "tril": asdict(config),
+        "tril": asdict(c),
+    }
+    if c.family == "gpt2":
+        return content | {
+            "n_positions": c.context_length,
+            "n_embd": c.n_embd,
+            "n_layer": c.n_layer,
+            "n_head": c.n_head,
+            "n_inner": c.n_inner,
+            "layer_norm_epsilon": c.norm_eps,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), c.dropout),
+        }
+    rope = {"rope_type": "default"}
+    if c.rope_scaling:
+        rope = {"rope_type": "llama3", **dict(zip(SCALING, c.rope_scaling, strict=True))}
+    return content | {
+        "max_position_embeddings": c.context_length,
+        "hidden_size": c.n_embd,
+        "num_hidden_layers": c.n_layer,
+        "num_attention_heads": c.n_head,
+        "num_key_value_heads": c.n_kv_head,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.n_inner,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "rope_parameters": rope | {"rope_theta": c.rope_theta},
+        "attention_dropout": c.dropout,
     }
 
 
 def config_from_huggingface(content: dict) -> GPTConfig:
-    """The configuration in a config.json, ours or a plain gpt2. Raises ModelError if there is none."""
-    if content.get("model_type") != "gpt2":
-        raise ModelError(f"config.json has model_type {content.get('model_type')!r}, this version reads 'gpt2'")
+    """The configuration in a config.json, ours or another's. Raises ModelError if no family of ours computes that."""
+    family = content.get("model_type")
+    if family not in ARCHITECTURES:
+        raise ModelError(f"config.json has model_type {family!r}, this version reads {', '.join(ARCHITECTURES)}")
+    for key, expected in EXPECTED[family].items():
+        if content.get(key, expected[0]) not in expected:
+            raise ModelError(f"config.json has {key} = {content[key]!r}, a {family} of ours computes {expected[0]!r}")
     try:
         if "tril" in content:
             return GPTConfig(**content["tril"])
+        if family == "gpt2":
+            return GPTConfig(
+                n_layer=content["n_layer"],
+                n_head=content["n_head"],
+                n_embd=content["n_embd"],
+                n_inner=content.get("n_inner"),
+                context_length=content["n_positions"],
+                dropout=content.get("resid_pdrop", 0.0),
+                vocab_size=content["vocab_size"],
+                tied=content.get("tie_word_embeddings", True),
+                norm_eps=content.get("layer_norm_epsilon"),
+            )
+        rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
+            raise ModelError(f"config.json has rotary positions of the type {kind!r}, this version reads llama3")
         return GPTConfig(
-            n_layer=content["n_layer"],
-            n_head=content["n_head"],
-            n_embd=content["n_embd"],
-            context_length=content["n_positions"],
-            dropout=content.get("resid_pdrop", 0.0),
+            family=family,
+            n_layer=content["num_hidden_layers"],
+            n_head=content["num_attention_heads"],
+            n_kv_head=content.get("num_key_value_heads"),
+            n_embd=content["hidden_size"],
+            head_dim=content.get("head_dim"),
+            n_inner=content["intermediate_size"],
+            context_length=min(content["max_position_embeddings"], MOST_CONTEXT),
+            dropout=content.get("attention_dropout", 0.0),
+            tied=content.get("tie_word_embeddings", False),
+            rope_theta=rope.get("rope_theta", content.get("rope_theta", 10_000.0)),
             vocab_size=content["vocab_size"],
+            norm_eps=content.get("rms_norm_eps"),
+            rope_scaling=tuple(rope[key] for key in SCALING) if kind == "llama3" else None,
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"config.json does not describe a GPT: {error}") from error
 
 
 def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of GPT as that of GPT2LMHeadModel. A model without biases gets biases of zero."""
+    """A state dict of GPT as that of their model. A GPT-2 without biases gets biases of zero."""
     tensors = {}
     for parameter in ("weight", "bias"):
         for ours, theirs in names(config):
             if f"{ours}.{parameter}" in state:
-                tensor = state[f"{ours}.{parameter}"]
-                tensors[f"{theirs}.{parameter}"] = transpose(tensor) if ours.endswith(TRANSPOSED) else tensor
-            elif not ours.endswith("embedding"):
-                tensors[f"{theirs}.{parameter}"] = torch.zeros(tensors[f"{theirs}.weight"].shape[-1:])
-        for layer in range(config.n_layer):
+                tensors[f"{theirs}.{parameter}"] = turned(config, ours, state[f"{ours}.{parameter}"])
+        for layer in range(config.n_layer if config.family == "gpt2" else 0):
             qkv = [state.get(f"blocks.{layer}.attention.{x}_proj.{parameter}") for x in "qkv"]
-            theirs = f"transformer.h.{layer}.attn.c_attn"
-            if qkv[0] is None:
-                tensors[f"{theirs}.{parameter}"] = torch.zeros(tensors[f"{theirs}.weight"].shape[-1:])
-            else:
-                tensors[f"{theirs}.{parameter}"] = transpose(torch.cat(qkv))
+            if qkv[0] is not None:
+                tensors[f"transformer.h.{layer}.attn.c_attn.{parameter}"] = transpose(torch.cat(qkv))
+    if config.family == "gpt2" and not config.bias:
+        for name in [name for name in tensors if name.startswith(("transformer.h", "transformer.ln"))]:
+            bias = name.removesuffix("weight") + "bias"
+            tensors[bias] = torch.zeros(tensors[name].shape[-1:], dtype=tensors[name].dtype)
     return tensors
 
 
@@ -90,27 +169,32 @@ def tensors_from_huggingface(config: GPTConfig, tensors: dict[str, Tensor]) -> d
     widths = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
     for parameter in ("weight", "bias") if config.bias else ("weight",):
         for ours, theirs in names(config):
-            if parameter == "weight" or not ours.endswith("embedding"):
-                tensor = tensors[f"{theirs}.{parameter}"]
-                state[f"{ours}.{parameter}"] = transpose(tensor) if ours.endswith(TRANSPOSED) else tensor
-        for layer in range(config.n_layer):
+            if f"{theirs}.{parameter}" in tensors:
+                state[f"{ours}.{parameter}"] = turned(config, ours, tensors[f"{theirs}.{parameter}"])
+        for layer in range(config.n_layer if config.family == "gpt2" else 0):
             qkv = transpose(tensors[f"transformer.h.{layer}.attn.c_attn.{parameter}"])
             for x, part in zip("qkv", qkv.split(widths), strict=True):
                 state[f"blocks.{layer}.attention.{x}_proj.{parameter}"] = part
-    state["lm_head.weight"] = state["token_embedding.weight"]
+    if config.tied:
+        state["lm_head.weight"] = state["token_embedding.weight"]
     return state
+
+
+def names(config: GPTConfig) -> list[tuple[str, str]]:
+    """(our module, their module) for every module that maps one to one, if the family has it."""
+    pairs = []
+    for ours, theirs in NAMES[config.family].items():
+        layers = range(config.n_layer) if "{}" in ours else [0]
+        if ours != "lm_head" or not config.tied:
+            pairs += [(ours.format(layer), theirs.format(layer)) for layer in layers]
+    return pairs
+
+
+def turned(config: GPTConfig, ours: str, tensor: Tensor) -> Tensor:
+    """A tensor of one of our modules as the other side has it; its own inverse."""
+    return transpose(tensor) if config.family == "gpt2" and ours.endswith(TRANSPOSED) else tensor
 
 
 def transpose(tensor: Tensor) -> Tensor:
     """A matrix transposed, a vector as it is."""
     return tensor.T.contiguous() if tensor.dim() == 2 else tensor
-
-
-def names(config: GPTConfig) -> list[tuple[str, str]]:
-    """(our module, their module) for every module that maps one to one."""
-    blocks = [
-        (f"blocks.{layer}.{ours}", f"transformer.h.{layer}.{theirs}")
-        for layer in range(config.n_layer)
-        for ours, theirs in IN_BLOCK.items()
-    ]
-    return [*OUTSIDE.items(), *blocks]

@@ -26,7 +26,8 @@ import model.attention
 from model import GPT
 from model.attention import Attend, CausalSelfAttention
 from model.cache import LayerCache
-from model.gpt import MLP, Block
+from model.families import MLP
+from model.gpt import Block
 from tests import test_attention, test_batches, test_capture, test_causality, test_gpt, test_leakage
 from training.config import TrainError
 

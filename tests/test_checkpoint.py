@@ -225,7 +225,7 @@ def test_old_checkpoints_go_and_the_best_stays(save, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "bert"}, "model_type 'bert', this version reads 'gpt2'"),
+        ({"model_type": "bert"}, "model_type 'bert', this version reads gpt2, llama, qwen3, nanochat"),
         ({"tril": {"n_layers": 3}}, "does not describe a GPT: .*n_layers"),
         ({"tril": {**TINY, "vocab_size": 18}}, "transformer.wte.weight is \\(17, 15\\), expected \\(18, 15\\)"),
         ({"tril": {**TINY, "vocab_size": 17, "n_layer": 3}}, "has no tensor transformer.h.2"),

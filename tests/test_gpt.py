@@ -114,7 +114,7 @@ def test_more_tokens_than_the_context_are_refused() -> None:
         ({"n_layer": 0}, "n_layer must be a whole number from 1 to 1,024, got 0"),
         ({"n_embd": 2**21}, "n_embd must be a whole number from 1 to 1,048,576, got 2097152"),
         ({"context_length": 11.0}, "context_length must be a whole number from 1 to 32,768, got 11.0"),
-        ({"bias": 1}, "bias is true or false"),
+        ({"bias": 1}, "bias and tied must be true or false"),
     ],
 )
 def test_impossible_models_are_refused_in_the_users_words(changes: dict, message: str) -> None:

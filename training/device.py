@@ -101,10 +101,11 @@ def advice_if_out_of_memory(batch_size: int, grad_accum_steps: int, resumed: boo
 
 
 def flops_per_token(model: GPT) -> float:
-    """Training FLOPs a token, 6 N + 12 L C T (Chowdhery et al. 2022, appendix B), N without the position table."""
+    """Training FLOPs a token, 6 N + 12 L H D T (Chowdhery et al. 2022, appendix B), N without lookup tables."""
     c = model.config
-    num_parameters = sum(p.numel() for p in model.parameters()) - model.position_embedding.weight.numel()
-    return 6 * num_parameters + 12 * c.n_layer * c.n_embd * c.context_length
+    tables = [model.position_embedding, None if c.tied else model.token_embedding]  # are read, not multiplied
+    num_parameters = sum(p.numel() for p in model.parameters()) - sum(t.weight.numel() for t in tables if t is not None)
+    return 6 * num_parameters + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length
 
 
 def peak_flops(device: torch.device) -> float:

@@ -1,0 +1,115 @@
+"""`transformers` as the oracle: the same models in both directions, to rounding, for every family."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from data.tokenizer import FILES, make_tokenizer, save_tokenizer
+from inspection import capture
+from model import GPT, GPTConfig
+from model.checkpoint import save_checkpoint
+
+V, T = 263, 13
+SHAPES = {  # all different, and odd where a family allows it
+    "gpt2": {"n_layer": 3, "n_head": 5, "n_embd": 35, "n_inner": 41},
+    "gpt2 without biases": {"family": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 15, "bias": False},
+    "gpt2 untied": {"family": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 15, "tied": False},
+    "llama": {"n_layer": 3, "n_head": 6, "n_kv_head": 2, "n_embd": 42, "head_dim": 10, "n_inner": 53},
+    "llama 3": {
+        "family": "llama", "n_layer": 2, "n_head": 3, "n_kv_head": 1, "n_embd": 36, "tied": False,
+        "rope_theta": 500_000.0, "rope_scaling": (8.0, 1.0, 4.0, 29),
+    },
+    "qwen3": {"n_layer": 2, "n_head": 6, "n_kv_head": 3, "n_embd": 35, "head_dim": 14, "n_inner": 47, "tied": False},
+    "nanochat": {"n_layer": 3, "n_head": 5, "n_kv_head": 1, "n_embd": 70, "n_inner": 59, "rope_theta": 97.0},
+}  # fmt: skip
+MODELS = pytest.mark.parametrize("name", SHAPES)
+
+
+def make(name: str) -> GPT:
+    """A random model whose weights are large enough to tell tokens, heads and positions apart."""
+    shape = {"family": name, "context_length": T, "vocab_size": V, **SHAPES[name]}
+    model = GPT(GPTConfig(**shape)).eval()
+    for key, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float(key.endswith("norm.weight")), std=0.25)
+    return model
+
+
+def save(model: GPT, directory: Path) -> Path:
+    """A checkpoint of a model, as training writes it."""
+    directory.mkdir(exist_ok=True)
+    save_tokenizer(make_tokenizer("bytes", []), directory)
+    files = {name: (directory / name).read_bytes() for name in FILES}
+    return save_checkpoint(directory, 1, model, 256, files, {"a.step": torch.ones(())}, {}, {})
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to the largest number."""
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@MODELS
+def test_transformers_open_our_checkpoint(name: str, tmp_path: Path) -> None:
+    model = make(name)
+    theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        save(model, tmp_path), output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(loading.values()), loading  # nothing missing, unexpected, or of another shape
+    assert type(theirs).__name__ == transformers.AutoConfig.from_pretrained(tmp_path / "step-00000001").architectures[0]
+    idx = torch.randint(V, (3, 11))
+    with capture(model) as att:
+        logits = model(idx)
+    expected = theirs.eval()(idx, output_attentions=True)
+    assert difference(logits, expected.logits) < 1e-5
+    for layer, weights in enumerate(expected.attentions):
+        torch.testing.assert_close(att.patterns(layer), weights, rtol=1e-4, atol=1e-6)
+    assert max(att.verify().values()) < 1e-5
+
+    model.train()
+    targets = torch.randint(V, (3, 11))
+    torch.nn.functional.cross_entropy(model(idx).flatten(0, 1), targets.flatten()).backward()
+    torch.nn.functional.cross_entropy(theirs(idx).logits.flatten(0, 1), targets.flatten()).backward()
+    embeddings = theirs.get_input_embeddings().weight.grad
+    assert difference(model.token_embedding.weight.grad, embeddings) < 1e-4
+
+
+@MODELS
+def test_greedy_text_is_theirs(name: str, tmp_path: Path) -> None:
+    model, prompt = make(name), torch.randint(V, (2, 4))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(save(model, tmp_path)).eval()
+    theirs.generation_config.eos_token_id = None
+    expected = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=7, do_sample=False)
+    for use_cache in (True, False):
+        assert torch.equal(model.generate(prompt, 7, temperature=0, use_cache=use_cache), expected)
+
+
+@MODELS
+@pytest.mark.parametrize("shards", [False, True])
+def test_we_open_theirs(name: str, tmp_path: Path, shards: bool) -> None:
+    ours = make(name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(save(ours, tmp_path)).eval()
+    config = json.loads((tmp_path / "step-00000001" / "config.json").read_text())
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB" if shards else "1GB")
+    their_config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert their_config.pop("tril", None) == config["tril"]  # what they do not know they keep: without it
+    if name == "gpt2 without biases":
+        assert their_config["model_type"] == "gpt2"
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(their_config))
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file() == shards
+    model = GPT.from_pretrained(tmp_path / "theirs")
+    idx = torch.randint(V, (3, 11))
+    assert difference(model(idx), theirs(idx).logits) < 1e-5
+
+
+@MODELS
+def test_half_precision_is_theirs(name: str, tmp_path: Path) -> None:
+    directory = save(make(name), tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    ours = GPT.from_pretrained(directory, dtype=torch.bfloat16)
+    exact = GPT.from_pretrained(directory)
+    idx = torch.randint(V, (3, 11))
+    error = (theirs(idx).logits.float() - exact(idx)).abs().mean()
+    assert (ours(idx).float() - exact(idx)).abs().mean() < 1.3 * error  # as near to the truth as they are
