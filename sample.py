@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from configs import parse, run_script, visible
 from data import DataError
-from data.tokenizer import encode, load_tokenizer, token_bytes
+from data.tokenizer import START_OF_TEXT, encode, load_tokenizer, token_bytes
 from model import GPT, ModelError
 from model.checkpoint import find_checkpoint, read_certificate
 from model.sampling import stream
@@ -35,7 +35,7 @@ class Options:
     __doc__ = __doc__
 
     checkpoint: tyro.conf.Positional[Path]
-    """A checkpoint, or a run directory, whose newest one is taken."""
+    """A checkpoint; a run directory, whose newest one is taken; or a model OWNER/NAME of the Hugging Face hub."""
     prompt: str = ""
     """Text to continue; @FILE reads a file, - standard input. Empty: the beginning of a document."""
     max_new_tokens: int = 256
@@ -126,7 +126,9 @@ def main() -> None:
     if tokenizer.n_vocab > model.config.vocab_size:
         raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model {model.config.vocab_size}")
 
-    ids = encode(tokenizer, prompt).tolist() or [tokenizer.eot_token]
+    start = tokenizer._special_tokens.get(START_OF_TEXT)
+    ids = [] if start is None else [start]
+    ids = ids + encode(tokenizer, prompt).tolist() or [tokenizer.eot_token]
     T = model.config.context_length
     seed = secrets.randbits(32) if options.seed is None else options.seed
     tokens = stream(

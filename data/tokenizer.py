@@ -20,10 +20,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data import DataError
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT, START_OF_TEXT = "<|endoftext|>", "<|startoftext|>"
 MOST_JSON = 1 << 26  # bytes
 FILES = ("tokenizer.json", "tokenizer_config.json")
 ANY_CHARACTER = r"[\s\S]"  # means the same to every regex engine
+GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # GPT-4's way to cut text into words, without possessive quantifiers, which regex engines disagree about.
 WORDS = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -155,23 +156,51 @@ def save_tokenizer(tokenizer: tiktoken.Encoding, directory: Path) -> None:
 
 
 def load_tokenizer(directory: Path) -> tiktoken.Encoding:
-    """Read the tokenizer of a corpus or checkpoint. Raises DataError if `save_tokenizer` did not write it."""
+    """Read the tokenizer of a corpus or checkpoint: one of ours, or any byte-level BPE of the Hugging Face hub.
+
+    Whatever the token is called there that ends a text, here it is END_OF_TEXT; START_OF_TEXT is there if a text has to
+    begin with one. Text is taken as it is, without normalisation. Raises DataError for another kind of tokenizer.
+    """
     try:
         for name in FILES:
             if not (directory / name).is_file() or (directory / name).stat().st_size > MOST_JSON:
                 raise ValueError(f"{name} is not a file of at most {MOST_JSON} bytes")
         content, config = (json.loads((directory / name).read_text(encoding="utf-8")) for name in FILES)
-        name, pattern = config["tril_name"], content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        name = config.get("tril_name", directory.name)
         specials = {token["content"]: token["id"] for token in content["added_tokens"]}
-        ranks = {to_bytes(token): rank for token, rank in content["model"]["vocab"].items() if token not in specials}
+        vocabulary = content["model"]["vocab"]
+        ranks = {to_bytes(token): rank for token, rank in vocabulary.items() if token not in specials}
         # tiktoken does not survive some things: ids that are none or twice there, a byte that is nowhere.
         ids = [*ranks.values(), *specials.values()]
         distinct = len(ids) == len(set(ids)) and all(type(id) is int and 0 <= id < 1 << 24 for id in ids)
-        complete = END_OF_TEXT in specials and (name == "chars" or all(bytes([byte]) in ranks for byte in range(256)))
+        complete = name == "chars" or all(bytes([byte]) in ranks for byte in range(256))
         if not distinct or not complete or not isinstance(name, str) or b"" in ranks:
-            raise ValueError("its vocabulary is not one")
+            raise ValueError("its vocabulary is not one of bytes")
         if name == "chars":
             [token.decode() for token in ranks]  # each is a character
-        return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in content["model"]["merges"]]
+        merged = [vocabulary["".join(pair)] for pair in pairs]
+        if merged != sorted(merged):
+            raise ValueError("its merges are not in the order of its ids")
+        start, end = (special(config.get(f"{which}_token")) for which in ("bos", "eos"))
+        begins = start != end and start in specials and json.dumps(start) in json.dumps(content.get("post_processor"))
+        specials |= {END_OF_TEXT: specials[end]} | ({START_OF_TEXT: specials[start]} if begins else {})
+        return tiktoken.Encoding(name, pat_str=pattern(content), mergeable_ranks=ranks, special_tokens=specials)
     except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise DataError(f"{directory} has no tokenizer that this version can read: {error!r:.200}") from error
+
+
+def special(token: str | dict | None) -> str | None:
+    """The text of a special token, which some files wrap."""
+    return token["content"] if isinstance(token, dict) else token
+
+
+def pattern(content: dict) -> str:
+    """How a byte-level tokenizer.json cuts a text into words. Raises ValueError if it is not byte-level."""
+    *before, last = content["pre_tokenizer"].get("pretokenizers", [content["pre_tokenizer"]])
+    if last["type"] == "ByteLevel" and not last.get("add_prefix_space"):
+        if not before and last.get("use_regex", True):
+            return GPT2_WORDS
+        if len(before) == 1 and before[0]["type"] == "Split" and before[0]["behavior"] == "Isolated":
+            return before[0]["pattern"]["Regex"]
+    raise ValueError("it does not cut text into words of bytes")

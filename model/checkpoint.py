@@ -83,7 +83,12 @@ def keep_newest(parent: Path, step: int, count: int, best_step: int | None) -> N
 
 
 def find_checkpoint(path: Path) -> Path:
-    """A checkpoint itself, or the newest intact one of a run. Raises ModelError if there is none."""
+    """A checkpoint itself, or the newest intact one of a run, or a model OWNER/NAME of the Hugging Face hub.
+
+    Raises ModelError if there is none.
+    """
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.exists() and not path.parent.exists():
+        path = download(str(path))
     if (path / "config.json").is_file():
         verify(path)
         return path
@@ -94,6 +99,18 @@ def find_checkpoint(path: Path) -> Path:
         except ModelError as error:
             print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
     raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one")
+
+
+def download(name: str) -> Path:
+    """A directory with a model of the Hugging Face hub, downloaded unless it is cached. Raises ModelError if not."""
+    from huggingface_hub import snapshot_download  # slow to import, and few need it
+
+    files = ["config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer*.json"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=files))
+    except Exception as error:  # whatever the network, the hub or the cache make of it
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelError(f"{name} is not here, and not to be had from the Hugging Face hub: {reason:.200}") from error
 
 
 def step_directories(parent: Path) -> list[Path]:

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -56,21 +57,29 @@ def die_at(number: int) -> Callable[[str, tuple], None]:
     return before
 
 
-def in_child(work: Callable[[], object], after: float | None = None, number: int = signal.SIGKILL) -> int:
-    """Run it in a forked process, perhaps with a signal after so many seconds; its exit code, 137 if that killed it."""
+def in_child(
+    work: Callable[[], object], after: float | None = None, number: int = signal.SIGKILL, said: Path | str = os.devnull
+) -> int:
+    """Run it in a forked process, perhaps with a signal after so many seconds; its exit code, 137 if that killed it.
+
+    What it prints goes to the file `said`.
+    """
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, 1)
-            os.dup2(null, 2)
+            file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            sys.stdout = sys.stderr = open(file, "w", buffering=1)
             tqdm.set_lock(threading.RLock())  # its own is shared by all processes: a killed one would hold it for ever
             signal.alarm(60)  # what hangs fails
             work()
             code = 0
         except SystemExit as stop:
             code = stop.code or 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     if after is not None:
@@ -84,11 +93,11 @@ class Runs:
     """Runs of train.py, each in a process of its own, and what they say they have saved and resumed."""
 
     def __init__(self, arguments: Callable[[Path], list[str]], log: Path):
-        self.arguments, self.log = arguments, log
+        self.arguments, self.log, self.said = arguments, log, log.with_name("said")
 
     def __call__(self, out: Path, before: Callable[[str, tuple], None] | None = None, **kill: float) -> int:
         """Begin the run in `out`, or resume it if it has begun; see `in_child` for what may happen to it."""
-        return in_child(lambda: self.here(out, before), **kill)
+        return in_child(lambda: self.here(out, before), said=self.said, **kill)
 
     def here(self, out: Path, before: Callable[[str, tuple], None] | None = None) -> None:
         """The same in this process. What is imported and made at first use is there for the children then."""

@@ -52,8 +52,8 @@ class Setting:
         """Resume to the end; which of the three promises were broken."""
         broken = []
         finished = (out / "checkpoints" / FINAL).is_dir()  # then there is nothing to resume
-        if self.runs(out) != 0:
-            return ["the resume crashed"]
+        if (exit_code := self.runs(out)) != 0:
+            return [f"the resume crashed with {exit_code}: {self.runs.said.read_text()[-1000:]}"]
         resumed = next((step for word, step in self.runs.noted() if word == "resumed"), saved if finished else 0)
         if resumed < saved:
             broken.append(f"step {saved} was saved, and the run resumed from {resumed}")

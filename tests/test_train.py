@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -585,15 +586,31 @@ def test_a_signal_before_the_first_step_stops_at_once(
 
     def work() -> None:
         monkeypatch.setattr(train, place, interrupted)
-        result = run(train, *arguments)
-        (tmp_path / "err").write_text(result.err)
-        sys.exit(result.exit_code)
+        sys.exit(run(train, *arguments).exit_code)
 
-    assert in_child(work) == 75  # in a process of its own, as a run holds its lock until its process ends
-    message = (tmp_path / "err").read_text().splitlines()[-1]
+    said = tmp_path / "said"
+    assert in_child(work, said=said) == 75  # in a process of its own, as a run holds its lock until its process ends
+    message = said.read_text().splitlines()[-1]
     assert "SIGTERM before a step was made: nothing to save, the same command starts again" in message
     assert sorted((straight / "checkpoints").rglob("*")) == before
     assert run(train, *arguments).exit_code == 0
+
+
+def test_a_signal_whose_exception_gets_lost_is_obeyed_before_the_first_step(
+    run, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certify = train.certify
+
+    def swallowing(*arguments: object) -> dict:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return certify(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "certify", swallowing)
+        result = run(train, *tiny_run(corpus_file, tmp_path / "run"))
+    assert result.exit_code == 75 and "SIGTERM before a step was made" in result.err.splitlines()[-1]
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_running_out_of_memory_says_what_needs_less(run, corpus_file, tmp_path, monkeypatch) -> None:

@@ -131,7 +131,7 @@ class Interrupt:
     """
 
     def __init__(self, state: dict):
-        self.state, self.first_step, self.received = state, state["step"], 0.0
+        self.state, self.first_step, self.received, self.name = state, state["step"], 0.0, ""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
                 signal.signal(number, self.receive)
@@ -143,11 +143,17 @@ class Interrupt:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         elif not self.received:
-            self.received, name = time.monotonic(), signal.Signals(number).name
-            if self.state["step"] == self.first_step:
-                raise Interrupted(f"{name} before a step was made: nothing to save, the same command starts again")
+            self.received, self.name = time.monotonic(), signal.Signals(number).name
+            self.stop_if_nothing_is_made()
             with suppress(OSError):  # no lock and no buffer, which the program may just be using
-                os.write(2, f"\n{name}: saving after this step; once more to stop at once\n".encode())
+                os.write(2, f"\n{self.name}: saving after this step; once more to stop at once\n".encode())
+
+    def stop_if_nothing_is_made(self) -> None:
+        """Raise Interrupted if this session has not made a step."""
+        if self.state["step"] == self.first_step:
+            raise Interrupted(f"{self.name} before a step was made: nothing to save, the same command starts again")
 
     def __bool__(self) -> bool:
+        if self.received:
+            self.stop_if_nothing_is_made()  # again: an exception in a destructor or a callback of torch gets lost
         return bool(self.received)
