@@ -74,7 +74,7 @@ class CausalSelfAttention(nn.Module):
         mask: (context_length, context_length) from `make_causal_mask`; the layers of a model share one tensor.
         dropout: probability of dropping a weight (inside the kernel) and an element of the output.
         bias: whether the four projections have one.
-        q_norm, k_norm: modules that normalise queries and keys, (B, heads, T, D) -> the same, each by itself.
+        q_norm, k_norm: modules that normalise queries and keys, (B, heads, T, D) -> the same; both or none.
         rotary: a module that gives queries and keys their position: (x, position of the first) -> the same shape.
 
     Raises ValueError if n_head is not a multiple of n_kv_head.
@@ -112,7 +112,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C). With a cache, x continues the positions already stored there."""
         q, k, v = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             start = cache.length if cache is not None else 0

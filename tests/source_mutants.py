@@ -22,8 +22,8 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = ("model/attention.py", "model/cache.py", "model/gpt.py")
-TESTS = ("leakage", "attention", "capture", "gpt", "generate", "checkpoint", "causality")
+FILES = ("model/attention.py", "model/cache.py", "model/gpt.py", "model/families.py")
+TESTS = ("leakage", "attention", "capture", "gpt", "generate", "checkpoint", "causality", "families", "huggingface")
 SECONDS = 120  # a mutant may run for ever; that is noticed too
 
 # (line, old, new) -> why no test can notice.
@@ -201,5 +201,9 @@ if __name__ == "__main__":
     import tokenizers  # noqa: F401
     import torch._dynamo  # noqa: F401
     import tyro  # noqa: F401
+    from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+    from transformers.models.nanochat import modeling_nanochat  # noqa: F401
+    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
     sys.exit(bool(report(sys.argv[1:] or FILES)))

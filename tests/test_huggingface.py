@@ -3,14 +3,17 @@
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.tokenizer import FILES, make_tokenizer, save_tokenizer
+import sample
+from data.tokenizer import FILES, encode, make_tokenizer, save_tokenizer
 from inspection import capture
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, ModelError
 from model.checkpoint import save_checkpoint
 
 V, T = 263, 13
@@ -113,3 +116,88 @@ def test_half_precision_is_theirs(name: str, tmp_path: Path) -> None:
     idx = torch.randint(V, (3, 11))
     error = (theirs(idx).logits.float() - exact(idx)).abs().mean()
     assert (ours(idx).float() - exact(idx)).abs().mean() < 1.3 * error  # as near to the truth as they are
+
+
+def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, asked = save(make("llama"), tmp_path).rename(tmp_path / "snapshot"), []
+    (directory / "manifest.json").unlink()
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(name)
+        if name != "somebody/tiny-llama":
+            raise ConnectionError("no route\nto that host")
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    result = run(sample, "somebody/tiny-llama", "--prompt", "hey", "--max_new_tokens", "5", "--seed", "1")
+    assert result.exit_code == 0 and result.out.startswith("hey"), result.err
+    assert GPT.from_pretrained("somebody/tiny-llama").config.family == "llama"
+    result = run(sample, "nobody/nothing")
+    assert result.exit_code == 2
+    assert "nobody/nothing is not here, and not to be had from the Hugging Face hub: ConnectionError: no" in result.err
+    asked.clear()
+    (tmp_path / "out").mkdir()
+    assert run(sample, "out/quickstrat").exit_code == 2 and not asked  # a slip, and no name of the hub
+
+
+@pytest.mark.parametrize(
+    "family, change, message",
+    [
+        ("llama", {"hidden_act": "gelu"}, "config.json has hidden_act = 'gelu', a llama of ours computes 'silu'"),
+        ("llama", {"attention_bias": True}, "config.json has attention_bias = True"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rotary positions of the type 'yarn'"),
+        ("qwen3", {"use_sliding_window": True}, "config.json has use_sliding_window = True"),
+        ("nanochat", {"final_logit_softcapping": 30.0}, "config.json has final_logit_softcapping = 30.0"),
+        ("gpt2", {"activation_function": "relu"}, "config.json has activation_function = 'relu'"),
+        ("llama", {"hidden_size": None}, "config.json does not describe a GPT|n_embd must be a whole number"),
+    ],
+)
+def test_a_model_that_computes_something_else_is_refused(
+    tmp_path: Path, family: str, change: dict, message: str
+) -> None:
+    directory = save(make(family), tmp_path).rename(tmp_path / "other")
+    (directory / "manifest.json").unlink()
+    config = json.loads((directory / "config.json").read_text())
+    del config["tril"]
+    (directory / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        GPT.from_pretrained(directory)
+
+
+def test_missing_unexpected_and_displaced_tensors_are_named(tmp_path: Path) -> None:
+    directory = save(make("llama"), tmp_path).rename(tmp_path / "other")
+    (directory / "manifest.json").unlink()
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(3)}, path)
+    with pytest.raises(ModelError, match="has a tensor that is not expected: model.layers.0.self_attn.q_proj.bias"):
+        GPT.from_pretrained(directory)
+    save_file({name: tensor for name, tensor in tensors.items() if "layers.1.mlp.gate" not in name}, path)
+    with pytest.raises(ModelError, match="has no tensor model.layers.1.mlp.gate_proj.weight"):
+        GPT.from_pretrained(directory)
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, path)
+    assert GPT.from_pretrained(directory).config.family == "llama"  # as saved without a head
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../../secret.safetensors")}))
+    with pytest.raises(ModelError, match="names a file that is not a safetensors file beside it"):
+        GPT.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("name", ["bytes", "chars", "bpe:300"])
+def test_their_tokenizer_and_pipeline_open_a_checkpoint(name: str, tmp_path: Path) -> None:
+    text = "hey there, they are here: 123\n"
+    tokenizer = make_tokenizer(name, [text * 9])
+    model = GPT(
+        GPTConfig(family="llama", n_layer=1, n_head=3, n_embd=18, context_length=T, vocab_size=tokenizer.n_vocab)
+    )
+    save_tokenizer(tokenizer, tmp_path)
+    files = {file: (tmp_path / file).read_bytes() for file in FILES}
+    directory = save_checkpoint(tmp_path, 1, model.eval(), tokenizer.eot_token, files, {}, {}, {})
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    assert theirs(text)["input_ids"] == encode(tokenizer, text).tolist()
+    assert theirs.decode(theirs(text)["input_ids"]) == text
+    pipeline = transformers.pipeline("text-generation", model=str(directory), device="cpu")
+    written = pipeline("hey", max_new_tokens=3, do_sample=False, eos_token_id=-1)[0]["generated_text"]
+    ids = model.generate(torch.tensor([encode(tokenizer, "hey").tolist()]), 3, temperature=0)[0].tolist()
+    assert written == tokenizer.decode(ids)

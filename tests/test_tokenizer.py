@@ -1,5 +1,7 @@
 """Tokenizers: any text comes back, and other people's tools read the same ids from our files."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from data import DataError
 from data.tokenizer import (
     END_OF_TEXT,
+    START_OF_TEXT,
     WORDS,
     build,
     encode,
@@ -133,4 +136,57 @@ def test_unknown_names_are_refused(name: str) -> None:
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no tokenizer that this version can read"):
+        load_tokenizer(tmp_path)
+
+
+def train_their_bpe(directory: Path, start: bool, cut: str | None) -> tokenizers.Tokenizer:
+    """A byte-level BPE as others save it, with its own names for the tokens around a text."""
+    learner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut is None)
+    split = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(cut), "isolated")] if cut else []
+    learner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*split, byte_level]) if cut else byte_level
+    learner.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    learner.train_from_iterator([TEXT * 3, "the theory of these things, there and then"], trainer)
+    learner.add_special_tokens(["<|begin|>", "<|end|>"])
+    if start:
+        begin = [("<|begin|>", learner.token_to_id("<|begin|>"))]
+        learner.post_processor = tokenizers.processors.TemplateProcessing("<|begin|> $A", special_tokens=begin)
+    learner.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>", "lstrip": False}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return learner
+
+
+@pytest.mark.parametrize("cut", [None, WORDS], ids=["gpt2's words", "a split"])
+@pytest.mark.parametrize("start", [False, True])
+def test_a_tokenizer_of_the_hub_gives_the_same_ids(tmp_path: Path, start: bool, cut: str | None) -> None:
+    theirs, ours = train_their_bpe(tmp_path, start, cut), load_tokenizer(tmp_path)
+
+    @given(text=st.text() | st.text(alphabet=sorted(set(TEXT + "'é猫 \n"))))
+    @settings(deadline=None, max_examples=100)
+    def check(text: str) -> None:
+        assert encode(ours, text).tolist() == theirs.encode(text, add_special_tokens=False).ids
+
+    check()
+    assert ours.eot_token == theirs.token_to_id("<|end|>")
+    assert (START_OF_TEXT in ours._special_tokens) == start
+    assert not start or ours._special_tokens[START_OF_TEXT] == theirs.encode("a").ids[0]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda content: content.update(pre_tokenizer={"type": "Metaspace"}), "words of bytes"),
+        (lambda content: content["model"]["merges"].reverse(), "merges are not in the order of its ids"),
+        (lambda content: content["model"]["vocab"].pop("a"), "vocabulary is not one of bytes"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path, change: Callable, message: str) -> None:
+    train_their_bpe(tmp_path, False, None)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    change(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=message):
         load_tokenizer(tmp_path)
