@@ -10,6 +10,7 @@ The last id of bytes, chars and bpe is `<|endoftext|>`, which starts every docum
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from data import DataError
 END_OF_TEXT, START_OF_TEXT = "<|endoftext|>", "<|startoftext|>"
 MOST_JSON = 1 << 26  # bytes
 FILES = ("tokenizer.json", "tokenizer_config.json")
+SAMPLE = "".join(map(chr, range(9, 0x250))).replace("\u00a0", " ") + "  \n\n 猫🐈\u0301 e"  # of all kinds of characters
 ANY_CHARACTER = r"[\s\S]"  # means the same to every regex engine
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # GPT-4's way to cut text into words, without possessive quantifiers, which regex engines disagree about.
@@ -80,6 +82,8 @@ def encode(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
 
     Raises DataError naming the first character that a chars tokenizer does not know, or that is half a character.
     """
+    if getattr(tokenizer, "normal_form", None):
+        text = unicodedata.normalize(tokenizer.normal_form, text)
     half = re.search("[\ud800-\udfff]", text)  # of a broken file name or JSON escape; UTF-8 has no place for it
     if half:
         raise DataError(f"the text is not Unicode: it has a lone surrogate U+{ord(half[0]):04X} at {half.start()}")
@@ -159,7 +163,7 @@ def load_tokenizer(directory: Path) -> tiktoken.Encoding:
     """Read the tokenizer of a corpus or checkpoint: one of ours, or any byte-level BPE of the Hugging Face hub.
 
     Whatever the token is called there that ends a text, here it is END_OF_TEXT; START_OF_TEXT is there if a text has to
-    begin with one. Text is taken as it is, without normalisation. Raises DataError for another kind of tokenizer.
+    begin with one. Raises DataError for another kind of tokenizer.
     """
     try:
         for name in FILES:
@@ -183,9 +187,18 @@ def load_tokenizer(directory: Path) -> tiktoken.Encoding:
         if merged != sorted(merged):
             raise ValueError("its merges are not in the order of its ids")
         start, end = (special(config.get(f"{which}_token")) for which in ("bos", "eos"))
-        begins = start != end and start in specials and json.dumps(start) in json.dumps(content.get("post_processor"))
-        specials |= {END_OF_TEXT: specials[end]} | ({START_OF_TEXT: specials[start]} if begins else {})
-        return tiktoken.Encoding(name, pat_str=pattern(content), mergeable_ranks=ranks, special_tokens=specials)
+        if start in specials and json.dumps(start) in json.dumps(content.get("post_processor")):
+            specials[START_OF_TEXT] = specials[start]
+        if END_OF_TEXT not in specials:
+            specials[END_OF_TEXT] = specials[end]
+        normalizer = content.get("normalizer") or {"type": None}
+        if normalizer["type"] not in (None, "NFC"):
+            raise ValueError(f"it changes text in the way {normalizer['type']!r}")
+        tokenizer = tiktoken.Encoding(name, pat_str=pattern(content), mergeable_ranks=ranks, special_tokens=specials)
+        tokenizer.normal_form = normalizer["type"]
+        if name != "chars" and tokenizer.decode_bytes(encode(tokenizer, SAMPLE).tolist()) != SAMPLE.encode():
+            raise ValueError("its pattern loses text")
+        return tokenizer
     except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise DataError(f"{directory} has no tokenizer that this version can read: {error!r:.200}") from error
 
@@ -201,6 +214,7 @@ def pattern(content: dict) -> str:
     if last["type"] == "ByteLevel" and not last.get("add_prefix_space"):
         if not before and last.get("use_regex", True):
             return GPT2_WORDS
-        if len(before) == 1 and before[0]["type"] == "Split" and before[0]["behavior"] == "Isolated":
-            return before[0]["pattern"]["Regex"]
+        cuts = [step for step in before if step["type"] == "Split" and step["behavior"] == "Isolated"]
+        if len(before) == len(cuts) == 1 and not cuts[0].get("invert") and not last.get("use_regex", True):
+            return cuts[0]["pattern"]["Regex"]
     raise ValueError("it does not cut text into words of bytes")

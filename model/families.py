@@ -74,7 +74,7 @@ class Rotary(nn.Module):
     def fill(self, device: torch.device | None = None) -> None:
         """Compute the tables anew, (context_length, D / 2) float32, whatever the model has been turned into."""
         c = self.config
-        frequencies = c.rope_theta ** -(torch.arange(0, c.head_dim, 2, device=device).float() / c.head_dim)
+        frequencies = 1 / c.rope_theta ** (torch.arange(0, c.head_dim, 2, device=device).float() / c.head_dim)
         if c.rope_scaling:  # Llama 3: slow waves, which do not end in the first context, are made slower
             factor, low, high, original = c.rope_scaling
             waves = original * frequencies / (2 * math.pi)  # in the first context
@@ -93,16 +93,25 @@ class Rotary(nn.Module):
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+class RMSNorm(nn.RMSNorm):
+    """PyTorch's (Zhang and Sennrich 2019), with its weight in the precision of the input: autocast leaves it alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., C)."""
+        weight = self.weight if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
 def layer_norm(width: int, config: GPTConfig) -> nn.Module:
     return nn.LayerNorm(width, config.norm_eps, bias=config.bias)
 
 
 def rms_norm(width: int, config: GPTConfig) -> nn.Module:
-    return nn.RMSNorm(width, config.norm_eps)
+    return RMSNorm(width, config.norm_eps)
 
 
 def plain_rms_norm(width: int, config: GPTConfig) -> nn.Module:
-    return nn.RMSNorm(width, config.norm_eps, elementwise_affine=False)
+    return RMSNorm(width, config.norm_eps, elementwise_affine=False)
 
 
 @dataclass(frozen=True)

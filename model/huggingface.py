@@ -49,7 +49,11 @@ ARCHITECTURES |= {"nanochat": "NanoChatForCausalLM"}
 # What a config.json of the family may say besides the shape; the first is what ours say, and what is meant if it is not
 # there. Models that compute something else are refused.
 EXPECTED = {
-    "gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_by_inverse_layer_idx": (False,)},
+    "gpt2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+    },
     "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
     "qwen3": {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
     "nanochat": {"hidden_act": ("relu2",), "attention_bias": (False,), "final_logit_softcapping": (15.0,)},
@@ -68,6 +72,7 @@ def config_to_huggingface(config: GPTConfig, end_of_text: int) -> dict:
         "tie_word_embeddings": c.tied,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
+        "pad_token_id": None,  # else theirs may take a token of ours for it, and not train it
         "tril": asdict(c),
     }
     if c.family == "gpt2":
@@ -108,7 +113,10 @@ def config_from_huggingface(content: dict) -> GPTConfig:
             raise ModelError(f"config.json has {key} = {content[key]!r}, a {family} of ours computes {expected[0]!r}")
     try:
         if "tril" in content:
-            return GPTConfig(**content["tril"])
+            ours = GPTConfig(**content["tril"])
+            said = config_to_huggingface(ours, content.get("eos_token_id"))
+            if all(content.get(key, value) == value for key, value in said.items() if not key.endswith("_token_id")):
+                return ours  # else it was changed there, where nobody knows of ours
         if family == "gpt2":
             return GPTConfig(
                 n_layer=content["n_layer"],
@@ -121,7 +129,9 @@ def config_from_huggingface(content: dict) -> GPTConfig:
                 tied=content.get("tie_word_embeddings", True),
                 norm_eps=content.get("layer_norm_epsilon"),
             )
-        rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+        rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+        if "original_max_position_embeddings" in content:
+            rope = rope | {"original_max_position_embeddings": content["original_max_position_embeddings"]}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
             raise ModelError(f"config.json has rotary positions of the type {kind!r}, this version reads llama3")
@@ -129,16 +139,16 @@ def config_from_huggingface(content: dict) -> GPTConfig:
             family=family,
             n_layer=content["num_hidden_layers"],
             n_head=content["num_attention_heads"],
-            n_kv_head=content.get("num_key_value_heads"),
+            n_kv_head=content.get("num_key_value_heads", 32 if family == "qwen3" else None),
             n_embd=content["hidden_size"],
-            head_dim=content.get("head_dim"),
+            head_dim=content.get("head_dim", 128 if family == "qwen3" else None),
             n_inner=content["intermediate_size"],
             context_length=min(content["max_position_embeddings"], MOST_CONTEXT),
             dropout=content.get("attention_dropout", 0.0),
             tied=content.get("tie_word_embeddings", False),
             rope_theta=rope.get("rope_theta", content.get("rope_theta", 10_000.0)),
             vocab_size=content["vocab_size"],
-            norm_eps=content.get("rms_norm_eps"),
+            norm_eps=content.get("rms_norm_eps", 1e-6),
             rope_scaling=tuple(rope[key] for key in SCALING) if kind == "llama3" else None,
         )
     except (KeyError, TypeError, AttributeError) as error:

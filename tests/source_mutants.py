@@ -23,7 +23,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = ("model/attention.py", "model/cache.py", "model/gpt.py", "model/families.py")
-TESTS = ("leakage", "attention", "capture", "gpt", "generate", "checkpoint", "causality", "families", "huggingface")
+TESTS = ("attention", "families", "huggingface", "leakage", "capture", "gpt", "generate", "checkpoint", "causality")
 SECONDS = 120  # a mutant may run for ever; that is noticed too
 
 # (line, old, new) -> why no test can notice.
@@ -33,13 +33,18 @@ EQUIVALENT = {
     ("scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))", "-2", "2"): "of four dimensions, 2 is the same as -2",
     ("square = q.size(-2) == k.size(-2)", "-2", "2"): "of four dimensions, 2 is the same as -2",
     ("T_query, T_key = q.size(-2), k.size(-2)", "-2", "2"): "of four dimensions, 2 is the same as -2",
+    (
+        "cos, sin = (table[start : start + x.size(-2)].to(x.dtype) for table in (self.cos, self.sin))",
+        "-2",
+        "2",
+    ): "of four dimensions, 2 is the same as -2",
     ("enable_gqa=q.size(1) != k.size(1),", "1", "2"): "the kernel may look for groups where there are none",
     ("enable_gqa=q.size(1) != k.size(1),", "k", "mask"): "the kernel may look for groups where there are none",
     ("nn.init.ones_(parameter)", "nn.init.ones_(parameter)", "pass"): "LayerNorm begins with ones anyway",
     ("use_cache: bool = True,", "True", "False"): "the cache changes the speed alone",
     ("super()._apply(fn, recurse)", "recurse", "fn"): "a function is as true as recurse, which nobody sets to False",
     (
-        "return padded_linear(hidden, self.lm_head.weight) if hidden.is_cuda else self.lm_head(hidden)",
+        "logits = padded_linear(hidden, self.lm_head.weight) if hidden.is_cuda else self.lm_head(hidden)",
         "padded_linear(hidden, self.lm_head.weight) if hidden.is_cuda else self.lm_head(hidden)",
         "(self.lm_head(hidden) if hidden.is_cuda else padded_linear(hidden, self.lm_head.weight))",
     ): "both are the same product, and one is faster on a GPU",

@@ -24,7 +24,7 @@ SHAPES = {  # all different, and odd where a family allows it
     "llama": {"n_layer": 3, "n_head": 6, "n_kv_head": 2, "n_embd": 42, "head_dim": 10, "n_inner": 53},
     "llama 3": {
         "family": "llama", "n_layer": 2, "n_head": 3, "n_kv_head": 1, "n_embd": 36, "tied": False,
-        "rope_theta": 500_000.0, "rope_scaling": (8.0, 1.0, 4.0, 29),
+        "rope_theta": 500_000.0, "rope_scaling": (8.0, 1.0, 4.0, 97),
     },
     "qwen3": {"n_layer": 2, "n_head": 6, "n_kv_head": 3, "n_embd": 35, "head_dim": 14, "n_inner": 47, "tied": False},
     "nanochat": {"n_layer": 3, "n_head": 5, "n_kv_head": 1, "n_embd": 70, "n_inner": 59, "rope_theta": 97.0},
@@ -72,6 +72,7 @@ def test_transformers_open_our_checkpoint(name: str, tmp_path: Path) -> None:
     assert max(att.verify().values()) < 1e-5
 
     model.train()
+    idx[0, :2] = torch.tensor([0, 1])  # which are padding to some
     targets = torch.randint(V, (3, 11))
     torch.nn.functional.cross_entropy(model(idx).flatten(0, 1), targets.flatten()).backward()
     torch.nn.functional.cross_entropy(theirs(idx).logits.flatten(0, 1), targets.flatten()).backward()
@@ -94,17 +95,61 @@ def test_greedy_text_is_theirs(name: str, tmp_path: Path) -> None:
 def test_we_open_theirs(name: str, tmp_path: Path, shards: bool) -> None:
     ours = make(name)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(save(ours, tmp_path)).eval()
-    config = json.loads((tmp_path / "step-00000001" / "config.json").read_text())
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB" if shards else "1GB")
-    their_config = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    assert their_config.pop("tril", None) == config["tril"]  # what they do not know they keep: without it
-    if name == "gpt2 without biases":
-        assert their_config["model_type"] == "gpt2"
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(their_config))
     assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file() == shards
-    model = GPT.from_pretrained(tmp_path / "theirs")
-    idx = torch.randint(V, (3, 11))
+    model, idx = GPT.from_pretrained(tmp_path / "theirs"), torch.randint(V, (3, 11))
     assert difference(model(idx), theirs(idx).logits) < 1e-5
+    assert model.config == ours.config  # which they keep, though they do not know it
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    del config["tril"]
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    assert difference(GPT.from_pretrained(tmp_path / "theirs")(idx), theirs(idx).logits) < 1e-5
+
+
+def test_what_was_changed_there_counts(tmp_path: Path) -> None:
+    idx = torch.randint(V, (3, 11))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(save(make("llama"), tmp_path)).eval()
+    theirs.config.rms_norm_eps = 0.5
+    theirs.save_pretrained(tmp_path / "eps")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "eps").eval()
+    assert difference(GPT.from_pretrained(tmp_path / "eps")(idx), theirs(idx).logits) < 1e-5
+
+    path = tmp_path / "eps" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
+    assert difference(GPT.from_pretrained(tmp_path / "eps")(idx), theirs(idx).logits) < 1e-5
+    save_file(tensors | {"lm_head.weight": torch.randn(V, 42)}, path)
+    with pytest.raises(ModelError, match="has a head of its own, and a config.json that says it is the embedding"):
+        GPT.from_pretrained(tmp_path / "eps")
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(save(make("gpt2 without biases"), tmp_path / "gpt2"))
+    torch.nn.init.ones_(theirs.transformer.ln_f.bias)
+    theirs.save_pretrained(tmp_path / "biases")
+    with pytest.raises(ModelError, match="has biases, and a config.json that says it has none"):
+        GPT.from_pretrained(tmp_path / "biases")
+
+
+SMALL = {"hidden_size": 24, "intermediate_size": 31, "num_hidden_layers": 2, "vocab_size": V}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(**SMALL, num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=True),
+        transformers.Qwen3Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=10),
+        transformers.NanoChatConfig(**SMALL, num_attention_heads=6, num_key_value_heads=2),
+        transformers.GPT2Config(n_layer=2, n_embd=24, n_head=3, vocab_size=V),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_their_own_configurations_are_understood(config: transformers.PreTrainedConfig, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    theirs.save_pretrained(tmp_path)
+    idx = torch.randint(V, (3, 11))
+    assert difference(GPT.from_pretrained(tmp_path)(idx), theirs(idx).logits) < 1e-5
 
 
 @MODELS
@@ -150,7 +195,8 @@ def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypa
         ("qwen3", {"use_sliding_window": True}, "config.json has use_sliding_window = True"),
         ("nanochat", {"final_logit_softcapping": 30.0}, "config.json has final_logit_softcapping = 30.0"),
         ("gpt2", {"activation_function": "relu"}, "config.json has activation_function = 'relu'"),
-        ("llama", {"hidden_size": None}, "config.json does not describe a GPT|n_embd must be a whole number"),
+        ("gpt2", {"scale_attn_weights": False}, "config.json has scale_attn_weights = False"),
+        ("llama", {"hidden_size": None}, "n_embd must be a whole number"),
     ],
 )
 def test_a_model_that_computes_something_else_is_refused(
@@ -178,6 +224,7 @@ def test_missing_unexpected_and_displaced_tensors_are_named(tmp_path: Path) -> N
         GPT.from_pretrained(directory)
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, path)
     assert GPT.from_pretrained(directory).config.family == "llama"  # as saved without a head
+    path.unlink()
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../../secret.safetensors")}))
     with pytest.raises(ModelError, match="names a file that is not a safetensors file beside it"):

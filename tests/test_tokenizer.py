@@ -181,12 +181,34 @@ def test_a_tokenizer_of_the_hub_gives_the_same_ids(tmp_path: Path, start: bool, 
         (lambda content: content.update(pre_tokenizer={"type": "Metaspace"}), "words of bytes"),
         (lambda content: content["model"]["merges"].reverse(), "merges are not in the order of its ids"),
         (lambda content: content["model"]["vocab"].pop("a"), "vocabulary is not one of bytes"),
+        (lambda content: content.update(normalizer={"type": "Lowercase"}), "changes text in the way 'Lowercase'"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path, change: Callable, message: str) -> None:
     train_their_bpe(tmp_path, False, None)
+    load_tokenizer(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     change(content)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match=message):
         load_tokenizer(tmp_path)
+
+
+def test_what_a_tokenizer_does_to_text_first_is_done(tmp_path: Path) -> None:
+    theirs = train_their_bpe(tmp_path, False, None)
+    theirs.normalizer = tokenizers.normalizers.NFC()
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    for text in ("cafe\u0301", "café", "\u1100\u1161"):
+        assert encode(load_tokenizer(tmp_path), text).tolist() == theirs.encode(text).ids
+
+
+def test_a_pattern_that_loses_text_is_refused(tmp_path: Path) -> None:
+    train_their_bpe(tmp_path, False, r"\w+")
+    with pytest.raises(DataError, match="its pattern loses text"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_file_without_a_name_for_the_end_has_gpt2s(tmp_path: Path) -> None:
+    save_tokenizer(ALL["bpe:280"], tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    assert load_tokenizer(tmp_path).eot_token == ALL["bpe:280"].eot_token

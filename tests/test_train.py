@@ -23,6 +23,7 @@ import train
 from configs import run_script
 from data.batches import IGNORE
 from model import GPT
+from model.families import FAMILIES
 from tests.conftest import make_gpt, sign, tiny_run
 from tests.crash import in_child
 from training.config import MAY_CHANGE, TrainConfig, TrainError
@@ -300,6 +301,30 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(run, straight: Pa
     assert run(train, "--resume", out).exit_code == 0
     assert same_bits(weights(straight), weights(out))
     assert metrics(straight, "train_loss") == metrics(out, "train_loss")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_resumes_and_samples(run, family: str, corpus_file: Path, tmp_path: Path) -> None:
+    changes = {"model__family": family, "model__n_embd": 18, "train__schedule": "wsd", "train__decay_fraction": 0}
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    result = run(train, *tiny_run(corpus_file, straight, **changes))
+    assert result.exit_code == 0 and f"model:  {family}, " in result.out and "causal: yes" in result.out
+    assert run(train, *tiny_run(corpus_file, broken, **changes, train__max_steps=5)).exit_code == 0
+    assert run(train, "--resume", broken, "--train.max_steps", "12").exit_code == 0
+    weights = [GPT.from_pretrained(out).state_dict() for out in (straight, broken)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    texts = [
+        run(sample, straight, "--seed", "1", "--max_new_tokens", "30", *extra).out for extra in ([], ["--no_cache"])
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3", "nanochat"])  # between them they have all parts that are new
+def test_a_family_compiles(run, family: str, corpus_file: Path, tmp_path: Path) -> None:
+    changes = {"model__family": family, "model__n_embd": 18, "train__compile": "true", "train__max_steps": 3}
+    result = run(train, *tiny_run(corpus_file, tmp_path / "run", **changes))
+    assert result.exit_code == 0, result.err
 
 
 def test_a_finished_run_has_nothing_to_do(run, straight: Path) -> None:
