@@ -106,7 +106,7 @@ def config_to_huggingface(config: GPTConfig, end_of_text: int) -> dict:
 def config_from_huggingface(content: dict) -> GPTConfig:
     """The configuration in a config.json, ours or another's. Raises ModelError if no family of ours computes that."""
     family = content.get("model_type")
-    if family not in ARCHITECTURES:
+    if not isinstance(family, str) or family not in ARCHITECTURES:
         raise ModelError(f"config.json has model_type {family!r}, this version reads {', '.join(ARCHITECTURES)}")
     for key, expected in EXPECTED[family].items():
         if content.get(key, expected[0]) not in expected:
