@@ -51,7 +51,7 @@ class ShortRun:
         exit_code = process.wait()
         if exit_code not in (0, -signal.SIGKILL) or (exit_code and not until):
             said = self.log.read_text(errors="replace").splitlines() or [f"exit code {exit_code}"]
-            raise TrainError(f"a run failed: {said[-1].removeprefix('train.py: ')}")
+            raise TrainError(f"a run failed: {said[-1].removeprefix(f'{TRAIN.name}: ')}")
         if exit_code:
             print(f"  killed after step {max(self.metrics('train_loss'))}")
         return bool(exit_code)
