@@ -11,25 +11,16 @@ import re
 import sys
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from model import disk
 from model.config import ModelError
 from model.gpt import GPT
-from model.huggingface import (
-    config_from_huggingface,
-    config_to_huggingface,
-    tensors_from_huggingface,
-    tensors_to_huggingface,
-)
+from model.huggingface import config_to_huggingface, tensors_to_huggingface
 
 FORMAT = 3
 MOST_JSON = 1 << 20  # bytes
-HEAD = "lm_head.weight"
-UNUSED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and tables of old files
 STEP = re.compile(r"step-\d{8}")
 
 
@@ -49,6 +40,7 @@ def save_checkpoint(
     """
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
     weights = tensors_to_huggingface(model.config, model.state_dict())
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     disk.remove(temporary)  # of a session that was killed
     disk.make_directory(temporary)
     try:
@@ -162,82 +154,6 @@ def read_certificate(directory: Path) -> str:
         return f"{manifest['certificate']['causal']}, {where}"
     except (KeyError, TypeError, AttributeError):
         return "unknown, the checkpoint has no certificate"
-
-
-def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:
-    """See GPT.from_pretrained."""
-    directory = find_checkpoint(Path(path))
-    config = config_from_huggingface(read_json(directory / "config.json"))
-    with torch.device("meta"):  # no memory and no time for first weights that are not wanted
-        model = GPT(config)
-        expected = tensors_to_huggingface(config, model.state_dict())
-    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    shapes[HEAD] = (config.vocab_size, config.n_embd)  # may be stored although it is the embedding
-    tensors = {}
-    for file, inside in parts(directory, shapes).items():
-        tensors |= load_tensors(directory / file, inside)
-    if not config.tied and HEAD not in tensors:
-        raise ModelError(f"{directory} has no tensor {HEAD}")
-    if config.tied and HEAD in tensors and not torch.equal(tensors[HEAD], tensors[next(iter(shapes))]):
-        raise ModelError(f"{directory} has a head of its own, and a config.json that says it is the embedding")
-    if not config.bias and any(tensor.any() for name, tensor in tensors.items() if name.endswith(".bias")):
-        raise ModelError(f"{directory} has biases, and a config.json that says it has none")
-    state = tensors_from_huggingface(config, tensors)
-    model.to(dtype or state["token_embedding.weight"].dtype).to_empty(device=device).load_state_dict(state)
-    return model.eval()
-
-
-def parts(directory: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The files of a model, one or several with an index, and which tensors each of them holds."""
-    index = directory / "model.safetensors.index.json"
-    if (directory / "model.safetensors").is_file() or not index.is_file():
-        return {"model.safetensors": shapes}
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or shapes.keys() - places.keys() - {HEAD}:
-        raise ModelError(f"{index} does not say where all tensors of the model are")
-    files = {name: {} for name in map(str, places.values())}
-    if not all(re.fullmatch(r"[\w.-]+\.safetensors", file) for file in files):
-        raise ModelError(f"{index} names a file that is not a safetensors file beside it")
-    for name in shapes.keys() & places.keys():
-        files[places[name]][name] = shapes[name]
-    return files
-
-
-def load_tensors(path: Path, shapes: dict[str, tuple[int, ...]] | None = None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; with `shapes`, those are expected, and no others.
-
-    A model that was saved without its head has names without "transformer." or "model.". Raises ModelError for another
-    file, other shapes, or numbers that are not finite; sizes are checked before there is memory for them.
-    """
-    if not path.is_file():
-        raise ModelError(f"{path} is not a file")
-    try:
-        with safe_open(path, "pt") as file:
-            stored, tensors = set(file.keys()), {}
-            names = stored if shapes is None else shapes
-            body = [name for name in names if name != HEAD]
-            prefix = "" if not body or stored & set(body) else body[0].split(".")[0] + "."
-            wanted = {name.removeprefix(prefix): name for name in names}
-            unexpected = [name for name in sorted(stored - wanted.keys()) if not UNUSED.search(name)]
-            if unexpected:
-                raise ModelError(f"{path} has a tensor that is not expected: {unexpected[0]}")
-            for inside, name in wanted.items():
-                if inside == HEAD and inside not in stored:
-                    continue  # it may be tied
-                if inside not in stored:
-                    raise ModelError(f"{path} has no tensor {name}")
-                header = file.get_slice(inside)
-                shape, kind = tuple(header.get_shape()), header.get_dtype()
-                if shapes is not None and shape != shapes[name]:
-                    raise ModelError(f"{path}: {name} is {shape}, expected {shapes[name]}")
-                if kind not in ("F64", "F32", "F16", "BF16"):
-                    raise ModelError(f"{path}: {name} holds {kind}, expected floating-point numbers")
-                tensors[name] = file.get_tensor(inside)
-                if not tensors[name].isfinite().all():
-                    raise ModelError(f"{path}: {name} holds numbers that are not finite")
-            return tensors
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
 
 
 def read_json(path: Path) -> dict:

@@ -131,15 +131,21 @@ class GPT(nn.Module):
     ) -> "GPT":
         """Load a checkpoint directory, or the newest checkpoint of a run directory, in eval mode.
 
-        dtype None keeps the checkpoint's. Raises ModelError if the directory is not an intact checkpoint.
+        path: ours, another of the four families, or a model OWNER/NAME of the Hugging Face hub. dtype None keeps the
+        checkpoint's. Raises ModelError if the directory is not an intact checkpoint.
         """
-        from model.checkpoint import load_model  # which needs this class
+        from model.load import load_model  # which needs this class
 
         return load_model(path, device, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT":
         """Moving a module moves each registration of a tensor separately, and `to_empty` fills none: tie them anew."""
         super()._apply(fn, recurse)
+        self.fill_buffers()
+        return self
+
+    def fill_buffers(self) -> None:
+        """Put mask and rotary tables where the weights are, and tie what is shared."""
         if self.config.tied:
             self.lm_head.weight = self.token_embedding.weight
         device = self.lm_head.weight.device
@@ -148,7 +154,6 @@ class GPT(nn.Module):
             block.attention.causal_mask = mask
         if self.rotary is not None:
             self.rotary.fill(device)
-        return self
 
 
 def padded_linear(x: Tensor, weight: Tensor, multiple: int = 64) -> Tensor:

@@ -1,6 +1,7 @@
 """`transformers` as the oracle: the same models in both directions, to rounding, for every family."""
 
 import json
+import re
 from pathlib import Path
 
 import huggingface_hub
@@ -248,3 +249,29 @@ def test_their_tokenizer_and_pipeline_open_a_checkpoint(name: str, tmp_path: Pat
     written = pipeline("hey", max_new_tokens=3, do_sample=False, eos_token_id=-1)[0]["generated_text"]
     ids = model.generate(torch.tensor([encode(tokenizer, "hey").tolist()]), 3, temperature=0)[0].tolist()
     assert written == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_shards_without_a_prefix_open(name: str, tmp_path: Path) -> None:
+    ours, idx = make(name), torch.randint(V, (3, 11))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(save(ours, tmp_path))
+    theirs.base_model.save_pretrained(tmp_path / "body", max_shard_size="20KB")
+    assert (tmp_path / "body" / "model.safetensors.index.json").is_file()
+    torch.testing.assert_close(GPT.from_pretrained(tmp_path / "body")(idx), ours(idx))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="Linux says how much memory is not a file's")
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_weights_are_not_copied_into_memory(family: str, tmp_path: Path) -> None:
+    def anonymous() -> int:
+        return int(re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+    model = GPT(GPTConfig(family=family, n_layer=7, n_head=5, n_embd=640, context_length=T, vocab_size=V))
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    directory = save(model, tmp_path)
+    del model
+    GPT.from_pretrained(directory)  # imports what is needed
+    before = anonymous()
+    loaded = GPT.from_pretrained(directory)
+    assert anonymous() - before < size / 4 and size > 100e6
+    assert loaded(torch.zeros(1, 3, dtype=torch.int64)).isfinite().all()

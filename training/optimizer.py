@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from model import GPT
-from model.checkpoint import load_tensors
+from model.load import load_tensors
 from training.config import TrainConfig
 
 
