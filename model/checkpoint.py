@@ -40,7 +40,6 @@ def save_checkpoint(
     """
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
     weights = tensors_to_huggingface(model.config, model.state_dict())
-    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     disk.remove(temporary)  # of a session that was killed
     disk.make_directory(temporary)
     try:

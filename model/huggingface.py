@@ -206,5 +206,5 @@ def turned(config: GPTConfig, ours: str, tensor: Tensor) -> Tensor:
 
 
 def transpose(tensor: Tensor) -> Tensor:
-    """A view of a matrix transposed, a vector as it is."""
-    return tensor.T if tensor.dim() == 2 else tensor
+    """A matrix transposed, a vector as it is. A view would save memory, but products of views round differently."""
+    return tensor.T.contiguous() if tensor.dim() == 2 else tensor

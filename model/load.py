@@ -1,7 +1,7 @@
 """Loading weights: a checkpoint of ours or a model of the Hugging Face hub, checked before it is believed.
 
-The files are mapped into memory, and the model is made of what is mapped: there is one copy of the weights, and none
-of it is read before it is needed.
+The files are mapped into memory, and the model is made of what is mapped. Only what has another layout or precision
+there is copied, and then the system can drop what is mapped: there is never more than one copy of the weights.
 """
 
 import re
