@@ -25,23 +25,31 @@ TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv
 Document = Iterator[str]
 
 
-def documents(source: str, text_column: str = "text") -> Iterator[Document]:
-    """The documents of a source, in a fixed order. Read each one before asking for the next.
+def documents(source: str, text_column: str = "text", first_shard: int = 0) -> Iterator[tuple[int, Document]]:
+    """The documents of a source, in a fixed order, each with the number of its shard: the file that it is in.
 
-    source: "stdlib"; a file, folder or glob of text or tables (JSON lines, Parquet, CSV); or "hf:NAME[:CONFIG]".
-    Raises DataError if it does not exist or is not text.
+    source: "stdlib"; a file, folder or glob of text or tables (JSON lines, Parquet, CSV); or a hub data set, as in
+    hf:NAME[:CONFIG][@REVISION]. Shards before `first_shard` are not read. Read each document before asking for the
+    next. Raises DataError if the source does not exist or is not text.
     """
     if source.startswith("hf:"):
-        name, _, config = source.removeprefix("hf:").partition(":")
-        if not name:
-            raise DataError("hf: needs the name of a data set of the Hugging Face hub, as in hf:OWNER/NAME")
-        yield from rows(name, text_column, name=config or None)
+        parts = re.fullmatch(r"hf:([\w./-]+)(?::([^@]+))?(?:@(.+))?", source)
+        if not parts:
+            raise DataError(f"{source!r} does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
+        name, config, revision = parts.groups()
+        yield from rows(name, text_column, first_shard, name=config, revision=revision)
         return
+    start = 0
     for suffix, paths in groupby(files(source), key=table_kind):
+        group = [str(path) for path in paths]
+        skipped = min(len(group), max(0, first_shard - start))
         if suffix is None:
-            yield from (read_text(path) for path in paths)
+            shards = enumerate(group[skipped:], start=skipped)
+            numbered = ((shard, read_text(Path(path))) for shard, path in shards)
         else:
-            yield from rows(suffix, text_column, data_files=[str(path) for path in paths])
+            numbered = rows(suffix, text_column, skipped, data_files=group) if skipped < len(group) else ()
+        yield from ((start + shard, document) for shard, document in numbered)
+        start += len(group)
 
 
 def files(source: str) -> list[Path]:
@@ -88,20 +96,23 @@ def table_kind(path: Path) -> str | None:
     return next((TABLES[suffix] for suffix in path.suffixes[-2:] if suffix in TABLES), None)
 
 
-def rows(builder: str, text_column: str, **options: object) -> Iterator[Document]:
-    """The text column of a table or hub data set, one document a row, streamed by `datasets`."""
+def rows(builder: str, text_column: str, first_shard: int, **options: object) -> Iterator[tuple[int, Document]]:
+    """The text column of tables or a hub data set, one document a row, streamed by `datasets`."""
     import datasets  # slow to import, and only tables need it
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, once
-    where = options.get("data_files", [builder])[0]
+    paths = options.get("data_files", [])
+    where = paths[0] if paths else builder
     try:
         table = datasets.load_dataset(builder, split="train", streaming=True, **options)
-        for number, row in enumerate(table):
-            text = row.get(text_column, 0)  # a null is an empty document, a column that is not there an error
-            if not isinstance(text, str | None):
-                found = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
-                raise DataError(f"row {number} of {where} has no text in column {text_column!r}; it has {found}")
-            yield split(text or "")
+        for shard in range(first_shard, table.num_shards):
+            where = paths[shard] if paths else builder
+            for number, row in enumerate(table.shard(table.num_shards, shard)):
+                text = row.get(text_column, 0)  # a null is an empty document, a column that is not there an error
+                if not isinstance(text, str | None):
+                    found = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
+                    raise DataError(f"row {number} of {where} has no text in column {text_column!r}; it has {found}")
+                yield shard, split(text or "")
     except DataError:
         raise
     except Exception as error:  # whatever a reader makes of a bad file or a missing network

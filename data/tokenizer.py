@@ -100,6 +100,12 @@ def encode(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
         raise DataError(f"the pattern of the tokenizer {tokenizer.name!r} cannot split this text") from error
 
 
+def document_start(tokenizer: tiktoken.Encoding) -> list[int]:
+    """The ids between two documents: the last one has ended, and the next begins."""
+    start = tokenizer._special_tokens.get(START_OF_TEXT)
+    return [tokenizer.eot_token] if start is None else [tokenizer.eot_token, start]
+
+
 def token_bytes(tokenizer: tiktoken.Encoding, token: int) -> bytes:
     """What a token stands for; nothing if it is one of the ids that some tiktoken vocabularies leave unused."""
     try:

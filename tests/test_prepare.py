@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data import DataError, prepare, sources
+from data import DataError, prepare, sources, tokenise
 from data.corpus import Corpus, open_corpus
 from data.prepare import DataConfig
 from data.tokenizer import encode, make_tokenizer, token_bytes
@@ -83,16 +83,34 @@ def test_folder_glob_and_tables(tmp_path: Path) -> None:
         make("t.jsonl")
 
 
-def test_hub_data_sets_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "source, name, revision",
+    [
+        ("hf:owner/some", None, None),
+        ("hf:owner/some:v2", "v2", None),
+        ("hf:owner/some:v2@refs/convert/parquet", "v2", "refs/convert/parquet"),
+        ("hf:some@abc", None, "abc"),
+    ],
+)
+def test_hub_data_sets_are_streamed(
+    source: str, name: str | None, revision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets
 
-    def load_dataset(path: str, **options: object) -> list[dict]:
-        assert (path, options) == ("owner/some", {"name": "v2", "split": "train", "streaming": True})
-        return [{"text": f"document {i} of the hub"} for i in range(50)]
+    rows = datasets.Dataset.from_list([{"text": f"document {i} of the hub"} for i in range(50)])
+
+    def load_dataset(path: str, **options: object) -> datasets.IterableDataset:
+        assert path in source and options == {"name": name, "revision": revision, "split": "train", "streaming": True}
+        return rows.to_iterable_dataset(num_shards=3)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    corpus = make("hf:owner/some:v2")
-    assert sorted(documents_of(corpus)) == sorted(f"document {i} of the hub" for i in range(50))
+    assert sorted(documents_of(make(source))) == sorted(row["text"] for row in rows)
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf:@main", "hf:a b"])
+def test_a_name_that_is_none_is_refused(source: str) -> None:
+    with pytest.raises(DataError, match="does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does"):
+        make(source)
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +143,7 @@ def test_standard_library_is_a_corpus() -> None:
     names = {path.name for path in sources.files("stdlib")}
     assert {"argparse.py", "dataclasses.py"} <= names
     assert not any("test" in path.parts for path in sources.files("stdlib"))
-    for document in sources.documents("stdlib"):
+    for _, document in sources.documents("stdlib"):
         for piece in document:
             assert isinstance(piece, str)
 
@@ -165,7 +183,7 @@ def test_files_come_in_the_order_of_their_names(tmp_path: Path) -> None:
 def test_bpe_learns_from_a_sample_of_a_large_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (("a", "first words " * 50), ("b", "first words " * 50), ("c", "second " * 200)):
         (tmp_path / f"{name}.txt").write_text(text)
-    monkeypatch.setattr(prepare, "BPE_SAMPLE", 1000)  # ends in the second file
+    monkeypatch.setattr(tokenise, "BPE_SAMPLE", 1000)  # ends in the second file
     learned = make("*.txt", "bpe:300").tokenizer._mergeable_ranks
     assert b" words" in learned and b"second" not in learned
 
@@ -262,7 +280,7 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare, "encode", interrupt)
+        patch.setattr(tokenise, "encode", interrupt)
         make("a.txt")
     assert not list((tmp_path / "prepared").iterdir())
     assert documents_of(make("a.txt")) == [TEXT]
@@ -376,3 +394,118 @@ def test_a_directory_with_other_things_is_not_overwritten(tmp_path: Path) -> Non
     with pytest.raises(DataError, match="yours.tmp exists and is not a prepared corpus"):
         prepare.prepare(DataConfig("a.txt", "bytes"), tmp_path / "yours")
     assert (tmp_path / "yours.tmp" / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.fixture
+def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source of 2 Parquet, 3 text and 2 JSON lines files, of long, short and empty documents."""
+    import pandas
+
+    monkeypatch.setattr(sources, "PIECE", 512)
+    (tmp_path / "shards").mkdir()
+    for shard in range(7):
+        path = tmp_path / "shards" / str(shard)
+        texts = [f"{shard}.{row} " + TEXT[: row**3 % 1400] * (row % 5 > 0) for row in range(23)]
+        if shard in (2, 3, 4):
+            path.with_suffix(".txt").write_text("".join(texts), encoding="utf-8")
+        elif shard < 2:
+            pandas.DataFrame({"text": [*texts, None]}).to_parquet(path.with_suffix(".parquet"))
+        else:
+            pandas.DataFrame({"text": texts}).to_json(path.with_suffix(".jsonl"), orient="records", lines=True)
+    return tmp_path / "shards"
+
+
+class Killed(BaseException):
+    """Stands for an end without any time left."""
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
+    shards: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    config = DataConfig(str(shards), tokenizer)
+    straight = prepare.prepare(config, Path("straight")).meta
+    monkeypatch.setattr(tokenise, "NOTE_EVERY", straight["train"]["tokens"] * 2 // 30)
+    monkeypatch.setattr(tokenise, "grouped", lambda pieces, size: ([piece] for piece in pieces))
+    write, encode_piece, encoded = tokenise.note, tokenise.encode, []
+    for when in (1, 3, 2, 9, 1):
+
+        def note(*arguments: object, when: int = when) -> None:
+            write(*arguments)
+            note.count += 1
+            if note.count == when:
+                raise Killed
+
+        note.count = 0
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(tokenise, "note", note)
+            patch.setattr(tokenise, "encode", lambda *a: encoded.append(a[1]) or encode_piece(*a))
+            prepare.prepare(config, Path("broken"))
+        with open("broken.tmp/train.bin", "ab") as file:
+            file.write(b"a tail that was not noted")
+    capsys.readouterr()
+    broken = prepare.prepare(config, Path("broken"))
+    assert "going on after " in capsys.readouterr().out
+    assert encoded.count(encoded[0]) == 1  # what was done is not done again
+    differs = {key for key in straight if straight[key] != broken.meta[key]}
+    assert differs <= {"train", "val"}  # in the time of writing
+    for split in ("train", "val"):
+        assert straight[split]["sha256"] == broken.meta[split]["sha256"]
+    assert not (broken.directory / "progress.json").exists() and not Path("broken.tmp").exists()
+
+
+@pytest.mark.parametrize("change", ["recipe", "source", "short file", "no JSON"])
+def test_what_was_interrupted_is_begun_again_if_it_does_not_fit(
+    shards: Path, change: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(tokenise, "NOTE_EVERY", 4000)
+    write = tokenise.note
+
+    def note(*arguments: object) -> None:
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tokenise, "note", note)
+        prepare.prepare(DataConfig(str(shards), "bytes"), Path("out"))
+    assert Path("out.tmp/progress.json").is_file()  # kept, although there was time to clean up
+    if change == "source":
+        (shards / "3.txt").write_text(TEXT, encoding="utf-8")
+    if change == "short file":
+        os.truncate("out.tmp/train.bin", 100)
+    if change == "no JSON":
+        Path("out.tmp/progress.json").write_text("[]")
+    config = DataConfig(str(shards), "bytes", val_fraction=0.2 if change == "recipe" else 0.1)
+    again = prepare.prepare(config, Path("out"))
+    assert "going on" not in capsys.readouterr().out
+    assert again.meta["fingerprint"] == prepare.prepare(config, Path("other")).meta["fingerprint"]
+
+
+def test_a_source_that_fails_half_way_says_that_nothing_is_lost(shards: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tokenise, "NOTE_EVERY", 4000)
+    monkeypatch.setattr(tokenise, "grouped", lambda pieces, size: ([piece] for piece in pieces))
+    (shards / "6.jsonl").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="cannot read .*6.jsonl: .*; what was prepared is kept, and the same command"):
+        prepare.prepare(DataConfig(str(shards), "bytes"), Path("out"))
+
+
+def test_shards_that_were_prepared_are_not_opened_again(shards: Path) -> None:
+    everything = [(shard, "".join(document)) for shard, document in sources.documents(str(shards))]
+    for first in range(8):
+        assert [(shard, "".join(document)) for shard, document in sources.documents(str(shards), "text", first)] == [
+            (shard, text) for shard, text in everything if shard >= first
+        ]
+    assert {shard for shard, _ in everything} == set(range(7))
+    (shards / "3.txt").write_bytes(b"\xff")
+    assert next(sources.documents(str(shards), "text", 4))[0] == 4
+
+
+def test_reading_ends_at_max_tokens(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = prepare.prepare(DataConfig(str(shards), "bytes", max_tokens=20_000))
+    assert 20_000 <= sum(map(len, corpus.tokens.values())) < 20_000 + 600  # to the end of a piece
+    whole = prepare.prepare(DataConfig(str(shards), "bytes"))
+    for split in ("train", "val"):
+        mine = corpus.tokens[split]
+        assert np.array_equal(mine, whole.tokens[split][: len(mine)])
+    with pytest.raises(DataError, match="max_tokens must be at least 1, got 0"):
+        DataConfig(max_tokens=0)
