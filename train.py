@@ -5,8 +5,10 @@ Ways to start:
     python train.py configs/shakespeare_char.toml   a configuration
     python train.py --data.source my.txt            your own text
     python train.py --resume out/quickstart         go on where a run stopped
+    python train.py configs/finetune.toml           fine-tune a known model
 
-Without a configuration the values of configs/quickstart.toml apply.
+Without a configuration the values of configs/quickstart.toml apply, with
+--train.init_from those of configs/finetune.toml.
 """
 
 import math
@@ -29,18 +31,19 @@ from torch import Tensor
 from configs import ConfigError, parse, run_script, visible
 from data.batches import IGNORE, Batches, seed_for, validation_batches
 from data.prepare import DataConfig, prepare
-from data.tokenizer import END_OF_TEXT, encode, token_bytes, token_lengths
+from data.tokenizer import END_OF_TEXT, document_start, encode, token_bytes, token_lengths
 from model import GPT, GPTConfig, ModelConfig
 from training.certificate import certify
 from training.config import TrainConfig
 from training.device import advice_if_out_of_memory, autocast, choose_device, environment
+from training.finetune import check_shape, config_of, find_shape, with_context
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_learning_rate, where_it_broke
 from training.progress import Interrupt, Interrupted, Outliving, Progress, WorstLoss
 from training.run import Run
 from training.verify import verify_resume
 
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
-QUICKSTART = Path(__file__).parent / "configs" / "quickstart.toml"
+QUICKSTART, FINETUNE = (Path(__file__).parent / "configs" / f"{name}.toml" for name in ("quickstart", "finetune"))
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,12 @@ def read_config(argv: list[str]) -> Config:
         raise ConfigError(f"{asked.resume} is not the directory of a run: it has no config.toml")
     if asked.resume:
         return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], asked.resume / "config.toml")
-    config = parse(Config, argv, asked.config or QUICKSTART)
+    file = asked.config or (FINETUNE if asked.train.init_from else QUICKSTART)
+    config = parse(Config, argv, file)
+    if init_from := config.train.init_from:
+        shape = find_shape(init_from)
+        config = parse(Config, argv, file, Config(model=with_context(shape), data=DataConfig(tokenizer="model")))
+        check_shape(config.model, shape, config.data.tokenizer, init_from)
     GPTConfig(**asdict(config.model))  # raises ModelError now, not after an hour of preparing data
     return config
 
@@ -118,17 +126,17 @@ def train(config: Config) -> None:
         return
     interrupt = Interrupt(state)
     device, dtype = choose_device(c)
-    corpus = prepare(config.data, fingerprint=state["fingerprint"])
+    corpus = prepare(config.data, fingerprint=state["fingerprint"], model=run.base)
     print(f"data:   {visible(str(corpus))}")
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
     val_tokens = corpus.tokens["val"][: c.eval_tokens + 1]
     val_bytes = token_lengths(corpus.tokenizer)[val_tokens[1:]].sum()
     bits_per_byte_per_nat = (len(val_tokens) - 1) / val_bytes / math.log(2)
 
-    prompt = [corpus.tokenizer.eot_token, *encode(corpus.tokenizer, c.sample_prompt).tolist()]
+    prompt = [*document_start(corpus.tokenizer), *encode(corpus.tokenizer, c.sample_prompt).tolist()]
     run.begin(corpus)
     torch.manual_seed(seed_for(c.seed, "weights"))
-    model = GPT(GPTConfig(**asdict(config.model), vocab_size=corpus.tokenizer.n_vocab)).to(device).train()
+    model = GPT(config_of(config.model, run.base, corpus.tokenizer.n_vocab)).to(device).train()
     optimizer = make_optimizer(model, c)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run.restore(model, optimizer, scaler)
@@ -208,7 +216,8 @@ def train(config: Config) -> None:
 def sample(model: GPT, tokenizer: tiktoken.Encoding, prompt: list[int], length: int = 200) -> str:
     """The prompt, a list of tokens that begins with the start of a document, as the model would continue it."""
     idx = torch.tensor([prompt], device=model.lm_head.weight.device)
-    tokens = model.generate(idx, length, temperature=0.8, top_k=50, seed=0)[0, 1:].tolist()
+    start = len(document_start(tokenizer))
+    tokens = model.generate(idx, length, temperature=0.8, top_k=50, seed=0)[0, start:].tolist()
     text = b"".join(token_bytes(tokenizer, token) for token in tokens).decode(errors="replace")
     return text.split(END_OF_TEXT)[0]
 

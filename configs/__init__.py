@@ -45,18 +45,21 @@ def booleans_as_in_toml(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.const
     )
 
 
-def parse(options: type[T], argv: list[str], file: Path | None = None) -> T:
+def parse(options: type[T], argv: list[str], file: Path | None = None, defaults: T | None = None) -> T:
     """Build the dataclass `options` from a TOML file and a command line. --help prints and exits.
+
+    defaults: what holds where neither says anything; None: those of the dataclass.
 
     Raises ConfigError, in one sentence, for an unknown or ill-typed option or an unreadable file.
     """
     if file is None:
-        return run_tyro(options, argv)
+        return run_tyro(options, argv, defaults)
     try:
-        run_tyro(options, from_file := options_in(file))  # alone, so that its faults are not laid to the command line
+        from_file = options_in(file)
+        run_tyro(options, from_file, defaults)  # alone, so that its faults are not laid to the command line
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
-    return run_tyro(options, from_file + argv)
+    return run_tyro(options, from_file + argv, defaults)
 
 
 def options_in(file: Path) -> list[str]:
@@ -76,7 +79,7 @@ def options_in(file: Path) -> list[str]:
     return options
 
 
-def run_tyro(options: type[T], argv: list[str]) -> T:
+def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
     """tyro.cli, with its page of explanation cut down to a ConfigError of one sentence."""
     page = io.StringIO()
     if any(re.search("[\ud800-\udfff]", word) for word in argv):
@@ -84,7 +87,7 @@ def run_tyro(options: type[T], argv: list[str]) -> T:
     try:
         with contextlib.redirect_stderr(page):
             name = Path(sys.argv[0]).name
-            return tyro.cli(options, prog=name, args=argv, use_underscores=True, registry=REGISTRY)
+            return tyro.cli(options, prog=name, args=argv, default=defaults, use_underscores=True, registry=REGISTRY)
     except SystemExit as stop:
         if not stop.code:
             raise  # --help

@@ -32,11 +32,11 @@ class DataConfig:
     """The text to learn from."""
 
     source: str = "stdlib"
-    """stdlib (the Python standard library); a file, folder or glob of text, JSON lines, Parquet or CSV; a data set of
-    the Hugging Face hub, hf:NAME[:CONFIG][@REVISION]; or a directory made by data.prepare."""
+    """stdlib (the Python standard library); a file, folder or glob of text, JSON lines, Parquet or CSV;
+    hf:NAME[:CONFIG][@REVISION] on the Hugging Face hub; or a directory made by data.prepare."""
     tokenizer: str = "bpe:4096"
-    """bytes, chars, bpe:SIZE (trained on the source), a tiktoken name such as gpt2 or o200k_base, or model: that of
-    train.init_from."""
+    """bytes, chars, bpe:SIZE (trained on the source), a tiktoken name such as gpt2 or o200k_base;
+    or model: that of train.init_from."""
     text_column: str = "text"
     """The column that holds the text, in tables and hub data sets."""
     max_tokens: int | None = None

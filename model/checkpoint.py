@@ -28,7 +28,7 @@ def save_checkpoint(
     parent: Path,
     step: int,
     model: GPT,
-    end_of_text: int,
+    ends_of_text: tuple[int, int],
     tokenizer_files: dict[str, bytes],
     optimizer: dict[str, Tensor],
     trainer: dict,
@@ -36,7 +36,8 @@ def save_checkpoint(
 ) -> Path:
     """Write parent/step-00000000 and return it once it is on the disk; an OSError leaves nothing behind.
 
-    `trainer` is what a resumed run needs, `about` what the manifest says of the model: certificate and environment.
+    `ends_of_text` are the ids that a text begins and ends with, `trainer` is what a resumed run needs, `about` what the
+    manifest says of the model: certificate and environment.
     """
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
     weights = tensors_to_huggingface(model.config, model.state_dict())
@@ -49,7 +50,7 @@ def save_checkpoint(
             disk.write(temporary / name, content)
             files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
-        write("config.json", to_json(config_to_huggingface(model.config, end_of_text)))
+        write("config.json", to_json(config_to_huggingface(model.config, *ends_of_text)))
         write("model.safetensors", save(weights, metadata={"format": "pt"}))
         for name, content in tokenizer_files.items():
             write(name, content)

@@ -61,7 +61,7 @@ EXPECTED = {
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def config_to_huggingface(config: GPTConfig, end_of_text: int) -> dict:
+def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: int) -> dict:
     """config.json of the model type that has the family's name; what it cannot say stands under "tril"."""
     c = config
     content = {
@@ -70,7 +70,7 @@ def config_to_huggingface(config: GPTConfig, end_of_text: int) -> dict:
         **{key: expected[0] for key, expected in EXPECTED[c.family].items()},
         "vocab_size": c.vocab_size,
         "tie_word_embeddings": c.tied,
-        "bos_token_id": end_of_text,
+        "bos_token_id": start_of_text,
         "eos_token_id": end_of_text,
         "pad_token_id": None,  # else theirs may take a token of ours for it, and not train it
         "tril": asdict(c),
@@ -114,7 +114,7 @@ def config_from_huggingface(content: dict) -> GPTConfig:
     try:
         if "tril" in content:
             ours = GPTConfig(**content["tril"])
-            said = config_to_huggingface(ours, content.get("eos_token_id"))
+            said = config_to_huggingface(ours, 0, 0)
             if all(content.get(key, value) == value for key, value in said.items() if not key.endswith("_token_id")):
                 return ours  # else it was changed there, where nobody knows of ours
         if family == "gpt2":

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
 from model.checkpoint import sha256, with_own_hash
@@ -30,6 +31,11 @@ def make_gpt(**changes: object) -> GPT:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model
+
+
+@pytest.fixture(autouse=True)
+def prepared_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.prepare.PREPARED", tmp_path / "prepared")
 
 
 FIGURES: list[str] = []
@@ -101,6 +107,29 @@ def tiny_run(corpus: Path, out: Path, **changes: object) -> list[str]:
     }
     options |= {name.replace("__", "."): value for name, value in changes.items()}
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def weights(run_directory: Path, step: int = 12) -> dict[str, torch.Tensor]:
+    return load_file(run_directory / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def metrics(run_directory: Path, key: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+@pytest.fixture
+def straight(run: Callable[..., Result], corpus_file: Path, tmp_path: Path) -> Path:
+    """A run of 12 steps without a break."""
+    import train
+
+    result = run(train, *tiny_run(corpus_file, tmp_path / "straight"))
+    assert result.exit_code == 0, result.err
+    return tmp_path / "straight"
 
 
 def sign(checkpoint: Path) -> None:

@@ -31,7 +31,7 @@ def save(tmp_path: Path):
             parent,
             step,
             gpt or make_gpt(),
-            256,
+            (256, 256),
             files,
             optimizer,
             {"some": "state"},

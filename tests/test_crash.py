@@ -231,7 +231,7 @@ def save_three(parent: Path) -> Iterator[int]:
     torch.manual_seed(0)
     disk.make_directories(parent)
     for step in (1, 2, 3):
-        save_checkpoint(parent, step, make_gpt(), 2, {"tokenizer.json": b"{}"}, {"a.step": torch.ones(1)}, {}, {})
+        save_checkpoint(parent, step, make_gpt(), (2, 2), {"tokenizer.json": b"{}"}, {"a.step": torch.ones(1)}, {}, {})
         yield step
         keep_newest(parent, step, 1, None)
 

@@ -43,5 +43,5 @@ if __name__ == "__main__":
         files = {name: (Path(temporary) / name).read_bytes() for name in FILES}
     about = {"certificate": {"causal": "not asked"}, "environment": {"torch": torch.__version__}}
     optimizer = {"token_embedding.weight.step": torch.ones(())}
-    save_checkpoint(directory, 3, gpt, 256, files, optimizer, {"state": "of a run"}, about)
+    save_checkpoint(directory, 3, gpt, (256, 256), files, optimizer, {"state": "of a run"}, about)
     (directory / "logits.json").write_text(json.dumps(gpt(IDX)[0, -1].tolist()))

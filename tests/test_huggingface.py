@@ -47,7 +47,7 @@ def save(model: GPT, directory: Path) -> Path:
     directory.mkdir(exist_ok=True)
     save_tokenizer(make_tokenizer("bytes", []), directory)
     files = {name: (directory / name).read_bytes() for name in FILES}
-    return save_checkpoint(directory, 1, model, 256, files, {"a.step": torch.ones(())}, {}, {})
+    return save_checkpoint(directory, 1, model, (256, 256), files, {"a.step": torch.ones(())}, {}, {})
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
@@ -241,7 +241,7 @@ def test_their_tokenizer_and_pipeline_open_a_checkpoint(name: str, tmp_path: Pat
     )
     save_tokenizer(tokenizer, tmp_path)
     files = {file: (tmp_path / file).read_bytes() for file in FILES}
-    directory = save_checkpoint(tmp_path, 1, model.eval(), tokenizer.eot_token, files, {}, {}, {})
+    directory = save_checkpoint(tmp_path, 1, model.eval(), (tokenizer.eot_token,) * 2, files, {}, {}, {})
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     assert theirs(text)["input_ids"] == encode(tokenizer, text).tolist()
     assert theirs.decode(theirs(text)["input_ids"]) == text

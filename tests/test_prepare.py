@@ -22,7 +22,6 @@ TEXT = "".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}, naïve 猫\n" for i i
 
 @pytest.fixture(autouse=True)
 def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "PREPARED", tmp_path / "prepared")
     monkeypatch.chdir(tmp_path)
 
 

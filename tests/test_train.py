@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import sample
 import train
@@ -24,7 +23,7 @@ from configs import run_script
 from data.batches import IGNORE
 from model import GPT
 from model.families import FAMILIES
-from tests.conftest import make_gpt, sign, tiny_run
+from tests.conftest import make_gpt, metrics, same_bits, sign, tiny_run, weights
 from tests.crash import in_child
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.device import environment
@@ -33,36 +32,10 @@ from training.progress import Interrupt, Outliving, Progress
 from training.run import refuse_changes, tables
 
 
-@pytest.fixture(autouse=True)
-def prepared_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.prepare.PREPARED", tmp_path / "prepared")
-
-
-def weights(run_directory: Path, step: int = 12) -> dict[str, torch.Tensor]:
-    return load_file(run_directory / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
-
-
-def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def metrics(run_directory: Path, key: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[key] for line in lines if key in line}
-
-
 @pytest.fixture
 def uncertified(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that count the calls of the loss: no certificate asks it too."""
     monkeypatch.setattr(train, "certify", lambda *arguments: {"causal": "not asked"})
-
-
-@pytest.fixture
-def straight(run, corpus_file: Path, tmp_path: Path) -> Path:
-    """A run of 12 steps without a break."""
-    result = run(train, *tiny_run(corpus_file, tmp_path / "straight"))
-    assert result.exit_code == 0, result.err
-    return tmp_path / "straight"
 
 
 def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> None:
@@ -500,10 +473,10 @@ def test_two_processes_cannot_share_a_run(run, straight: Path) -> None:
 def test_a_run_that_another_process_wrote_meanwhile_is_left_alone(run, corpus_file, tmp_path, monkeypatch) -> None:
     prepare = train.prepare
 
-    def slow(config: object, fingerprint: str | None) -> object:
+    def slow(config: object, **options: object) -> object:
         monkeypatch.setattr(train, "prepare", prepare)
         run(train, *tiny_run(corpus_file, tmp_path / "run", train__max_steps=4))
-        return prepare(config, fingerprint=fingerprint)
+        return prepare(config, **options)
 
     monkeypatch.setattr(train, "prepare", slow)
     result = run(train, *tiny_run(corpus_file, tmp_path / "run"))

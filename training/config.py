@@ -21,6 +21,8 @@ class TrainConfig:
 
     out_dir: str = "out/run"
     """Run directory: configuration, metrics and checkpoints."""
+    init_from: str | None = None
+    """Fine-tune this model: a checkpoint, a run, or OWNER/NAME of the Hugging Face hub. None: random weights."""
     seed: int = 1337
     """Decides the first weights, the order of the text and the dropout."""
     device: str = "auto"

@@ -18,6 +18,7 @@ import torch
 from configs import to_toml, visible
 from data.batches import Batches
 from data.corpus import Corpus
+from data.tokenizer import document_start
 from model import GPT, disk
 from model.checkpoint import (
     find_checkpoint,
@@ -45,6 +46,7 @@ class Run:
         self.directory = Path(config.train.out_dir)
         self.checkpoints, self.metrics = self.directory / "checkpoints", self.directory / "metrics.jsonl"
         self.state = {**dict.fromkeys(STATE), "step": 0, "train_seconds": 0.0}
+        self.base: Path | None = None  # the checkpoint that the weights of this session come from
         self.resumed_from: Path | None = None
         self.resumed_step: int | None = None
         self.evaluated: int | None = None  # the last step whose validation loss is known
@@ -64,6 +66,9 @@ class Run:
             for line in self.lines:
                 if "val_loss" in line and line["step"] == self.resumed_step:  # perhaps after this checkpoint
                     self.remember(line["val_loss"])
+            self.base = self.resumed_from
+        elif config.train.init_from:
+            self.base = find_checkpoint(Path(config.train.init_from))
         exists = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
         if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
             raise TrainError(f"cannot write to {self.directory}: {exists} is not a directory one may write to")
@@ -151,13 +156,18 @@ class Run:
         print(f"wandb is off, metrics.jsonl has everything: {type(error).__name__}: {error}")
 
     def restore(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Give them the state of the checkpoint that the run is resumed from, if it is."""
+        """Give them the state of the checkpoint that the run is resumed from, or weights that it is to begin with."""
+        if self.base:
+            weights = GPT.from_pretrained(self.base).state_dict()
+            name, T = "position_embedding.weight", model.config.context_length
+            if name in weights:
+                weights[name] = weights[name][:T]  # fewer positions may be wanted
+            model.load_state_dict(weights)
+            print(f"{'resumed' if self.resumed_from else 'weights'} from {self.base}")
         if self.resumed_from:
-            model.load_state_dict(GPT.from_pretrained(self.resumed_from).state_dict())
             load_optimizer_tensors(model, optimizer, self.resumed_from / "optimizer.safetensors")
             if scaling := read_json(self.resumed_from / "trainer.json")["scaler"]:  # empty if none was needed there
                 scaler.load_state_dict(scaling)
-            print(f"resumed from {self.resumed_from}")
 
     def log(self, **values: float) -> None:
         """One line of metrics for this step, to metrics.jsonl and wandb."""
@@ -217,10 +227,11 @@ class Run:
         step = state.pop("step")
         extra = {"scaler": scaler.state_dict(), "config": tables(self.config)}
         files, tensors = self.corpus.tokenizer_files, optimizer_tensors(model, optimizer)
-        end_of_text = self.corpus.tokenizer.eot_token
+        start, end = document_start(self.corpus.tokenizer)[-1], self.corpus.tokenizer.eot_token
+        trainer = {**state, **extra}
         try:
             disk.sync(self.metrics)
-            save_checkpoint(self.checkpoints, step, model, end_of_text, files, tensors, {**state, **extra}, self.about)
+            save_checkpoint(self.checkpoints, step, model, (start, end), files, tensors, trainer, self.about)
         except OSError as error:
             before = [directory.name for directory in step_directories(self.checkpoints)]
             kept = f"{before[0]} is untouched" if before else "there is no earlier one"
