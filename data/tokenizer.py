@@ -155,7 +155,10 @@ def save_tokenizer(tokenizer: tiktoken.Encoding, directory: Path) -> None:
         if token[:cut] in spelled and token[cut:] in spelled
     ]
     # In the vocabulary special tokens keep their ids; added to it they would get the next free ones.
-    copy = tokenizers.Tokenizer(models.BPE(spelled | tokenizer._special_tokens, merges, ignore_merges=True))
+    vocabulary = spelled | tokenizer._special_tokens
+    # What chars does not know would be left out there without a word, which flatters a model: it costs a token instead.
+    unknown = {"unk_token": END_OF_TEXT, "fuse_unk": True}
+    copy = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True, **unknown))
     copy.pre_tokenizer = split_into_bytes(tokenizer._pat_str)
     copy.decoder = decoders.ByteLevel()
     copy.add_special_tokens(sorted(tokenizer._special_tokens, key=tokenizer._special_tokens.get))

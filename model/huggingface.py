@@ -78,6 +78,7 @@ def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: in
     if c.family == "gpt2":
         return content | {
             "n_positions": c.context_length,
+            "n_ctx": c.context_length,  # the same, as llama.cpp asks for it
             "n_embd": c.n_embd,
             "n_layer": c.n_layer,
             "n_head": c.n_head,

@@ -81,6 +81,12 @@ def test_transformers_open_our_checkpoint(name: str, tmp_path: Path) -> None:
     assert difference(model.token_embedding.weight.grad, embeddings) < 1e-4
 
 
+def test_llama_cpp_finds_the_context_of_a_gpt2(tmp_path: Path) -> None:
+    """Its converter asks `transformers` for the name that published models have beside n_positions."""
+    config = transformers.AutoConfig.from_pretrained(save(make("gpt2"), tmp_path)).to_dict()
+    assert (config["n_ctx"], config["n_positions"]) == (T, T)
+
+
 @MODELS
 def test_greedy_text_is_theirs(name: str, tmp_path: Path) -> None:
     model, prompt = make(name), torch.randint(V, (2, 4))

@@ -55,6 +55,14 @@ def test_chars_names_the_character_it_does_not_know() -> None:
         encode(ALL["chars"], "the maß ñ")
 
 
+def test_elsewhere_an_unknown_character_counts(tmp_path: Path) -> None:
+    """Left out, it would cost a model nothing, and flatter it when other tools divide a loss by bytes."""
+    save_tokenizer(ALL["chars"], tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids, unknown = theirs.encode("the maß 🐈ñ🦙").ids, ALL["chars"].eot_token
+    assert ids == [*encode(ALL["chars"], "the ma"), unknown, *encode(ALL["chars"], " 🐈"), unknown, unknown]
+
+
 def test_half_a_character_is_named() -> None:
     with pytest.raises(DataError, match=r"lone surrogate U\+D800 at 4"):
         encode(ALL["bytes"], "half\ud800")
