@@ -1,6 +1,7 @@
 """Checkpoints: a directory without pickle, in the layout of a Hugging Face model, that is complete or not there at all.
 
 config.json  model.safetensors  tokenizer.json  tokenizer_config.json    the model, as `transformers` reads it
+README.md                                                                what it is, for people, who may edit it
 optimizer.safetensors  trainer.json                                      the rest of a training run
 manifest.json                            size and SHA-256 of each, and the certificate of causality; written last
 """
@@ -21,6 +22,7 @@ from model.huggingface import config_to_huggingface, tensors_to_huggingface
 
 FORMAT = 3
 MOST_JSON = 1 << 20  # bytes
+CARD = "README.md"
 STEP = re.compile(r"step-\d{8}")
 
 
@@ -29,15 +31,15 @@ def save_checkpoint(
     step: int,
     model: GPT,
     ends_of_text: tuple[int, int],
-    tokenizer_files: dict[str, bytes],
+    readable: dict[str, bytes],
     optimizer: dict[str, Tensor],
     trainer: dict,
     about: dict,
 ) -> Path:
     """Write parent/step-00000000 and return it once it is on the disk; an OSError leaves nothing behind.
 
-    `ends_of_text` are the ids that a text begins and ends with, `trainer` is what a resumed run needs, `about` what the
-    manifest says of the model: certificate and environment.
+    `ends_of_text` are the ids that a text begins and ends with, `readable` the tokenizer's files and the model card,
+    `trainer` is what a resumed run needs, `about` what the manifest says of the model: certificate and environment.
     """
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
     weights = tensors_to_huggingface(model.config, model.state_dict())
@@ -48,11 +50,12 @@ def save_checkpoint(
 
         def write(name: str, content: bytes) -> None:
             disk.write(temporary / name, content)
-            files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            if name != CARD:
+                files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
         write("config.json", to_json(config_to_huggingface(model.config, *ends_of_text)))
         write("model.safetensors", save(weights, metadata={"format": "pt"}))
-        for name, content in tokenizer_files.items():
+        for name, content in readable.items():
             write(name, content)
         write("optimizer.safetensors", save(optimizer))
         write("trainer.json", to_json({"step": step, **trainer}))
@@ -129,7 +132,7 @@ def verify(directory: Path) -> None:
         raise ModelError(f"{directory / 'manifest.json'} is damaged: its SHA-256 is not the one in it")
     if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
         raise ModelError(f"{directory / 'manifest.json'} does not say which files there are")
-    paths = {path.name: path for path in directory.iterdir() if path.name != "manifest.json"}
+    paths = {path.name: path for path in directory.iterdir() if path.name not in ("manifest.json", CARD)}
     paths = {name: path for name, path in paths.items() if name in files or not name.startswith(".")}  # .DS_Store
     for name in sorted(paths.keys() | files.keys()):  # a name from the manifest alone is never opened
         if name not in files:

@@ -21,12 +21,14 @@ from data.corpus import Corpus
 from data.tokenizer import document_start
 from model import GPT, disk
 from model.checkpoint import (
+    CARD,
     find_checkpoint,
     keep_newest,
     read_json,
     save_checkpoint,
     step_directories,
 )
+from training.card import model_card
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.optimizer import learning_rate_at, load_optimizer_tensors, optimizer_tensors
 
@@ -50,7 +52,8 @@ class Run:
         self.resumed_from: Path | None = None
         self.resumed_step: int | None = None
         self.evaluated: int | None = None  # the last step whose validation loss is known
-        self.lines: list[dict] = []  # the metrics of the steps so far
+        self.lines: list[dict] = []  # the metrics of the steps before this session
+        self.validations: dict[int, dict] = {}  # the lines that have a validation loss, by step
         self.found = step_directories(self.checkpoints)
         begun = bool(self.found)  # a run killed before its first checkpoint has not
         if begun and not config.resume:
@@ -63,6 +66,7 @@ class Run:
             self.state = self.read_state(self.resumed_from / "trainer.json")
             self.resumed_step = self.state["step"]
             self.lines = read_metrics(self.metrics, self.resumed_step)
+            self.validations = {line["step"]: line for line in self.lines if line.get("val_loss") is not None}
             for line in self.lines:
                 if "val_loss" in line and line["step"] == self.resumed_step:  # perhaps after this checkpoint
                     self.remember(line["val_loss"])
@@ -207,6 +211,7 @@ class Run:
         """Remember and log a validation loss; return it as a line to print."""
         step, seconds = self.state["step"], self.state["train_seconds"]
         self.remember(val_loss)
+        self.validations[step] = {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte}
         self.log(val_loss=val_loss, val_bits_per_byte=bits_per_byte, train_seconds=seconds)
         return f"step {step:7d} | val loss {val_loss:7.4f} | bits/byte {bits_per_byte:6.4f} | trained {seconds:8.1f} s"
 
@@ -226,7 +231,8 @@ class Run:
         state = dict(self.state)
         step = state.pop("step")
         extra = {"scaler": scaler.state_dict(), "config": tables(self.config)}
-        files, tensors = self.corpus.tokenizer_files, optimizer_tensors(model, optimizer)
+        card = model_card(self.config, model, self.corpus, self.state, self.validations, self.about)
+        files, tensors = {**self.corpus.tokenizer_files, CARD: card.encode()}, optimizer_tensors(model, optimizer)
         start, end = document_start(self.corpus.tokenizer)[-1], self.corpus.tokenizer.eot_token
         trainer = {**state, **extra}
         try:
