@@ -204,10 +204,13 @@ def train(config: Config) -> None:
                 run.log(train_loss=mean_loss, lr=lr, grad_norm=grad_norm.item(), **progress.speed(mean_loss))
                 log_spike()
 
-    run.finish()
     if run.evaluated != c.max_steps:
+        run.finish(Interrupted.exit_code)
         raise Interrupted(f"saved step {state['step']}; continue with: {run.command('train.py --resume')}")
-    print(f"\nA sample of what it writes:\n{visible(sample(model, corpus.tokenizer, prompt))}\n")
+    text = sample(model, corpus.tokenizer, prompt)
+    print(f"\nA sample of what it writes:\n{visible(text)}\n")
+    run.tracker.log_sample(state["step"], c.sample_prompt, text)
+    run.finish()
     print(f"Next, with the model in {run.directory}:")
     print(f'  {run.command("sample.py")} --prompt "..."')
     print(f"  {run.command('train.py --resume')} --train.max_steps {2 * c.max_steps}")

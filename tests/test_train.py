@@ -756,58 +756,6 @@ def test_a_second_signal_stops_at_once_but_not_a_double_one(monkeypatch: pytest.
             signal.signal(number, handler)
 
 
-class FakeWandb:
-    """What tril uses of wandb."""
-
-    def __init__(self) -> None:
-        self.calls, self.id = [], "abc"
-
-    def init(self, **options: object) -> "FakeWandb":
-        self.calls.append(options)
-        return self
-
-    def Settings(self, init_timeout: float) -> float:
-        return init_timeout
-
-    def define_metric(self, *names: str, step_metric: str) -> None:
-        assert step_metric == "step"
-
-    def log(self, record: dict) -> None:
-        self.calls.append(record)
-
-    def finish(self) -> None:
-        self.calls.append("finished")
-
-
-def test_wandb_gets_every_line_and_one_run_over_resumes(run, corpus_file, tmp_path, monkeypatch) -> None:
-    fake = FakeWandb()
-    monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
-    steps = {"train__max_steps": 4, "train__wandb": "offline"}
-    run(train, *tiny_run(corpus_file, tmp_path / "run", **steps))
-    run(train, "--resume", tmp_path / "run", "--train.max_steps", "6")
-    started = [call for call in fake.calls if "project" in call]
-    assert [call["id"] for call in started] == [None, "abc"]
-    assert {call["resume"] for call in started} == {"allow"}
-    assert started[0]["mode"] == "offline" and started[0]["dir"] == tmp_path / "run"
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [call for call in fake.calls if "step" in call] == lines
-    assert fake.calls.count("finished") == 2
-
-
-def test_wandb_that_dies_does_not_stop_the_training(run, corpus_file, tmp_path, monkeypatch) -> None:
-    fake = FakeWandb()
-    fake.log = lambda record: (_ for _ in ()).throw(ConnectionError("gone"))
-    monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
-    result = run(train, *tiny_run(corpus_file, tmp_path / "run", train__wandb="online"))
-    assert result.exit_code == 0 and result.out.count("wandb is off") == 1
-
-
-def test_wandb_that_fails_does_not_stop_the_training(run, corpus_file, tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    result = run(train, *tiny_run(corpus_file, tmp_path / "run", train__wandb="online"))
-    assert result.exit_code == 0 and "wandb is off" in result.out
-
-
 def test_a_bug_of_ours_keeps_its_traceback() -> None:
     def main() -> None:
         raise ZeroDivisionError

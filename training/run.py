@@ -31,6 +31,7 @@ from model.checkpoint import (
 from training.card import model_card
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.optimizer import learning_rate_at, load_optimizer_tensors, optimizer_tensors
+from training.tracking import Tracker
 
 STATE = {"step": int, "train_seconds": float, "val_loss": float | None}
 STATE |= {"best_val_loss": float | None, "best_step": int | None, "wandb_id": str | None, "fingerprint": str | None}
@@ -54,6 +55,7 @@ class Run:
         self.evaluated: int | None = None  # the last step whose validation loss is known
         self.lines: list[dict] = []  # the metrics of the steps before this session
         self.validations: dict[int, dict] = {}  # the lines that have a validation loss, by step
+        self.tracker = Tracker(config.train)
         self.found = step_directories(self.checkpoints)
         begun = bool(self.found)  # a run killed before its first checkpoint has not
         if begun and not config.resume:
@@ -129,35 +131,7 @@ class Run:
         disk.replace(self.metrics, "".join(map(to_line, self.lines)).encode())
         losses = (line.get("train_loss") for line in self.lines)
         self.recent_losses = deque((loss for loss in losses if loss is not None), maxlen=100)
-        self.wandb = self.start_wandb()
-
-    def start_wandb(self) -> Any:
-        """A wandb run, or None. It is imported only if wanted, and its failure never stops the training."""
-        if self.config.train.wandb == "disabled":
-            return None
-        try:
-            import wandb
-
-            run = wandb.init(
-                project="tril",
-                name=self.directory.name,
-                id=self.state["wandb_id"],
-                resume="allow",
-                dir=self.directory,
-                mode=self.config.train.wandb,
-                config=tables(self.config),
-                settings=wandb.Settings(init_timeout=15),  # seconds; the training waits for it
-            )
-            self.state["wandb_id"] = run.id
-            run.define_metric("*", step_metric="step")  # so that the x axis is the training step, also after a resume
-            return run
-        except Exception as error:
-            return self.without_wandb(error)
-
-    def without_wandb(self, error: Exception) -> None:
-        """Go on without wandb."""
-        self.wandb = None
-        print(f"wandb is off, metrics.jsonl has everything: {type(error).__name__}: {error}")
+        self.tracker.begin(self.directory, self.state, tables(self.config))
 
     def restore(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Give them the state of the checkpoint that the run is resumed from, or weights that it is to begin with."""
@@ -182,11 +156,7 @@ class Run:
 
     def write(self, record: dict) -> None:
         disk.append(self.metrics, to_line(record).encode())
-        if self.wandb:
-            try:
-                self.wandb.log(record)
-            except Exception as error:
-                self.without_wandb(error)
+        self.tracker.log(record)
 
     def log_spike(self, step: int, loss: float, batches: Batches) -> str:
         """Log the loss of a step, with the windows it was made of, if it stands out; return a line to print.
@@ -250,12 +220,15 @@ class Run:
         python = "python" if shutil.which("python") == sys.executable else os.path.relpath(sys.executable)
         return f"{python} {script} {shlex.quote(str(self.directory))}"
 
-    def finish(self) -> None:
-        """Let go of the run directory, and tell wandb, if it listens, that this session is over."""
+    def finish(self, exit_code: int = 0) -> None:
+        """Tell wandb, if it listens, how this session ended, and let go of the run directory."""
         disk.sync(self.metrics)
+        if self.config.train.wandb_checkpoints and exit_code == 0:
+            last, best = self.state["step"], self.state["best_step"]
+            for step in sorted({best or last, last}):
+                self.tracker.log_checkpoint(self.checkpoints / f"step-{step:08d}", *["best"] * (step == best))
+        self.tracker.finish(exit_code)
         os.close(self.lock)
-        if self.wandb:
-            self.wandb.finish()
 
 
 def tables(config: Any) -> dict[str, dict]:
