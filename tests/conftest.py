@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
-from model.checkpoint import sha256, with_own_hash
+from model.checkpoint import CARD, sha256, with_own_hash
 
 torch.set_num_threads(1)  # models this small gain nothing from two, and lose much where other work goes on
 
@@ -138,7 +138,7 @@ def sign(checkpoint: Path) -> None:
     manifest["files"] = {
         path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
         for path in checkpoint.iterdir()
-        if path.name != "manifest.json"
+        if path.name not in ("manifest.json", CARD)
     }
     manifest.pop("sha256")
     (checkpoint / "manifest.json").write_bytes(with_own_hash(manifest))
