@@ -84,7 +84,7 @@ def find_checkpoint(path: Path) -> Path:
     Raises ModelError if there is none.
     """
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.exists() and not path.parent.exists():
-        path = download(str(path))
+        return download(str(path))
     if (path / "config.json").is_file():
         verify(path)
         return path
