@@ -20,6 +20,7 @@ PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
 # too, so that the pieces of a document have the tokens of the whole.
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
+BATCH = 100  # rows of a table that are read at once
 TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # suffix -> builder of `datasets`
 
 Document = Iterator[str]
@@ -107,12 +108,13 @@ def rows(builder: str, text_column: str, first_shard: int, **options: object) ->
         table = datasets.load_dataset(builder, split="train", streaming=True, **options)
         for shard in range(first_shard, table.num_shards):
             where = paths[shard] if paths else builder
-            for number, row in enumerate(table.shard(table.num_shards, shard)):
-                text = row.get(text_column, 0)  # a null is an empty document, a column that is not there an error
-                if not isinstance(text, str | None):
-                    found = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
-                    raise DataError(f"row {number} of {where} has no text in column {text_column!r}; it has {found}")
-                yield shard, split(text or "")
+            for number, batch in enumerate(table.shard(table.num_shards, shard).iter(BATCH)):
+                for row, text in enumerate(batch.get(text_column, [0])):  # a null is an empty document
+                    if not isinstance(text, str | None):
+                        found = ", ".join(f"{name} ({type(values[row]).__name__})" for name, values in batch.items())
+                        place = f"row {number * BATCH + row} of {where}"
+                        raise DataError(f"{place} has no text in column {text_column!r}; it has {found}")
+                    yield shard, split(text or "")
     except DataError:
         raise
     except Exception as error:  # whatever a reader makes of a bad file or a missing network

@@ -134,7 +134,7 @@ def write_tokens(
 
     A document goes to validation by a hash of its beginning, so equal documents are never on both sides.
     """
-    lengths, start = token_lengths(tokenizer), np.array(document_start(tokenizer), dtype)
+    start = np.array(document_start(tokenizer), dtype)
     files = {split: open(directory / f"{split}.bin", "ab") for split in SPLITS}
     try:
         for split, file in files.items():
@@ -149,7 +149,7 @@ def write_tokens(
                 files[piece.split].write(ids.data)
                 progress.sizes[piece.split] += ids.nbytes
                 progress.shard, progress.number = piece.shard, piece.number
-                bar.update(int(lengths[ids].sum()))
+                bar.update(len(piece.text.encode()))
                 size = sum(progress.sizes.values())
                 if config.max_tokens and size >= config.max_tokens * dtype.itemsize:
                     break

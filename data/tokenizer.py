@@ -9,7 +9,6 @@ The last id of bytes, chars and bpe is `<|endoftext|>`, which starts every docum
 """
 
 import json
-import re
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
@@ -84,9 +83,6 @@ def encode(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
     """
     if getattr(tokenizer, "normal_form", None):
         text = unicodedata.normalize(tokenizer.normal_form, text)
-    half = re.search("[\ud800-\udfff]", text)  # of a broken file name or JSON escape; UTF-8 has no place for it
-    if half:
-        raise DataError(f"the text is not Unicode: it has a lone surrogate U+{ord(half[0]):04X} at {half.start()}")
     if tokenizer.name == "chars":
         unknown = set(text) - {token.decode() for token in tokenizer._mergeable_ranks}
         if unknown:
@@ -94,6 +90,9 @@ def encode(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
             raise DataError(f"the chars tokenizer never saw the character {character!r} (U+{ord(character):04X})")
     try:
         return tokenizer.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError as error:  # of a broken file name or JSON escape; UTF-8 has no place for it
+        half = f"a lone surrogate U+{ord(text[error.start]):04X} at {error.start}"
+        raise DataError(f"the text is not Unicode: it has {half}") from error
     except BaseException as error:  # the pattern of a stranger's tokenizer may make tiktoken panic
         if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
             raise
