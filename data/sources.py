@@ -11,6 +11,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -33,24 +34,35 @@ def documents(source: str, text_column: str = "text", first_shard: int = 0) -> I
     hf:NAME[:CONFIG][@REVISION]. Shards before `first_shard` are not read. Read each document before asking for the
     next. Raises DataError if the source does not exist or is not text.
     """
-    if source.startswith("hf:"):
-        parts = re.fullmatch(r"hf:([\w./-]+)(?::([^@]+))?(?:@(.+))?", source)
-        if not parts:
-            raise DataError(f"{source!r} does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
-        name, config, revision = parts.groups()
-        yield from rows(name, text_column, first_shard, name=config, revision=revision)
-        return
     start = 0
-    for suffix, paths in groupby(files(source), key=table_kind):
-        group = [str(path) for path in paths]
-        skipped = min(len(group), max(0, first_shard - start))
-        if suffix is None:
-            shards = enumerate(group[skipped:], start=skipped)
-            numbered = ((shard, read_text(Path(path))) for shard, path in shards)
+    for kind, group in groupby(hub_files(source) if source.startswith("hf:") else files(source), key=table_kind):
+        paths = [str(path) for path in group]
+        skipped = min(len(paths), max(0, first_shard - start))
+        if kind in (None, "parquet"):
+            read = read_text if kind is None else partial(read_parquet, text_column)
+            shards = ((shard, document) for shard in range(skipped, len(paths)) for document in read(paths[shard]))
         else:
-            numbered = rows(suffix, text_column, skipped, data_files=group) if skipped < len(group) else ()
-        yield from ((start + shard, document) for shard, document in numbered)
-        start += len(group)
+            shards = read_table(kind, text_column, paths, skipped) if skipped < len(paths) else ()
+        yield from ((start + shard, document) for shard, document in shards)
+        start += len(paths)
+
+
+def hub_files(source: str) -> list[str]:
+    """Where the files of a hub data set's training split are. Raises DataError if there are none that can be read."""
+    parts = re.fullmatch(r"hf:([\w./-]+)(?::([^@]+))?(?:@(.+))?", source)
+    if not parts:
+        raise DataError(f"{source!r} does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
+    import datasets  # slow to import
+
+    name, config, revision = parts.groups()
+    try:
+        found = datasets.load_dataset_builder(name, config, revision=revision).config.data_files["train"]
+    except Exception as error:  # whatever the network or the hub make of it
+        raise DataError(f"cannot read {name}: {type(error).__name__}: {error}".splitlines()[0]) from error
+    unknown = [path for path in found if table_kind(path) is None]
+    if unknown:
+        raise DataError(f"cannot read {name}: {unknown[0]} is neither JSON lines, Parquet nor CSV")
+    return found
 
 
 def files(source: str) -> list[Path]:
@@ -92,37 +104,68 @@ def signature(source: str) -> str:
     return digest.hexdigest()
 
 
-def table_kind(path: Path) -> str | None:
-    """The `datasets` builder that reads a file, None for plain text; compressed tables count too."""
-    return next((TABLES[suffix] for suffix in path.suffixes[-2:] if suffix in TABLES), None)
+def table_kind(path: str | Path) -> str | None:
+    """The kind of table that a file is, None for plain text; compressed tables count too."""
+    return next((TABLES[suffix] for suffix in Path(path).suffixes[-2:] if suffix in TABLES), None)
 
 
-def rows(builder: str, text_column: str, first_shard: int, **options: object) -> Iterator[tuple[int, Document]]:
-    """The text column of tables or a hub data set, one document a row, streamed by `datasets`."""
-    import datasets  # slow to import, and only tables need it
+def read_parquet(text_column: str, path: str) -> Iterator[Document]:
+    """The text column of a Parquet file, here or on the hub, one document a row.
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, once
-    paths = options.get("data_files", [])
-    where = paths[0] if paths else builder
+    By `pyarrow` itself: through `datasets` it decodes the whole file into memory, however slowly that is used.
+    """
+    import fsspec  # slow to import, as the next one
+    import pyarrow.parquet
+
     try:
-        table = datasets.load_dataset(builder, split="train", streaming=True, **options)
-        for shard in range(first_shard, table.num_shards):
-            where = paths[shard] if paths else builder
-            for number, batch in enumerate(table.shard(table.num_shards, shard).iter(BATCH)):
-                for row, text in enumerate(batch.get(text_column, [0])):  # a null is an empty document
-                    if not isinstance(text, str | None):
-                        found = ", ".join(f"{name} ({type(values[row]).__name__})" for name, values in batch.items())
-                        place = f"row {number * BATCH + row} of {where}"
-                        raise DataError(f"{place} has no text in column {text_column!r}; it has {found}")
-                    yield shard, split(text or "")
+        with fsspec.open(path, "rb") as file:
+            table = pyarrow.parquet.ParquetFile(file)
+            if text_column not in table.schema_arrow.names:
+                found = ", ".join(f"{field.name} ({field.type})" for field in table.schema_arrow)
+                raise DataError(f"{path} has no column {text_column!r}; it has {found}")
+            for number, batch in enumerate(table.iter_batches(BATCH, columns=[text_column])):
+                yield from checked(batch.column(0).to_pylist(), number, f"{path}, column {text_column!r}")
     except DataError:
         raise
     except Exception as error:  # whatever a reader makes of a bad file or a missing network
-        raise DataError(f"cannot read {where}: {type(error).__name__}: {error}".splitlines()[0]) from error
+        raise DataError(f"cannot read {path}: {type(error).__name__}: {error}".splitlines()[0]) from error
 
 
-def read_text(path: Path) -> Document:
-    """A UTF-8 file in pieces. Raises DataError naming the byte that is not UTF-8."""
+def read_table(kind: str, text_column: str, paths: list[str], first_shard: int) -> Iterator[tuple[int, Document]]:
+    """The text column of other tables, one document a row, streamed by `datasets`."""
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, once
+    shard = first_shard
+    try:
+        table = datasets.load_dataset(kind, split="train", streaming=True, data_files=paths)
+        for shard in range(first_shard, len(paths)):
+            for number, batch in enumerate(table.shard(len(paths), shard).iter(BATCH)):
+                if text_column not in batch:
+                    found = ", ".join(f"{name} ({type(values[0]).__name__})" for name, values in batch.items())
+                    raise DataError(f"{paths[shard]} has no column {text_column!r}; it has {found}")
+                texts = checked(batch[text_column], number, f"{paths[shard]}, column {text_column!r}")
+                yield from ((shard, text) for text in texts)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"cannot read {paths[shard]}: {type(error).__name__}: {error}".splitlines()[0]) from error
+
+
+def checked(texts: list, number: int, where: str) -> Iterator[Document]:
+    """A batch of rows as documents; a null is an empty one."""
+    for row, text in enumerate(texts):
+        if not isinstance(text, str | None):
+            raise DataError(f"{where}, row {number * BATCH + row} is no text, but {type(text).__name__}")
+        yield split(text or "")
+
+
+def read_text(path: str) -> Iterator[Document]:
+    """A UTF-8 file, which is one document. Raises DataError naming the byte that is not UTF-8."""
+    yield pieces_of(path)
+
+
+def pieces_of(path: str) -> Document:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     offset, rest = 0, ""
     with open(path, "rb") as file:

@@ -78,8 +78,11 @@ def test_folder_glob_and_tables(tmp_path: Path) -> None:
     table.to_json(tmp_path / "t.jsonl", orient="records", lines=True)
     for name in ("t.parquet", "t.csv", "t.jsonl"):
         assert documents_of(make(name, text_column="body")) == ["one", "three\nlines"], name
-    with pytest.raises(DataError, match="row 0 of .*t.jsonl has no text in column 'text'; it has body .str., n .int."):
-        make("t.jsonl")
+    for name, types in (("t.jsonl", "body .str., n .int."), ("t.parquet", "body .*string., n .int64.")):
+        with pytest.raises(DataError, match=f"{name} has no column 'text'; it has {types}"):
+            make(name)
+        with pytest.raises(DataError, match=f"{name}, column 'n', row 0 is no text, but int"):
+            make(name, text_column="n")
 
 
 @pytest.mark.parametrize(
@@ -91,19 +94,46 @@ def test_folder_glob_and_tables(tmp_path: Path) -> None:
         ("hf:some@abc", None, "abc"),
     ],
 )
-def test_hub_data_sets_are_streamed(
-    source: str, name: str | None, revision: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_hub_data_sets_are_read_where_they_are(
+    source: str, name: str | None, revision: str | None, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
 
-    rows = datasets.Dataset.from_list([{"text": f"document {i} of the hub"} for i in range(50)])
+    texts = [f"document {i} of the hub" for i in range(250)]
+    urls = [f"file://{tmp_path}/{shard}.{suffix}" for shard in range(3)]
+    for shard, url in enumerate(urls):
+        rows = datasets.Dataset.from_dict({"text": texts[shard::3], "id": range(len(texts[shard::3]))})
+        (rows.to_parquet if suffix == "parquet" else rows.to_json)(url.removeprefix("file://"))
 
-    def load_dataset(path: str, **options: object) -> datasets.IterableDataset:
-        assert path in source and options == {"name": name, "revision": revision, "split": "train", "streaming": True}
-        return rows.to_iterable_dataset(num_shards=3)
+    def load_dataset_builder(path: str, config: str | None, revision: str | None) -> SimpleNamespace:
+        assert path in source and (config, revision) == (name, asked)
+        return SimpleNamespace(config=SimpleNamespace(data_files={"train": urls}))
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert sorted(documents_of(make(source))) == sorted(row["text"] for row in rows)
+    asked = revision
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    found = [(shard, "".join(document)) for shard, document in sources.documents(source)]
+    assert found == [(shard, text) for shard in range(3) for text in texts[shard::3]]
+    assert sorted(documents_of(make(source))) == sorted(texts)
+
+
+def test_what_the_hub_would_answer_is_understood(tmp_path: Path) -> None:
+    """A directory is to `datasets` what a repository of the hub is: one with a card that names its configurations."""
+    import datasets
+
+    for name in ("first", "second"):
+        rows = datasets.Dataset.from_dict({"text": [name]})
+        rows.to_parquet(tmp_path / "set" / name / "train-0.parquet")
+        rows.to_parquet(tmp_path / "set" / name / "test-0.parquet")
+    lines = [
+        f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/train-*"
+        for name in ("first", "second")
+    ]
+    (tmp_path / "set" / "README.md").write_text("---\nconfigs:\n" + "\n".join(lines) + "\n---\n")
+    (found,) = sources.hub_files(f"hf:{tmp_path}/set:second")
+    assert str(found).endswith("second/train-0.parquet")
+    with pytest.raises(DataError, match="cannot read .*/set: ValueError: Config name is missing"):
+        make(f"hf:{tmp_path}/set")
 
 
 @pytest.mark.parametrize("source", ["hf:", "hf:@main", "hf:a b"])
@@ -115,10 +145,10 @@ def test_a_name_that_is_none_is_refused(source: str) -> None:
 def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def load_dataset(path: str, **options: object) -> list[dict]:
+    def load_dataset_builder(*arguments: object, **options: object) -> None:
         raise ConnectionError("no network\nand many more lines")
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     with pytest.raises(DataError, match="^cannot read owner/some: ConnectionError: no network$"):
         make("hf:owner/some")
 
@@ -152,7 +182,7 @@ def test_long_texts_are_cut_where_tokens_are_cut_anyway(tmp_path: Path, monkeypa
     whole = encode(tokenizer, TEXT).tolist()
     monkeypatch.setattr(sources, "PIECE", 512)
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
-    pieces = list(sources.read_text(tmp_path / "a.txt"))
+    pieces = list(sources.pieces_of(tmp_path / "a.txt"))
     assert len(pieces) > 10 and max(map(len, pieces)) <= 2 * 512
     assert "".join(pieces) == TEXT
     assert [token for piece in pieces for token in encode(tokenizer, piece).tolist()] == whole
@@ -161,7 +191,7 @@ def test_long_texts_are_cut_where_tokens_are_cut_anyway(tmp_path: Path, monkeypa
 def test_one_long_line_without_spaces_is_cut_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PIECE", 64)
     (tmp_path / "a.txt").write_text("猫" * 1000, encoding="utf-8")
-    pieces = list(sources.read_text(tmp_path / "a.txt"))
+    pieces = list(sources.pieces_of(tmp_path / "a.txt"))
     assert "".join(pieces) == "猫" * 1000 and max(map(len, pieces)) <= 64
 
 
