@@ -211,6 +211,8 @@ def train(config: Config) -> None:
     print(f"\nA sample of what it writes:\n{visible(text)}\n")
     run.tracker.log_sample(state["step"], c.sample_prompt, text)
     run.finish()
+    if state["best_step"] not in (None, step):
+        print(f"The best validation loss, {state['best_val_loss']:.4f}, was that of step {state['best_step']}.")
     print(f"Next, with the model in {run.directory}:")
     print(f'  {run.command("sample.py")} --prompt "..."')
     print(f"  {run.command('train.py --resume')} --train.max_steps {2 * c.max_steps}")

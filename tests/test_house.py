@@ -82,10 +82,12 @@ def test_readme_commands_exist(command: str) -> None:
         assert (ROOT / Path(*words[2].split("."))).with_suffix(".py").is_file()
     elif words[0] == "wandb":
         assert words[1:] == ["sync", "out/quickstart/wandb/offline-run-*"]  # as test_tracking finds them
-    elif words[:1] == ["python"]:
+    elif words[0] == "lm_eval":
+        assert (ROOT / words[-1] / f"{words[words.index('--tasks') + 1]}.yaml").is_file()
+    elif words[:1] == ["python"] and words[1] != "-c":
         assert (ROOT / words[1]).is_file()
     else:
-        assert words[0] in {"git", "cd", "pip", "python3", "source", "."}, command
+        assert words[0] in {"git", "cd", "pip", "python", "python3", "source", ".", "hf"}, command
 
 
 def test_readme_tree_names_what_is_there() -> None:
