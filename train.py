@@ -37,7 +37,7 @@ from training.certificate import certify
 from training.config import TrainConfig
 from training.device import advice_if_out_of_memory, autocast, choose_device, environment
 from training.finetune import check_shape, config_of, find_shape, with_context
-from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_learning_rate, where_it_broke
+from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule, where_it_broke
 from training.progress import Interrupt, Interrupted, Outliving, Progress, WorstLoss
 from training.run import Run
 from training.verify import verify_resume
@@ -183,7 +183,7 @@ def train(config: Config) -> None:
                 break
 
             # One step: the mean loss over all tokens of grad_accum_steps micro-batches, then one update.
-            set_learning_rate(optimizer, learning_rate_at(step, c))
+            set_schedule(optimizer, step, c)
             train_loss = torch.zeros((), device=device)
             for micro_batch in range(c.grad_accum_steps):
                 loss = micro_batch_loss(loss_fn, step, micro_batch)
@@ -200,7 +200,7 @@ def train(config: Config) -> None:
 
             if state["step"] % c.log_every == 0 or state["step"] == c.max_steps:
                 guard.check()  # reads the device, as .item() does: not in every step
-                mean_loss, lr = train_loss.item(), optimizer.param_groups[0]["lr"]
+                mean_loss, lr = train_loss.item(), learning_rate_at(step, c)
                 run.log(train_loss=mean_loss, lr=lr, grad_norm=grad_norm.item(), **progress.speed(mean_loss))
                 log_spike()
 

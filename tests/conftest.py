@@ -96,6 +96,7 @@ def tiny_run(corpus: Path, out: Path, **changes: object) -> list[str]:
         "data.tokenizer": "bytes",
         "train.out_dir": out,
         "train.device": "cpu",
+        "train.dtype": "float32",  # the same on every CPU
         "train.batch_size": 3,
         "train.grad_accum_steps": 2,
         "train.max_steps": 12,

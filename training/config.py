@@ -42,8 +42,8 @@ class TrainConfig:
     max_steps: int = 2000
     """Optimizer updates in the run."""
 
-    optimizer: Literal["adamw"] = "adamw"
-    """AdamW (Loshchilov and Hutter 2019)."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW (Loshchilov and Hutter 2019), or Muon (Jordan et al. 2024) for the matrices inside the blocks."""
     learning_rate: float = 6e-4
     """Peak of the learning rate."""
     warmup_steps: int = 100

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from model import GPT
 from model.load import load_tensors
 from training.config import TrainConfig
+from training.muon import Muon, momentum_at
+
+HEAD_SHARE = 1 / 3  # of Muon's learning rate, for the head under AdamW; found by trying, and flat around it
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -19,17 +22,26 @@ class NonFiniteLoss(ArithmeticError):
     exit_code = 3
 
 
-OPTIMIZERS = {"adamw": torch.optim.AdamW}
-
-
 def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of a run, fused into one kernel. Matrices decay, vectors (biases, norms) do not."""
-    parameters = list(model.parameters())
+    """The optimizer of a run. Matrices decay, vectors (biases, norms) do not.
+
+    A group's "lr_share" is its part of the learning rate.
+    """
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = {"params": [parameter for parameter in model.parameters() if parameter.dim() < 2], "weight_decay": 0.0}
+    options = {"lr": config.learning_rate, "betas": (0.9, config.beta2)}
+    if config.optimizer == "adamw":
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, vectors]
+        return torch.optim.AdamW(groups, fused=True, **options)
+    embedding, head = model.token_embedding.weight, model.lm_head.weight
+    inside = [parameter for parameter in model.blocks.parameters() if parameter.dim() >= 2]
+    inside_or_head = {id(parameter) for parameter in (*inside, head)} - {id(embedding)}
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in matrices if id(p) not in inside_or_head], "weight_decay": 0.0, "lr_share": 1.0},
+        {"params": [head] * (head is not embedding), "weight_decay": 0.0, "lr_share": HEAD_SHARE},
+        vectors | {"lr_share": HEAD_SHARE},
     ]
-    return OPTIMIZERS[config.optimizer](groups, lr=config.learning_rate, betas=(0.9, config.beta2), fused=True)
+    return Muon(inside, groups, weight_decay=config.weight_decay, **options)
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
@@ -44,9 +56,12 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     return config.learning_rate * (final + (1 - final) * min(1.0, max(0.0, left)))
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> None:
+    """Give every group what it has at this step: its share of the learning rate, and Muon its momentum."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate_at(step, config) * group.get("lr_share", 1.0)
+        if "momentum" in group:
+            group["momentum"] = momentum_at(step)
 
 
 def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -60,16 +75,21 @@ def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str,
 
 def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, path: Path) -> None:
     """The inverse of `optimizer_tensors`, from a file. Raises ModelError if it holds something else."""
-    keys = {"step": False, "exp_avg": True, "exp_avg_sq": True}  # whether they have the shape of the parameter
-    shapes = {
-        f"{name}.{key}": tuple(parameter.shape) if alike else ()
-        for name, parameter in model.named_parameters()
-        for key, alike in keys.items()
-    }
-    tensors = load_tensors(path, shapes)
+    shapes = {}
     for name, parameter in model.named_parameters():
-        for key in keys:
-            optimizer.state[parameter][key] = tensors[f"{name}.{key}"].to(parameter)
+        if "momentum" in optimizer.state[parameter]:
+            shapes[f"{name}.momentum"] = tuple(parameter.shape)
+        else:
+            shapes[f"{name}.step"] = ()
+            shapes |= dict.fromkeys((f"{name}.exp_avg", f"{name}.exp_avg_sq"), tuple(parameter.shape))
+    tensors, parameters = load_tensors(path, shapes), dict(model.named_parameters())
+    for name, tensor in tensors.items():
+        name, _, key = name.rpartition(".")
+        state = optimizer.state[parameters[name]]
+        if key in state:
+            state[key].copy_(tensor)  # Muon's are views of a stack
+        else:
+            state[key] = tensor.to(parameters[name])
 
 
 class FiniteGuard:

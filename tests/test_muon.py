@@ -1,0 +1,118 @@
+"""Muon: its update is orthogonal, equals a plain loop over matrices, and stops, resumes and scales like AdamW's."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train
+from model import GPT, GPTConfig
+from model.families import FAMILIES
+from tests.conftest import same_bits, tiny_run, weights
+from training.config import TrainConfig
+from training.muon import A, B, C, momentum_at, orthogonalize
+from training.optimizer import make_optimizer, set_schedule
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 3), st.integers(2, 23), st.integers(2, 23), st.integers(0, 2**32))
+def test_an_update_is_nearly_orthogonal_and_keeps_its_directions(n: int, rows: int, columns: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    u, _ = torch.linalg.qr(torch.randn(n, rows, rows, dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(n, columns, columns, dtype=torch.float64))
+    r = min(rows, columns)
+    sizes = torch.rand(n, r, dtype=torch.float64) + 0.1  # of very different directions
+    made = orthogonalize(u[..., :r] @ sizes.diag_embed() @ v[..., :r].mT * 7)
+    inside = u[..., :r].mT @ made @ v[..., :r]
+    diagonal = inside.diagonal(dim1=-2, dim2=-1)
+    assert (inside - diagonal.diag_embed()).abs().max() < 1e-9  # the same directions
+    assert 0.6 < diagonal.min() and diagonal.max() < 1.3  # now of one size
+
+
+def test_a_stack_is_as_its_matrices() -> None:
+    stack = torch.randn(5, 7, 3)
+    torch.testing.assert_close(orthogonalize(stack), torch.stack([orthogonalize(matrix) for matrix in stack]))
+
+
+def make(family: str = "nanochat", **changes: object) -> tuple[GPT, TrainConfig]:
+    model = GPT(GPTConfig(family=family, n_layer=3, n_head=5, n_embd=30, context_length=11, vocab_size=17))
+    return model, TrainConfig(optimizer="muon", **{"learning_rate": 0.02, "warmup_steps": 2, **changes})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_one_optimizer(family: str) -> None:
+    model, config = make(family)
+    optimizer = make_optimizer(model, config)
+    grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert len(grouped) == len({id(parameter) for parameter in grouped}) == len(list(model.parameters()))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_muon = {names[id(p)] for group in optimizer.param_groups if "momentum" in group for p in group["params"]}
+    assert by_muon == {name for name, p in model.named_parameters() if name.startswith("blocks") and p.dim() == 2}
+
+
+def plain_step(parameter: torch.Tensor, momentum: torch.Tensor, rate: float, beta: float, decay: float) -> None:
+    """One matrix at a time, as Jordan et al. write it, in float64."""
+    momentum.mul_(beta).add_(parameter.grad.double(), alpha=1 - beta)
+    x = (parameter.grad.double() * (1 - beta) + momentum * beta).clone()
+    tall = x.size(0) > x.size(1)
+    x = x.T if tall else x
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = A * x + B * gram @ x + C * gram @ gram @ x
+    x = x.T if tall else x
+    parameter.mul_(1 - rate * decay).sub_(rate * max(1, x.size(0) / x.size(1)) ** 0.5 * x)
+
+
+@torch.no_grad()
+def test_a_step_is_that_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.muon.precision", lambda device: torch.float32)
+    model, config = make(weight_decay=0.3)
+    optimizer = make_optimizer(model, config)
+    matrices = {name: p for name, p in model.named_parameters() if "momentum" in optimizer.state[p]}
+    copies = {name: p.detach().double().clone() for name, p in matrices.items()}
+    momenta = {name: torch.zeros_like(copy) for name, copy in copies.items()}
+    for step in range(4):
+        set_schedule(optimizer, step, config)
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.randn_like(parameter)
+            if name in copies:
+                rate = config.learning_rate * min(1, (step + 1) / 2)
+                copies[name].grad = parameter.grad.double()
+                plain_step(copies[name], momenta[name], rate, 0.85 + 0.1 * step / 300, 0.3)
+        optimizer.step()
+    for name, copy in copies.items():
+        torch.testing.assert_close(matrices[name].double(), copy, rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_moves_after_a_number_that_is_not_finite() -> None:
+    model, config = make()
+    optimizer = make_optimizer(model, config)
+    optimizer.found_inf = torch.zeros(())
+    for bad in (0.0, 1.0, 1.0):
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        momenta = [momentum.clone() for momentum in optimizer.momenta]
+        optimizer.found_inf.fill_(bad)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan) if bad else torch.randn_like(parameter)
+        optimizer.step()
+        moved = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
+        assert bool(moved) == (not bad)
+        assert all(map(torch.equal, momenta, optimizer.momenta)) == bool(bad)
+
+
+def test_the_momentum_grows() -> None:
+    assert [momentum_at(step) for step in (0, 150, 300, 9999)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
+
+
+@pytest.mark.parametrize("family, dtype", [("nanochat", "float32"), ("gpt2", "bfloat16"), ("llama", "float16")])
+def test_a_run_with_muon_learns_and_resumes_to_the_same_bits(run, family, dtype, corpus_file, tmp_path) -> None:
+    options = {"train__optimizer": "muon", "model__family": family, "train__dtype": dtype, "train__learning_rate": 0.02}
+    options |= {"model__n_embd": 18, "train__schedule": "wsd", "train__decay_fraction": 0.0}
+    result = run(train, *tiny_run(corpus_file, tmp_path / "whole", **options))
+    assert result.exit_code == 0, result.err
+    assert run(train, *tiny_run(corpus_file, tmp_path / "parts", **options, train__max_steps=5)).exit_code == 0
+    assert run(train, "--resume", tmp_path / "parts", "--train.max_steps", 12).exit_code == 0
+    assert same_bits(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    optimizers = [tmp_path / name / "checkpoints/step-00000012/optimizer.safetensors" for name in ("whole", "parts")]
+    assert optimizers[0].read_bytes() == optimizers[1].read_bytes()

@@ -1,0 +1,80 @@
+"""Muon: an update whose directions are all of the same size (Jordan et al. 2024), for the matrices inside the blocks.
+
+The momentum of a matrix is dominated by a few directions. Muon replaces it by the nearest orthogonal matrix, so that
+rare directions are learned as fast. Embeddings, head and vectors are no such matrices, and have AdamW.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+# Of the polynomial a x + b x^3 + c x^5, which, applied five times over, takes the singular values between 0.01 and 1 to
+# between 0.7 and 1.2: that is near enough to 1 (Jordan et al. 2024).
+A, B, C = 3.4445, -4.7750, 2.0315
+FIRST_MOMENTUM, LAST_MOMENTUM, MOMENTUM_STEPS = 0.85, 0.95, 300
+
+
+def momentum_at(step: int) -> float:
+    """The momentum of a step: at first there is little to remember."""
+    return FIRST_MOMENTUM + (LAST_MOMENTUM - FIRST_MOMENTUM) * min(1.0, step / MOMENTUM_STEPS)
+
+
+def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Nearly the nearest orthogonal matrices, (..., rows, columns), by a Newton-Schulz iteration in that precision."""
+    x = matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices  # the products are of the shorter side
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        square = x @ x.mT
+        x = A * x + (B * square + C * square @ square) @ x
+    return x.mT if matrices.size(-2) > matrices.size(-1) else x
+
+
+def precision(device: torch.device) -> torch.dtype:
+    """What these products are made in: bfloat16 is enough, where it is fast."""
+    fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for some matrices, in stacks of equal shape, and fused AdamW for all other parameters.
+
+    Like fused AdamW, it makes no update while `found_inf` is not zero, and asks no device for that.
+    """
+
+    def __init__(
+        self, matrices: list[nn.Parameter], groups: list[dict], lr: float, weight_decay: float, **options: object
+    ):
+        super().__init__(groups, lr=lr, fused=True, **options)
+        by_shape = defaultdict(list)
+        for matrix in matrices:
+            by_shape[matrix.shape].append(matrix)
+        self.adamw_groups = list(self.param_groups)
+        self.momenta = []
+        for shape, alike in by_shape.items():
+            self.add_param_group({"params": alike, "weight_decay": weight_decay, "momentum": FIRST_MOMENTUM})
+            self.momenta.append(alike[0].new_zeros(len(alike), *shape))
+            for parameter, momentum in zip(alike, self.momenta[-1], strict=True):
+                self.state[parameter]["momentum"] = momentum  # a view of the stack
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One update of everything."""
+        all_groups, self.param_groups = self.param_groups, self.adamw_groups
+        try:
+            super().step(closure)
+        finally:
+            self.param_groups = all_groups
+        found_inf = getattr(self, "found_inf", None)
+        for group, momentum in zip(self.param_groups[len(self.adamw_groups) :], self.momenta, strict=True):
+            parameters, rate, rows_per_column = group["params"], group["lr"], momentum.size(-2) / momentum.size(-1)
+            going = torch.ones((), device=momentum.device) if found_inf is None else (found_inf == 0).float()
+            gradient = torch.stack([parameter.grad for parameter in parameters])
+            gradient = gradient.where(going > 0, momentum)
+            momentum.lerp_(gradient, 1 - group["momentum"])  # where nothing goes on, of itself and itself
+            ahead = gradient.lerp(momentum, group["momentum"])  # (Nesterov 1983)
+            update = orthogonalize(ahead.to(precision(momentum.device))).to(momentum.dtype)
+            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * going)
+            # So that outputs change alike, whatever the shape (Bernstein 2025).
+            torch._foreach_add_(parameters, list(update * (-rate * max(1, rows_per_column) ** 0.5 * going)))
