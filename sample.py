@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from configs import parse, run_script, visible
 from data import DataError
-from data.tokenizer import START_OF_TEXT, encode, load_tokenizer, token_bytes
+from data.tokenizer import encode, load_tokenizer, token_bytes
 from model import GPT, ModelError
 from model.checkpoint import find_checkpoint, read_certificate
 from model.sampling import stream
@@ -126,7 +126,7 @@ def main() -> None:
     if tokenizer.n_vocab > model.config.vocab_size:
         raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model {model.config.vocab_size}")
 
-    start = tokenizer._special_tokens.get(START_OF_TEXT)
+    start = tokenizer.start_of_text
     ids = [] if start is None else [start]
     ids = ids + encode(tokenizer, prompt).tolist() or [tokenizer.eot_token]
     T = model.config.context_length

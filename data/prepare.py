@@ -13,14 +13,14 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data import DataError, sources
 from data.corpus import Corpus, open_corpus
 from data.tokenise import PROGRESS, write_corpus
-from data.tokenizer import FILES
+from data.tokenizer import FILES, load_tokenizer
 
 FORMAT = 2
 CORPUS_FILES = {"train.bin", "val.bin", "meta.json", PROGRESS, f"{PROGRESS}.tmp", *FILES}
@@ -64,7 +64,8 @@ def prepare(
     if config.tokenizer == "model":
         if model is None:
             raise DataError("the tokenizer 'model' is that of train.init_from, which is not given")
-        recipe["vocabulary"] = hashlib.sha256((model / FILES[0]).read_bytes()).hexdigest()
+        load_tokenizer(model)  # raises DataError now, with the model's name
+        recipe["vocabulary"] = digest([(model / name).read_bytes() for name in FILES])
     if (Path(config.source) / "meta.json").is_file() and (Path(config.source) / "train.bin").is_file():
         return open_source(config, recipe)
     directory = out or default_directory(config, recipe)
@@ -105,12 +106,17 @@ def open_source(config: DataConfig, recipe: dict) -> Corpus:
     corpus = open_corpus(Path(config.source))
     same = corpus.meta["tokenizer"] == config.tokenizer
     if recipe["vocabulary"]:
-        same = hashlib.sha256(corpus.tokenizer_files[FILES[0]]).hexdigest() == recipe["vocabulary"]
+        same = digest([corpus.tokenizer_files[name] for name in FILES]) == recipe["vocabulary"]
     if not same:
         raise DataError(
             f"{config.source} was prepared with --data.tokenizer {corpus.meta['tokenizer']}, not {config.tokenizer}"
         )
     return corpus
+
+
+def digest(files: list[bytes]) -> str:
+    """Of the files of a tokenizer."""
+    return hashlib.sha256(b"\0".join(files)).hexdigest()
 
 
 def look(directory: Path, recipe: dict) -> tuple[str, Corpus | None]:
@@ -151,10 +157,11 @@ def alone_in(directory: Path) -> Iterator[None]:
 def take(directory: Path) -> int:
     """Make a directory for this process alone, or wait until another process has finished with it; returns its lock."""
     while True:
-        try:
+        with suppress(FileExistsError):  # another process finishes with it at this moment
             directory.mkdir(parents=True, exist_ok=True)
+        try:
             lock = os.open(directory, os.O_RDONLY)
-        except (FileExistsError, FileNotFoundError):  # another process has finished with it between two of these
+        except FileNotFoundError:  # or at this one
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,9 +184,9 @@ def holds(lock: int, directory: Path) -> bool:
 def default_directory(config: DataConfig, recipe: dict) -> Path:
     """A readable name, and a digest so that different recipes do not share a directory."""
     source = config.source if config.source.startswith("hf:") else os.path.abspath(config.source)
-    digest = hashlib.sha256(repr((source, config, recipe["vocabulary"])).encode()).hexdigest()[:8]
+    short = hashlib.sha256(repr((source, config, recipe["vocabulary"])).encode()).hexdigest()[:8]
     stem = Path(config.source.removeprefix("hf:")).stem.replace("*", "all")
-    return PREPARED / f"{re.sub(r'[^A-Za-z0-9]+', '-', f'{stem}-{config.tokenizer}').strip('-').lower()}-{digest}"
+    return PREPARED / f"{re.sub(r'[^A-Za-z0-9]+', '-', f'{stem}-{config.tokenizer}').strip('-').lower()}-{short}"
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from data import DataError
 
@@ -27,42 +27,71 @@ TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv
 Document = Iterator[str]
 
 
-def documents(source: str, text_column: str = "text", first_shard: int = 0) -> Iterator[tuple[int, Document]]:
-    """The documents of a source, in a fixed order, each with the number of its shard: the file that it is in.
+class Shard(NamedTuple):
+    """A part of a source that can be read alone."""
+
+    name: str
+    stamp: str  # another one if the content is
+    read: Callable[[], Iterator[Document]]
+
+
+def documents(shards: list[Shard], first: int = 0) -> Iterator[tuple[int, Document]]:
+    """The documents of the shards from the first on, each with the number of its shard.
+
+    Read each document before asking for the next. Raises DataError for what is not text.
+    """
+    for number in range(first, len(shards)):
+        yield from ((number, document) for document in shards[number].read())
+
+
+def find_shards(source: str, text_column: str = "text") -> list[Shard]:
+    """The parts of a source, in a fixed order: its files, or those of a hub data set.
 
     source: "stdlib"; a file, folder or glob of text or tables (JSON lines, Parquet, CSV); or a hub data set, as in
-    hf:NAME[:CONFIG][@REVISION]. Shards before `first_shard` are not read. Read each document before asking for the
-    next. Raises DataError if the source does not exist or is not text.
+    hf:NAME[:CONFIG][@REVISION]. Raises DataError if there is nothing of this name.
     """
-    start = 0
-    for kind, group in groupby(hub_files(source) if source.startswith("hf:") else files(source), key=table_kind):
-        paths = [str(path) for path in group]
-        skipped = min(len(paths), max(0, first_shard - start))
-        if kind in (None, "parquet"):
-            read = read_text if kind is None else partial(read_parquet, text_column)
-            shards = ((shard, document) for shard in range(skipped, len(paths)) for document in read(paths[shard]))
+    if source.startswith("hf:"):
+        return hub_shards(source, text_column)
+    shards = []
+    for file in files(source):
+        path, kind = str(file), table_kind(file)
+        if kind is None:
+            read = partial(read_text, path)
+        elif path.endswith(".parquet"):
+            read = partial(read_parquet, text_column, path)
         else:
-            shards = read_table(kind, text_column, paths, skipped) if skipped < len(paths) else ()
-        yield from ((start + shard, document) for shard, document in shards)
-        start += len(paths)
+            read = partial(read_table, text_column, kind, path)
+        shards += [Shard(path, stamp(file), read)]
+    return shards
 
 
-def hub_files(source: str) -> list[str]:
-    """Where the files of a hub data set's training split are. Raises DataError if there are none that can be read."""
+def hub_shards(source: str, text_column: str) -> list[Shard]:
+    """The files of a hub data set's training split, where they are; no Parquet is read as its card says."""
     parts = re.fullmatch(r"hf:([\w./-]+)(?::([^@]+))?(?:@(.+))?", source)
     if not parts:
         raise DataError(f"{source!r} does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
     import datasets  # slow to import
 
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, once
     name, config, revision = parts.groups()
     try:
-        found = datasets.load_dataset_builder(name, config, revision=revision).config.data_files["train"]
+        splits = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
+        if splits and "train" not in splits:
+            raise DataError(f"{name} has no split 'train'; it has {', '.join(map(str, splits))}")
+        paths = list(map(str, splits.get("train", ())))
+        if paths and all(path.endswith(".parquet") for path in paths):
+            return [Shard(path, "", partial(read_parquet, text_column, path)) for path in paths]  # with their commit
+        table = datasets.load_dataset(name, config, revision=revision, split="train", streaming=True)
+        count = table.num_shards
+        names = paths if len(paths) == count else [f"{name}, part {number}" for number in range(count)]
+        return [
+            Shard(name, str(count), partial(read_rows, text_column, name, partial(table.shard, count, number)))
+            for number, name in enumerate(names)
+        ]
+    except DataError:
+        raise
     except Exception as error:  # whatever the network or the hub make of it
         raise DataError(f"cannot read {name}: {type(error).__name__}: {error}".splitlines()[0]) from error
-    unknown = [path for path in found if table_kind(path) is None]
-    if unknown:
-        raise DataError(f"cannot read {name}: {unknown[0]} is neither JSON lines, Parquet nor CSV")
-    return found
 
 
 def files(source: str) -> list[Path]:
@@ -97,11 +126,13 @@ def signature(source: str) -> str:
     """A cheap fingerprint that changes when a local source does: names, sizes and times of its files."""
     if source.startswith("hf:"):
         return source
-    digest = hashlib.sha256()
-    for path in files(source):
-        stat = path.stat()
-        digest.update(os.fsencode(path.resolve()) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+    return hashlib.sha256("\n".join(map(stamp, files(source))).encode(errors="surrogateescape")).hexdigest()
+
+
+def stamp(path: Path) -> str:
+    """A file's name, size and time."""
+    stat = path.stat()
+    return f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
 
 
 def table_kind(path: str | Path) -> str | None:
@@ -118,42 +149,46 @@ def read_parquet(text_column: str, path: str) -> Iterator[Document]:
     import pyarrow.parquet
 
     try:
-        with fsspec.open(path, "rb") as file:
+        with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file:
             table = pyarrow.parquet.ParquetFile(file)
             if text_column not in table.schema_arrow.names:
                 found = ", ".join(f"{field.name} ({field.type})" for field in table.schema_arrow)
                 raise DataError(f"{path} has no column {text_column!r}; it has {found}")
             for number, batch in enumerate(table.iter_batches(BATCH, columns=[text_column])):
-                yield from checked(batch.column(0).to_pylist(), number, f"{path}, column {text_column!r}")
+                yield from as_documents(batch.column(0).to_pylist(), number, f"{path}, column {text_column!r}")
     except DataError:
         raise
     except Exception as error:  # whatever a reader makes of a bad file or a missing network
         raise DataError(f"cannot read {path}: {type(error).__name__}: {error}".splitlines()[0]) from error
 
 
-def read_table(kind: str, text_column: str, paths: list[str], first_shard: int) -> Iterator[tuple[int, Document]]:
-    """The text column of other tables, one document a row, streamed by `datasets`."""
+def read_table(text_column: str, kind: str, path: str) -> Iterator[Document]:
+    """The text column of another table here, one document a row."""
     import datasets
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, once
-    shard = first_shard
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if os.path.getsize(path) == 0:
+        return
+    options = {"split": "train", "streaming": True, "data_files": [glob.escape(path)]}
+    yield from read_rows(text_column, path, partial(datasets.load_dataset, kind, **options))
+
+
+def read_rows(text_column: str, where: str, open_table: Callable[[], Any]) -> Iterator[Document]:
+    """The text column of a table that `datasets` streams, one document a row."""
     try:
-        table = datasets.load_dataset(kind, split="train", streaming=True, data_files=paths)
-        for shard in range(first_shard, len(paths)):
-            for number, batch in enumerate(table.shard(len(paths), shard).iter(BATCH)):
-                if text_column not in batch:
-                    found = ", ".join(f"{name} ({type(values[0]).__name__})" for name, values in batch.items())
-                    raise DataError(f"{paths[shard]} has no column {text_column!r}; it has {found}")
-                texts = checked(batch[text_column], number, f"{paths[shard]}, column {text_column!r}")
-                yield from ((shard, text) for text in texts)
+        for number, batch in enumerate(open_table().iter(BATCH)):
+            if text_column not in batch:
+                found = ", ".join(f"{name} ({type(values[0]).__name__})" for name, values in batch.items())
+                raise DataError(f"{where} has no column {text_column!r}; it has {found}")
+            yield from as_documents(batch[text_column], number, f"{where}, column {text_column!r}")
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"cannot read {paths[shard]}: {type(error).__name__}: {error}".splitlines()[0]) from error
+        raise DataError(f"cannot read {where}: {type(error).__name__}: {error}".splitlines()[0]) from error
 
 
-def checked(texts: list, number: int, where: str) -> Iterator[Document]:
-    """A batch of rows as documents; a null is an empty one."""
+def as_documents(texts: list, number: int, where: str) -> Iterator[Document]:
+    """The rows of a batch of this number; a null is an empty document."""
     for row, text in enumerate(texts):
         if not isinstance(text, str | None):
             raise DataError(f"{where}, row {number * BATCH + row} is no text, but {type(text).__name__}")
@@ -161,11 +196,12 @@ def checked(texts: list, number: int, where: str) -> Iterator[Document]:
 
 
 def read_text(path: str) -> Iterator[Document]:
-    """A UTF-8 file, which is one document. Raises DataError naming the byte that is not UTF-8."""
+    """A UTF-8 file, which is one document."""
     yield pieces_of(path)
 
 
 def pieces_of(path: str) -> Document:
+    """A UTF-8 file in pieces. Raises DataError naming the byte that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     offset, rest = 0, ""
     with open(path, "rb") as file:

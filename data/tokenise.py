@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from tqdm import tqdm
 
 from data import DataError, sources
 from data.corpus import SPLITS, read_blocks
+from data.sources import Shard, documents, find_shards
 from data.tokenizer import (
     FILES,
     document_start,
@@ -35,13 +37,14 @@ if TYPE_CHECKING:
     from data.prepare import DataConfig
 
 PROGRESS = "progress.json"
-NOTE_EVERY = 1 << 26  # bytes of ids between two notes of the progress
+NOTE_EVERY = 10  # seconds between two notes of the progress
 GROUP = 1 << 20  # characters that are encoded in one go
 BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
+GOES_ON = "what was prepared is kept, and the same command goes on from there"
 
 
 class Piece(NamedTuple):
-    """Part of a document."""
+    """Part of a document; one that has no text is one piece that has none."""
 
     text: str
     split: str  # "train" or "val"
@@ -55,38 +58,50 @@ class Progress:
     """How far a preparation has come; progress.json is one of these, as it was when the files were last synced."""
 
     recipe: dict
+    shards: str = ""
+    """A digest of the shards that were opened so far."""
     shard: int = 0
     number: int = 0
     """Of the last piece that is in the files."""
     documents: int = 0
+    without_text: int = 0
+    bytes_of_text: int = 0
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     """Of the files, in bytes."""
 
 
 def write_corpus(config: "DataConfig", recipe: dict, directory: Path, model: Path | None = None) -> str:
     """Tokenise the source into a directory, or go on with that; meta.json is written last. Returns the fingerprint."""
-    progress = read_progress(directory, recipe)
+    began = time.monotonic()
+    shards = find_shards(config.source, config.text_column)
+    progress = read_progress(directory, recipe, shards)
     if progress:
-        print(f"going on after {sum(progress.sizes.values()):,} bytes of ids that were prepared before")
+        print(f"going on after {progress.documents:,} documents, {progress.bytes_of_text / 1e6:,.1f} MB")
     else:
-        progress = Progress(recipe)
+        progress = Progress(unsigned(recipe))
         for path in directory.iterdir():  # of a process that was killed
             path.unlink()
-        save_vocabulary(config, directory, model)
+        save_vocabulary(config, shards, directory, model)
     tokenizer = load_tokenizer(directory)
     dtype = np.dtype("<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4")
     try:
-        write_tokens(config, tokenizer, dtype, directory, progress)
-    except DataError as error:
+        write_tokens(config, shards, tokenizer, dtype, directory, progress, began)
+    except BaseException as error:
+        if (directory / PROGRESS).exists() and isinstance(error, DataError):
+            raise DataError(f"{error}; {GOES_ON}") from error
         if (directory / PROGRESS).exists():
-            raise DataError(f"{error}; what was prepared is kept, and the same command goes on from there") from error
+            print(GOES_ON)
         raise
-    (directory / PROGRESS).unlink(missing_ok=True)
+    if progress.without_text:
+        rows = progress.documents + progress.without_text
+        print(f"{progress.without_text:,} of {rows:,} documents have no text")
     val_share = progress.sizes["val"] / max(1, sum(progress.sizes.values()))
     if not config.val_fraction / 2 <= val_share <= config.val_fraction * 2:
+        (directory / PROGRESS).unlink()
         cut_tail(config.val_fraction, dtype, directory)  # one document, or too few to share out fairly
     lengths = token_lengths(tokenizer)
-    meta = recipe | {"vocab_size": tokenizer.n_vocab, "dtype": dtype.str, "documents": progress.documents}
+    meta = recipe | {"vocab_size": tokenizer.n_vocab, "dtype": dtype.str}
+    meta |= {"documents": progress.documents, "without_text": progress.without_text}
     for split in SPLITS:
         with open(directory / f"{split}.bin", "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -97,40 +112,63 @@ def write_corpus(config: "DataConfig", recipe: dict, directory: Path, model: Pat
         meta[split] = {"tokens": int(count.sum()), "bytes": int(count @ lengths), "sha256": digest}
         meta[split] |= {"ctime_ns": written}
     if meta["train"]["tokens"] < 2 or meta["val"]["tokens"] < 2:
+        (directory / PROGRESS).unlink(missing_ok=True)
         raise DataError(f"{config.source} is too short to keep {config.val_fraction:.0%} of it for validation")
     content = (directory / FILES[0]).read_bytes() + (meta["train"]["sha256"] + meta["val"]["sha256"]).encode()
     meta["fingerprint"] = hashlib.sha256(content).hexdigest()
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    (directory / PROGRESS).unlink(missing_ok=True)
     return meta["fingerprint"]
 
 
-def save_vocabulary(config: "DataConfig", directory: Path, model: Path | None) -> None:
+def save_vocabulary(config: "DataConfig", shards: list[Shard], directory: Path, model: Path | None) -> None:
     """Put the tokenizer's files into the directory: learned, known, or those of a model."""
     if config.tokenizer == "model":
         for name in FILES:
             shutil.copyfile(model / name, directory / name)
-        return
-    texts = (piece.text for piece in pieces(config))
-    if config.tokenizer.startswith("bpe:"):
-        texts = at_most(texts, BPE_SAMPLE)
-    with tqdm(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as progress:
-        save_tokenizer(make_tokenizer(config.tokenizer, progress), directory)
+    else:
+        texts = (piece.text for piece in pieces(config, shards))
+        if config.tokenizer.startswith("bpe:"):
+            texts = at_most(texts, BPE_SAMPLE)
+        with tqdm(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as bar:
+            save_tokenizer(make_tokenizer(config.tokenizer, bar), directory)
+    for name in FILES:
+        with open(directory / name, "rb") as file:
+            os.fsync(file.fileno())
 
 
-def read_progress(directory: Path, recipe: dict) -> Progress | None:
-    """The progress of a preparation by the same recipe that was interrupted, unless it is damaged."""
+def unsigned(recipe: dict) -> dict:
+    """A recipe without the state of the source: that of each shard is looked at by itself."""
+    return {key: value for key, value in recipe.items() if key != "signature"}
+
+
+def digest_of(shards: list[Shard]) -> str:
+    text = "\n".join(f"{shard.name}\0{shard.stamp}" for shard in shards)
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def read_progress(directory: Path, recipe: dict, shards: list[Shard]) -> Progress | None:
+    """The progress of an interrupted preparation by this recipe, unless it is damaged, or what was read has changed."""
     try:
+        load_tokenizer(directory)
         progress = Progress(**json.loads((directory / PROGRESS).read_text(encoding="utf-8")))
-        there = all((directory / f"{split}.bin").stat().st_size >= progress.sizes[split] for split in SPLITS)
-        return progress if there and progress.recipe == recipe else None
-    except (OSError, ValueError, TypeError, LookupError):
+        there = all((directory / f"{split}.bin").stat().st_size >= progress.sizes[split] >= 0 for split in SPLITS)
+        same = progress.recipe == unsigned(recipe) and progress.shards == digest_of(shards[: progress.shard + 1])
+        return progress if there and same else None
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
 
 
 def write_tokens(
-    config: "DataConfig", tokenizer: tiktoken.Encoding, dtype: np.dtype, directory: Path, progress: Progress
+    config: "DataConfig",
+    shards: list[Shard],
+    tokenizer: tiktoken.Encoding,
+    dtype: np.dtype,
+    directory: Path,
+    progress: Progress,
+    began: float,
 ) -> None:
-    """Append to train.bin and val.bin what `progress` lacks, and note there what they have.
+    """Append to train.bin and val.bin what `progress` lacks, and note there what they have, last noted when it began.
 
     A document goes to validation by a hash of its beginning, so equal documents are never on both sides.
     """
@@ -139,51 +177,58 @@ def write_tokens(
     try:
         for split, file in files.items():
             file.truncate(progress.sizes[split])  # what came after the last note
-        noted = sum(progress.sizes.values())
-        with make_bar(config) as bar:
-            for piece, ids in encode_in_parallel(tokenizer, pieces(config, progress.shard, progress.number)):
+        remaining = pieces(config, shards, progress.shard, progress.number)
+        with make_bar(config, progress.bytes_of_text) as bar:
+            for piece, ids in encode_in_parallel(tokenizer, remaining):
                 ids = ids.astype(dtype)
+                progress.without_text += not piece.text
                 if piece.is_start:
                     progress.documents += 1
                     ids = np.concatenate((start, ids))
                 files[piece.split].write(ids.data)
                 progress.sizes[piece.split] += ids.nbytes
                 progress.shard, progress.number = piece.shard, piece.number
-                bar.update(len(piece.text.encode()))
-                size = sum(progress.sizes.values())
-                if config.max_tokens and size >= config.max_tokens * dtype.itemsize:
+                num_bytes = len(piece.text.encode())
+                progress.bytes_of_text += num_bytes
+                bar.update(num_bytes)
+                if config.max_tokens and sum(progress.sizes.values()) >= config.max_tokens * dtype.itemsize:
                     break
-                if size - noted >= NOTE_EVERY:
-                    note(progress, directory, files.values())
-                    noted = size
+                if time.monotonic() - began >= NOTE_EVERY:
+                    note(progress, shards, directory, files.values())
+                    began = time.monotonic()
+        note(progress, shards, directory, files.values())
     finally:
         for file in files.values():
             file.close()
 
 
-def make_bar(config: "DataConfig") -> tqdm:
+def make_bar(config: "DataConfig", done: int) -> tqdm:
     """A progress bar in bytes of text, with an end if that is known."""
     total = None if config.max_tokens else text_size(config.source)
-    return tqdm(desc="tokenising", total=total, unit="B", unit_scale=True, leave=False, delay=1)
+    return tqdm(desc="tokenising", initial=done, total=total, unit="B", unit_scale=True, leave=False, delay=1)
 
 
-def note(progress: Progress, directory: Path, files: Iterable[BinaryIO]) -> None:
+def note(progress: Progress, shards: list[Shard], directory: Path, files: Iterable[BinaryIO]) -> None:
     """Write down the progress, once what it says is on the disk."""
+    progress.shards = digest_of(shards[: progress.shard + 1])
     for file in files:
         file.flush()
         os.fsync(file.fileno())
     temporary = directory / f"{PROGRESS}.tmp"
-    temporary.write_text(json.dumps(asdict(progress)), encoding="utf-8")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(asdict(progress), file)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(directory / PROGRESS)
 
 
-def pieces(config: "DataConfig", first_shard: int = 0, first_number: int = 0) -> Iterator[Piece]:
-    """The source piece by piece, without empty ones, after that number of the first shard to be read.
+def pieces(config: "DataConfig", shards: list[Shard], first_shard: int = 0, first_number: int = 0) -> Iterator[Piece]:
+    """The source piece by piece, after that number of the first shard to be read.
 
     Raises DataError at the end if all was white space.
     """
-    blank, last_shard, number = True, None, 0
-    for shard, document in sources.documents(config.source, config.text_column, first_shard):
+    blank, last_shard, number = (first_shard, first_number) == (0, 0), None, 0
+    for shard, document in documents(shards, first_shard):
         number = number if shard == last_shard else 0
         last_shard, split = shard, None
         for text in filter(None, document):
@@ -195,6 +240,10 @@ def pieces(config: "DataConfig", first_shard: int = 0, first_number: int = 0) ->
             number += 1
             if shard > first_shard or number > first_number:
                 yield Piece(text, split, is_start, shard, number)
+        if split is None:
+            number += 1
+            if shard > first_shard or number > first_number:
+                yield Piece("", "train", False, shard, number)
     if blank:
         raise DataError(f"{config.source} is empty: there is no text in it")
 

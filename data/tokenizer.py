@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data import DataError
 
-END_OF_TEXT, START_OF_TEXT = "<|endoftext|>", "<|startoftext|>"
+END_OF_TEXT = "<|endoftext|>"
 MOST_JSON = 1 << 26  # bytes
 FILES = ("tokenizer.json", "tokenizer_config.json")
 SAMPLE = "".join(map(chr, range(9, 0x250))).replace("\u00a0", " ") + "  \n\n 猫🐈\u0301 e"  # of all kinds of characters
@@ -38,8 +38,10 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> tiktoken.Encoding:
     if name == "bytes":
         return build("bytes", ANY_CHARACTER, [bytes([byte]) for byte in range(256)])
     if name == "chars":
-        characters = sorted({"\n"}.union(*texts))
-        return build("chars", ANY_CHARACTER, [character.encode() for character in characters])
+        characters = {"\n"}
+        for text in texts:
+            characters.update(text)
+        return build("chars", ANY_CHARACTER, [character.encode() for character in sorted(characters)])
     if name.startswith("bpe:"):
         return train_bpe(name, texts)
     if name not in tiktoken.list_encoding_names():
@@ -101,7 +103,7 @@ def encode(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
 
 def document_start(tokenizer: tiktoken.Encoding) -> list[int]:
     """The ids between two documents: the last one has ended, and the next begins."""
-    start = tokenizer._special_tokens.get(START_OF_TEXT)
+    start = getattr(tokenizer, "start_of_text", None)
     return [tokenizer.eot_token] if start is None else [tokenizer.eot_token, start]
 
 
@@ -170,18 +172,23 @@ def save_tokenizer(tokenizer: tiktoken.Encoding, directory: Path) -> None:
 def load_tokenizer(directory: Path) -> tiktoken.Encoding:
     """Read the tokenizer of a corpus or checkpoint: one of ours, or any byte-level BPE of the Hugging Face hub.
 
-    Whatever the token is called there that ends a text, here it is END_OF_TEXT; START_OF_TEXT is there if a text has to
-    begin with one. Raises DataError for another kind of tokenizer.
+    Whatever the token is called there that ends a text, here it is END_OF_TEXT; `start_of_text` is the id that a text
+    has to begin with, if any. Raises DataError for another kind of tokenizer.
     """
     try:
         for name in FILES:
-            if not (directory / name).is_file() or (directory / name).stat().st_size > MOST_JSON:
-                raise ValueError(f"{name} is not a file of at most {MOST_JSON} bytes")
+            if not (directory / name).is_file():
+                raise ValueError(f"there is no {name}")
+            if (directory / name).stat().st_size > MOST_JSON:
+                raise ValueError(f"{name} has more than {MOST_JSON} bytes")
         content, config = (json.loads((directory / name).read_text(encoding="utf-8")) for name in FILES)
         name = config.get("tril_name", directory.name)
         specials = {token["content"]: token["id"] for token in content["added_tokens"]}
         vocabulary = content["model"]["vocab"]
-        ranks = {to_bytes(token): rank for token, rank in vocabulary.items() if token not in specials}
+        words = [token for token in vocabulary if token not in specials]
+        if not all(character in BYTES for word in words for character in word):
+            raise ValueError("it is not a byte-level BPE")
+        ranks = {to_bytes(word): vocabulary[word] for word in words}
         # tiktoken does not survive some things: ids that are none or twice there, a byte that is nowhere.
         ids = [*ranks.values(), *specials.values()]
         distinct = len(ids) == len(set(ids)) and all(type(id) is int and 0 <= id < 1 << 24 for id in ids)
@@ -195,15 +202,14 @@ def load_tokenizer(directory: Path) -> tiktoken.Encoding:
         if merged != sorted(merged):
             raise ValueError("its merges are not in the order of its ids")
         start, end = (special(config.get(f"{which}_token")) for which in ("bos", "eos"))
-        if start in specials and json.dumps(start) in json.dumps(content.get("post_processor")):
-            specials[START_OF_TEXT] = specials[start]
+        begins = start in specials and json.dumps(start) in json.dumps(content.get("post_processor"))
         if END_OF_TEXT not in specials:
             specials[END_OF_TEXT] = specials[end]
         normalizer = content.get("normalizer") or {"type": None}
         if normalizer["type"] not in (None, "NFC"):
             raise ValueError(f"it changes text in the way {normalizer['type']!r}")
         tokenizer = tiktoken.Encoding(name, pat_str=pattern(content), mergeable_ranks=ranks, special_tokens=specials)
-        tokenizer.normal_form = normalizer["type"]
+        tokenizer.normal_form, tokenizer.start_of_text = normalizer["type"], specials[start] if begins else None
         if name != "chars" and tokenizer.decode_bytes(encode(tokenizer, SAMPLE).tolist()) != SAMPLE.encode():
             raise ValueError("its pattern loses text")
         return tokenizer

@@ -31,14 +31,14 @@ def save_checkpoint(
     step: int,
     model: GPT,
     ends_of_text: tuple[int, int],
-    readable: dict[str, bytes],
+    texts: dict[str, bytes],
     optimizer: dict[str, Tensor],
     trainer: dict,
     about: dict,
 ) -> Path:
     """Write parent/step-00000000 and return it once it is on the disk; an OSError leaves nothing behind.
 
-    `ends_of_text` are the ids that a text begins and ends with, `readable` the tokenizer's files and the model card,
+    `ends_of_text` are the ids that a text begins and ends with, `texts` the tokenizer's files and the model card,
     `trainer` is what a resumed run needs, `about` what the manifest says of the model: certificate and environment.
     """
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
@@ -55,7 +55,7 @@ def save_checkpoint(
 
         write("config.json", to_json(config_to_huggingface(model.config, *ends_of_text)))
         write("model.safetensors", save(weights, metadata={"format": "pt"}))
-        for name, content in readable.items():
+        for name, content in texts.items():
             write(name, content)
         write("optimizer.safetensors", save(optimizer))
         write("trainer.json", to_json({"step": step, **trainer}))
@@ -83,7 +83,7 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises ModelError if there is none.
     """
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.exists() and not path.parent.exists():
+    if is_hub_name(path):
         return download(str(path))
     if (path / "config.json").is_file():
         verify(path)
@@ -95,6 +95,12 @@ def find_checkpoint(path: Path) -> Path:
         except ModelError as error:
             print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
     raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one")
+
+
+def is_hub_name(path: str | Path) -> bool:
+    """Whether this is OWNER/NAME, and nothing here."""
+    here = Path(path).exists() or Path(path).parent.exists()
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))) and not here
 
 
 def download(name: str) -> Path:

@@ -1,7 +1,8 @@
 """Loading weights: a checkpoint of ours or a model of the Hugging Face hub, checked before it is believed.
 
-The files are mapped into memory, and the model is made of what is mapped. Only what has another layout or precision
-there is copied, and then the system can drop what is mapped: there is never more than one copy of the weights.
+The files are mapped into memory, so that the system can drop what was read, and the model has the only copy. (A model
+made of what is mapped would have none; but products of memory that does not begin at a multiple of 64 bytes round
+differently, and a loaded model is to have the bits of the one that was saved.)
 """
 
 import re
@@ -28,7 +29,11 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
         model = GPT(load_config(directory))
     state = load_state(directory, model)
     dtype = dtype or state["token_embedding.weight"].dtype
-    model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in state.items()}, assign=True)
+    if model.config.tied:
+        del state["lm_head.weight"]
+    weights = {name: state.pop(name).to(device, dtype, copy=True) for name in list(state)}
+    weights.setdefault("lm_head.weight", weights["token_embedding.weight"])
+    model.load_state_dict(weights, assign=True)
     model.fill_buffers()
     return model.eval()
 

@@ -140,8 +140,9 @@ def test_sigterm_at_random_instants(setting: Setting, tmp_path: Path, times: int
 
 @pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.long)])
 def test_kill_9_while_data_is_prepared(tmp_path: Path, kills: int, figure: Callable, monkeypatch) -> None:
-    for module, name in ((data.sources, "PIECE"), (data.tokenise, "GROUP"), (data.tokenise, "NOTE_EVERY")):
-        monkeypatch.setattr(module, name, 4096)
+    monkeypatch.setattr(data.sources, "PIECE", 4096)
+    monkeypatch.setattr(data.tokenise, "GROUP", 4096)
+    monkeypatch.setattr(data.tokenise, "NOTE_EVERY", 0)
     (tmp_path / "corpus.txt").write_text("".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}.\n" for i in range(20_000)))
     config, choose = DataConfig(str(tmp_path / "corpus.txt"), "bpe:300"), random.Random(0)
 
@@ -161,7 +162,7 @@ def test_kill_9_while_data_is_prepared(tmp_path: Path, kills: int, figure: Calla
         noted += (tmp_path / "killed.tmp" / "progress.json").exists()
         assert content(directory) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "first", "killed", "straight"]
-    assert noted >= kills // 20
+    assert noted > 0
     figure(f"{kills} kill -9 while data was prepared, {noted} with progress noted: all ended in the same bytes")
 
 

@@ -267,8 +267,8 @@ def test_shards_without_a_prefix_open(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="Linux says how much memory is not a file's")
-@pytest.mark.parametrize("family, most", [("gpt2", 1.1), ("llama", 0.2)])  # GPT-2's are transposed
-def test_there_is_one_copy_of_the_weights(family: str, most: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gpt2", "llama"])  # GPT-2's matrices are transposed
+def test_there_is_one_copy_of_the_weights(family: str, tmp_path: Path) -> None:
     def anonymous() -> int:
         return int(re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
@@ -279,5 +279,5 @@ def test_there_is_one_copy_of_the_weights(family: str, most: float, tmp_path: Pa
     GPT.from_pretrained(directory)  # imports what is needed
     before = anonymous()
     loaded = GPT.from_pretrained(directory)
-    assert anonymous() - before < most * size and size > 100e6
+    assert anonymous() - before < 1.3 * size and size > 100e6
     assert loaded(torch.zeros(1, 3, dtype=torch.int64)).isfinite().all()

@@ -29,6 +29,12 @@ def make(source: object, tokenizer: str = "bytes", **options: object) -> Corpus:
     return prepare.prepare(DataConfig(str(source), tokenizer, **options))
 
 
+def read(source: str, first_shard: int = 0) -> list[tuple[int, str]]:
+    """The documents of a source, each with its shard."""
+    shards = sources.find_shards(source)
+    return [(shard, "".join(document)) for shard, document in sources.documents(shards, first_shard)]
+
+
 def documents_of(corpus: Corpus, *splits: str) -> list[str]:
     """The documents of the splits, one after the other, as text; a tail cut off by the split is joined again."""
     ids = np.concatenate([corpus.tokens[split] for split in splits or ("train", "val")]).tolist()
@@ -110,10 +116,16 @@ def test_hub_data_sets_are_read_where_they_are(
         assert path in source and (config, revision) == (name, asked)
         return SimpleNamespace(config=SimpleNamespace(data_files={"train": urls}))
 
-    asked = revision
+    def load_dataset(
+        path: str, config: str | None, revision: str | None, **options: object
+    ) -> datasets.IterableDataset:
+        assert path in source and (config, revision) == (name, asked) and suffix == "jsonl"
+        return load("json", data_files=urls, **options)
+
+    asked, load = revision, datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
-    found = [(shard, "".join(document)) for shard, document in sources.documents(source)]
-    assert found == [(shard, text) for shard in range(3) for text in texts[shard::3]]
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read(source) == [(shard, text) for shard in range(3) for text in texts[shard::3]]
     assert sorted(documents_of(make(source))) == sorted(texts)
 
 
@@ -130,8 +142,8 @@ def test_what_the_hub_would_answer_is_understood(tmp_path: Path) -> None:
         for name in ("first", "second")
     ]
     (tmp_path / "set" / "README.md").write_text("---\nconfigs:\n" + "\n".join(lines) + "\n---\n")
-    (found,) = sources.hub_files(f"hf:{tmp_path}/set:second")
-    assert str(found).endswith("second/train-0.parquet")
+    (found,) = sources.find_shards(f"hf:{tmp_path}/set:second")
+    assert found.name.endswith("second/train-0.parquet")
     with pytest.raises(DataError, match="cannot read .*/set: ValueError: Config name is missing"):
         make(f"hf:{tmp_path}/set")
 
@@ -172,9 +184,7 @@ def test_standard_library_is_a_corpus() -> None:
     names = {path.name for path in sources.files("stdlib")}
     assert {"argparse.py", "dataclasses.py"} <= names
     assert not any("test" in path.parts for path in sources.files("stdlib"))
-    for _, document in sources.documents("stdlib"):
-        for piece in document:
-            assert isinstance(piece, str)
+    assert len(read("stdlib")) > 500
 
 
 def test_long_texts_are_cut_where_tokens_are_cut_anyway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,10 +464,10 @@ def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
 ) -> None:
     config = DataConfig(str(shards), tokenizer)
     straight = prepare.prepare(config, Path("straight")).meta
-    monkeypatch.setattr(tokenise, "NOTE_EVERY", straight["train"]["tokens"] * 2 // 30)
+    monkeypatch.setattr(tokenise, "NOTE_EVERY", 0)
     monkeypatch.setattr(tokenise, "grouped", lambda pieces, size: ([piece] for piece in pieces))
     write, encode_piece, encoded = tokenise.note, tokenise.encode, []
-    for when in (1, 3, 2, 9, 1):
+    for when in (1, 30, 20, 59, 1):
 
         def note(*arguments: object, when: int = when) -> None:
             write(*arguments)
@@ -483,27 +493,32 @@ def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
     assert not (broken.directory / "progress.json").exists() and not Path("broken.tmp").exists()
 
 
-@pytest.mark.parametrize("change", ["recipe", "source", "short file", "no JSON"])
+@pytest.mark.parametrize("change", ["recipe", "source", "short file", "no JSON", "deep JSON", "no tokenizer"])
 def test_what_was_interrupted_is_begun_again_if_it_does_not_fit(
     shards: Path, change: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(tokenise, "NOTE_EVERY", 4000)
+    monkeypatch.setattr(tokenise, "NOTE_EVERY", 0)
     write = tokenise.note
 
-    def note(*arguments: object) -> None:
-        write(*arguments)
-        raise KeyboardInterrupt
+    def note(progress: tokenise.Progress, *rest: object) -> None:
+        write(progress, *rest)
+        if min(progress.sizes.values()) > 200:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(tokenise, "note", note)
         prepare.prepare(DataConfig(str(shards), "bytes"), Path("out"))
     assert Path("out.tmp/progress.json").is_file()  # kept, although there was time to clean up
     if change == "source":
-        (shards / "3.txt").write_text(TEXT, encoding="utf-8")
+        (shards / "0.parquet").write_bytes((shards / "1.parquet").read_bytes())
     if change == "short file":
         os.truncate("out.tmp/train.bin", 100)
     if change == "no JSON":
         Path("out.tmp/progress.json").write_text("[]")
+    if change == "deep JSON":
+        Path("out.tmp/progress.json").write_text("[" * 100_000)
+    if change == "no tokenizer":
+        Path("out.tmp/tokenizer.json").write_bytes(b"")
     config = DataConfig(str(shards), "bytes", val_fraction=0.2 if change == "recipe" else 0.1)
     again = prepare.prepare(config, Path("out"))
     assert "going on" not in capsys.readouterr().out
@@ -511,7 +526,7 @@ def test_what_was_interrupted_is_begun_again_if_it_does_not_fit(
 
 
 def test_a_source_that_fails_half_way_says_that_nothing_is_lost(shards: Path, monkeypatch) -> None:
-    monkeypatch.setattr(tokenise, "NOTE_EVERY", 4000)
+    monkeypatch.setattr(tokenise, "NOTE_EVERY", 0)
     monkeypatch.setattr(tokenise, "grouped", lambda pieces, size: ([piece] for piece in pieces))
     (shards / "6.jsonl").write_bytes(b"\xff")
     with pytest.raises(DataError, match="cannot read .*6.jsonl: .*; what was prepared is kept, and the same command"):
@@ -519,14 +534,12 @@ def test_a_source_that_fails_half_way_says_that_nothing_is_lost(shards: Path, mo
 
 
 def test_shards_that_were_prepared_are_not_opened_again(shards: Path) -> None:
-    everything = [(shard, "".join(document)) for shard, document in sources.documents(str(shards))]
+    everything = read(str(shards))
     for first in range(8):
-        assert [(shard, "".join(document)) for shard, document in sources.documents(str(shards), "text", first)] == [
-            (shard, text) for shard, text in everything if shard >= first
-        ]
+        assert read(str(shards), first) == [(shard, text) for shard, text in everything if shard >= first]
     assert {shard for shard, _ in everything} == set(range(7))
     (shards / "3.txt").write_bytes(b"\xff")
-    assert next(sources.documents(str(shards), "text", 4))[0] == 4
+    assert read(str(shards), 4)[0][0] == 4
 
 
 def test_reading_ends_at_max_tokens(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,3 +551,107 @@ def test_reading_ends_at_max_tokens(shards: Path, monkeypatch: pytest.MonkeyPatc
         assert np.array_equal(mine, whole.tokens[split][: len(mine)])
     with pytest.raises(DataError, match="max_tokens must be at least 1, got 0"):
         DataConfig(max_tokens=0)
+
+
+def test_a_shard_that_failed_may_be_mended(shards: Path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    expected = prepare.prepare(DataConfig(str(shards), "bytes"), Path("expected")).meta["fingerprint"]
+    monkeypatch.setattr(tokenise, "NOTE_EVERY", 0)
+    monkeypatch.setattr(tokenise, "grouped", lambda pieces, size: ([piece] for piece in pieces))
+    intact = (shards / "6.jsonl").read_bytes()
+    (shards / "6.jsonl").write_bytes(b"no JSON")
+    with pytest.raises(DataError):
+        prepare.prepare(DataConfig(str(shards), "bytes"), Path("out"))
+    (shards / "6.jsonl").write_bytes(intact)
+    assert prepare.prepare(DataConfig(str(shards), "bytes"), Path("out")).meta["fingerprint"] == expected
+    assert "going on after " in capsys.readouterr().out
+
+
+def test_a_hub_that_changes_meanwhile_is_not_mixed(shards: Path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    import datasets
+
+    names = ["1.parquet"]
+    config = SimpleNamespace(data_files={"train": []})
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *a, **o: SimpleNamespace(config=config))
+    monkeypatch.setattr(tokenise, "NOTE_EVERY", 0)
+    write = tokenise.note
+
+    def note(*arguments: object) -> None:
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    config.data_files["train"] = [str(shards / name) for name in names]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tokenise, "note", note)
+        prepare.prepare(DataConfig("hf:some/set", "bytes"), Path("out"))
+    config.data_files["train"] = [str(shards / name) for name in ("0.parquet", *names)]
+    again = prepare.prepare(DataConfig("hf:some/set", "bytes"), Path("out")).meta["fingerprint"]
+    assert "going on" not in capsys.readouterr().out
+    assert again == prepare.prepare(DataConfig("hf:some/set", "bytes"), Path("other")).meta["fingerprint"]
+
+
+def test_an_end_while_it_is_finished_costs_nothing(shards: Path, monkeypatch) -> None:
+    encoded, encode_piece = [], tokenise.encode
+    monkeypatch.setattr(tokenise, "encode", lambda *a: encoded.append(a[1]) or encode_piece(*a))
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tokenise, "read_blocks", interrupt)
+        prepare.prepare(DataConfig(str(shards), "bytes"), Path("out"))
+    count = len(encoded)
+    prepare.prepare(DataConfig(str(shards), "bytes"), Path("out"))
+    assert len(encoded) == count
+    assert not Path("out.tmp").exists() and not Path("out/progress.json").exists()
+
+
+def test_progress_is_noted_once_the_ids_are_on_the_disk(shards: Path, monkeypatch) -> None:
+    events, fsync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(tokenise, "NOTE_EVERY", 0)
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(Path, "replace", lambda old, new: events.append(f"replace {new}") or replace(old, new))
+    monkeypatch.setattr(tokenise, "grouped", lambda pieces, size: ([piece] for piece in pieces))
+    prepare.prepare(DataConfig(str(shards), "bytes"), Path("out"))
+    names = [event.rpartition("/")[2] for event in events]
+    assert names[:2] == ["tokenizer.json", "tokenizer_config.json"]
+    assert names[2:6] == ["train.bin", "val.bin", "progress.json.tmp", "progress.json"]
+
+
+def test_names_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Not as patterns, addresses or archives, as the libraries that read tables would."""
+    import datasets
+
+    (tmp_path / "d").mkdir()
+    names = ["a[1].jsonl", "a1.jsonl", "b*.jsonl", "bc.jsonl", "empty.jsonl", "~x.jsonl", "c:d.jsonl"]
+    names += [name.replace("jsonl", "parquet") for name in names if name != "empty.jsonl"]
+    for name in names:
+        row = {"text": name, name: 1}  # no two have the same columns
+        if name.endswith("jsonl"):
+            (tmp_path / "d" / name).write_text(json.dumps(row) + "\n" if name != "empty.jsonl" else "")
+        else:
+            datasets.Dataset.from_list([row]).to_parquet(tmp_path / "d" / "out")
+            (tmp_path / "d" / "out").rename(tmp_path / "d" / name)
+    assert [text for _, text in read("d")] == sorted(set(names) - {"empty.jsonl"})
+
+
+def test_rows_without_text_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rows = [{"text": f"row {i} " * 9} if i % 3 else {"body": "lost"} for i in range(300)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert make("a.jsonl").meta["without_text"] == 100
+    assert "100 of 300 documents have no text" in capsys.readouterr().out
+
+
+def test_a_hub_data_set_without_a_training_split_says_what_it_has(monkeypatch) -> None:
+    import datasets
+
+    config = SimpleNamespace(config=SimpleNamespace(data_files={"test": [], "dev": []}))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *a, **o: config)
+    with pytest.raises(DataError, match="some/set has no split 'train'; it has test, dev"):
+        make("hf:some/set")
+
+
+def test_a_place_that_cannot_be_made_ends_in_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    if Path("/proc/self").exists():
+        with pytest.raises(OSError):
+            prepare.prepare(DataConfig("a.txt", "bytes"), Path("/proc/x"))

@@ -7,6 +7,7 @@ from typing import Any
 from configs import to_toml, visible
 from data.corpus import Corpus
 from model import GPT
+from model.checkpoint import is_hub_name
 
 CARD = """\
 ---
@@ -49,9 +50,10 @@ def model_card(config: Any, model: GPT, corpus: Corpus, state: dict, losses: dic
     and environment, as in the manifest.
     """
     c, T, base = config.train, config.model.context_length, config.train.init_from
-    is_hub = base is not None and not Path(base).exists()
+    is_hub = base is not None and is_hub_name(base)
     size = f"{config.model.family} of {sum(p.numel() for p in model.parameters()):,} parameters"
     source = config.data.source if config.data.source.startswith("hf:") else Path(config.data.source).name
+    text = "the Python standard library" if source == "stdlib" else source
     made = replace(
         config,
         data=replace(config.data, source=source),
@@ -61,7 +63,7 @@ def model_card(config: Any, model: GPT, corpus: Corpus, state: dict, losses: dic
         base_model=f"\nbase_model: {base}" if is_hub else "",
         name=Path(c.out_dir).absolute().name,
         origin=f"A {size}, fine-tuned from {made.train.init_from}," if base else f"A {size}, trained from nothing",
-        source=visible(source),
+        source=visible(text),
         train=corpus.meta["train"],
         epochs=state["step"] * c.batch_size * c.grad_accum_steps * T / corpus.meta["train"]["tokens"],
         step=state["step"],
