@@ -163,3 +163,38 @@ def test_a_corpus_prepared_for_a_model_is_not_for_another(
     (copy / "tokenizer.json").write_text(json.dumps(content, indent=1))
     result = run(train, *options(copy, prepared, tmp_path / "third"))
     assert result.exit_code == 2 and "was prepared with --data.tokenizer model, not model" in result.err
+
+
+def test_a_tokenizer_that_ends_a_text_otherwise_is_another(run, straight: Path, other_text, tmp_path: Path) -> None:
+    """As of a base model and one that was made to chat: the same vocabulary, with another token at the end."""
+    first = shutil.copytree(straight / "checkpoints" / "step-00000012", tmp_path / "first")
+    (first / "manifest.json").unlink()
+    second = shutil.copytree(first, tmp_path / "second")
+    config = json.loads((second / "tokenizer_config.json").read_text())
+    (second / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "another"}))
+    for base in (first, second):
+        assert (
+            run(train, *options(base, other_text, tmp_path / f"{base.name}-tuned", train__max_steps=1)).exit_code == 0
+        )
+        checkpoint = tmp_path / f"{base.name}-tuned" / "checkpoints" / "step-00000001"
+        assert all((checkpoint / file).read_bytes() == (base / file).read_bytes() for file in FILES)
+
+
+def test_a_model_without_a_tokenizer_that_we_read_is_named(run, straight: Path, other_text, tmp_path: Path) -> None:
+    base = shutil.copytree(straight / "checkpoints" / "step-00000012", tmp_path / "base")
+    (base / "manifest.json").unlink()
+    for change, message in (
+        (lambda path: path.unlink(), "there is no tokenizer.json"),
+        (spell_with_words, "byte-level"),
+    ):
+        (base / "tokenizer.json").write_bytes((straight / "checkpoints/step-00000012/tokenizer.json").read_bytes())
+        change(base / "tokenizer.json")
+        result = run(train, *options(base, other_text, tmp_path / "tuned"))
+        assert result.exit_code == 2 and f"{base} has no tokenizer" in result.err and message in result.err
+
+
+def spell_with_words(path: Path) -> None:
+    """As SentencePiece does."""
+    content = json.loads(path.read_text())
+    content["model"]["vocab"] = {"\n": 0, "▁word": 1}
+    path.write_text(json.dumps(content))

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import wandb
+from google.protobuf.message import DecodeError
 from wandb.proto.wandb_internal_pb2 import ArtifactRecord, Record
 
 import train
@@ -26,11 +27,6 @@ from training.config import TrainConfig
 from training.tracking import Tracker
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def prepared_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.prepare.PREPARED", tmp_path / "prepared")
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +79,20 @@ class Session:
         return [artifact for artifact in artifacts if artifact.type == "model"]
 
 
-def sessions(out: Path) -> list[Session]:
-    """The sessions of a run, in their order."""
-    return [Session(directory) for directory in sorted((out / "wandb").glob("offline-run-*"))]
+def sessions(
+    out: Path, complete: Callable[[Session], bool] = lambda session: bool(session.exit_codes)
+) -> list[Session]:
+    """The sessions of a run, in their order, once a process of wandb has written them to the end."""
+    directories, waited = sorted((out / "wandb").glob("offline-run-*")), 0.0
+    while True:
+        try:
+            found = [Session(directory) for directory in directories]
+            if all(map(complete, found)) or waited > 10:
+                return found
+        except (ValueError, struct.error, DecodeError):  # not all of it is there
+            assert waited < 10, directories
+        time.sleep(0.1)
+        waited += 0.1
 
 
 def logged(out: Path) -> list[dict]:
@@ -216,7 +223,7 @@ def test_what_a_crash_undid_is_not_sent_twice(run, corpus_file: Path, tmp_path: 
 
 def test_a_spike_is_told_after_its_step(tmp_path: Path) -> None:
     state: dict = {"wandb_id": None}
-    for steps in ([9, 10, 8], [8, 9, 10, 11]):  # 8 in the first is the spike of an earlier step
+    for steps in ([9, 10, 8], [8, 9, 10, 11]):  # 8 is the spike of an earlier step
         tracker = Tracker(TrainConfig(wandb="offline"))
         tracker.begin(tmp_path, state, {})
         for step in steps:
@@ -224,6 +231,22 @@ def test_a_spike_is_told_after_its_step(tmp_path: Path) -> None:
         tracker.finish(0)
         in_the_next_second()
     assert [[line["step"] for line in session.lines] for session in sessions(tmp_path)] == [[9, 10, 8], [11]]
+
+
+def test_a_validation_that_was_broken_off_is_told_when_it_is_made(tmp_path: Path) -> None:
+    state: dict = {"wandb_id": None}
+    for kinds in (["train_loss"], ["train_loss", "val_loss"], ["val_loss"]):  # all of one step
+        tracker = Tracker(TrainConfig(wandb="offline"))
+        tracker.begin(tmp_path, state, {})
+        for kind in kinds:
+            tracker.log({"step": 8, kind: 1.5})
+        tracker.finish(0)
+        in_the_next_second()
+    assert [[*session.lines] for session in sessions(tmp_path)] == [
+        [{"step": 8, "train_loss": 1.5}],
+        [{"step": 8, "val_loss": 1.5}],
+        [],
+    ]
 
 
 def test_a_run_that_begins_again_is_another_one(run, corpus_file: Path, tmp_path: Path) -> None:
@@ -252,7 +275,7 @@ def test_wandb_that_dies_does_not_stop_the_training(run, corpus_file, tmp_path, 
     (line,) = (line for line in result.out.splitlines() if "wandb is off" in line)
     assert line == "wandb is off, metrics.jsonl has everything: ConnectionError: gone" and "hint" not in result.out
     wandb.teardown(0)
-    (session,) = sessions(out)
+    (session,) = sessions(out, lambda session: len(session.lines) >= 3)
     assert session.lines == logged(out)[:3]
 
 

@@ -3,6 +3,7 @@
 wandb only looks on. Whatever fails in it costs one printed line, and neither a step nor the exit code.
 """
 
+import json
 import os
 from collections.abc import Callable
 from functools import wraps
@@ -68,8 +69,9 @@ class Tracker:
         )
         self.run.define_metric("*", step_metric="step")  # the x axis; wandb's own counts lines, over all sessions
         self.wandb = wandb
-        self.newest = place / f"{self.run.id}.newest"  # the last step that wandb knows, in whichever session
-        self.known = self.last = read_step(self.newest)
+        self.newest = place / f"{self.run.id}.json"  # the last step of each kind of line that wandb knows
+        self.known = read_steps(self.newest)
+        self.last = dict(self.known)
         state["wandb_id"] = self.run.id
         print(f"wandb:  {self.run.url if self.config.wandb == 'online' else self.run.sync_dir}")
 
@@ -80,10 +82,13 @@ class Tracker:
         After a crash some steps are computed again. wandb has them and cannot take them back, so it gets no second
         line for them: it would say the same.
         """
-        if record["step"] > self.known:
+        kind = next(key for key in record if key != "step")
+        if record["step"] > self.known.get(kind, -1):
             self.run.log(record)
-            self.last = max(self.last, record["step"])  # a loss spike is that of a step before
-            self.newest.write_text(str(self.last))
+            self.last[kind] = record["step"]
+            temporary = self.newest.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self.last))
+            temporary.replace(self.newest)
 
     @optional
     def log_sample(self, step: int, prompt: str, text: str) -> None:
@@ -105,7 +110,6 @@ class Tracker:
         self.run.finish(exit_code)
 
 
-def read_step(path: Path) -> int:
-    """The step in a file, -1 if there is none."""
-    text = path.read_text(errors="replace") if path.exists() else ""
-    return int(text) if text.isdecimal() else -1
+def read_steps(path: Path) -> dict[str, int]:
+    """What `log` has written down, in this session or one before."""
+    return json.loads(path.read_text()) if path.exists() else {}
