@@ -84,10 +84,10 @@ def test_readme_commands_exist(command: str) -> None:
         assert words[1:] == ["sync", "out/quickstart/wandb/offline-run-*"]  # as test_tracking finds them
     elif words[0] == "lm_eval":
         assert (ROOT / words[-1] / f"{words[words.index('--tasks') + 1]}.yaml").is_file()
-    elif words[:1] == ["python"] and words[1] != "-c":
+    elif words[:1] == ["python"]:
         assert (ROOT / words[1]).is_file()
     else:
-        assert words[0] in {"git", "cd", "pip", "python", "python3", "source", ".", "hf"}, command
+        assert words[0] in {"git", "cd", "pip", "python3", "source", ".", "hf"}, command
 
 
 def test_readme_tree_names_what_is_there() -> None:
