@@ -76,5 +76,5 @@ class Muon(torch.optim.AdamW):
             ahead = gradient.lerp(momentum, group["momentum"])  # (Nesterov 1983)
             update = orthogonalize(ahead.to(precision(momentum.device))).to(momentum.dtype)
             torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * going)
-            # So that outputs change alike, whatever the shape (Bernstein 2025).
+            # The factor makes up for what more rows than columns would lose (Jordan et al. 2024).
             torch._foreach_add_(parameters, list(update * (-rate * max(1, rows_per_column) ** 0.5 * going)))
