@@ -1,4 +1,4 @@
-"""The optimizer of a run: groups and schedule, its state as named tensors, and the guard against numbers that are none."""
+"""The optimizer of a run: groups, schedule, its state as named tensors, and the guard against numbers that are none."""
 
 import math
 from collections.abc import Callable
