@@ -1,11 +1,12 @@
 """From a stream of documents to train.bin and val.bin, in bounded memory and on all cores.
 
 What was written is noted from time to time with the place in the source that it came from, so that a preparation of
-hours that is interrupted, however, goes on from there and ends in the same bytes.
+hours, however it is interrupted, goes on from there and ends in the same bytes.
 """
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -177,7 +178,9 @@ def write_tokens(
     try:
         for split, file in files.items():
             file.truncate(progress.sizes[split])  # what came after the last note
-        remaining = pieces(config, shards, progress.shard, progress.number)
+        most = config.max_tokens * dtype.itemsize if config.max_tokens else math.inf  # bytes
+        enough = sum(progress.sizes.values()) >= most  # it was interrupted after the last piece
+        remaining = iter(()) if enough else pieces(config, shards, progress.shard, progress.number)
         with make_bar(config, progress.bytes_of_text) as bar:
             for piece, ids in encode_in_parallel(tokenizer, remaining):
                 ids = ids.astype(dtype)
@@ -191,7 +194,7 @@ def write_tokens(
                 num_bytes = len(piece.text.encode())
                 progress.bytes_of_text += num_bytes
                 bar.update(num_bytes)
-                if config.max_tokens and sum(progress.sizes.values()) >= config.max_tokens * dtype.itemsize:
+                if sum(progress.sizes.values()) >= most:
                     break
                 if time.monotonic() - began >= NOTE_EVERY:
                     note(progress, shards, directory, files.values())

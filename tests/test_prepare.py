@@ -589,7 +589,10 @@ def test_a_hub_that_changes_meanwhile_is_not_mixed(shards: Path, monkeypatch, ca
     assert again == prepare.prepare(DataConfig("hf:some/set", "bytes"), Path("other")).meta["fingerprint"]
 
 
-def test_an_end_while_it_is_finished_costs_nothing(shards: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("max_tokens", [None, 20_000])
+def test_an_end_while_it_is_finished_costs_nothing(shards: Path, max_tokens: int | None, monkeypatch) -> None:
+    config = DataConfig(str(shards), "bytes", max_tokens=max_tokens)
+    expected = prepare.prepare(config, Path("straight")).meta["fingerprint"]
     encoded, encode_piece = [], tokenise.encode
     monkeypatch.setattr(tokenise, "encode", lambda *a: encoded.append(a[1]) or encode_piece(*a))
 
@@ -598,9 +601,9 @@ def test_an_end_while_it_is_finished_costs_nothing(shards: Path, monkeypatch) ->
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(tokenise, "read_blocks", interrupt)
-        prepare.prepare(DataConfig(str(shards), "bytes"), Path("out"))
+        prepare.prepare(config, Path("out"))
     count = len(encoded)
-    prepare.prepare(DataConfig(str(shards), "bytes"), Path("out"))
+    assert prepare.prepare(config, Path("out")).meta["fingerprint"] == expected
     assert len(encoded) == count
     assert not Path("out.tmp").exists() and not Path("out/progress.json").exists()
 
