@@ -4,6 +4,7 @@
         model(idx)                          # or model.generate(...), whose cached steps become one triangle
     att.pattern(layer=5, head=1)            # (B, T, T), computed now: only queries and keys were kept, not T x T
     att.verify()                            # the kernel's own weights, or an error
+    att.scores()["entropy"]                 # (L, H), see inspection/metrics.py
 
 Shapes are named as in model/attention.py.
 """
@@ -15,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inspection.metrics import measure
 from model import GPT
-from model.attention import Attend, attention_weights
+from model.attention import Attend, attention_scores, attention_weights
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-CHUNK = 256  # rows of a pattern that are computed at a time
+BLOCK = 1 << 21  # weights that are computed at a time: time and memory depend on it, results do not
 
 
 class NotTheKernels(ArithmeticError):
@@ -69,26 +71,55 @@ class Captured:
         q, k = (torch.cat(parts, dim=2) for parts in zip(*[call[:2] for call in calls], strict=True))
         return q, k, torch.cat([F.pad(mask, (0, k.size(2) - mask.size(1))) for _, _, mask in calls])
 
+    def blocks(self, layer: int, rows: range | None = None) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
+        """The arguments of `attention_weights`, a block of queries after the other, in float32 or float64.
+
+        Each comes with the row it begins at, and with the keys until its last query. rows: which are wanted at least.
+        """
+        q, k, mask = self[layer]
+        past = k.size(2) - q.size(2)  # queries are always the last positions of their keys
+        wide, height = torch.promote_types(q.dtype, torch.float32), max(1, BLOCK // (q[..., 0, 0].numel() * k.size(2)))
+        rows = range(q.size(2)) if rows is None else rows
+        for start in range(min(rows, default=0), max(rows, default=-1) + 1, height):
+            end = min(start + height, max(rows) + 1)
+            yield start, (q[:, :, start:end].to(wide), k[:, :, : past + end].to(wide), mask[start:end, : past + end])
+
     def patterns(self, layer: int, rows: slice = slice(None)) -> Tensor:
         """The weights of all heads of a layer, (B, H, rows, T) in float32 (float64 for a float64 model), undropped."""
-        q, k, mask = self[layer]
-        first = k.size(2) - q.size(2)  # the position of the first query
-        wide, wanted = torch.promote_types(q.dtype, torch.float32), range(q.size(2))[rows]
-        parts = []
+        q, k, _ = self[layer]
+        wanted = range(q.size(2))[rows]
+        shown = torch.zeros(*q.shape[:2], len(wanted), k.size(2), device=q.device, dtype=q.dtype).float()
+        shown = shown.double() if q.dtype == torch.float64 else shown
         with exact_products(q.device):
-            for start in range(0, q.size(2), CHUNK):
-                end = min(start + CHUNK, q.size(2))
-                if not any(row in wanted for row in range(start, end)):
-                    continue
-                keys = k[:, :, : first + end].to(wide)  # queries are always the last positions of their keys
-                weights = attention_weights(q[:, :, start:end].to(wide), keys, mask[start:end, : first + end])
-                chosen = [row - start for row in range(start, end) if row in wanted]
-                parts.append(F.pad(weights[:, :, chosen], (0, q.size(2) - end)))
-        return torch.cat(parts, dim=2)
+            for start, block in self.blocks(layer, wanted):
+                weights = attention_weights(*block)
+                places = [place for place, row in enumerate(wanted) if start <= row < start + weights.size(2)]
+                shown[:, :, places, : weights.size(3)] = weights[:, :, [wanted[place] - start for place in places]]
+        return shown
 
     def pattern(self, layer: int, head: int, rows: slice = slice(None)) -> Tensor:
         """The weights of one head, (B, rows, T): row = query, column = key. Raises as indexing does."""
         return self.patterns(layer, rows)[:, head]
+
+    def scores(self, repeat: int | None = None) -> dict[str, Tensor]:
+        """{metric: (L, H)} of the layers that were captured, a mean over the sequences."""
+        return {name: values.mean(0) for name, values in self.measured(repeat).items()}
+
+    def measured(self, repeat: int | None = None) -> dict[str, Tensor]:
+        """{metric: (B, L, H)}, as inspection/metrics.py defines them; no T x T is ever in memory.
+
+        repeat: the text is a `repeat_probe` of this many tokens, twice.
+        """
+
+        def looked_at(layer: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+            for _, block in self.blocks(layer):
+                yield block[1].size(2) - block[0].size(2), attention_weights(*block), attention_scores(*block)
+
+        layers = []
+        for number in self.layers:
+            with exact_products(self[number][0].device), torch.no_grad():
+                layers.append(measure(looked_at(number), repeat))
+        return {name: torch.stack([layer[name] for layer in layers], dim=1) for name in layers[0]}
 
     def verify(self, seed: int = 0) -> dict[int, float]:
         """The largest error of a row of weights in each layer, measured against the kernel itself.
@@ -100,16 +131,17 @@ class Captured:
         errors = {}
         for number, layer in self.layers.items():
             q, k, _ = self[number]
-            wide = torch.promote_types(q.dtype, torch.float32)
             signs = torch.randint(2, k.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
             v = signs.to(k)
+            values = v.to(torch.promote_types(q.dtype, torch.float32)).repeat_interleave(q.size(1) // k.size(1), dim=1)
             with exact_products(q.device), torch.no_grad():
-                ours = self.patterns(number) @ v.to(wide).repeat_interleave(q.size(1) // k.size(1), dim=1)
+                blocks = (attention_weights(*block) for _, block in self.blocks(number))
+                ours = torch.cat([weights @ values[:, :, : weights.size(3)] for weights in blocks], dim=2)
                 theirs = [
                     layer.attend.forward(part, k[:, :, : mask.size(1)], v[:, :, : mask.size(1)], mask)
                     for part, _, mask in layer.calls
                 ]
-            difference = ours - torch.cat(theirs, dim=2).to(wide)
+            difference = ours - torch.cat(theirs, dim=2).to(ours)
             errors[number] = difference.square().mean(-1).sqrt().max().item()
             if not errors[number] <= TOLERANCE[q.dtype]:
                 raise NotTheKernels(

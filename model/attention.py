@@ -24,6 +24,13 @@ def make_causal_mask(context_length: int, device: torch.device | None = None) ->
     return torch.ones(context_length, context_length, dtype=torch.bool, device=device).tril()
 
 
+def attention_scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """How well each query matches each key, -inf where it may not attend. Shapes as in `attention_weights`."""
+    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)  # the query heads of a group share its keys
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+    return scores.masked_fill(~mask, float("-inf"))
+
+
 def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     """How much each query looks at each key; every row sums to one.
 
@@ -31,9 +38,7 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     attend. Returns (B, H, T_query, T_key): row = query, column = key, before dropout. The training does not call this,
     but inspection does: a change belongs here and in `Attend`.
     """
-    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)  # the query heads of a group share its keys
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-    return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    return attention_scores(q, k, mask).softmax(dim=-1)
 
 
 class Attend(nn.Module):

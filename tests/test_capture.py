@@ -72,7 +72,7 @@ def test_rows_are_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         model(torch.randint(V, (B, T)))
     whole = att.pattern(1, 2)
     torch.testing.assert_close(att.pattern(1, 2, slice(3, 7)), whole[:, 3:7], rtol=0, atol=1e-7)
-    monkeypatch.setattr(inspection.patterns, "CHUNK", 3)
+    monkeypatch.setattr(inspection.patterns, "BLOCK", 3 * B * H * T)
     torch.testing.assert_close(att.pattern(1, 2), whole, rtol=0, atol=1e-7)
     torch.testing.assert_close(att.pattern(-1, -1), whole, rtol=0, atol=1e-7)
     assert att.pattern(1, 2, slice(7, 1, -2)).shape == (B, 3, T)
