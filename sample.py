@@ -21,7 +21,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from configs import parse, run_script, visible
+from configs import parse, read_prompt, run_script, visible
 from data import DataError
 from data.tokenizer import encode, load_tokenizer, token_bytes
 from model import GPT, ModelError
@@ -97,18 +97,6 @@ class Text:
         end = len(self.text) if is_last or self.ended else max(self.num_shown, len(self.text) - len(self.stop))
         start, self.num_shown = self.num_shown, end
         return self.text[start:end]
-
-
-def read_prompt(prompt: str) -> str:
-    """The prompt itself, or what it names. Raises DataError if that is not there or not UTF-8."""
-    if prompt.startswith("@") and not Path(prompt[1:]).is_file():
-        raise DataError(f"a prompt that begins with @ names a file, and there is no file {prompt[1:]!r}")
-    try:
-        if prompt == "-":
-            return sys.stdin.buffer.read().decode()
-        return Path(prompt[1:]).read_text(encoding="utf-8") if prompt.startswith("@") else prompt
-    except UnicodeDecodeError as error:
-        raise DataError(f"the prompt is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}") from None
 
 
 def show(text: str) -> None:

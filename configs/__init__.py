@@ -102,6 +102,21 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
         raise ConfigError(message) from None
 
 
+def read_prompt(prompt: str) -> str:
+    """The text itself, or what it names: @FILE, or - for standard input.
+
+    Raises ConfigError if that is not there or not UTF-8.
+    """
+    if prompt.startswith("@") and not Path(prompt[1:]).is_file():
+        raise ConfigError(f"what begins with @ names a file, and there is no file {prompt[1:]!r}")
+    try:
+        if prompt == "-":
+            return sys.stdin.buffer.read().decode()
+        return Path(prompt[1:]).read_text(encoding="utf-8") if prompt.startswith("@") else prompt
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the text is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}") from None
+
+
 def to_toml(config: Any) -> str:
     """A dataclass of tables as TOML that `parse` reads back; options that are None are left out."""
     lines = []

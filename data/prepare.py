@@ -119,6 +119,16 @@ def digest(files: list[bytes]) -> str:
     return hashlib.sha256(b"\0".join(files)).hexdigest()
 
 
+def find_prepared(fingerprint: str | None, source: str) -> Corpus | None:
+    """The corpus of this fingerprint, if it was prepared here: what a checkpoint was trained on."""
+    for directory in (Path(source), *sorted(PREPARED.glob("*"))):
+        with suppress(DataError):
+            corpus = open_corpus(directory)
+            if corpus.meta["fingerprint"] == fingerprint:
+                return corpus
+    return None
+
+
 def look(directory: Path, recipe: dict) -> tuple[str, Corpus | None]:
     """What is wrong with the corpus in a directory, if there is one; and the corpus, if it is there and up to date."""
     if not (directory / "meta.json").is_file():

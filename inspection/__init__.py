@@ -1,5 +1,17 @@
-"""What attention heads do: patterns.py takes the queries and keys the kernel saw, and proves what it made of them."""
+"""What attention heads do: seen, measured, drawn, and proved to be what the kernel did."""
 
+from inspection.heads import HeadScores, Probe, ablate, head_scores, influence, repeat_probe, rollout
 from inspection.patterns import Captured, NotTheKernels, capture
 
-__all__ = ["Captured", "NotTheKernels", "capture"]
+__all__ = [
+    "Captured",
+    "HeadScores",
+    "NotTheKernels",
+    "Probe",
+    "ablate",
+    "capture",
+    "head_scores",
+    "influence",
+    "repeat_probe",
+    "rollout",
+]

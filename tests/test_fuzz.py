@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import sample
 import train
-from configs import parse, run_script
+from configs import parse, read_prompt, run_script
 from data.corpus import open_corpus
 from data.prepare import DataConfig, prepare
 from data.tokenizer import encode, load_tokenizer, make_tokenizer
@@ -294,7 +294,7 @@ def test_any_prompt(number: int) -> None:
     def test(prompt: str) -> None:
         for tokenizer in tokenizers:
             used_or_refused(lambda tokenizer=tokenizer: encode(tokenizer, prompt))
-        used_or_refused(lambda: sample.read_prompt("@" + prompt))
+        used_or_refused(lambda: read_prompt("@" + prompt))
 
     with_inputs(number, test)
 

@@ -123,7 +123,7 @@ def test_a_terminal_is_not_commanded(monkeypatch: pytest.MonkeyPatch, capsys: py
             ["{run}", "--prompt", "@nowhere.txt"],
             "and there is no file 'nowhere.txt'",
         ),
-        (["{run}", "--prompt", "@{tmp}/latin1.txt"], "the prompt is not UTF-8: byte 0xe9 at 3"),
+        (["{run}", "--prompt", "@{tmp}/latin1.txt"], "the text is not UTF-8: byte 0xe9 at 3"),
         (["{run}", "--temprature", "1"], "did you mean --temperature?"),
         ([], "checkpoint"),
     ],

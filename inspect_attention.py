@@ -1,0 +1,341 @@
+"""See what the attention heads of a checkpoint do, and that it is what its kernel did.
+
+Ways to look:
+    python inspect_attention.py out/quickstart                                a table of every head
+    python inspect_attention.py out/quickstart --text "def f(x):" --heads 2.1 last.*
+    python inspect_attention.py out/quickstart --text @a.py -o heads.png -o page.html
+    python inspect_attention.py out/quickstart/checkpoints/* -o timeline.png -o heads.csv
+    python inspect_attention.py out/quickstart --ablate zero                  what each head is worth
+
+Without --text it is the model's validation text. The metrics are defined in inspection/metrics.py.
+"""
+
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import tiktoken
+import torch
+import tyro
+from torch import Tensor
+from tqdm import tqdm
+
+from configs import ConfigError, parse, read_prompt, run_script, visible
+from data import DataError, sources
+from data.prepare import find_prepared
+from data.tokenizer import FILES, document_start, encode, load_tokenizer, token_bytes, token_lengths
+from inspection import (
+    Captured,
+    HeadScores,
+    Probe,
+    ablate,
+    capture,
+    files,
+    head_scores,
+    influence,
+    page,
+    plots,
+    repeat_probe,
+    rollout,
+    terminal,
+)
+from model import GPT, GPTConfig
+from model.checkpoint import find_checkpoint, read_json
+from model.load import load_config
+from training.device import autocast, find_device
+
+FORMATS = (".png", ".svg", ".html", ".npz", ".safetensors", ".csv", ".json")
+WINDOWS, LONGEST, PICTURED = 8, 1024, 256  # texts to measure on, their tokens at most, and those of a picture
+INFLUENCE_FLOPS = 5e12  # of a page, on a CPU: half a minute
+Sort = Literal["head", "entropy", "distance", "sink", "current", "previous", "duplicate", "induction", "ablation"]
+Head = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Options:
+    __doc__ = __doc__
+
+    checkpoints: tyro.conf.Positional[tuple[Path, ...]]
+    """Checkpoints, runs (the newest checkpoint of each), or models OWNER/NAME of the Hugging Face hub. Several
+    checkpoints of one run make a timeline."""
+    text: str | None = None
+    """Text to look at; @FILE reads a file, - standard input. None: validation text."""
+    heads: tuple[str, ...] = ()
+    """Which heads to show, as 5.1, "5.*", "-1.*" or "last.*". None: all."""
+    generate: int | None = None
+    """Let the (last) model write so many tokens more, and look at them as they are decoded with the cache."""
+    ablate: Literal["zero", "mean"] | None = None
+    """Measure how much the loss rises without each head: with zeros, or its mean, in its place."""
+    output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
+    """A file to write, any number of times: .png, .svg, .html, .npz, .safetensors, .csv or .json."""
+    sort: Literal[
+        "head", "entropy", "distance", "sink", "current", "previous", "duplicate", "induction", "ablation"
+    ] = "induction"
+    """The metric that orders the table."""
+    device: str = "auto"
+    """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the matrix products. auto: that of the training."""
+    seed: int = 0
+    """Draws the probe and the generated text."""
+
+    def __post_init__(self) -> None:
+        if not self.checkpoints:
+            raise ConfigError("which checkpoint? As in: python inspect_attention.py out/quickstart")
+        if self.generate is not None and self.generate < 1:
+            raise ConfigError(f"generate must be at least 1, got {self.generate}")
+        for path in self.output:
+            if path.suffix.lower() not in FORMATS:
+                raise ConfigError(f"{path}: what is written ends in one of {', '.join(FORMATS)}")
+            if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+                raise ConfigError(f"cannot write {path}: there is no directory one may write to, or it is one itself")
+            if path.suffix.lower() in (".npz", ".safetensors") and len(self.checkpoints) > 1:
+                raise ConfigError(f"{path} holds the queries and keys of one checkpoint, got {len(self.checkpoints)}")
+
+
+@dataclass(frozen=True)
+class Text:
+    """What the models look at."""
+
+    measured: Tensor  # (N, T): scores are a mean over these
+    pictured: Tensor  # (1, T): pictures show this
+    num_read: int  # tokens of it that are read at once; those behind them one by one, as they were written
+    note: str
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one checkpoint makes of it."""
+
+    name: str
+    step: int | None  # None: it is from elsewhere
+    loss: float  # on the text, in nats a token
+    scores: HeadScores
+    att: Captured  # of the pictured text
+    note: str
+    influence: Tensor | None  # (T, T), nan in rows that were not computed; only for a page
+    predictions: list[tuple[str, float]]
+
+
+def main() -> None:
+    options = parse(Options, sys.argv[1:])
+    directories = [find_checkpoint(path) for path in options.checkpoints]
+    config, tokenizer = same_shape(directories)
+    heads = choose(options.heads, config)
+    device = find_device(options.device)
+    text = choose_text(options, directories[-1], config, tokenizer, device)
+    probe = make_probe(tokenizer, text, config, options.seed)
+    print(visible(f"text:   {text.note}"))
+    if probe:
+        print(f"probe:  {len(probe.repeated)} x [start, {probe.repeat} random tokens, the same again]")
+
+    looks = []
+    for directory in directories:
+        looks.append(look(directory, text, probe, heads, tokenizer, device, options))
+        print(f"model:  {looks[-1].name}, loss {looks[-1].loss:.4f} on the text")
+        print(f"        {looks[-1].note}", flush=True)
+    width = shutil.get_terminal_size().columns
+    print(f"\n{terminal.table(looks[-1].scores, heads, options.sort, width)}\n{terminal.LEGEND}")
+    labels = [label(tokenizer, token) for token in text.pictured[0].tolist()]
+    for layer, head in heads if options.heads and len(labels) <= width - 16 else []:
+        print(f"\n{layer}.{head}, a line a query:")
+        print(terminal.triangle(looks[-1].att.pattern(layer, head)[0].cpu(), labels, width))
+    for path in options.output:
+        for note in write(path, text, labels, heads, looks):
+            print(note)
+        print(f"wrote {path}")
+
+
+def same_shape(directories: list[Path]) -> tuple[GPTConfig, tiktoken.Encoding]:
+    """The shape and the tokenizer of all these checkpoints. Raises ConfigError if they differ."""
+    tokenizer, config = load_tokenizer(directories[0]), load_config(directories[0])
+    if tokenizer.n_vocab > config.vocab_size:
+        raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model {config.vocab_size}")
+    for directory in directories[1:]:
+        same_tokenizer = all((directory / name).read_bytes() == (directories[0] / name).read_bytes() for name in FILES)
+        if replace(load_config(directory), dropout=config.dropout) != config or not same_tokenizer:
+            raise ConfigError(
+                f"a timeline has checkpoints of one shape and tokenizer: those of {directory} are not those of "
+                f"{directories[0]}"
+            )
+    return config, tokenizer
+
+
+def choose(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
+    """The heads that are asked for, in order. Raises ConfigError for one that is not there."""
+    chosen: dict[Head, None] = {}
+    for pattern in patterns or ("*.*",):
+        parts = re.fullmatch(r"(-?\d+|\*|last)\.(-?\d+|\*|last)", pattern)
+        if not parts:
+            raise ConfigError(f"a head is written LAYER.HEAD, as 5.1, 5.*, -1.* or last.*, got {pattern!r}")
+        numbers = []
+        for part, count, what in zip(parts.groups(), (config.n_layer, config.n_head), ("layers", "heads"), strict=True):
+            number = -1 if part == "last" else part
+            if part != "*" and not -count <= int(number) < count:
+                raise ConfigError(f"there is no head {pattern}: {what} are 0 to {count - 1}, or -{count} to -1")
+            numbers.append(range(count) if part == "*" else [range(count)[int(number)]])
+        chosen |= dict.fromkeys((layer, head) for layer in numbers[0] for head in numbers[1])
+    return list(chosen)
+
+
+def choose_text(
+    options: Options, directory: Path, config: GPTConfig, tokenizer: tiktoken.Encoding, device: torch.device
+) -> Text:
+    """What to look at. Raises ConfigError or DataError if there is nothing."""
+    T, num_new = config.context_length, options.generate or 0
+    if num_new > T - 1:
+        raise ConfigError(f"generate {num_new} leaves no room for a text: the context has {T} tokens")
+    T -= num_new
+    if options.text is None:
+        tokens, note = validation_text(directory, tokenizer)
+        T = min(T, LONGEST, len(tokens))
+        starts = np.linspace(0, len(tokens) - T, min(WINDOWS, len(tokens) // T)).astype(int)
+        measured = torch.from_numpy(tokens[starts[:, None] + np.arange(T)].astype(np.int64))
+        pictured, note = measured[:1, :PICTURED], f"{len(measured)} x {T} tokens of {note}"
+    else:
+        start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
+        ids = start + encode(tokenizer, read_prompt(options.text)).tolist() or [tokenizer.eot_token]
+        note = f"{len(ids)} tokens"
+        if len(ids) > T:
+            note = f"the first {T} of {note}: the last {len(ids) - T} do not fit the context of {config.context_length}"
+        measured = pictured = torch.tensor([ids[:T]])
+    num_read = pictured.size(1)
+    if num_new:
+        with autocast(device, precision_of(directory, options)):
+            model = GPT.from_pretrained(directory, device)
+            pictured = model.generate(pictured.to(device), num_new, temperature=0.8, seed=options.seed).cpu()
+        note += f", and {num_new} that it wrote"
+        measured = pictured if options.text is not None else measured
+    if measured.size(1) < 2:
+        raise ConfigError("attention is between tokens, and the text has only one")
+    return Text(measured, pictured, num_read, note)
+
+
+def validation_text(directory: Path, tokenizer: tiktoken.Encoding) -> tuple[np.ndarray, str]:
+    """Ids the model was not trained on, if its corpus is here, else of the standard library; and which these are."""
+    trainer = read_json_if_there(directory / "trainer.json")
+    if trainer and (corpus := find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"])):
+        return corpus.tokens["val"], "its validation text"
+    ids: list[int] = []
+    for _, document in sources.documents(sources.find_shards("stdlib")):
+        ids += [*document_start(tokenizer), *encode(tokenizer, "".join(document)).tolist()]
+        if len(ids) > WINDOWS * LONGEST:
+            break
+    return np.array(ids), "the Python standard library, as its validation text is not here (--text gives another)"
+
+
+def make_probe(tokenizer: tiktoken.Encoding, text: Text, config: GPTConfig, seed: int) -> Probe | None:
+    """A probe of the tokens that the text has, if they are many: the model may never have seen some of the others."""
+    ordinary = torch.from_numpy(token_lengths(tokenizer)).nonzero().flatten()
+    seen = text.measured.unique()
+    seen = seen[torch.isin(seen, ordinary)]
+    tokens = seen if 2 * len(seen) > min(len(ordinary), 200) else ordinary
+    return repeat_probe(tokens, document_start(tokenizer)[-1], config.context_length, seed=seed)
+
+
+def look(
+    directory: Path,
+    text: Text,
+    probe: Probe | None,
+    heads: list[Head],
+    tokenizer: tiktoken.Encoding,
+    device: torch.device,
+    options: Options,
+) -> Look:
+    """Look at the text with a checkpoint. Raises NotTheKernels if what would be shown is not what its kernel did."""
+    model, dtype = GPT.from_pretrained(directory, device), precision_of(directory, options)
+    shares, predictions, idx = None, [], text.pictured.to(device)
+    with autocast(device, dtype):
+        scores = head_scores(model, text.measured, probe)
+        if options.ablate:
+            rises = torch.full((len(text.measured), model.config.n_layer, model.config.n_head), torch.nan).double()
+            losses = ablate(model, text.measured, heads, options.ablate)
+            for (layer, head), rise in zip(
+                heads, tqdm(losses, total=len(heads), unit="head", leave=False), strict=True
+            ):
+                rises[:, layer, head] = rise
+            scores.samples["ablation"] = rises
+        with capture(model) as att, torch.no_grad():
+            caches = model.new_cache(1, idx.size(1)) if text.num_read < idx.size(1) else None
+            model.hidden(idx[:, : text.num_read], caches)
+            for position in range(text.num_read, idx.size(1)):
+                model.hidden(idx[:, position : position + 1], caches)
+        row_error = max(scores.row_error, *att.verify().values())
+        if any(path.suffix.lower() == ".html" for path in options.output):
+            cost = 2 * sum(p.numel() for p in model.parameters()) * idx.size(1)
+            affordable = idx.size(1) if device.type == "cuda" else max(1, int(INFLUENCE_FLOPS // cost))
+            rows = sorted({*np.linspace(idx.size(1) - 1, 0, min(affordable, idx.size(1))).astype(int).tolist()})
+            computed, tokens, probabilities = influence(model, idx, rows)
+            shares = torch.full((idx.size(1), idx.size(1)), torch.nan).index_copy(0, torch.tensor(rows), computed)
+            predictions = [
+                (label(tokenizer, t), p) for t, p in zip(tokens.tolist(), probabilities.tolist(), strict=True)
+            ]
+    shown = str(att[0][0].dtype).removeprefix("torch.")
+    note = f"weights match the fused kernel: max row error {row_error:.1e} ({shown}, {device.type})"
+    step, loss = read_json_if_there(directory / "trainer.json").get("step"), scores.losses.mean().item()
+    return Look(visible(directory.name), step, loss, scores, att, note, shares, predictions)
+
+
+def write(path: Path, text: Text, labels: list[str], heads: list[Head], looks: list[Look]) -> list[str]:
+    """Write what the suffix asks for; returns what a reader of it should know."""
+    last, kind = looks[-1], path.suffix.lower()
+    title = f"{last.name}: {text.note}" if len(looks) == 1 else f"{looks[0].name} to {last.name}: {text.note}"
+    about = [{"checkpoint": each.name, "step": each.step, "loss": each.loss, "verified": each.note} for each in looks]
+    if kind in (".csv", ".json"):
+        rows = files.score_table(about, [each.scores for each in looks], heads)
+        files.write_scores(path, rows, {"text": text.note, "tokens": text.pictured[0].tolist(), "labels": labels})
+    elif kind in (".npz", ".safetensors"):
+        files.write_tensors(path, last.att, text.pictured[0], last.scores.mean, {**about[0], "labels": labels})
+    elif kind == ".html":
+        names = [terminal.name_of(head) for head in heads]
+        return page.write_page(path, title, text.note, labels, names, [snapshot(each) for each in looks])
+    elif len(looks) > 1:
+        steps = [number if each.step is None else each.step for number, each in enumerate(looks)]
+        means = [each.scores.mean for each in looks]
+        plots.draw_timeline(path, title, steps, [each.loss for each in looks], means, heads)
+    else:
+        plots.draw_heads(path, title, labels, heads, lambda head: last.att.pattern(*head)[0].cpu(), last.scores.mean)
+    return []
+
+
+def snapshot(look: Look) -> page.Snapshot:
+    """A look, for the page."""
+    return page.Snapshot(
+        name=look.name,
+        step=look.step,
+        loss=look.loss,
+        note=look.note,
+        scores={name: values for name, values in look.scores.mean.items() if name in terminal.COLUMNS},
+        pattern=lambda name: look.att.pattern(*map(int, name.split(".")))[0].cpu(),
+        rollout=rollout(look.att)[0].cpu(),
+        influence=look.influence,
+        predictions=look.predictions,
+    )
+
+
+def label(tokenizer: tiktoken.Encoding, token: int) -> str:
+    """A token, every character of it visible; special ones in brackets, and ids that stand for nothing by number."""
+    names = {number: name for name, number in tokenizer._special_tokens.items()}
+    if token in names:
+        return f"⟨{names[token]}⟩"
+    return terminal.label(token_bytes(tokenizer, token)) or f"⟨{token}⟩"
+
+
+def precision_of(directory: Path, options: Options) -> torch.dtype:
+    """The precision of the products: what is asked for, else that of the training."""
+    environment = read_json_if_there(directory / "manifest.json").get("environment", {})
+    return getattr(torch, options.dtype if options.dtype != "auto" else environment.get("dtype", "float32"))
+
+
+def read_json_if_there(path: Path) -> dict:
+    """What training has left beside a model; nothing beside one from elsewhere."""
+    return read_json(path) if path.is_file() else {}
+
+
+if __name__ == "__main__":
+    run_script(main)

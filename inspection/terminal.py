@@ -1,0 +1,102 @@
+"""Heads in a terminal: labels that show every character of a token, the table, and a head drawn in grey letters."""
+
+import math
+import unicodedata
+
+from torch import Tensor
+
+from inspection.heads import HeadScores
+from inspection.metrics import PICTURE
+
+Head = tuple[int, int]
+GREY = " .:-=+*#%@"
+SHOWN = {" ": "␣", "\n": "↵", "\t": "⇥"}
+COLUMNS = {  # of the table: metric -> title and format
+    "entropy": ("entropy", ".2f"),
+    "distance": ("distance", ".1f"),
+    "sink": ("sink", ".2f"),
+    "current": ("self", ".2f"),
+    "previous": ("prev", ".2f"),
+    "duplicate": ("dup", ".2f"),
+    "induction": ("ind", ".2f"),
+    "induction_control": ("(ctrl)", ".2f"),
+    "max_logit": ("logit", ".1f"),
+    "ablation": ("loss without it", "+.4f"),
+}
+
+
+LEGEND = (
+    "near > far: attention to itself, 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, more tokens\n"
+    "back, and to the first; (ctrl): ind where nothing repeats; logit: the largest"
+)
+
+
+def label(token: bytes) -> str:
+    """What a token stands for, every character visible, and no two tokens alike: `␣the`, `↵`, `⟨e2⟩` for half a letter.
+
+    What could be taken for something else is spelled by its code point, as in ⟨u+200b⟩.
+    """
+    shown = ""
+    for character in token.decode(errors="surrogateescape"):
+        code = ord(character)
+        if 0xDC80 <= code <= 0xDCFF:  # a byte that is no character
+            shown += f"⟨{code - 0xDC00:02x}⟩"
+        elif character in SHOWN:
+            shown += SHOWN[character]
+        elif not character.isprintable() or character in "␣↵⇥⟨⟩" or unicodedata.combining(character):
+            shown += f"⟨u+{code:04x}⟩"
+        else:
+            shown += character
+    return shown
+
+
+def grey(weight: float) -> str:
+    """A letter that is the darker the larger the weight, from 0 to 1."""
+    return GREY[min(9, int(weight * 10))] if weight >= 0 else " "
+
+
+def table(scores: HeadScores, heads: list[Head], sort: str, width: int) -> str:
+    """One line a head, those with most of the metric `sort` first; without it, in the order given.
+
+    The last line has the largest standard error of each column. The pictures are left out if they do not fit `width`.
+    """
+    mean, error = scores.mean, scores.error
+    columns = {name: COLUMNS[name] for name in COLUMNS if name in mean}
+    if sort in mean:
+        heads = sorted(heads, key=lambda head: -mean[sort][head].nan_to_num(-math.inf))
+    rows = [["head", "near > far", *(title for title, _ in columns.values())]]
+    for head in heads:
+        cells = [number(mean[name][head], form) for name, (_, form) in columns.items()]
+        if "ablation" in mean:
+            cells[-1] += f" ± {error['ablation'][head]:.4f}"
+        rows.append([name_of(head), "".join(map(grey, mean[PICTURE][head].tolist())), *cells])
+    largest = {name: max(error[name][head] for head in heads) for name in columns}
+    rows.append(["s.e.≤", "", *(number(largest[name], form.strip("+")) for name, (_, form) in columns.items())])
+    lines = aligned(rows)
+    return "\n".join(lines if len(lines[0]) <= width else aligned([[row[0], *row[2:]] for row in rows]))
+
+
+def number(value: Tensor, form: str) -> str:
+    """A number in a table; nothing if it was not measured."""
+    return "" if value.isnan() else format(value.item(), form)
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Lines of which all cells of a column end at the same place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def name_of(head: Head) -> str:
+    """(5, 1) -> "5.1"."""
+    return f"{head[0]}.{head[1]}"
+
+
+def triangle(pattern: Tensor, labels: list[str], width: int) -> str:
+    """One head in grey letters: (T, T) -> a line a query, its token on the left; at most `width` letters wide."""
+    lines = []
+    room = max(8, width - len(pattern) - 6)
+    for row, name in enumerate(labels):
+        letters = "".join(grey(weight) for weight in pattern[row, : row + 1].tolist())
+        lines.append(f"{row:4d} {name[:room]:>{min(room, 16)}} {letters}".rstrip())
+    return "\n".join(lines)
