@@ -32,6 +32,8 @@ from configs import ConfigError, parse, run_script, visible
 from data.batches import IGNORE, Batches, seed_for, validation_batches
 from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, document_start, encode, token_bytes, token_lengths
+from inspection import capture, head_scores, repeat_probe
+from inspection.plots import mosaic_of_all
 from model import GPT, GPTConfig, ModelConfig
 from training.certificate import certify
 from training.config import TrainConfig
@@ -132,6 +134,9 @@ def train(config: Config) -> None:
     val_tokens = corpus.tokens["val"][: c.eval_tokens + 1]
     val_bytes = token_lengths(corpus.tokenizer)[val_tokens[1:]].sum()
     bits_per_byte_per_nat = (len(val_tokens) - 1) / val_bytes / math.log(2)
+    watched = torch.from_numpy(val_tokens[: min(T, 256)].astype(np.int64))[None]  # on which the heads are watched
+    words = np.setdiff1d(val_tokens, document_start(corpus.tokenizer)).astype(np.int64)
+    probe = repeat_probe(torch.from_numpy(words), document_start(corpus.tokenizer)[-1], T, num=1)
 
     prompt = [*document_start(corpus.tokenizer), *encode(corpus.tokenizer, c.sample_prompt).tolist()]
     run.begin(corpus)
@@ -172,7 +177,9 @@ def train(config: Config) -> None:
                 with progress.paused():
                     val_loss = evaluate(loss_fn, model, c.batch_size, val_tokens, interrupt)
                     if val_loss is not None:
-                        progress.write(run.log_validation(val_loss, val_loss * bits_per_byte_per_nat))
+                        with autocast(device, dtype):
+                            heads = head_scores(model, watched, probe, verify=False).rounded()
+                        progress.write(run.log_validation(val_loss, val_loss * bits_per_byte_per_nat, heads))
             stopping = step == c.max_steps or bool(interrupt)
             if (stopping or (step % c.checkpoint_every == 0 and step > 0)) and step != run.resumed_step:
                 guard.check()
@@ -210,6 +217,9 @@ def train(config: Config) -> None:
     text = sample(model, corpus.tokenizer, prompt)
     print(f"\nA sample of what it writes:\n{visible(text)}\n")
     run.tracker.log_sample(state["step"], c.sample_prompt, text)
+    with autocast(device, dtype), capture(model) as att, torch.no_grad():
+        model.hidden(watched.to(device))
+    run.tracker.log_picture(state["step"], mosaic_of_all(att))
     run.finish()
     if state["best_step"] not in (None, step):
         print(f"The best validation loss, {state['best_val_loss']:.4f}, was that of step {state['best_step']}.")

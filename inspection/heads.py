@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inspection.metrics import PICTURE
 from inspection.patterns import Captured, capture, exact_products
 from model import GPT
 from model.attention import Attend, attention_weights
@@ -70,6 +71,11 @@ class HeadScores:
     def error(self) -> dict[str, Tensor]:
         """Metric -> (L, H), the standard error of the mean; nan if there is one sequence."""
         return {name: standard_error(samples) for name, samples in self.samples.items()}
+
+    def rounded(self) -> dict[str, list[list[float | None]]]:
+        """Metric -> L rows of H means, for JSON: four digits, None for what was not measured."""
+        rows = {name: values.round(decimals=4).tolist() for name, values in self.mean.items() if name != PICTURE}
+        return {name: [[None if x != x else x for x in row] for row in layers] for name, layers in rows.items()}
 
 
 def standard_error(samples: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inspection.patterns import Captured
 from inspection.terminal import name_of
 from model import ModelError, disk
 
@@ -115,25 +117,39 @@ def large(labels: Sequence[str], heads: Sequence[Head], pattern: Pattern, scores
 
 def grid(heads: Sequence[Head], pattern: Pattern, scores: Scores, T: int) -> tuple["Figure", int]:
     """Small pictures of all these heads, a line for each layer."""
-    layers, columns = sorted({layer for layer, _ in heads}), sorted({head for _, head in heads})
-    size = max(24, PIXELS // max(len(columns), len(layers)))  # pixels of a small picture, at most
-    side = math.ceil(T / math.ceil(T / size))
-    gap_x, gap_y = max(2, side // 12), max(4, side // 5)
-    canvas = torch.full((len(layers) * (side + gap_y), len(columns) * (side + gap_x)), math.nan)
-    width = len(columns) * (1.15 if len(columns) > 6 else 1.9)  # inches
+    num_columns = len({head for _, head in heads})
+    canvas, places, side = mosaic(heads, pattern, T)
+    width = num_columns * (1.15 if num_columns > 6 else 1.9)  # inches
     figure = new_figure(width + 1.1, width * canvas.size(0) / canvas.size(1) + 0.5)
     ax = figure.subplots()
-    for head in heads:
-        top, left = layers.index(head[0]) * (side + gap_y) + gap_y, columns.index(head[1]) * (side + gap_x)
-        canvas[top : top + side, left : left + side] = blank(pool(pattern(head), size))
-        ax.text(left, top - gap_y * 0.15, title_of(head, scores), fontsize=6.5, va="bottom")
-        ax.plot(
-            [left - 0.5, left - 0.5, left + side - 0.5], [top - 0.5, top + side - 0.5, top + side - 0.5], "0.7", lw=0.4
-        )
+    for head, (top, left) in places.items():
+        ax.text(left, top - 1, title_of(head, scores), fontsize=6.5, va="bottom")
     image = ax.imshow(canvas, vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
     ax.set_axis_off()
     figure.colorbar(image, ax=ax, shrink=min(1.0, 3 / figure.get_figheight()), label="weight")
-    return figure, math.ceil(T / size)
+    return figure, side
+
+
+def mosaic(heads: Sequence[Head], pattern: Pattern, T: int) -> tuple[Tensor, dict[Head, tuple[int, int]], int]:
+    """All these heads in one array, nan between and above them; where each begins; and how many weights a side pool."""
+    rows, columns = sorted({layer for layer, _ in heads}), sorted({head for _, head in heads})
+    size = max(24, PIXELS // max(len(rows), len(columns)))  # of a head's picture, at most
+    side = math.ceil(T / size)
+    shown = math.ceil(T / side)
+    height, width = shown + max(5, shown // 5), shown + max(2, shown // 12)
+    canvas = torch.full((len(rows) * height, len(columns) * width), math.nan)
+    places = {head: (rows.index(head[0]) * height + height - shown, columns.index(head[1]) * width) for head in heads}
+    for head, (top, left) in places.items():
+        canvas[top : top + shown, left : left + shown] = blank(pool(pattern(head), size))
+    return canvas, places, side
+
+
+def mosaic_of_all(att: Captured) -> np.ndarray:
+    """Every head, (height, width) uint8: white for a weight of 0, black for 1. Needs no matplotlib."""
+    q = att[0][0]
+    heads = [(layer, head) for layer in range(att.n_layer) for head in range(q.size(1))]
+    canvas, _, _ = mosaic(heads, lambda head: att.pattern(*head)[0].cpu(), q.size(2))
+    return (255 * (1 - canvas.nan_to_num(0))).byte().numpy()
 
 
 def draw_timeline(

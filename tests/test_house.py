@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 
+import inspect_attention
 import sample
 import train
 from configs import parse
 
 ROOT = Path(__file__).parent.parent
-OURS = {"model", "data", "configs", "training", "inspection", "train", "sample"}
+SCRIPTS = {"train", "sample", "inspect_attention"}
+OURS = {"model", "data", "configs", "training", "inspection", *SCRIPTS}
 MAY_IMPORT = {  # package -> what it may import of ours, besides itself
     "model": set(),
     "data": set(),
     "configs": set(),
     "training": {"model", "data", "configs"},
     "inspection": {"model"},
-    "train.py": OURS - {"train", "sample"},
-    "sample.py": OURS - {"train", "sample"},
+    **{f"{name}.py": OURS - SCRIPTS for name in SCRIPTS},
 }
 SOURCES = sorted([*ROOT.glob("*.py"), *(path for name in MAY_IMPORT for path in (ROOT / name).rglob("*.py"))])
 
@@ -78,6 +79,8 @@ def test_readme_commands_exist(command: str) -> None:
             assert not word.endswith(".toml") or (ROOT / word).is_file()
     elif words[:2] == ["python", "sample.py"]:
         parse(sample.Options, words[2:])
+    elif words[:2] == ["python", "inspect_attention.py"]:
+        parse(inspect_attention.Options, words[2:])
     elif words[:2] == ["python", "-m"]:
         assert (ROOT / Path(*words[2].split("."))).with_suffix(".py").is_file()
     elif words[0] == "wandb":

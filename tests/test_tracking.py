@@ -70,7 +70,8 @@ class Session:
         rows = [record.history.item for record in self.records if record.HasField("history")]
         rows = [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in rows]
         rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
-        self.lines = [row for row in rows if "sample._type" not in row]
+        self.lines = [row for row in rows if "sample._type" not in row and "heads._type" not in row]
+        self.pictures = [row for row in rows if "heads._type" in row]
         self.samples = [row for row in rows if "sample._type" in row]
         self.exit_codes = [record.exit.exit_code for record in self.records if record.HasField("exit")]
 
@@ -96,7 +97,12 @@ def sessions(
 
 
 def logged(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """The lines of metrics.jsonl as wandb has them: metrics of heads by name."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        for metric, layers in line.pop("heads", {}).items():
+            line |= {f"{metric}/{i}.{j}": value for i, row in enumerate(layers) for j, value in enumerate(row)}
+    return lines
 
 
 def in_the_next_second() -> None:
@@ -122,6 +128,10 @@ def test_an_offline_run_says_what_metrics_jsonl_says(run, corpus_file: Path, tmp
     assert (session.run.project, session.run.display_name) == ("tril", "some run")
     assert session.exit_codes == [0] and not session.models()
 
+    (picture,) = session.pictures
+    assert picture["step"] == 12 and picture["heads._type"] == "image-file"
+    assert (session.files / picture["heads.path"]).read_bytes().startswith(b"\x89PNG")
+
     (row,) = session.samples
     table = json.loads((session.files / row["sample.path"]).read_text())
     assert table["columns"] == ["step", "prompt", "text"]
@@ -140,9 +150,8 @@ def test_nothing_leaves_the_run_directory_and_no_name_gets_in(run, corpus_file, 
     assert not any(record.HasField("environment") or record.HasField("stats") for record in session.records)
     said = b"".join(record.SerializeToString() for record in session.records)
     assert sys.executable.encode() not in said and b"train.py" not in said
-    assert [path.name for path in session.files.rglob("*") if path.is_file()] == [
-        Path(session.samples[0]["sample.path"]).name
-    ]
+    sent = {session.samples[0]["sample.path"], session.pictures[0]["heads.path"]}
+    assert {str(path.relative_to(session.files)) for path in session.files.rglob("*") if path.is_file()} == sent
 
 
 def test_a_checkpoint_is_an_artifact_if_that_is_asked_for(run, corpus_file: Path, tmp_path: Path) -> None:

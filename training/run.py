@@ -147,9 +147,11 @@ class Run:
             if scaling := read_json(self.resumed_from / "trainer.json")["scaler"]:  # empty if none was needed there
                 scaler.load_state_dict(scaling)
 
-    def log(self, **values: float) -> None:
+    def log(self, **values: float | dict) -> None:
         """One line of metrics for this step, to metrics.jsonl and wandb."""
-        values = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no inf
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                values[name] = None  # JSON has no inf
         if values.get("train_loss") is not None:
             self.recent_losses.append(values["train_loss"])
         self.write({"step": self.state["step"], **values})
@@ -177,12 +179,12 @@ class Run:
             f"loss spike: {loss:.3f} in step {step}, lately {typical:.3f}; metrics.jsonl has the windows of train.bin"
         )
 
-    def log_validation(self, val_loss: float, bits_per_byte: float) -> str:
-        """Remember and log a validation loss; return it as a line to print."""
+    def log_validation(self, val_loss: float, bits_per_byte: float, heads: dict[str, list]) -> str:
+        """Remember and log a validation loss, and metrics of the heads; return it as a line to print."""
         step, seconds = self.state["step"], self.state["train_seconds"]
         self.remember(val_loss)
         self.validations[step] = {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte}
-        self.log(val_loss=val_loss, val_bits_per_byte=bits_per_byte, train_seconds=seconds)
+        self.log(val_loss=val_loss, val_bits_per_byte=bits_per_byte, train_seconds=seconds, heads=heads)
         return f"step {step:7d} | val loss {val_loss:7.4f} | bits/byte {bits_per_byte:6.4f} | trained {seconds:8.1f} s"
 
     def remember(self, val_loss: float | None) -> None:

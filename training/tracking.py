@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 
+import numpy as np
+
 from training.config import TrainConfig
 
 WAIT_SECONDS = 15  # for wandb, at the beginning of a session and at its end; `wandb sync` sends what was left then
@@ -84,7 +86,13 @@ class Tracker:
         """
         kind = next(key for key in record if key != "step")
         if record["step"] > self.known.get(kind, -1):
-            self.run.log(record)
+            heads = {
+                f"{metric}/{layer}.{head}": value
+                for metric, layers in record.get("heads", {}).items()
+                for layer, row in enumerate(layers)
+                for head, value in enumerate(row)
+            }
+            self.run.log({name: value for name, value in record.items() if name != "heads"} | heads)
             self.last[kind] = record["step"]
             temporary = self.newest.with_suffix(".tmp")
             temporary.write_text(json.dumps(self.last))
@@ -95,6 +103,11 @@ class Tracker:
         """What the model writes, as a table of one row."""
         table = self.wandb.Table(columns=["step", "prompt", "text"], data=[[step, prompt, text]])
         self.run.log({"step": step, "sample": table})
+
+    @optional
+    def log_picture(self, step: int, picture: np.ndarray) -> None:
+        """What the heads look at: (height, width) uint8."""
+        self.run.log({"step": step, "heads": self.wandb.Image(picture)})
 
     @optional
     def log_checkpoint(self, directory: Path, *aliases: str) -> None:

@@ -1,0 +1,306 @@
+"""Metrics have their known values, planted heads are found through the real kernel, and looking changes nothing."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import inspection.patterns
+from inspection import HeadScores, ablate, capture, head_scores, influence, repeat_probe, rollout
+from inspection.metrics import DISTANCES, PICTURE, measure
+from inspection.patterns import Captured, Layer
+from model import GPT
+from model.attention import Attend, attention_weights, make_causal_mask
+from tests.conftest import make_gpt
+
+B, T, V, L, H = 2, 11, 17, 2, 3
+REPEAT = 7  # r_1 to r_7, twice, behind a start
+
+
+def in_blocks(pattern: Tensor, rows: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(T, T) as `measure` reads it, for a batch and heads of one."""
+    for start in range(0, len(pattern), rows):
+        block = pattern[start : start + rows, : start + rows][None, None]
+        yield start, block, block.log()
+
+
+def harmonic(n: int) -> float:
+    return sum(1 / i for i in range(1, n + 1))
+
+
+def one_hot(key_of: dict[int, int]) -> Tensor:
+    """(T, T) of a head whose query i looks at key_of[i] alone; at itself if that is not said."""
+    length = 2 * REPEAT + 1
+    return F.one_hot(torch.tensor([key_of.get(i, i) for i in range(length)]), length).float()
+
+
+SIZE = 2 * REPEAT + 1
+SHARE = (harmonic(SIZE) - 1) / (SIZE - 1)
+LATE = (harmonic(2 * REPEAT + 1) - harmonic(REPEAT + 1)) / REPEAT
+UNIFORM = torch.ones(SIZE, SIZE).tril() / torch.arange(1, SIZE + 1)[:, None]
+# name -> the pattern, and entropy, distance, sink, current, previous, duplicate, induction
+KNOWN = {
+    "uniform": (UNIFORM, (1, (SIZE - 1) / 4, SHARE, SHARE, SHARE, LATE, LATE)),
+    "identity": (one_hot({}), (0, 0, 0, 1, 0, 0, 0)),
+    "previous": (one_hot({i: i - 1 for i in range(1, SIZE)}), (0, (SIZE - 1) / SIZE, 1 / (SIZE - 1), 0, 1, 0, 0)),
+    "sink": (one_hot(dict.fromkeys(range(SIZE), 0)), (0, (SIZE - 1) / 2, 1, 0, 1 / (SIZE - 1), 0, 0)),
+    "duplicate": (one_hot({i: i - REPEAT for i in range(REPEAT + 1, SIZE)}), (0, REPEAT**2 / SIZE, 0, 0.5, 0, 1, 0)),
+    "induction": (
+        one_hot({i: i - REPEAT + 1 for i in range(REPEAT + 1, SIZE)}),
+        (0, REPEAT * (REPEAT - 1) / SIZE, 0, 0.5, 0, 0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 7, SIZE])
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_heads_have_their_known_values(name: str, rows: int) -> None:
+    pattern, values = KNOWN[name]
+    found = measure(in_blocks(pattern, rows), REPEAT)
+    names = ("entropy", "distance", "sink", "current", "previous", "duplicate", "induction")
+    for metric, value in zip(names, values, strict=True):
+        assert found[metric].shape == (1, 1)
+        assert found[metric].item() == pytest.approx(value, abs=1e-6), metric
+
+
+def test_a_uniform_head_of_fifty_tokens_has_the_published_value() -> None:
+    pattern = torch.ones(101, 101).tril() / torch.arange(1, 102)[:, None]
+    assert measure(in_blocks(pattern, 101), 50)["induction"].item() == pytest.approx(0.0136, abs=5e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 101])
+def test_the_picture_says_how_far_a_head_looks(rows: int) -> None:
+    """Against a sum over all pairs; what goes to the first token is the last field, and in no other."""
+    pattern = torch.randn(101, 101).masked_fill(~make_causal_mask(101), -math.inf).softmax(-1)
+    fields = [0.0] * 10
+    for i in range(1, 101):
+        for j in range(i + 1):
+            place = 9 if j == 0 else max(n for n, distance in enumerate(DISTANCES) if distance <= i - j)
+            fields[place] += pattern[i, j].item() / 100
+    found = measure(in_blocks(pattern, rows))[PICTURE][0, 0]
+    torch.testing.assert_close(found, torch.tensor(fields, dtype=torch.float64), rtol=0, atol=1e-5)
+    assert found.sum().item() == pytest.approx(1, abs=1e-6)
+
+
+def test_a_text_of_one_token_has_no_row_to_measure() -> None:
+    found = measure(in_blocks(torch.ones(1, 1), 1))
+    assert math.isnan(found["entropy"].item()) and math.isnan(found["sink"].item()) and found["distance"].item() == 0
+
+
+def planted(tokens: Tensor, n_kv_head: int, cached: bool) -> Captured:
+    """Three heads made by hand, run through the kernel: previous token, induction, and one of zeros, which is uniform.
+
+    An induction head matches its token with the token before each key: q_i = c onehot(tok_i), k_j = c onehot(tok_j-1).
+    """
+    length, sharp = len(tokens), 40.0
+    before = torch.cat((tokens[:1] * 0 + V - 1, tokens[:-1]))
+    D = max(V, length)
+    position, token, earlier = (torch.eye(D)[x] * sharp for x in (torch.arange(length), tokens, before))
+    shifted = torch.eye(D)[(torch.arange(length) - 1).clamp(min=0)] * sharp
+    keys = torch.stack((position, earlier))
+    if n_kv_head == 1:  # the heads of a group share their keys: both kinds, side by side
+        keys = torch.cat((position, earlier), dim=-1)[None]
+        shifted, token = F.pad(shifted, (0, D)), F.pad(token, (D, 0))
+        q, k = torch.stack((shifted, token, torch.zeros_like(token))), keys
+    else:
+        q, k = torch.stack((shifted, token, torch.zeros_like(token))), torch.stack((position, earlier, position))
+    attend, mask = Attend(), make_causal_mask(length)
+    layer = Layer(attend)
+    hook = attend.register_forward_hook(layer.hook)
+    for start in range(length) if cached else [0]:
+        end = start + 1 if cached else length
+        k_now = k[None, :, :end]
+        attend(q[None, :, start:end], k_now, torch.randn_like(k_now), mask[start:end, :end], 0.0)
+    hook.remove()
+    return Captured({0: layer}, 1)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("n_kv_head", [1, 3])
+def test_planted_heads_are_found_through_the_kernel(n_kv_head: int, cached: bool) -> None:
+    probe = repeat_probe(torch.arange(V - 2), V - 2, 2 * REPEAT + 1, num=1)
+    att = planted(probe.repeated[0], n_kv_head, cached)
+    assert att.verify()[0] < 1e-5
+    scores, control = att.scores(probe.repeat), planted(probe.control[0], n_kv_head, cached).scores(probe.repeat)
+    assert scores["previous"][0].tolist() == pytest.approx([1, scores["previous"][0, 1].item(), SHARE], abs=1e-6)
+    assert scores["induction"][0].tolist() == pytest.approx([0, 1, LATE], abs=1e-6)
+    assert scores["duplicate"][0, 2].item() == pytest.approx(LATE, abs=1e-6)
+    assert control["induction"][0, 1] < 0.2
+    assert scores["max_logit"][0, 1].item() == pytest.approx(40.0**2 / att[0][0].size(-1) ** 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 7, 10**9])
+def test_scores_do_not_depend_on_blocks_and_are_those_of_the_patterns(size: int, monkeypatch) -> None:
+    model, idx = make_gpt().eval(), torch.randint(V, (B, T))
+    with capture(model) as att:
+        model(idx)
+    before = [tensor.clone() for layer in range(L) for tensor in att[layer]]
+    monkeypatch.setattr(inspection.patterns, "BLOCK", size * B * H * T if size < T else size)
+    found = att.measured(5)
+    assert all(torch.equal(*pair) for pair in zip(before, [t for n in range(L) for t in att[n]], strict=True))
+    for layer in range(L):
+        for head in range(H):
+            for b in range(B):
+                alone = measure(in_blocks(att.pattern(layer, head)[b], T), 5)
+                for name in found.keys() - {"max_logit"}:
+                    torch.testing.assert_close(found[name][b, layer, head], alone[name][0, 0], rtol=0, atol=1e-5)
+    q, k, mask = att[1]
+    highest = (q @ k.transpose(2, 3) / q.size(-1) ** 0.5).masked_fill(~mask, -math.inf).amax((2, 3))
+    torch.testing.assert_close(found["max_logit"][:, 1], highest.double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(att.scores(5)["sink"], found["sink"].mean(0))
+
+
+def test_a_probe_repeats_and_its_control_does_not() -> None:
+    tokens = torch.tensor([3, 5, 7, 11, 13, 2, 19])
+    probe = repeat_probe(tokens, 99, 1000, num=5, seed=1)
+    r, again, other = probe.repeated[:, 1:4], probe.repeated[:, 4:], probe.control[:, 4:]
+    assert probe.repeat == 3 and probe.repeated.shape == probe.control.shape == (5, 7)
+    assert torch.equal(r, again) and torch.equal(probe.control[:, :4], probe.repeated[:, :4])
+    assert (probe.repeated[:, 0] == 99).all() and not torch.equal(r[0], r[1])
+    for first, second in zip(r.tolist(), other.tolist(), strict=True):
+        assert len({*first, *second}) == 6 and {*first, *second} <= set(tokens.tolist())
+    assert torch.equal(probe.repeated, repeat_probe(tokens, 99, 1000, num=5, seed=1).repeated)
+    assert not torch.equal(probe.repeated, repeat_probe(tokens, 99, 1000, num=5, seed=2).repeated)
+    assert repeat_probe(torch.arange(1000), 0, 11).repeat == 5
+    assert repeat_probe(torch.arange(1000), 0, 1000).repeat == 50
+    assert repeat_probe(tokens[:3], 0, 1000) is None and repeat_probe(tokens, 0, 4) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"n_kv_head": 1}, {"family": "qwen3", "n_embd": 18}, {"family": "nanochat", "n_embd": 18}], ids=str
+)
+def test_scores_of_a_model_have_means_errors_and_losses(changes: dict) -> None:
+    model, text = make_gpt(**changes, bias=None), torch.randint(V, (5, T))
+    scores = head_scores(model, text, repeat_probe(torch.arange(V - 1), V - 1, T, num=3))
+    assert model.training and scores.row_error < 1e-5
+    assert not any(module._forward_hooks for module in model.modules())
+    for name, samples in scores.samples.items():
+        num = 3 if name.startswith(("duplicate", "induction")) else 5
+        assert samples.shape == ((num, L, H, 10) if name == PICTURE else (num, L, H))
+        torch.testing.assert_close(scores.mean[name], samples.mean(0))
+        torch.testing.assert_close(scores.error[name], samples.std(0) / num**0.5)
+    model.eval()
+    with torch.no_grad():
+        losses = F.cross_entropy(model(text)[:, :-1].transpose(1, 2), text[:, 1:], reduction="none").mean(1)
+    torch.testing.assert_close(scores.losses, losses, rtol=0, atol=1e-5)
+    assert head_scores(model, text[:1]).error["sink"].isnan().all()
+    rounded = scores.rounded()
+    assert PICTURE not in rounded and abs(rounded["sink"][1][2] - scores.mean["sink"][1, 2].item()) <= 5e-5
+
+
+def test_scores_are_refused_if_they_are_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection.patterns, "attention_weights", lambda q, k, mask: attention_weights(2 * q, k, mask))
+    model = make_gpt()
+    with pytest.raises(inspection.NotTheKernels):
+        head_scores(model, torch.randint(V, (B, T)))
+    assert model.training and math.isnan(head_scores(model, torch.randint(V, (B, T)), verify=False).row_error)
+
+
+def loss(model: GPT, text: Tensor) -> Tensor:
+    with torch.no_grad():
+        return F.cross_entropy(model(text)[:, :-1].transpose(1, 2), text[:, 1:], reduction="none").mean(1)
+
+
+@pytest.mark.parametrize("mode", ["zero", "mean"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: str) -> None:
+    """The same, by changing weights: what the output projection reads of a head is zero, or a constant."""
+    model, text = make_gpt(family=family, n_embd=18, bias=None, dropout=0.0).eval(), torch.randint(V, (5, T))
+    D, heads = model.config.head_dim, [(layer, head) for layer in range(L) for head in range(H)]
+    rises = list(ablate(model, text, heads, mode))
+    assert len(rises) == L * H and not any(module._forward_hooks for module in model.modules())
+    outputs = []
+    for block in model.blocks:
+        hook = block.attention.attend.register_forward_hook(lambda module, inputs, y: outputs.append(y))
+        loss(model, text)
+        hook.remove()
+    for (layer, head), rise in zip(heads, rises, strict=True):
+        o_proj, part = model.blocks[layer].attention.o_proj, slice(head * D, (head + 1) * D)
+        whole, plain = o_proj.weight.data.clone(), loss(model, text)
+        mean = outputs[layer][:, head].mean((0, 1))
+        constant = whole[:, part] @ mean if mode == "mean" else torch.zeros(len(whole))
+        o_proj.weight.data[:, part] = 0
+        hook = o_proj.register_forward_hook(lambda module, inputs, y, constant=constant: y + constant)
+        torch.testing.assert_close(rise, loss(model, text) - plain, rtol=0, atol=1e-5)
+        assert rise.abs().max() > 1e-3
+        hook.remove()
+        o_proj.weight.data = whole
+
+
+def test_a_head_that_nothing_reads_is_worth_nothing() -> None:
+    model = make_gpt().train()
+    model.blocks[1].attention.o_proj.weight.data[:, 5:10] = 0
+    (rise,) = ablate(model, torch.randint(V, (5, T)), [(1, 1)])
+    assert torch.equal(rise, torch.zeros(5)) and model.training
+
+
+def test_rollout_is_the_product_of_the_layers() -> None:
+    model, idx = make_gpt().eval(), torch.randint(V, (B, T))
+    with capture(model) as att:
+        model(idx)
+    expected = torch.eye(T).expand(B, T, T)
+    for layer in range(L):
+        expected = (att.patterns(layer).mean(1) / 2 + torch.eye(T) / 2) @ expected
+    found = rollout(att)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.sum(-1), torch.ones(B, T))
+    assert torch.equal(found.triu(1), torch.zeros(B, T, T))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "nanochat"])
+def test_influence_is_the_derivative_of_the_prediction(family: str) -> None:
+    """Against differences of the log-probability, in float64; nothing comes from the future, or stays behind."""
+    model, idx = make_gpt(family=family, n_embd=18, bias=None, tied=False).double(), torch.randint(V, (1, T))
+    shares, tokens, probabilities = influence(model, idx, [4, T - 1])
+    model.eval()
+    likeliest = model(idx)[0].softmax(-1).max(-1)
+    assert torch.equal(tokens, likeliest.indices)
+    torch.testing.assert_close(probabilities, likeliest.values.float())
+    assert shares.shape == (2, T) and torch.equal(shares[0, 5:], torch.zeros(T - 5))
+    torch.testing.assert_close(shares.sum(-1), torch.ones(2))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+    norms, step = [], 1e-5
+    for position in range(5):
+        slopes = []
+        for channel in range(18):
+            ends = []
+            for sign in (1, -1):
+
+                def nudge(module, inputs, y, position=position, channel=channel, sign=sign):
+                    y = y.clone()
+                    y[0, position, channel] += sign * step
+                    return y
+
+                hook = model.token_embedding.register_forward_hook(nudge)
+                ends.append(model(idx)[0, 4].log_softmax(-1)[tokens[4]].item())
+                hook.remove()
+            slopes.append((ends[0] - ends[1]) / (2 * step))
+        norms.append(math.hypot(*slopes))
+    expected = torch.tensor(norms) / sum(norms)
+    torch.testing.assert_close(shares[0, :5], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.long
+def test_a_small_model_grows_an_induction_head() -> None:
+    """Two layers of attention alone, on random tokens that repeat: only the second layer can learn to look there."""
+    model = make_gpt(n_head=2, n_embd=64, vocab_size=37, context_length=41, dropout=0.0)
+    model.init_weights()
+    for block in model.blocks:
+        block.mlp = torch.nn.Module()
+        block.mlp.forward = lambda x: torch.zeros_like(x)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(2500):
+        probe = repeat_probe(torch.arange(36), 36, 31, num=32, seed=step + 1)
+        text = probe.repeated
+        loss = F.cross_entropy(model(text)[:, probe.repeat : -1].transpose(1, 2), text[:, probe.repeat + 1 :])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    scores: HeadScores = head_scores(model, text, repeat_probe(torch.arange(36), 36, 31, num=8, seed=0))
+    assert scores.mean["induction"][1].max() > 0.5 > scores.mean["induction"][0].max()
+    assert scores.mean["induction_control"].max() < 0.2
