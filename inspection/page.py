@@ -3,8 +3,8 @@
 The policy in its head lets a browser run the page's own script and forbids every request. Whatever comes from outside,
 tokens and names, enters as JSON and leaves as text; page.html has the rest.
 
-A pattern is stored as its lower triangle, row by row, in 65535ths: all low bytes, then all high bytes (a tenth to a sixth
-smaller than in turns), deflated, in base64. The page inflates what it shows.
+A pattern is stored as its lower triangle, row by row, in 65535ths: all low bytes, then all high bytes (a tenth to a
+fifth smaller than in turns), deflated, in base64. The page inflates what it shows.
 """
 
 import base64
@@ -55,7 +55,7 @@ def write_page(
     """Write the page and return what must be said about it, which the page says too.
 
     Only one pattern is in memory at a time, and `snapshots` may be a generator: all of them pass through a file beside
-    `path`. Beyond `limit` bytes the patterns are pooled, by the smallest factor that fits. Raises ValueError if none does.
+    `path`. Beyond `limit` bytes the patterns are pooled, by the smallest factor that fits; ValueError if none does.
     """
     assert heads and len(set(heads)) == len(heads), "which heads to show"
     T = len(labels)
@@ -85,9 +85,9 @@ def pooling_notes(factor: int, T: int, limit: int) -> list[str]:
     if factor == 1:
         return []
     return [
-        f"Pooled: in full, the patterns would make this page larger than {limit / 2**20:.4g} MiB. A cell is the maximum "
-        f"of {factor} x {factor} weights, so that {T} tokens make {-(-T // factor)} rows; fewer heads or checkpoints, or "
-        "a shorter text, need no pooling."
+        f"Pooled: in full, the patterns would make this page larger than {limit / 2**20:.4g} MiB. A cell is the "
+        f"maximum of {factor} x {factor} weights, {T} tokens make {-(-T // factor)} rows. Fewer heads or checkpoints, "
+        "or a shorter text, need less."
     ]
 
 
