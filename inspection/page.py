@@ -109,7 +109,7 @@ def store(snapshot: Snapshot, heads: list[str], T: int, spool: BinaryIO) -> tupl
     scores = {metric: [[known(x) for x in row] for row in table.tolist()] for metric, table in snapshot.scores.items()}
     described = {"name": snapshot.name, "step": snapshot.step, "loss": known(snapshot.loss), "note": snapshot.note}
     described |= {"scores": scores, "rollout": snapshot.rollout is not None, "influence": computed}
-    described["predictions"] = [(label, round(float(chance), 4)) for label, chance in snapshot.predictions]
+    described["predictions"] = [(label, known(float(chance))) for label, chance in snapshot.predictions]
     return described, names
 
 
@@ -196,7 +196,8 @@ def allowed(template: str) -> Iterator[str]:
 
 def to_json(data: dict) -> str:
     """JSON in ASCII that can stand in HTML, and in which no text looks like an address or like markup."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).translate(UNSAFE).replace("http", "\\u0068ttp")
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).translate(UNSAFE)
+    return re.sub("h(?=ttp)", lambda letter: f"\\u{ord(letter[0]):04x}", text, flags=re.IGNORECASE)
 
 
 def write_whole(path: Path, parts: list[bytes]) -> None:

@@ -26,7 +26,7 @@ HOSTILE = [
     "'",
     '"',
     "\\",
-    "https://a.example/",
+    "https://a.example/ HTTP://a.example/",
     "href=import(`${T}`)",
     "{{patterns}}",
     "↵",
