@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -115,6 +115,7 @@ class Look:
     name: str
     step: int | None  # None: it is from elsewhere
     loss: float  # on the text, in nats a token
+    config: dict
     scores: HeadScores
     att: Captured  # of the pictured text
     note: str
@@ -278,22 +279,27 @@ def look(
     shown = str(att[0][0].dtype).removeprefix("torch.")
     note = f"weights match the fused kernel: max row error {row_error:.1e} ({shown}, {device.type})"
     step, loss = read_json_if_there(directory / "trainer.json").get("step"), scores.losses.mean().item()
-    return Look(visible(directory.name), step, loss, scores, att, note, shares, predictions)
+    run = directory.parent.parent.name if directory.parent.name == "checkpoints" else ""
+    name = visible(f"{run} {directory.name}".strip())
+    return Look(name, step, loss, asdict(model.config), scores, att, note, shares, predictions)
 
 
 def write(path: Path, text: Text, labels: list[str], heads: list[Head], looks: list[Look]) -> list[str]:
     """Write what the suffix asks for; returns what a reader of it should know."""
     last, kind = looks[-1], path.suffix.lower()
-    title = f"{last.name}: {text.note}" if len(looks) == 1 else f"{looks[0].name} to {last.name}: {text.note}"
+    title = last.name if len(looks) == 1 else f"{looks[0].name} to {last.name}"
     about = [{"checkpoint": each.name, "step": each.step, "loss": each.loss, "verified": each.note} for each in looks]
     if kind in (".csv", ".json"):
         rows = files.score_table(about, [each.scores for each in looks], heads)
         files.write_scores(path, rows, {"text": text.note, "tokens": text.pictured[0].tolist(), "labels": labels})
     elif kind in (".npz", ".safetensors"):
-        files.write_tensors(path, last.att, text.pictured[0], last.scores.mean, {**about[0], "labels": labels})
+        files.write_tensors(
+            path, last.att, text.pictured[0], last.scores.mean, {**about[0], "labels": labels, "config": last.config}
+        )
     elif kind == ".html":
         names = [terminal.name_of(head) for head in heads]
-        return page.write_page(path, title, text.note, labels, names, [snapshot(each) for each in looks])
+        note = f"scores on {text.note}; below, {len(labels)} tokens of it"
+        return page.write_page(path, f"Heads of {title}", note, labels, names, [snapshot(each) for each in looks])
     elif len(looks) > 1:
         steps = [number if each.step is None else each.step for number, each in enumerate(looks)]
         means = [each.scores.mean for each in looks]
@@ -310,7 +316,7 @@ def snapshot(look: Look) -> page.Snapshot:
         step=look.step,
         loss=look.loss,
         note=look.note,
-        scores={name: values for name, values in look.scores.mean.items() if name in terminal.COLUMNS},
+        scores={name: look.scores.mean[name] for name in terminal.COLUMNS if name in look.scores.mean},
         pattern=lambda name: look.att.pattern(*map(int, name.split(".")))[0].cpu(),
         rollout=rollout(look.att)[0].cpu(),
         influence=look.influence,

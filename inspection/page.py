@@ -23,6 +23,8 @@ from typing import BinaryIO
 import numpy as np
 from torch import Tensor
 
+from model import ModelError
+
 TEMPLATE = Path(__file__).with_name("page.html")
 THUMBNAIL = 64  # rows of the small pictures, at most
 UNSAFE = str.maketrans({sign: f"\\u{ord(sign):04x}" for sign in "<>&=("})  # none of these is JSON's own
@@ -55,7 +57,7 @@ def write_page(
     """Write the page and return what must be said about it, which the page says too.
 
     Only one pattern is in memory at a time, and `snapshots` may be a generator: all of them pass through a file beside
-    `path`. Beyond `limit` bytes the patterns are pooled, by the smallest factor that fits; ValueError if none does.
+    `path`. Beyond `limit` bytes the patterns are pooled, by the smallest factor that fits; ModelError if none does.
     """
     assert heads and len(set(heads)) == len(heads), "which heads to show"
     T = len(labels)
@@ -73,7 +75,7 @@ def write_page(
             if blocks := encode_all(spool, names, len(heads), T, factor, room):
                 break
         else:
-            raise ValueError(
+            raise ModelError(
                 f"the page does not fit into {limit:,} bytes even with every pattern pooled to a point: "
                 "show fewer heads or checkpoints, or a shorter text"
             )

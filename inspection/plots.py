@@ -95,7 +95,7 @@ def large(labels: Sequence[str], heads: Sequence[Head], pattern: Pattern, scores
     step = math.ceil(T / 64)  # of the labels
     for ax, head in zip(axes, heads, strict=False):
         weights = blank(pool(pattern(head), PIXELS))
-        image = ax.imshow(weights, vmin=0, vmax=1, cmap="viridis", extent=(-0.5, T - 0.5, T - 0.5, -0.5))
+        image = ax.imshow(weights.numpy(), vmin=0, vmax=1, cmap="viridis", extent=(-0.5, T - 0.5, T - 0.5, -0.5))
         ax.set_title(title_of(head, scores), fontsize=10)
         ticks = range(0, T, step)
         names = [f"{drawable(labels[i])} {i}" for i in ticks]
@@ -124,7 +124,7 @@ def grid(heads: Sequence[Head], pattern: Pattern, scores: Scores, T: int) -> tup
     ax = figure.subplots()
     for head, (top, left) in places.items():
         ax.text(left, top - 1, title_of(head, scores), fontsize=6.5, va="bottom")
-    image = ax.imshow(canvas, vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+    image = ax.imshow(canvas.numpy(), vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
     ax.set_axis_off()
     figure.colorbar(image, ax=ax, shrink=min(1.0, 3 / figure.get_figheight()), label="weight")
     return figure, side

@@ -104,19 +104,30 @@ def test_the_callers_autocast_does_not_matter() -> None:
         att.verify()
 
 
+def turned(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Rotary positions that are one too large for the queries."""
+    far = [(1.0 / 10_000 ** (2 * i / q.size(-1))) for i in range(q.size(-1) // 2)]
+    angle = torch.tensor(far, dtype=q.dtype)
+    a, b = q.chunk(2, dim=-1)
+    return WEIGHTS(torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1), k, mask)
+
+
 WRONG = {
     "scale": lambda q, k, mask: WEIGHTS(q * (5 / 6) ** 0.5, k, mask),  # sqrt(D + 1)
     "mask": lambda q, k, mask: WEIGHTS(q, k, mask.roll(1, 1) | mask),
     "keys of another head": lambda q, k, mask: WEIGHTS(q, k.flip(-1), mask),
+    "positions": turned,
+    "another group's keys": lambda q, k, mask: WEIGHTS(q, k.repeat(1, q.size(1) // k.size(1), 1, 1), mask),
     "one weight": lambda q, k, mask: WEIGHTS(q, k, mask) + 1e-3 * torch.eye(mask.size(1))[-1] * mask,
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_weights_that_are_not_the_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    model = make_gpt().eval()
+    model = make_gpt(family="llama", n_head=4, n_kv_head=2, n_embd=24, bias=None).eval()
     with capture(model) as att:
         model(torch.randint(V, (B, T)))
+    att.verify()
     monkeypatch.setattr(inspection.patterns, "attention_weights", WRONG[wrong])
     with pytest.raises(NotTheKernels, match="layer 0: the weights shown are not those of the kernel, a row is off by "):
         att.verify()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from inspection.page import Snapshot, pool, write_page
+from model import ModelError
 
 L, H, T = 2, 3, 11
 HEADS = [f"{layer}.{head}" for layer in range(L) for head in range(H)]
@@ -153,7 +154,7 @@ def test_page_beyond_the_limit_is_pooled_and_says_so(tmp_path: Path) -> None:
 def test_page_that_cannot_fit_is_refused_and_the_old_one_stays(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("old")
-    with pytest.raises(ValueError, match="fewer heads or checkpoints"):
+    with pytest.raises(ModelError, match="fewer heads or checkpoints"):
         write(path, limit=1000)
     with pytest.raises(ValueError, match=r"head 0\.0 of step-00000400 has weights that are not numbers"):
         write(path, replace(snapshot(), pattern=lambda head: pattern(head) * float("nan")))
