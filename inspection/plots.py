@@ -62,7 +62,7 @@ def draw_heads(
     pattern: head -> (T, T); scores: metric -> (L, H), of which "induction" stands in the titles.
     """
     T = len(labels)
-    if (T <= ANNOTATED and len(heads) <= 16) or len(heads) == 1:
+    if (T <= ANNOTATED and len(heads) <= 32) or len(heads) == 1:
         figure, side = large(labels, heads, pattern, scores)
     else:
         figure, side = grid(heads, pattern, scores, T)
@@ -87,7 +87,7 @@ def title_of(head: Head, scores: Scores) -> str:
 
 def large(labels: Sequence[str], heads: Sequence[Head], pattern: Pattern, scores: Scores) -> tuple["Figure", int]:
     """A heatmap for each head, with tokens on both axes, and the weights in the cells if there are few."""
-    T, columns = len(labels), min(len(heads), 4)
+    T, columns = len(labels), min(len(heads), 4 if len(heads) <= 16 else 6)
     rows = math.ceil(len(heads) / columns)
     side = min(15.0, max(4.0, 0.36 * T + 1.5))
     figure = new_figure(columns * side + 0.8, rows * side + 0.4)
