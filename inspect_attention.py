@@ -125,6 +125,8 @@ class Look:
 
 def main() -> None:
     options = parse(Options, sys.argv[1:])
+    if {path.suffix.lower() for path in options.output} & {".png", ".svg"}:
+        plots.check_installed()
     directories = [find_checkpoint(path) for path in options.checkpoints]
     config, tokenizer = same_shape(directories)
     heads = choose(options.heads, config)

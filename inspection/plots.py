@@ -3,6 +3,7 @@
 All heads of a picture have one colour scale, from 0 to 1, and what a query may not see is left blank.
 """
 
+import importlib.util
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -29,12 +30,16 @@ Pattern = Callable[[Head], Tensor]
 Scores = dict[str, Tensor]
 
 
+def check_installed() -> None:
+    """Raises ModelError where there is no matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModelError("pictures are drawn by matplotlib: pip install -c constraints.txt -e '.[plot]'")
+
+
 def new_figure(width: float, height: float) -> "Figure":
-    """A figure of so many inches, without a window. Raises ModelError where there is no matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ModelError("pictures are drawn by matplotlib: pip install matplotlib") from error
+    """A figure of so many inches, without a window."""
+    from matplotlib.figure import Figure  # slow to import, and not installed everywhere
+
     return Figure(figsize=(width, height), dpi=100, layout="constrained")
 
 
@@ -101,8 +106,8 @@ def large(labels: Sequence[str], heads: Sequence[Head], pattern: Pattern, scores
         names = [f"{drawable(labels[i])} {i}" for i in ticks]
         ax.set_xticks(ticks, names, rotation=90, fontsize=8, parse_math=False)
         ax.set_yticks(ticks, names, fontsize=8, parse_math=False)
-        ax.set_xlabel("key: the token looked at")
-        ax.set_ylabel("query: the token that looks")
+        ax.set_xlabel("key: the token looked at" if ax in axes[-columns:] else "")
+        ax.set_ylabel("query: the token that looks" if ax in axes[::columns] else "")
         ax.spines[["top", "right"]].set_visible(False)
         for i in range(T if T <= ANNOTATED else 0):
             for j in range(i + 1):

@@ -129,6 +129,12 @@ def test_pictures_are_the_same_bytes_again(run, straight: Path, tmp_path: Path) 
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+def test_without_matplotlib_it_is_said_at_once(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run(inspect_attention, straight, "-o", tmp_path / "a.png")
+    assert result.exit_code == 2 and "pictures are drawn by matplotlib: pip install" in result.err and not result.out
+
+
 def test_checkpoints_make_a_timeline(run, straight: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     outputs = [word for name in ("t.png", "t.html", "t.json") for word in ("-o", tmp_path / name)]
