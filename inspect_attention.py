@@ -16,7 +16,7 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tiktoken
@@ -45,7 +45,7 @@ from inspection import (
     terminal,
 )
 from model import GPT, GPTConfig
-from model.checkpoint import find_checkpoint, read_json
+from model.checkpoint import STEP, find_checkpoint, read_json
 from model.load import load_config
 from training.device import autocast, find_device
 
@@ -73,9 +73,7 @@ class Options:
     """Measure how much the loss rises without each head: with zeros, or its mean, in its place."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
     """A file to write, any number of times: .png, .svg, .html, .npz, .safetensors, .csv or .json."""
-    sort: Literal[
-        "head", "entropy", "distance", "sink", "current", "previous", "duplicate", "induction", "ablation"
-    ] = "induction"
+    sort: Sort = "induction"
     """The metric that orders the table."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
@@ -221,8 +219,8 @@ def choose_text(
 
 def validation_text(directory: Path, tokenizer: tiktoken.Encoding) -> tuple[np.ndarray, str]:
     """Ids the model was not trained on, if its corpus is here, else of the standard library; and which these are."""
-    trainer = read_json_if_there(directory / "trainer.json")
-    if trainer and (corpus := find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"])):
+    trainer = directory / "trainer.json"
+    if corpus := find_prepared(told(trainer, "fingerprint"), str(told(trainer, "config", "data", "source"))):
         return corpus.tokens["val"], "its validation text"
     ids: list[int] = []
     for _, document in sources.documents(sources.find_shards("stdlib")):
@@ -251,39 +249,60 @@ def look(
     options: Options,
 ) -> Look:
     """Look at the text with a checkpoint. Raises NotTheKernels if what would be shown is not what its kernel did."""
-    model, dtype = GPT.from_pretrained(directory, device), precision_of(directory, options)
-    shares, predictions, idx = None, [], text.pictured.to(device)
-    with autocast(device, dtype):
+    model, shares, predictions = GPT.from_pretrained(directory, device), None, []
+    with autocast(device, precision_of(directory, options)):
         scores = head_scores(model, text.measured, probe)
         if options.ablate:
-            rises = torch.full((len(text.measured), model.config.n_layer, model.config.n_head), torch.nan).double()
-            losses = ablate(model, text.measured, heads, options.ablate)
-            for (layer, head), rise in zip(
-                heads, tqdm(losses, total=len(heads), unit="head", leave=False), strict=True
-            ):
-                rises[:, layer, head] = rise
-            scores.samples["ablation"] = rises
-        with capture(model) as att, torch.no_grad():
-            caches = model.new_cache(1, idx.size(1)) if text.num_read < idx.size(1) else None
-            model.hidden(idx[:, : text.num_read], caches)
-            for position in range(text.num_read, idx.size(1)):
-                model.hidden(idx[:, position : position + 1], caches)
+            scores.samples["ablation"] = ablation(model, text, heads, options.ablate)
+        att = decode(model, text, device)
         row_error = max(scores.row_error, *att.verify().values())
         if any(path.suffix.lower() == ".html" for path in options.output):
-            cost = 2 * sum(p.numel() for p in model.parameters()) * idx.size(1)
-            affordable = idx.size(1) if device.type == "cuda" else max(1, int(INFLUENCE_FLOPS // cost))
-            rows = sorted({*np.linspace(idx.size(1) - 1, 0, min(affordable, idx.size(1))).astype(int).tolist()})
-            computed, tokens, probabilities = influence(model, idx, rows)
-            shares = torch.full((idx.size(1), idx.size(1)), torch.nan).index_copy(0, torch.tensor(rows), computed)
-            predictions = [
-                (label(tokenizer, t), p) for t, p in zip(tokens.tolist(), probabilities.tolist(), strict=True)
-            ]
-    shown = str(att[0][0].dtype).removeprefix("torch.")
-    note = f"weights match the fused kernel: max row error {row_error:.1e} ({shown}, {device.type})"
-    step, loss = read_json_if_there(directory / "trainer.json").get("step"), scores.losses.mean().item()
-    run = directory.parent.parent.name if directory.parent.name == "checkpoints" else ""
-    name = visible(f"{run} {directory.name}".strip())
-    return Look(name, step, loss, asdict(model.config), scores, att, note, shares, predictions)
+            shares, tokens, probabilities = explain(model, text)
+            names = [label(tokenizer, token) for token in tokens.tolist()]
+            predictions = list(zip(names, probabilities.tolist(), strict=True))
+    dtype = str(att[0][0].dtype).removeprefix("torch.")
+    return Look(
+        name=visible(directory.name if not STEP.fullmatch(directory.name) else " ".join(directory.parts[-3::2])),
+        step=told(directory / "trainer.json", "step"),
+        loss=scores.losses.mean().item(),
+        config=asdict(model.config),
+        scores=scores,
+        att=att,
+        note=f"weights match the fused kernel: max row error {row_error:.1e} ({dtype}, {device.type})",
+        influence=shares,
+        predictions=predictions,
+    )
+
+
+def ablation(model: GPT, text: Text, heads: list[Head], mode: str) -> Tensor:
+    """What the loss of each sequence rises by without each of these heads: (N, L, H), nan for the others."""
+    rises = torch.full((len(text.measured), model.config.n_layer, model.config.n_head), torch.nan).double()
+    found = ablate(model, text.measured, heads, mode)
+    for (layer, head), rise in zip(heads, tqdm(found, total=len(heads), unit="head", leave=False), strict=True):
+        rises[:, layer, head] = rise
+    return rises
+
+
+@torch.no_grad()
+def decode(model: GPT, text: Text, device: torch.device) -> Captured:
+    """Read the text, and what was written to it token by token, as it was written."""
+    idx = text.pictured.to(device)
+    caches = model.new_cache(1, idx.size(1)) if text.num_read < idx.size(1) else None
+    with capture(model) as att:
+        model.hidden(idx[:, : text.num_read], caches)
+        for position in range(text.num_read, idx.size(1)):
+            model.hidden(idx[:, position : position + 1], caches)
+    return att
+
+
+def explain(model: GPT, text: Text) -> tuple[Tensor, Tensor, Tensor]:
+    """`influence` in a (T, T), for as many rows as there is time for, the others nan; and the predictions."""
+    T = text.pictured.size(1)
+    cost = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a row, to go back through the model
+    num_rows = T if model.lm_head.weight.is_cuda else min(T, max(1, int(INFLUENCE_FLOPS // cost)))
+    rows = np.linspace(T - 1, 0, num_rows).astype(int)[::-1].copy()
+    shares, tokens, probabilities = influence(model, text.pictured, rows.tolist())
+    return torch.full((T, T), torch.nan).index_copy(0, torch.from_numpy(rows), shares), tokens, probabilities
 
 
 def write(path: Path, text: Text, labels: list[str], heads: list[Head], looks: list[Look]) -> list[str]:
@@ -336,13 +355,16 @@ def label(tokenizer: tiktoken.Encoding, token: int) -> str:
 
 def precision_of(directory: Path, options: Options) -> torch.dtype:
     """The precision of the products: what is asked for, else that of the training."""
-    environment = read_json_if_there(directory / "manifest.json").get("environment", {})
-    return getattr(torch, options.dtype if options.dtype != "auto" else environment.get("dtype", "float32"))
+    name = told(directory / "manifest.json", "environment", "dtype") if options.dtype == "auto" else options.dtype
+    return getattr(torch, name) if name in ("bfloat16", "float16") else torch.float32
 
 
-def read_json_if_there(path: Path) -> dict:
-    """What training has left beside a model; nothing beside one from elsewhere."""
-    return read_json(path) if path.is_file() else {}
+def told(path: Path, *keys: str) -> Any:
+    """What training has left beside a model, or None: one from elsewhere has none of it."""
+    value = read_json(path) if path.is_file() else None
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 if __name__ == "__main__":
