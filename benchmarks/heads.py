@@ -1,7 +1,7 @@
 """What looking at heads costs: time and memory beside eager attention, a share of training, and the size of a page.
 
 Ways to run:
-    python benchmarks/heads.py                      a quarter of an hour on two CPU cores, 16 GB of memory for eager
+    python benchmarks/heads.py                      ten minutes on two CPU cores, 14 GB of memory for eager
     python benchmarks/heads.py --out results.jsonl  one JSON object a measurement
     python benchmarks/heads.py --device cuda        measure there
     python benchmarks/heads.py --tiny               everything small, to see that the script works
