@@ -68,15 +68,24 @@ class Captured:
         if layer not in self.layers or not self.layers[layer].calls:
             raise RuntimeError(f"layer {layer} did not run inside `capture`; a compiled model does not notice it")
         calls = self.layers[layer].calls
+        if len(calls) == 1:
+            return calls[0]
         q, k = (torch.cat(parts, dim=2) for parts in zip(*[call[:2] for call in calls], strict=True))
         return q, k, torch.cat([F.pad(mask, (0, k.size(2) - mask.size(1))) for _, _, mask in calls])
 
-    def blocks(self, layer: int, rows: range | None = None) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
+    def blocks(
+        self, layer: int, rows: range | None = None, head: int | None = None
+    ) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
         """The arguments of `attention_weights`, a block of queries after the other, in float32 or float64.
 
-        Each comes with the row it begins at, and with the keys until its last query. rows: which are wanted at least.
+        Each comes with the row it begins at, and with the keys until its last query. rows: which are wanted at least,
+        head: which one alone; None: all.
         """
         q, k, mask = self[layer]
+        if head is not None:
+            head = range(q.size(1))[head]
+            shared = head // (q.size(1) // k.size(1))
+            q, k = q[:, head : head + 1], k[:, shared : shared + 1]
         past = k.size(2) - q.size(2)  # queries are always the last positions of their keys
         wide, height = torch.promote_types(q.dtype, torch.float32), max(1, BLOCK // (q[..., 0, 0].numel() * k.size(2)))
         rows = range(q.size(2)) if rows is None else rows
@@ -84,14 +93,17 @@ class Captured:
             end = min(start + height, max(rows) + 1)
             yield start, (q[:, :, start:end].to(wide), k[:, :, : past + end].to(wide), mask[start:end, : past + end])
 
-    def patterns(self, layer: int, rows: slice = slice(None)) -> Tensor:
-        """The weights of all heads of a layer, (B, H, rows, T) in float32 (float64 for a float64 model), undropped."""
+    def patterns(self, layer: int, rows: slice = slice(None), head: int | None = None) -> Tensor:
+        """The weights of all heads of a layer, or of one, before dropout: (B, H, rows, T) or (B, 1, rows, T).
+
+        They are in float32 (float64 for a float64 model).
+        """
         q, k, _ = self[layer]
         wanted = range(q.size(2))[rows]
-        shown = torch.zeros(*q.shape[:2], len(wanted), k.size(2), device=q.device, dtype=q.dtype).float()
-        shown = shown.double() if q.dtype == torch.float64 else shown
+        wide, H = torch.promote_types(q.dtype, torch.float32), q.size(1) if head is None else 1
+        shown = torch.zeros(q.size(0), H, len(wanted), k.size(2), device=q.device, dtype=wide)
         with exact_products(q.device):
-            for start, block in self.blocks(layer, wanted):
+            for start, block in self.blocks(layer, wanted, head):
                 weights = attention_weights(*block)
                 places = [place for place, row in enumerate(wanted) if start <= row < start + weights.size(2)]
                 shown[:, :, places, : weights.size(3)] = weights[:, :, [wanted[place] - start for place in places]]
@@ -99,7 +111,7 @@ class Captured:
 
     def pattern(self, layer: int, head: int, rows: slice = slice(None)) -> Tensor:
         """The weights of one head, (B, rows, T): row = query, column = key. Raises as indexing does."""
-        return self.patterns(layer, rows)[:, head]
+        return self.patterns(layer, rows, head)[:, 0]
 
     def scores(self, repeat: int | None = None) -> dict[str, Tensor]:
         """{metric: (L, H)} of the layers that were captured, a mean over the sequences."""
@@ -131,18 +143,23 @@ class Captured:
         errors = {}
         for number, layer in self.layers.items():
             q, k, _ = self[number]
-            signs = torch.randint(2, k.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
-            v = signs.to(k)
+            signs = torch.randint(2, k.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8) * 2 - 1
+            v, worst = signs.to(k), []
             values = v.to(torch.promote_types(q.dtype, torch.float32)).repeat_interleave(q.size(1) // k.size(1), dim=1)
             with exact_products(q.device), torch.no_grad():
-                blocks = (attention_weights(*block) for _, block in self.blocks(number))
-                ours = torch.cat([weights @ values[:, :, : weights.size(3)] for weights in blocks], dim=2)
-                theirs = [
-                    layer.attend.forward(part, k[:, :, : mask.size(1)], v[:, :, : mask.size(1)], mask)
-                    for part, _, mask in layer.calls
-                ]
-            difference = ours - torch.cat(theirs, dim=2).to(ours)
-            errors[number] = difference.square().mean(-1).sqrt().max().item()
+                theirs = torch.cat(
+                    [
+                        layer.attend.forward(part, k[:, :, : mask.size(1)], v[:, :, : mask.size(1)], mask)
+                        for part, _, mask in layer.calls
+                    ],
+                    dim=2,
+                )
+                for start, block in self.blocks(number):
+                    weights = attention_weights(*block)
+                    ours = weights @ values[:, :, : weights.size(3)]
+                    difference = ours - theirs[:, :, start : start + weights.size(2)].to(ours)
+                    worst.append(difference.square().mean(-1).sqrt().max())
+            errors[number] = torch.stack(worst).max().item()
             if not errors[number] <= TOLERANCE[q.dtype]:
                 raise NotTheKernels(
                     f"layer {number}: the weights shown are not those of the kernel, a row is off by "

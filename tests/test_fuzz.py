@@ -122,7 +122,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.begin(corpus)
     run.start({"causal": "yes"}, {"torch": "2", "dtype": "float32", "device": "cpu"})
     run.state["step"] = 3
-    run.log_validation(5.0, 7.0)
+    run.log_validation(5.0, 7.0, {})
     run.log(train_loss=5.0)
     run.save(gpt, optimizer, torch.amp.GradScaler("cpu", enabled=False))
     run.finish()

@@ -108,7 +108,8 @@ def test_what_is_written_is_what_the_model_did(run, straight: Path, tmp_path: Pa
         assert saved.about["step"] == 12 and saved.about["config"]["n_embd"] == 15
         assert max(saved.att.verify().values()) < 1e-5
         for layer in range(2):
-            assert torch.equal(saved.att.patterns(layer), att.patterns(layer))
+            assert all(torch.equal(*pair) for pair in zip(saved.att[layer], att[layer], strict=True))
+            torch.testing.assert_close(saved.att.patterns(layer), att.patterns(layer), rtol=0, atol=1e-6)
         torch.testing.assert_close(saved.scores["entropy"].double(), expected["entropy"], rtol=0, atol=1e-6)
     rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
     content = json.loads((tmp_path / "a.json").read_text())
