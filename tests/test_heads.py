@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import inspection.heads
 import inspection.patterns
 from inspection import ablate, capture, head_scores, influence, repeat_probe, rollout
 from inspection.metrics import DISTANCES, PICTURE, measure
@@ -166,13 +167,20 @@ def test_a_probe_repeats_and_its_control_does_not() -> None:
     assert not torch.equal(probe.repeated, repeat_probe(tokens, 99, 1000, num=5, seed=2).repeated)
     assert repeat_probe(torch.arange(1000), 0, 11).repeat == 5
     assert repeat_probe(torch.arange(1000), 0, 1000).repeat == 50
+    assert (
+        repeat_probe(tokens[:4], 0, 5).repeat == 2 and repeat_probe(torch.arange(1000), 0, 101).repeated.size(1) == 101
+    )
+    assert len(repeat_probe(tokens, 0, 1000).repeated) == 8
+    assert torch.equal(repeat_probe(tokens, 0, 9).repeated, repeat_probe(tokens, 0, 9, seed=0).repeated)
     assert repeat_probe(tokens[:3], 0, 1000) is None and repeat_probe(tokens, 0, 4) is None
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"n_kv_head": 1}, {"family": "qwen3", "n_embd": 18}, {"family": "nanochat", "n_embd": 18}], ids=str
 )
-def test_scores_of_a_model_have_means_errors_and_losses(changes: dict) -> None:
+@pytest.mark.parametrize("positions", [3, 256])
+def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions: int, monkeypatch) -> None:
+    monkeypatch.setattr(inspection.heads, "POSITIONS", positions)
     model, text = make_gpt(**changes, bias=None), torch.randint(V, (5, T))
     scores = head_scores(model, text, repeat_probe(torch.arange(V - 1), V - 1, T, num=3))
     assert model.training and scores.row_error < 1e-5
@@ -187,6 +195,8 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict) -> None:
         losses = F.cross_entropy(model(text)[:, :-1].transpose(1, 2), text[:, 1:], reduction="none").mean(1)
     torch.testing.assert_close(scores.losses, losses, rtol=0, atol=1e-5)
     assert head_scores(model, text[:1]).error["sink"].isnan().all()
+    assert not head_scores(model, text[:2]).error["sink"].isnan().any()
+    assert math.isnan(head_scores(model, text[:1, :1]).losses.item()) and not model.training
     rounded = scores.rounded()
     assert PICTURE not in rounded and abs(rounded["sink"][1][2] - scores.mean["sink"][1, 2].item()) <= 5e-5
 
@@ -237,7 +247,9 @@ def test_a_head_that_nothing_reads_is_worth_nothing() -> None:
     assert torch.equal(rise, torch.zeros(5)) and model.training
 
 
-def test_rollout_is_the_product_of_the_layers() -> None:
+@pytest.mark.parametrize("size", [3 * B * H * T, 10**9])
+def test_rollout_is_the_product_of_the_layers(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection.patterns, "BLOCK", size)
     model, idx = make_gpt().eval(), torch.randint(V, (B, T))
     with capture(model) as att:
         model(idx)
@@ -250,11 +262,13 @@ def test_rollout_is_the_product_of_the_layers() -> None:
     assert torch.equal(found.triu(1), torch.zeros(B, T, T))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "nanochat"])
-def test_influence_is_the_derivative_of_the_prediction(family: str) -> None:
+@pytest.mark.parametrize("family, positions", [("gpt2", 3), ("nanochat", 256)])
+def test_influence_is_the_derivative_of_the_prediction(family: str, positions: int, monkeypatch) -> None:
     """Against differences of the log-probability, in float64; nothing comes from the future, or stays behind."""
+    monkeypatch.setattr(inspection.heads, "POSITIONS", positions)
     model, idx = make_gpt(family=family, n_embd=18, bias=None, tied=False).double(), torch.randint(V, (1, T))
     shares, tokens, probabilities = influence(model, idx, [4, T - 1])
+    assert model.training and influence(model, idx, [])[0].shape == (0, T)
     model.eval()
     likeliest = model(idx)[0].softmax(-1).max(-1)
     assert torch.equal(tokens, likeliest.indices)
