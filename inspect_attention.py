@@ -7,13 +7,14 @@ Ways to look:
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.png -o heads.csv
     python inspect_attention.py out/quickstart --ablate zero                  what each head is worth
 
-Without --text it is the model's validation text. The metrics are defined in inspection/metrics.py.
+Without --text it is the model's validation text.
 """
 
 import os
 import re
 import shutil
 import sys
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -44,21 +45,26 @@ from inspection import (
     rollout,
     terminal,
 )
+from inspection.metrics import DEFINITIONS
+from inspection.terminal import Head
 from model import GPT, GPTConfig
 from model.checkpoint import STEP, find_checkpoint, read_json
 from model.load import load_config
 from training.device import autocast, find_device
+from training.progress import Outliving
 
 FORMATS = (".png", ".svg", ".html", ".npz", ".safetensors", ".csv", ".json")
 WINDOWS, LONGEST, PICTURED = 8, 1024, 256  # texts to measure on, their tokens at most, and those of a picture
 INFLUENCE_FLOPS = 5e12  # of a page, on a CPU: half a minute
-Sort = Literal["head", "entropy", "distance", "sink", "current", "previous", "duplicate", "induction", "ablation"]
-Head = tuple[int, int]
+Sort = Literal["auto", "head", *(title for title, _ in terminal.COLUMNS.values())]
 
 
 @dataclass(frozen=True)
 class Options:
-    __doc__ = __doc__
+    __doc__ = f"{__doc__}\nColumns and metrics; A_ij is the weight of query i for key j:\n" + "\n".join(
+        f"    {terminal.COLUMNS[name][0] if name in terminal.COLUMNS else '':8} {name}: {meaning}"
+        for name, meaning in DEFINITIONS.items()
+    )
 
     checkpoints: tyro.conf.Positional[tuple[Path, ...]]
     """Checkpoints, runs (the newest checkpoint of each), or models OWNER/NAME of the Hugging Face hub. Several
@@ -66,15 +72,15 @@ class Options:
     text: str | None = None
     """Text to look at; @FILE reads a file, - standard input. None: validation text."""
     heads: tuple[str, ...] = ()
-    """Which heads to show, as 5.1, "5.*", "-1.*" or "last.*". None: all."""
+    """Which heads to show, as 0.1, "2.*" or 2 (a layer), "-1.*" or "last.*"; after the checkpoints. None: all."""
     generate: int | None = None
     """Let the (last) model write so many tokens more, and look at them as they are decoded with the cache."""
     ablate: Literal["zero", "mean"] | None = None
     """Measure how much the loss rises without each head: with zeros, or its mean, in its place."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
     """A file to write, any number of times: .png, .svg, .html, .npz, .safetensors, .csv or .json."""
-    sort: Sort = "induction"
-    """The metric that orders the table."""
+    sort: Sort = "auto"
+    """The column that orders the table. auto: sink, prev, dup or ind, whichever a head has most of."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -84,9 +90,14 @@ class Options:
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
-            raise ConfigError("which checkpoint? As in: python inspect_attention.py out/quickstart")
+            first = ", before --heads" if self.heads else ""
+            raise ConfigError(f"which checkpoint{first}? As in: python inspect_attention.py out/quickstart")
         if self.generate is not None and self.generate < 1:
             raise ConfigError(f"generate must be at least 1, got {self.generate}")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
+        if self.sort == "loss" and self.ablate is None:
+            raise ConfigError("loss is what --ablate measures: give that, or another --sort")
         for path in self.output:
             if path.suffix.lower() not in FORMATS:
                 raise ConfigError(f"{path}: what is written ends in one of {', '.join(FORMATS)}")
@@ -94,6 +105,11 @@ class Options:
                 raise ConfigError(f"cannot write {path}: there is no directory one may write to, or it is one itself")
             if path.suffix.lower() in (".npz", ".safetensors") and len(self.checkpoints) > 1:
                 raise ConfigError(f"{path} holds the queries and keys of one checkpoint, got {len(self.checkpoints)}")
+
+    @property
+    def page(self) -> bool:
+        """Whether a page is asked for, which needs the most."""
+        return any(path.suffix.lower() == ".html" for path in self.output)
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,7 @@ class Text:
     measured: Tensor  # (N, T): scores are a mean over these
     pictured: Tensor  # (1, T): pictures show this
     num_read: int  # tokens of it that are read at once; those behind them one by one, as they were written
-    note: str
+    note: str  # of what is measured
 
 
 @dataclass(frozen=True)
@@ -123,33 +139,53 @@ class Look:
 
 def main() -> None:
     options = parse(Options, sys.argv[1:])
+    # A reader that has seen enough, as `head`, does not keep the files from being written.
+    with redirect_stdout(Outliving(sys.stdout)) if options.output else nullcontext():
+        inspect(options)
+
+
+def inspect(options: Options) -> None:
+    """Look, print a table, and write what is asked for."""
     if {path.suffix.lower() for path in options.output} & {".png", ".svg"}:
         plots.check_installed()
-    directories = [find_checkpoint(path) for path in options.checkpoints]
+    directories = in_order([find_checkpoint(path) for path in options.checkpoints])
     config, tokenizer = same_shape(directories)
     heads = choose(options.heads, config)
     device = find_device(options.device)
     text = choose_text(options, directories[-1], config, tokenizer, device)
     probe = make_probe(tokenizer, text, config, options.seed)
     print(visible(f"text:   {text.note}"))
+    labels = [label(tokenizer, token) for token in text.pictured[0].tolist()]
+    if options.generate:
+        print(f"wrote:  {''.join(labels[text.num_read :])}")
     if probe:
         print(f"probe:  {len(probe.repeated)} x [start, {probe.repeat} random tokens, the same again]")
 
     looks = []
     for directory in directories:
+        for earlier in looks if not options.page else []:
+            earlier.att.layers.clear()  # only the last one is drawn, and queries and keys are large
         looks.append(look(directory, text, probe, heads, tokenizer, device, options))
         print(f"model:  {looks[-1].name}, loss {looks[-1].loss:.4f} on the text")
         print(f"        {looks[-1].note}", flush=True)
     width = shutil.get_terminal_size().columns
-    print(f"\n{terminal.table(looks[-1].scores, heads, options.sort, width)}\n{terminal.LEGEND}")
-    labels = [label(tokenizer, token) for token in text.pictured[0].tolist()]
-    for layer, head in heads if options.heads and len(labels) <= width - 16 else []:
-        print(f"\n{layer}.{head}, a line a query:")
-        print(terminal.triangle(looks[-1].att.pattern(layer, head)[0].cpu(), labels, width))
+    print(f"\n{looks[-1].name}{', on average' if len(text.measured) > 1 else ''}")
+    print(terminal.table(looks[-1].scores, heads, options.sort, width))
+    for head in heads if options.heads else []:
+        print(f"\nhead {terminal.name_of(head)}: a line is a query, a letter is a key, in the order of the lines")
+        print(terminal.triangle(looks[-1].att.pattern(*head)[0].cpu(), labels, width))
     for path in options.output:
         for note in write(path, text, labels, heads, looks):
             print(note)
         print(f"wrote {path}")
+
+
+def in_order(directories: list[Path]) -> list[Path]:
+    """Checkpoints by their steps, each once. Raises ConfigError if they are not of one run."""
+    if len({directory.parent for directory in directories}) > 1:
+        names = " and ".join(sorted({str(directory.parent) for directory in directories})[:2])
+        raise ConfigError(f"several checkpoints make a timeline of one run, and {names} are two")
+    return sorted(dict.fromkeys(directories), key=lambda directory: step_of(directory) or 0)
 
 
 def same_shape(directories: list[Path]) -> tuple[GPTConfig, tiktoken.Encoding]:
@@ -171,11 +207,14 @@ def choose(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
     """The heads that are asked for, in order. Raises ConfigError for one that is not there."""
     chosen: dict[Head, None] = {}
     for pattern in patterns or ("*.*",):
-        parts = re.fullmatch(r"(-?\d+|\*|last)\.(-?\d+|\*|last)", pattern)
+        parts = re.fullmatch(r"(-?\d{1,9}|\*|last)(?:\.(-?\d{1,9}|\*|last))?", pattern)
         if not parts:
-            raise ConfigError(f"a head is written LAYER.HEAD, as 5.1, 5.*, -1.* or last.*, got {pattern!r}")
+            first = "; checkpoints stand before --heads" if "/" in pattern else ""
+            raise ConfigError(f"a head is written LAYER.HEAD, as 0.1, 0.*, -1.* or last.*, got {pattern!r}{first}")
         numbers = []
-        for part, count, what in zip(parts.groups(), (config.n_layer, config.n_head), ("layers", "heads"), strict=True):
+        for part, count, what in zip(
+            parts.groups("*"), (config.n_layer, config.n_head), ("layers", "heads"), strict=True
+        ):
             number = -1 if part == "last" else part
             if part != "*" and not -count <= int(number) < count:
                 raise ConfigError(f"there is no head {pattern}: {what} are 0 to {count - 1}, or -{count} to -1")
@@ -189,29 +228,35 @@ def choose_text(
 ) -> Text:
     """What to look at. Raises ConfigError or DataError if there is nothing."""
     T, num_new = config.context_length, options.generate or 0
-    if num_new > T - 1:
+    room = T - num_new
+    if room < 1:
         raise ConfigError(f"generate {num_new} leaves no room for a text: the context has {T} tokens")
-    T -= num_new
     if options.text is None:
         tokens, note = validation_text(directory, tokenizer)
         T = min(T, LONGEST, len(tokens))
         starts = np.linspace(0, len(tokens) - T, min(WINDOWS, len(tokens) // T)).astype(int)
         measured = torch.from_numpy(tokens[starts[:, None] + np.arange(T)].astype(np.int64))
-        pictured, note = measured[:1, :PICTURED], f"{len(measured)} x {T} tokens of {note}"
+        pictured, note = measured[:1, : min(PICTURED, room)], f"{len(measured)} x {T} tokens of {note}"
     else:
         start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
-        ids = start + encode(tokenizer, read_prompt(options.text)).tolist() or [tokenizer.eot_token]
-        note = f"{len(ids)} tokens"
-        if len(ids) > T:
-            note = f"the first {T} of {note}: the last {len(ids) - T} do not fit the context of {config.context_length}"
-        measured = pictured = torch.tensor([ids[:T]])
+        ids = start + encode(tokenizer, read_prompt(options.text)).tolist()
+        if len(ids) == len(start):
+            raise ConfigError("the text is empty")
+        note, cut = f"{len(ids)} tokens", len(ids) - room
+        if cut > 0 and num_new:  # what is written goes on from the end
+            ids = start + ids[cut + len(start) :]
+            note = f"the last {room} of {note}: a context of {T} has no room for the first {cut}"
+        elif cut > 0:
+            ids = ids[:room]
+            note = f"the first {room} of {note}: a context of {T} has no room for the last {cut}"
+        measured = pictured = torch.tensor([ids])
     num_read = pictured.size(1)
     if num_new:
         with autocast(device, precision_of(directory, options)):
             model = GPT.from_pretrained(directory, device)
             pictured = model.generate(pictured.to(device), num_new, temperature=0.8, seed=options.seed).cpu()
-        note += f", and {num_new} that it wrote"
-        measured = pictured if options.text is not None else measured
+        if options.text is not None:
+            measured, note = pictured, f"{note}; and {num_new} that it wrote"
     if measured.size(1) < 2:
         raise ConfigError("attention is between tokens, and the text has only one")
     return Text(measured, pictured, num_read, note)
@@ -256,14 +301,14 @@ def look(
             scores.samples["ablation"] = ablation(model, text, heads, options.ablate)
         att = decode(model, text, device)
         row_error = max(scores.row_error, *att.verify().values())
-        if any(path.suffix.lower() == ".html" for path in options.output):
+        if options.page:
             shares, tokens, probabilities = explain(model, text)
             names = [label(tokenizer, token) for token in tokens.tolist()]
             predictions = list(zip(names, probabilities.tolist(), strict=True))
     dtype = str(att[0][0].dtype).removeprefix("torch.")
     return Look(
         name=visible(directory.name if not STEP.fullmatch(directory.name) else " ".join(directory.parts[-3::2])),
-        step=told(directory / "trainer.json", "step"),
+        step=step_of(directory),
         loss=scores.losses.mean().item(),
         config=asdict(model.config),
         scores=scores,
@@ -278,7 +323,9 @@ def ablation(model: GPT, text: Text, heads: list[Head], mode: str) -> Tensor:
     """What the loss of each sequence rises by without each of these heads: (N, L, H), nan for the others."""
     rises = torch.full((len(text.measured), model.config.n_layer, model.config.n_head), torch.nan).double()
     found = ablate(model, text.measured, heads, mode)
-    for (layer, head), rise in zip(heads, tqdm(found, total=len(heads), unit="head", leave=False), strict=True):
+    for (layer, head), rise in zip(
+        heads, tqdm(found, total=len(heads), unit="head", leave=False, disable=None), strict=True
+    ):
         rises[:, layer, head] = rise
     return rises
 
@@ -319,7 +366,11 @@ def write(path: Path, text: Text, labels: list[str], heads: list[Head], looks: l
         )
     elif kind == ".html":
         names = [terminal.name_of(head) for head in heads]
-        note = f"scores on {text.note}; below, {len(labels)} tokens of it"
+        note = f"text: {text.note}"
+        if not torch.equal(text.measured, text.pictured):
+            note = f"scores: a mean over {text.note}; pictures: the first {text.num_read} of these"
+            if text.num_read < len(labels):
+                note += f", and {len(labels) - text.num_read} that it wrote"
         return page.write_page(path, f"Heads of {title}", note, labels, names, [snapshot(each) for each in looks])
     elif len(looks) > 1:
         steps = [number if each.step is None else each.step for number, each in enumerate(looks)]
@@ -332,12 +383,14 @@ def write(path: Path, text: Text, labels: list[str], heads: list[Head], looks: l
 
 def snapshot(look: Look) -> page.Snapshot:
     """A look, for the page."""
+    mean, error = look.scores.mean, look.scores.error
     return page.Snapshot(
         name=look.name,
         step=look.step,
         loss=look.loss,
         note=look.note,
-        scores={name: look.scores.mean[name] for name in terminal.COLUMNS if name in look.scores.mean},
+        scores={name: mean[name] for name in terminal.COLUMNS if name in mean},
+        errors={name: error[name] for name in terminal.COLUMNS if name in error},
         pattern=lambda name: look.att.pattern(*map(int, name.split(".")))[0].cpu(),
         rollout=rollout(look.att)[0].cpu(),
         influence=look.influence,
@@ -349,14 +402,20 @@ def label(tokenizer: tiktoken.Encoding, token: int) -> str:
     """A token, every character of it visible; special ones in brackets, and ids that stand for nothing by number."""
     names = {number: name for name, number in tokenizer._special_tokens.items()}
     if token in names:
-        return f"⟨{names[token]}⟩"
-    return terminal.label(token_bytes(tokenizer, token)) or f"⟨{token}⟩"
+        return f"⟦{terminal.label(names[token].encode())}⟧"
+    return terminal.label(token_bytes(tokenizer, token)) or f"⟦{token}⟧"
 
 
 def precision_of(directory: Path, options: Options) -> torch.dtype:
     """The precision of the products: what is asked for, else that of the training."""
     name = told(directory / "manifest.json", "environment", "dtype") if options.dtype == "auto" else options.dtype
     return getattr(torch, name) if name in ("bfloat16", "float16") else torch.float32
+
+
+def step_of(directory: Path) -> int | None:
+    """How long a checkpoint was trained; None if it is from elsewhere."""
+    step = told(directory / "trainer.json", "step")
+    return step if type(step) is int and 0 <= step < 10**9 else None
 
 
 def told(path: Path, *keys: str) -> Any:

@@ -32,8 +32,7 @@ from configs import ConfigError, parse, run_script, visible
 from data.batches import IGNORE, Batches, seed_for, validation_batches
 from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, document_start, encode, token_bytes, token_lengths
-from inspection import capture, head_scores, repeat_probe
-from inspection.plots import mosaic_of_all
+from inspection.watch import HeadWatch
 from model import GPT, GPTConfig, ModelConfig
 from training.certificate import certify
 from training.config import TrainConfig
@@ -134,9 +133,7 @@ def train(config: Config) -> None:
     val_tokens = corpus.tokens["val"][: c.eval_tokens + 1]
     val_bytes = token_lengths(corpus.tokenizer)[val_tokens[1:]].sum()
     bits_per_byte_per_nat = (len(val_tokens) - 1) / val_bytes / math.log(2)
-    watched = torch.from_numpy(val_tokens[: min(T, 256)].astype(np.int64))[None]  # on which the heads are watched
-    words = np.setdiff1d(val_tokens, document_start(corpus.tokenizer)).astype(np.int64)
-    probe = repeat_probe(torch.from_numpy(words), document_start(corpus.tokenizer)[-1], T, num=1)
+    watch = HeadWatch(val_tokens, document_start(corpus.tokenizer), T)
 
     prompt = [*document_start(corpus.tokenizer), *encode(corpus.tokenizer, c.sample_prompt).tolist()]
     run.begin(corpus)
@@ -178,7 +175,7 @@ def train(config: Config) -> None:
                     val_loss = evaluate(loss_fn, model, c.batch_size, val_tokens, interrupt)
                     if val_loss is not None:
                         with autocast(device, dtype):
-                            heads = head_scores(model, watched, probe, verify=False).rounded()
+                            heads = watch.scores(model)
                         progress.write(run.log_validation(val_loss, val_loss * bits_per_byte_per_nat, heads))
             stopping = step == c.max_steps or bool(interrupt)
             if (stopping or (step % c.checkpoint_every == 0 and step > 0)) and step != run.resumed_step:
@@ -217,14 +214,14 @@ def train(config: Config) -> None:
     text = sample(model, corpus.tokenizer, prompt)
     print(f"\nA sample of what it writes:\n{visible(text)}\n")
     run.tracker.log_sample(state["step"], c.sample_prompt, text)
-    with autocast(device, dtype), capture(model) as att, torch.no_grad():
-        model.hidden(watched.to(device))
-    run.tracker.log_picture(state["step"], mosaic_of_all(att))
+    with autocast(device, dtype):
+        run.tracker.log_picture(state["step"], lambda: watch.picture(model))
     run.finish()
     if state["best_step"] not in (None, step):
         print(f"The best validation loss, {state['best_val_loss']:.4f}, was that of step {state['best_step']}.")
     print(f"Next, with the model in {run.directory}:")
     print(f'  {run.command("sample.py")} --prompt "..."')
+    print(f"  {run.command('inspect_attention.py')} -o heads.html")
     print(f"  {run.command('train.py --resume')} --train.max_steps {2 * c.max_steps}")
 
 

@@ -253,6 +253,7 @@ def page_sizes(shape: dict | None, T: int) -> dict:
             loss=None,
             note="",
             scores=tables,
+            errors={},
             pattern=lambda head: att.pattern(*map(int, head.split(".")))[0],
             rollout=rollout(att)[0],
             influence=None,

@@ -107,8 +107,8 @@ def read_prompt(prompt: str) -> str:
 
     Raises ConfigError if that is not there or not UTF-8.
     """
-    if prompt.startswith("@") and not Path(prompt[1:]).is_file():
-        raise ConfigError(f"what begins with @ names a file, and there is no file {prompt[1:]!r}")
+    if prompt.startswith("@") and (not Path(prompt[1:]).exists() or Path(prompt[1:]).is_dir()):
+        raise ConfigError(f"what begins with @ names a file, and there is no file {prompt[1:]!r}; - is standard input")
     try:
         if prompt == "-":
             return sys.stdin.buffer.read().decode()

@@ -9,24 +9,24 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from inspection.heads import HeadScores
 from inspection.metrics import PICTURE
-from inspection.patterns import Captured, Layer
-from inspection.terminal import name_of
-from model import disk
+from inspection.patterns import TOLERANCE, Captured, Layer
+from inspection.terminal import Head, name_of
+from model import ModelError
 from model.attention import Attend
-
-Head = tuple[int, int]
 
 
 def score_table(names: Sequence[dict], scores: Sequence[HeadScores], heads: Sequence[Head]) -> list[dict]:
@@ -41,22 +41,27 @@ def score_table(names: Sequence[dict], scores: Sequence[HeadScores], heads: Sequ
             for metric in mean:
                 if metric != PICTURE:
                     values = {"mean": mean[metric][head].item(), "standard_error": error[metric][head].item()}
-                    values = {name: None if math.isnan(value) else value for name, value in values.items()}
-                    rows.append({**about, "head": name_of(head), "metric": metric, **values})
+                    row = {**about, "head": name_of(head), "metric": metric, **values}
+                    rows.append({name: None if is_no_number(value) else value for name, value in row.items()})
     return rows
+
+
+def is_no_number(value: object) -> bool:
+    """Whether JSON cannot hold it."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def write_scores(path: Path, rows: list[dict], about: dict) -> None:
     """Write the rows of `score_table`: a csv with one line each, or a json with {**about, "scores": rows}."""
     if path.suffix.lower() == ".json":
-        text = json.dumps({**about, "scores": rows}, indent=1, ensure_ascii=False) + "\n"
-        disk.replace(path, text.encode())
+        text = json.dumps({**about, "scores": rows}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        write_whole(path, [text.encode()])
         return
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, rows[0])
     writer.writeheader()
     writer.writerows(rows)
-    disk.replace(path, text.getvalue().encode())
+    write_whole(path, [text.getvalue().encode()])
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Saved:
     """What `write_tensors` wrote."""
 
     att: Captured
-    """Queries and keys: `pattern`, `scores` and `verify` work as on the day."""
+    """Queries and keys, for `pattern` and `scores`. (`verify` asks the kernel of this machine, about what is here.)"""
     tokens: Tensor
     """(T,) the ids of the text."""
     scores: dict[str, Tensor]
@@ -78,23 +83,31 @@ def write_tensors(path: Path, att: Captured, tokens: Tensor, scores: dict[str, T
 
     q.LAYER (B, H, T_query, D), k.LAYER (B, n_kv_head, T_key, D), tokens (T,), score.METRIC (L, H); and "about", JSON.
     """
-    tensors = {"tokens": tokens.cpu()} | {f"score.{name}": values.float() for name, values in scores.items()}
+    tensors = {"tokens": tokens.cpu()} | {
+        f"score.{name}": values.float() for name, values in scores.items() if name != PICTURE
+    }
     for layer in att.layers:
         q, k, _ = att[layer]
         tensors |= {f"q.{layer}": q.cpu().contiguous(), f"k.{layer}": k.cpu().contiguous()}
     text = json.dumps({**about, "n_layer": att.n_layer, "dtype": str(q.dtype).removeprefix("torch.")})
     if path.suffix.lower() == ".safetensors":
-        disk.replace(path, save(tensors, metadata={"about": text}))
+        write_whole(path, [save(tensors, metadata={"about": text})])
         return
     arrays = {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in tensors.items()}
     content = io.BytesIO()
     np.savez_compressed(content, about=np.array(text), **arrays)
-    disk.replace(path, content.getvalue())
+    write_whole(path, [content.getvalue()])
 
 
 def load(path: str | Path) -> Saved:
-    """Read what `write_tensors` wrote."""
-    path = Path(path)
+    """Read what `write_tensors` wrote. Raises ModelError if the file is something else."""
+    try:
+        return read_saved(Path(path))
+    except (OSError, SafetensorError, LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ModelError(f"{path} is not what inspect_attention.py writes: {error!r:.200}") from error
+
+
+def read_saved(path: Path) -> Saved:
     if path.suffix.lower() == ".safetensors":
         with safe_open(path, "pt") as file:
             text, tensors = file.metadata()["about"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -102,10 +115,31 @@ def load(path: str | Path) -> Saved:
         with np.load(path) as file:
             text, tensors = str(file["about"]), {name: torch.from_numpy(file[name]) for name in file if name != "about"}
     about, layers = json.loads(text), {}
+    dtype = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}[about["dtype"]]
     for name in sorted(name for name in tensors if name.startswith("q.")):
         number = int(name[2:])
-        q, k = (tensors[f"{which}.{number}"].to(getattr(torch, about["dtype"])) for which in "qk")
+        q, k = (tensors[f"{which}.{number}"].to(dtype) for which in "qk")
         layers[number] = Layer(Attend())
         layers[number].calls = [(q, k, torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril(k.size(2) - q.size(2)))]
     scores = {name.removeprefix("score."): tensor for name, tensor in tensors.items() if name.startswith("score.")}
     return Saved(Captured(dict(sorted(layers.items())), about["n_layer"]), tensors["tokens"], scores, about)
+
+
+def write_whole(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file where the user wants it: it is there whole or not at all, and nothing else is touched."""
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name[:99]}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(parts)
+        os.chmod(partial, 0o666 & ~current_umask())
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def current_umask() -> int:
+    """What a new file of this process is not allowed; it can only be read by setting it."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask

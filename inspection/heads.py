@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inspection.metrics import PICTURE
 from inspection.patterns import Captured, capture, exact_products
 from model import GPT
 from model.attention import Attend, attention_weights
@@ -72,11 +71,6 @@ class HeadScores:
         """Metric -> (L, H), the standard error of the mean; nan if there is one sequence."""
         return {name: standard_error(samples) for name, samples in self.samples.items()}
 
-    def rounded(self) -> dict[str, list[list[float | None]]]:
-        """Metric -> L rows of H means, for JSON: four digits, None for what was not measured."""
-        rows = {name: values.round(decimals=4).tolist() for name, values in self.mean.items() if name != PICTURE}
-        return {name: [[None if x != x else x for x in row] for row in layers] for name, layers in rows.items()}
-
 
 def standard_error(samples: Tensor) -> Tensor:
     """(N, ...) -> (...), nan if N is 1."""
@@ -99,7 +93,7 @@ def head_scores(model: GPT, text: Tensor, probe: Probe | None = None, verify: bo
             with capture(model) as att:
                 losses.append(next_token_losses(model, model.hidden(idx), idx).mean(1).cpu())
             errors.append(max(att.verify().values()) if verify else torch.nan)
-            parts.append({name: values.cpu() for name, values in att.measured(repeat).items()})
+            parts.append(att.measured(repeat))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, torch.cat(losses)
 
     try:

@@ -11,7 +11,6 @@ import base64
 import hashlib
 import json
 import math
-import os
 import re
 import tempfile
 import zlib
@@ -23,6 +22,8 @@ from typing import BinaryIO
 import numpy as np
 from torch import Tensor
 
+from inspection.files import write_whole
+from inspection.metrics import DEFINITIONS
 from model import ModelError
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -39,6 +40,7 @@ class Snapshot:
     loss: float | None  # validation loss in nats a token, if known
     note: str  # how the weights were verified
     scores: dict[str, Tensor]  # metric -> (L, H); nan is not measured
+    errors: dict[str, Tensor]  # their standard errors, (L, H)
     pattern: Callable[[str], Tensor]  # "5.1" -> (T, T), lower triangle, row = query; asked once a head, and not kept
     rollout: Tensor | None  # (T, T)
     influence: Tensor | None  # (T, T), a row sums to 1; rows of nan were not computed
@@ -67,6 +69,7 @@ def write_page(
         names = [names for _, names in stored]
         data = {"title": title, "labels": labels, "heads": heads, "snapshots": [described for described, _ in stored]}
         data["metrics"] = list(dict.fromkeys(metric for described, _ in stored for metric in described["scores"]))
+        data["definitions"] = DEFINITIONS
         for factor in range(1, T + 1):
             notes = pooling_notes(factor, T, limit)
             data |= {"notes": [text_note, *notes], "factor": factor, "small": -(-T // small_factor(factor, T))}
@@ -108,11 +111,15 @@ def store(snapshot: Snapshot, heads: list[str], T: int, spool: BinaryIO) -> tupl
         influence = snapshot.influence.nan_to_num(0.0)
         spool.write(triangle(influence, T, f"the influence of {snapshot.name}"))
     assert len(snapshot.predictions) == T
-    scores = {metric: [[known(x) for x in row] for row in table.tolist()] for metric, table in snapshot.scores.items()}
     described = {"name": snapshot.name, "step": snapshot.step, "loss": known(snapshot.loss), "note": snapshot.note}
-    described |= {"scores": scores, "rollout": snapshot.rollout is not None, "influence": computed}
+    described |= {"scores": numbers(snapshot.scores), "errors": numbers(snapshot.errors)}
+    described |= {"rollout": snapshot.rollout is not None, "influence": computed}
     described["predictions"] = [(label, known(float(chance))) for label, chance in snapshot.predictions]
     return described, names
+
+
+def numbers(tables: dict[str, Tensor]) -> dict[str, list[list[float | None]]]:
+    return {metric: [[known(x) for x in row] for row in table.tolist()] for metric, table in tables.items()}
 
 
 def known(x: float | None) -> float | None:
@@ -200,14 +207,3 @@ def to_json(data: dict) -> str:
     """JSON in ASCII that can stand in HTML, and in which no text looks like an address or like markup."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).translate(UNSAFE)
     return re.sub("h(?=ttp)", lambda letter: f"\\u{ord(letter[0]):04x}", text, flags=re.IGNORECASE)
-
-
-def write_whole(path: Path, parts: list[bytes]) -> None:
-    """The file is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.writelines(parts)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

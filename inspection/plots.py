@@ -10,22 +10,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inspection.patterns import Captured
-from inspection.terminal import name_of
-from model import ModelError, disk
+from inspection.files import write_whole
+from inspection.terminal import COLUMNS, Head, kind, name_of
+from model import ModelError
 
 if TYPE_CHECKING:
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
 ANNOTATED = 32  # the most tokens whose weights are written into the cells
 PIXELS = 1500  # of a picture: more weights than that are pooled
-SHARES = ("previous", "duplicate", "induction", "sink", "entropy")  # metrics from 0 to 1
-Head = tuple[int, int]
+BEYOND_ONE = ("distance", "max_logit", "ablation")  # metrics that are not shares, from 0 to 1
 Pattern = Callable[[Head], Tensor]
 Scores = dict[str, Tensor]
 
@@ -41,6 +40,13 @@ def new_figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure  # slow to import, and not installed everywhere
 
     return Figure(figsize=(width, height), dpi=100, layout="constrained")
+
+
+def shades(T: int) -> "Normalize":
+    """The scale of colours, from 0 to 1: even, or for many tokens, whose weights are small, that of their roots."""
+    from matplotlib.colors import PowerNorm
+
+    return PowerNorm(1 if T <= ANNOTATED else 0.5, vmin=0, vmax=1)
 
 
 def pool(pattern: Tensor, size: int) -> Tensor:
@@ -64,15 +70,15 @@ def draw_heads(
 ) -> None:
     """Draw these heads to a file: large and with numbers if they and the text are few, else as a grid of small ones.
 
-    pattern: head -> (T, T); scores: metric -> (L, H), of which "induction" stands in the titles.
+    pattern: head -> (T, T); scores: metric -> (L, H), for the titles.
     """
     T = len(labels)
-    if (T <= ANNOTATED and len(heads) <= 32) or len(heads) == 1:
+    if len(heads) <= (32 if T <= ANNOTATED else 4):
         figure, side = large(labels, heads, pattern, scores)
     else:
         figure, side = grid(heads, pattern, scores, T)
-    pooled = f"\n(a point is the largest of {side} x {side} weights)" if side > 1 else ""
-    figure.suptitle(f"{title}{pooled}", fontsize=9)
+    pooled = f"; a point is the largest of {side} x {side} weights" if side > 1 else ""
+    headline(figure, f"{title}\na line is a query, a column is a key{pooled}")
     save(figure, path)
 
 
@@ -84,10 +90,14 @@ def drawable(text: str) -> str:
     return "".join(character if ord(character) in known else f"⟨u+{ord(character):04x}⟩" for character in text)
 
 
+def headline(figure: "Figure", text: str) -> None:
+    """What stands above a figure; names of runs may hold anything."""
+    figure.suptitle("\n".join(map(drawable, text.split("\n"))), fontsize=9, parse_math=False)
+
+
 def title_of(head: Head, scores: Scores) -> str:
-    """5.1, and its induction score if that is known."""
-    score = scores["induction"][head].item() if "induction" in scores else math.nan
-    return name_of(head) if math.isnan(score) else f"{name_of(head)} ind {f'{score:.2f}'.removeprefix('0')}"
+    """5.1, and what it is known by."""
+    return f"{name_of(head)} {kind(scores, head)}".strip()
 
 
 def large(labels: Sequence[str], heads: Sequence[Head], pattern: Pattern, scores: Scores) -> tuple["Figure", int]:
@@ -99,8 +109,10 @@ def large(labels: Sequence[str], heads: Sequence[Head], pattern: Pattern, scores
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     step = math.ceil(T / 64)  # of the labels
     for ax, head in zip(axes, heads, strict=False):
-        weights = blank(pool(pattern(head), PIXELS))
-        image = ax.imshow(weights.numpy(), vmin=0, vmax=1, cmap="viridis", extent=(-0.5, T - 0.5, T - 0.5, -0.5))
+        weights, pooled = blank(pool(pattern(head), PIXELS)), math.ceil(T / PIXELS)
+        end = len(weights) * pooled - 0.5  # the last point may reach beyond the text
+        image = ax.imshow(weights.numpy(), norm=shades(T), cmap="viridis", extent=(-0.5, end, end, -0.5))
+        ax.set(xlim=(-0.5, T - 0.5), ylim=(T - 0.5, -0.5))
         ax.set_title(title_of(head, scores), fontsize=10)
         ticks = range(0, T, step)
         names = [f"{drawable(labels[i])} {i}" for i in ticks]
@@ -112,7 +124,7 @@ def large(labels: Sequence[str], heads: Sequence[Head], pattern: Pattern, scores
         for i in range(T if T <= ANNOTATED else 0):
             for j in range(i + 1):
                 value = weights[i, j].item()
-                colour = "black" if value > 0.6 else "white"
+                colour = "black" if value > 0.6 else "white"  # on yellow, on blue
                 ax.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=colour)
     for ax in axes[len(heads) :]:
         ax.set_visible(False)
@@ -122,14 +134,14 @@ def large(labels: Sequence[str], heads: Sequence[Head], pattern: Pattern, scores
 
 def grid(heads: Sequence[Head], pattern: Pattern, scores: Scores, T: int) -> tuple["Figure", int]:
     """Small pictures of all these heads, a line for each layer."""
-    num_columns = len({head for _, head in heads})
     canvas, places, side = mosaic(heads, pattern, T)
+    num_columns = len({left for _, left in places.values()})
     width = num_columns * (1.15 if num_columns > 6 else 1.9)  # inches
     figure = new_figure(width + 1.1, width * canvas.size(0) / canvas.size(1) + 0.5)
     ax = figure.subplots()
     for head, (top, left) in places.items():
         ax.text(left, top - 1, title_of(head, scores), fontsize=6.5, va="bottom")
-    image = ax.imshow(canvas.numpy(), vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+    image = ax.imshow(canvas.numpy(), norm=shades(T), cmap="viridis", interpolation="nearest")
     ax.set_axis_off()
     figure.colorbar(image, ax=ax, shrink=min(1.0, 3 / figure.get_figheight()), label="weight")
     return figure, side
@@ -138,23 +150,19 @@ def grid(heads: Sequence[Head], pattern: Pattern, scores: Scores, T: int) -> tup
 def mosaic(heads: Sequence[Head], pattern: Pattern, T: int) -> tuple[Tensor, dict[Head, tuple[int, int]], int]:
     """All these heads in one array, nan between and above them; where each begins; and how many weights a side pool."""
     rows, columns = sorted({layer for layer, _ in heads}), sorted({head for _, head in heads})
-    size = max(24, PIXELS // max(len(rows), len(columns)))  # of a head's picture, at most
+    cells = {head: (rows.index(head[0]), columns.index(head[1])) for head in heads}
+    if len(heads) < len(rows) * len(columns):  # some were chosen: without holes
+        cells = {head: divmod(number, math.ceil(len(heads) ** 0.5)) for number, head in enumerate(heads)}
+    num_rows, num_columns = (max(cell[axis] for cell in cells.values()) + 1 for axis in (0, 1))
+    size = max(24, PIXELS // max(num_rows, num_columns))  # of a head's picture, at most
     side = math.ceil(T / size)
     shown = math.ceil(T / side)
     height, width = shown + max(5, shown // 5), shown + max(2, shown // 12)
-    canvas = torch.full((len(rows) * height, len(columns) * width), math.nan)
-    places = {head: (rows.index(head[0]) * height + height - shown, columns.index(head[1]) * width) for head in heads}
+    canvas = torch.full((num_rows * height, num_columns * width), math.nan)
+    places = {head: (row * height + height - shown, column * width) for head, (row, column) in cells.items()}
     for head, (top, left) in places.items():
         canvas[top : top + shown, left : left + shown] = blank(pool(pattern(head), size))
     return canvas, places, side
-
-
-def mosaic_of_all(att: Captured) -> np.ndarray:
-    """Every head, (height, width) uint8: white for a weight of 0, black for 1. Needs no matplotlib."""
-    q = att[0][0]
-    heads = [(layer, head) for layer in range(att.n_layer) for head in range(q.size(1))]
-    canvas, _, _ = mosaic(heads, lambda head: att.pattern(*head)[0].cpu(), q.size(2))
-    return (255 * (1 - canvas.nan_to_num(0))).byte().numpy()
 
 
 def draw_timeline(
@@ -169,32 +177,37 @@ def draw_timeline(
 
     scores: for each step metric -> (L, H). The highest at the end have their names beside them.
     """
-    shown = [name for name in SHARES if name in scores[0]] + ["distance"]
+    from matplotlib import colormaps
+    from matplotlib.lines import Line2D
+
+    shown = [name for name in COLUMNS if name in scores[0]]
     figure = new_figure(11, 2.9 * math.ceil(len(shown) / 2))
     axes = figure.subplots(math.ceil(len(shown) / 2), 2, squeeze=False).flatten()
+    layers = sorted({layer for layer, _ in heads})
+    colours = {layer: colormaps["turbo"]((number + 0.5) / len(layers)) for number, layer in enumerate(layers)}
+    lines = [Line2D([], [], color=colour) for colour in colours.values()]
+    figure.legend(lines, [f"layer {layer}" for layer in layers], loc="outside lower center", ncols=12, fontsize=8)
     for ax, name in zip(axes, shown, strict=False):
         behind = ax.twinx()
         behind.plot(steps, losses, color="0.75", lw=3)
         behind.set_ylabel("loss", color="0.5", fontsize=8)
         for head in heads:
-            ax.plot(steps, [score[name][head].item() for score in scores], lw=1, color=f"C{head[0] % 10}")
-        if name in SHARES:
+            ax.plot(steps, [score[name][head].item() for score in scores], lw=1, color=colours[head[0]])
+        if name not in BEYOND_ONE:
             ax.set_ylim(-0.02, 1.02)  # one scale for all: what is small looks small
         last = {head: scores[-1][name][head].item() for head in heads}
-        named: list[float] = []
+        named, apart = [], 0.06 * (ax.get_ylim()[1] - ax.get_ylim()[0])  # names do not cover one another
         for head in sorted(last, key=last.get, reverse=True)[:3]:
-            if all(abs(last[head] - other) > 0.06 * (ax.get_ylim()[1] - ax.get_ylim()[0]) for other in named):
-                ax.annotate(
-                    name_of(head), (steps[-1], last[head]), fontsize=8, xytext=(3, 0), textcoords="offset points"
-                )
-                named.append(last[head])
+            if all(abs(last[head] - last[other]) > apart for other in named):
+                named.append(head)
+                ax.annotate(name_of(head), (steps[-1], last[head]), (3, 0), fontsize=8, textcoords="offset points")
         ax.set_title(name, fontsize=10)
         ax.set_xlabel("step", fontsize=8)
         ax.set_zorder(behind.get_zorder() + 1)
         ax.patch.set_visible(False)
     for ax in axes[len(shown) :]:
         ax.set_visible(False)
-    figure.suptitle(f"{title}\n(a line is a head, a colour is a layer, grey is the loss on the text)", fontsize=9)
+    headline(figure, f"{title}\na line is a head, grey is the loss on the text")
     save(figure, path)
 
 
@@ -205,4 +218,4 @@ def save(figure: "Figure", path: Path) -> None:
     content, kind = io.BytesIO(), path.suffix[1:].lower()
     with matplotlib.rc_context({"svg.hashsalt": "tril"}):
         figure.savefig(content, format=kind, metadata={"Date": None} if kind == "svg" else {})
-    disk.replace(path, content.getvalue())
+    write_whole(path, [content.getvalue()])

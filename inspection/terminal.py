@@ -21,13 +21,13 @@ COLUMNS = {  # of the table: metric -> title and format
     "induction": ("ind", ".2f"),
     "induction_control": ("(ctrl)", ".2f"),
     "max_logit": ("logit", ".1f"),
-    "ablation": ("loss without it", "+.4f"),
+    "ablation": ("loss", "+.4f"),
 }
-
-
+KINDS = ("sink", "previous", "duplicate", "induction")  # what a head may be, if it has much of it
+MUCH = 0.2
 LEGEND = (
     "near > far: attention to itself, 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, more tokens\n"
-    "back, and to the first; (ctrl): ind where nothing repeats; logit: the largest"
+    "back, and to the first; letters from 0 to 1: ' .:-=+*#%@'"
 )
 
 
@@ -43,7 +43,7 @@ def label(token: bytes) -> str:
             shown += f"⟨{code - 0xDC00:02x}⟩"
         elif character in SHOWN:
             shown += SHOWN[character]
-        elif not character.isprintable() or character in "␣↵⇥⟨⟩" or unicodedata.combining(character):
+        elif not character.isprintable() or character in "␣↵⇥⟨⟩⟦⟧" or unicodedata.combining(character):
             shown += f"⟨u+{code:04x}⟩"
         else:
             shown += character
@@ -56,24 +56,38 @@ def grey(weight: float) -> str:
 
 
 def table(scores: HeadScores, heads: list[Head], sort: str, width: int) -> str:
-    """One line a head, those with most of the metric `sort` first; without it, in the order given.
+    """One line a head, those with most of the column `sort` first; by "head" in the order given, by "auto" by what a
+    head has most of among KINDS.
 
     The last line has the largest standard error of each column. The pictures are left out if they do not fit `width`.
     """
     mean, error = scores.mean, scores.error
     columns = {name: COLUMNS[name] for name in COLUMNS if name in mean}
-    if sort in mean:
-        heads = sorted(heads, key=lambda head: -mean[sort][head].nan_to_num(-math.inf))
-    rows = [["head", "near > far", *(title for title, _ in columns.values())]]
+    of_kinds = {name: mean[name].nan_to_num(-1).max() for name in KINDS if name in mean}
+    by = {title: name for name, (title, _) in columns.items()} | {"auto": max(of_kinds, key=of_kinds.get), "head": None}
+    if by[sort]:
+        heads = sorted(heads, key=lambda head: -mean[by[sort]][head].nan_to_num(-math.inf))
+    titles = [f"{title}↓" if name == by[sort] else title for name, (title, _) in columns.items()]
+    rows = [["head", "near > far", *titles]]
     for head in heads:
         cells = [number(mean[name][head], form) for name, (_, form) in columns.items()]
-        if "ablation" in mean:
+        if "ablation" in mean and not error["ablation"][head].isnan():
             cells[-1] += f" ± {error['ablation'][head]:.4f}"
         rows.append([name_of(head), "".join(map(grey, mean[PICTURE][head].tolist())), *cells])
     largest = {name: max(error[name][head] for head in heads) for name in columns}
-    rows.append(["s.e.≤", "", *(number(largest[name], form.strip("+")) for name, (_, form) in columns.items())])
+    if not all(value.isnan() for value in largest.values()):
+        rows.append(["s.e.≤", "", *(number(value, ".1g") for value in largest.values())])
     lines = aligned(rows)
-    return "\n".join(lines if len(lines[0]) <= width else aligned([[row[0], *row[2:]] for row in rows]))
+    if len(lines[0]) > width:
+        return "\n".join(aligned([[row[0], *row[2:]] for row in rows]))
+    return "\n".join([*lines, LEGEND])
+
+
+def kind(mean: dict[str, Tensor], head: Head) -> str:
+    """What a head is known by, as "prev .81": the largest of KINDS; nothing if it has not much of any."""
+    found = {name: mean[name][head].nan_to_num(0).item() for name in KINDS if name in mean}
+    name = max(found, key=found.get)
+    return f"{COLUMNS[name][0]} {found[name]:.2f}".replace(" 0.", " .") if found[name] >= MUCH else ""
 
 
 def number(value: Tensor, form: str) -> str:
@@ -93,10 +107,13 @@ def name_of(head: Head) -> str:
 
 
 def triangle(pattern: Tensor, labels: list[str], width: int) -> str:
-    """One head in grey letters: (T, T) -> a line a query, its token on the left; at most `width` letters wide."""
+    """One head in grey letters: (T, T) -> a line a query, its token on the left, a letter a key."""
+    room = width - len(labels) - 6
+    if room < 8:
+        return f"(a picture of {len(labels)} tokens does not fit {width} columns: write it to a file, with -o)"
     lines = []
-    room = max(8, width - len(pattern) - 6)
+    wide = min(room, 16)
     for row, name in enumerate(labels):
         letters = "".join(grey(weight) for weight in pattern[row, : row + 1].tolist())
-        lines.append(f"{row:4d} {name[:room]:>{min(room, 16)}} {letters}".rstrip())
+        lines.append(f"{row:4d} {name[:wide]:>{wide}} {letters}".rstrip())
     return "\n".join(lines)

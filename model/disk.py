@@ -27,7 +27,8 @@ def append(path: Path, content: bytes) -> None:
     """Write at the end of a file, which is there. Whoever needs it on the disk calls `sync`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
-        os.write(descriptor, content)
+        while content:
+            content = content[os.write(descriptor, content) :]
     finally:
         os.close(descriptor)
 

@@ -112,12 +112,51 @@ def turned(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
     return WEIGHTS(torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1), k, mask)
 
 
+@pytest.mark.parametrize("n_head, n_kv_head", [(4, 2), (24, 8), (3, 1)])
+def test_a_head_alone_is_that_head(n_head: int, n_kv_head: int) -> None:
+    model = make_gpt(n_head=n_head, n_kv_head=n_kv_head, n_embd=n_head * 5).eval()
+    with capture(model) as att:
+        model(torch.randint(V, (B, T)))
+    for layer in range(L):
+        q, k, mask = att[layer]
+        expected = WEIGHTS(q, k.repeat_interleave(n_head // n_kv_head, dim=1), mask)
+        torch.testing.assert_close(att.patterns(layer), expected, rtol=0, atol=1e-6)
+        for head in range(n_head):
+            torch.testing.assert_close(att.pattern(layer, head), expected[:, head], rtol=0, atol=1e-6)
+
+
+def test_rounding_grows_with_the_scores() -> None:
+    """Scores of some ten thousand have an error of a thousandth, and that is not a wrong weight."""
+    model = make_gpt(n_layer=1).eval()
+    for proj in (model.blocks[0].attention.q_proj, model.blocks[0].attention.k_proj):
+        proj.weight.data *= 300
+    with capture(model) as att:
+        model(torch.randint(V, (7, T)))
+    assert att.measured()["max_logit"].max() > 1e4
+    att.verify()
+
+
+@pytest.mark.parametrize("row", [0, 5, T - 1])
+def test_one_wrong_row_is_seen_in_any_block(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = make_gpt().eval(), iter(range(10**9))
+    with capture(model, [0]) as att:
+        model(torch.randint(V, (B, T)))
+
+    def corrupted(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return WEIGHTS(q, k, mask) + 1e-2 * (next(rows) == row)
+
+    monkeypatch.setattr(inspection.patterns, "BLOCK", 1)
+    monkeypatch.setattr(inspection.patterns, "attention_weights", corrupted)
+    with pytest.raises(NotTheKernels):
+        att.verify()
+
+
 WRONG = {
     "scale": lambda q, k, mask: WEIGHTS(q * (5 / 6) ** 0.5, k, mask),  # sqrt(D + 1)
     "mask": lambda q, k, mask: WEIGHTS(q, k, mask.roll(1, 1) | mask),
     "keys of another head": lambda q, k, mask: WEIGHTS(q, k.flip(-1), mask),
     "positions": turned,
-    "another group's keys": lambda q, k, mask: WEIGHTS(q, k.repeat(1, q.size(1) // k.size(1), 1, 1), mask),
+    "another group's keys": lambda q, k, mask: WEIGHTS(q, k.roll(1, 1), mask),
     "one weight": lambda q, k, mask: WEIGHTS(q, k, mask) + 1e-3 * torch.eye(mask.size(1))[-1] * mask,
 }
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ import inspection.patterns
 from inspection import ablate, capture, head_scores, influence, repeat_probe, rollout
 from inspection.metrics import DISTANCES, PICTURE, measure
 from inspection.patterns import Captured, Layer
+from inspection.watch import HeadWatch
 from model import GPT
 from model.attention import Attend, attention_weights, make_causal_mask
 from tests.conftest import make_gpt
@@ -147,11 +149,16 @@ def test_scores_do_not_depend_on_blocks_and_are_those_of_the_patterns(size: int,
             for b in range(B):
                 alone = measure(in_blocks(att.pattern(layer, head)[b], T), 5)
                 for name in found.keys() - {"max_logit"}:
-                    torch.testing.assert_close(found[name][b, layer, head], alone[name][0, 0], rtol=0, atol=1e-5)
+                    torch.testing.assert_close(found[name][b, layer, head], alone[name][0, 0], rtol=0, atol=1e-6)
     q, k, mask = att[1]
     highest = (q @ k.transpose(2, 3) / q.size(-1) ** 0.5).masked_fill(~mask, -math.inf).amax((2, 3))
     torch.testing.assert_close(found["max_logit"][:, 1], highest.double(), rtol=1e-5, atol=0)
     torch.testing.assert_close(att.scores(5)["sink"], found["sink"].mean(0))
+    with capture(model, [-1]) as att:
+        model(idx)
+    last = att.scores()
+    assert last["sink"].shape == (L, H) and last["sink"][0].isnan().all()
+    torch.testing.assert_close(last["sink"][1], found["sink"][:, 1].mean(0))
 
 
 def test_a_probe_repeats_and_its_control_does_not() -> None:
@@ -197,8 +204,39 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
     assert head_scores(model, text[:1]).error["sink"].isnan().all()
     assert not head_scores(model, text[:2]).error["sink"].isnan().any()
     assert math.isnan(head_scores(model, text[:1, :1]).losses.item()) and not model.training
-    rounded = scores.rounded()
-    assert PICTURE not in rounded and abs(rounded["sink"][1][2] - scores.mean["sink"][1, 2].item()) <= 5e-5
+    probe = repeat_probe(torch.arange(V - 1), V - 1, T, num=3)
+    for sequences, suffix in ((probe.repeated, ""), (probe.control, "_control")):
+        with capture(model) as att, torch.no_grad():
+            model(sequences)
+        for name in ("duplicate", "induction"):
+            expected = att.scores(probe.repeat)[name]
+            torch.testing.assert_close(scores.mean[name + suffix], expected, rtol=0, atol=1e-6)
+
+
+def test_a_watch_sees_what_head_scores_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = make_gpt(), np.random.default_rng(0).integers(0, V - 1, 300).astype(np.uint16)
+    watch = HeadWatch(tokens, [V - 1], T)
+    found = watch.scores(model)
+    text = torch.from_numpy(tokens[:T].astype(np.int64))[None]
+    expected = head_scores(model, text, watch.probe).mean
+    assert found.keys() == expected.keys() - {PICTURE} and "induction_control" in found
+    for name, rows in found.items():
+        torch.testing.assert_close(torch.tensor(rows).double(), expected[name], rtol=0, atol=6e-5)
+    picture = watch.picture(model)
+    assert picture.dtype == np.uint8 and picture.shape == (L * (T + 5), H * (T + 2))
+    assert picture[5, 0] == 0 and picture[0].min() == 255  # query 0 has nowhere else to look; above is blank
+    with capture(model.eval()) as att, torch.no_grad():
+        model(text)
+    shades = 255 * (1 - att.pattern(1, 2)[0].double())
+    drawn = picture[(T + 5) + 5 : 2 * (T + 5), 2 * (T + 2) : 2 * (T + 2) + T]
+    assert np.abs(drawn - shades.tril().numpy())[np.tri(T, dtype=bool)].max() <= 1
+    assert HeadWatch(tokens[:1], [V - 1], T).scores(model)["entropy"] == [[None] * H] * L
+    model.train()
+    watch.picture(model)
+    assert model.training
+    monkeypatch.setattr(inspection.patterns, "attention_weights", lambda q, k, mask: attention_weights(2 * q, k, mask))
+    with pytest.raises(inspection.NotTheKernels):
+        watch.picture(model)
 
 
 def test_scores_are_refused_if_they_are_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ def snapshot(step: int = 400, length: int = T) -> Snapshot:
         loss=1000 / step,
         note="weights match the kernel",
         scores=scores,
+        errors={"entropy": scores["entropy"] / 7},
         pattern=lambda head: pattern(head, step, length),
         rollout=pattern("rollout", step, length),
         influence=influence,
@@ -230,12 +231,11 @@ def test_heads_are_laid_out_and_chosen(show: Callable) -> None:
     assert page.locator("#grid button").count() == L * H - 1
     assert page.locator("#rows tr").count() == L * H
     choose(page, "1.2")
-    induction = snapshot().scores["induction"][1, 2].item()
-    assert page.locator("#grid button[aria-pressed=true]").inner_text().split() == [
-        "1.2",
-        "ind",
-        f"{induction:.2f}".removeprefix("0"),
-    ]
+    assert page.locator("#grid button[aria-pressed=true] strong").inner_text() == "1.2"
+    for head in HEADS[1:]:
+        induction = snapshot().scores["induction"][int(head[0]), int(head[2])].item()
+        caption = f"ind {f'{induction:.2f}'.removeprefix('0')}" if induction >= 0.2 else ""
+        assert page.locator(f"#grid button[aria-label^='head {head}'] span").inner_text() == caption
     assert page.locator("#rows tr[aria-current] td").first.inner_text() == "1.2"
     assert not page.locator("#rows tr[data-head='0.0'] button").count()  # it has no picture
     assert not page.locator("#time").is_visible()  # one checkpoint: nothing to compare

@@ -37,7 +37,9 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        return torch.empty(1, device=name).device
+        there = torch.empty(1, device=name)
+        there.cpu()  # which the device "meta" cannot do
+        return there.device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0][:80]
         raise TrainError(f"device {name!r} cannot be used here: {reason}") from error

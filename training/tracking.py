@@ -105,9 +105,9 @@ class Tracker:
         self.run.log({"step": step, "sample": table})
 
     @optional
-    def log_picture(self, step: int, picture: np.ndarray) -> None:
-        """What the heads look at: (height, width) uint8."""
-        self.run.log({"step": step, "heads": self.wandb.Image(picture)})
+    def log_picture(self, step: int, draw: Callable[[], np.ndarray]) -> None:
+        """What the heads look at; draw makes a picture, (height, width) uint8."""
+        self.run.log({"step": step, "heads": self.wandb.Image(draw())})
 
     @optional
     def log_checkpoint(self, directory: Path, *aliases: str) -> None:
