@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import inspection.patterns
-from inspection import NotTheKernels, capture
+from inspection import Captured, NotTheKernels, capture
+from inspection.patterns import Layer
 from model import GPT
-from model.attention import attention_weights
+from model.attention import Attend, attention_weights, make_causal_mask
 from tests.conftest import make_gpt
 
 B, T, V, L, H = 2, 11, 17, 2, 3
@@ -126,14 +127,20 @@ def test_a_head_alone_is_that_head(n_head: int, n_kv_head: int) -> None:
 
 
 def test_rounding_grows_with_the_scores() -> None:
-    """Scores of some ten thousand have an error of a thousandth, and that is not a wrong weight."""
-    model = make_gpt(n_layer=1).eval()
-    for proj in (model.blocks[0].attention.q_proj, model.blocks[0].attention.k_proj):
-        proj.weight.data *= 300
-    with capture(model) as att:
-        model(torch.randint(V, (7, T)))
-    assert att.measured()["max_logit"].max() > 1e4
+    """Scores of ten thousand that are nearly the same have an error of a thousandth, which is not a wrong weight."""
+    attend, mask = Attend(), make_causal_mask(T)
+    layer = Layer(attend)
+    hook = attend.register_forward_hook(layer.hook)
+    q, k = 1000 + torch.randn(B, H, T, 7), 3 + 1e-4 * torch.randn(B, H, T, 7)
+    attend(q, k, torch.randn_like(k), mask, 0.0)
+    hook.remove()
+    att = Captured({0: layer}, 1)
+    assert att.measured()["max_logit"].min() > 7000 and att.scores()["entropy"].min() > 0.9
     att.verify()
+    layer.calls[0] = (q, k + 1e-4 * torch.randn_like(k), mask)
+    layer.attend.forward = lambda q, _, v, mask: Attend()(q, k, v, mask)
+    with pytest.raises(NotTheKernels):
+        att.verify()
 
 
 @pytest.mark.parametrize("row", [0, 5, T - 1])
