@@ -35,9 +35,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data.tokenizer import encode, load_tokenizer  # noqa: E402
-from inspection import capture, head_scores, influence, repeat_probe, rollout  # noqa: E402
+from inspection import capture, influence, rollout  # noqa: E402
 from inspection.metrics import measure  # noqa: E402
 from inspection.page import Snapshot, write_page  # noqa: E402
+from inspection.watch import HeadWatch  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from model.checkpoint import find_checkpoint  # noqa: E402
 from train import next_token_loss, read_config  # noqa: E402
@@ -196,8 +197,7 @@ def train_and_look(config: GPTConfig, options: TrainConfig, device: str, repeats
     loss_fn = torch.compile(next_token_loss, dynamic=False) if device != "cpu" else next_token_loss
     size = (2, options.batch_size, config.context_length)
     inputs, targets = torch.randint(config.vocab_size, size, device=device)
-    end = config.vocab_size - 1
-    probe = repeat_probe(torch.arange(end), end, config.context_length, num=1)
+    watch = HeadWatch(inputs.flatten().cpu().numpy(), [config.vocab_size - 1], config.context_length)
 
     def step() -> None:
         (loss_fn(model, inputs, targets, dtype) / targets.numel()).backward()
@@ -207,7 +207,7 @@ def train_and_look(config: GPTConfig, options: TrainConfig, device: str, repeats
 
     def summary() -> None:
         with autocast(where, dtype):
-            head_scores(model, inputs[:1, :256], probe, verify=False)
+            watch.scores(model)
 
     rounds = []
     for _ in range(repeats + 1):
