@@ -154,6 +154,8 @@ def inspect(options: Options) -> None:
     device = find_device(options.device)
     text = choose_text(options, directories[-1], config, tokenizer, device)
     probe = make_probe(tokenizer, text, config, options.seed)
+    if probe is None and options.sort in ("dup", "ind", "(ctrl)"):
+        raise ConfigError(f"{options.sort} is measured on a probe, for which vocabulary or context is too small here")
     print(visible(f"text:   {text.note}"))
     labels = [label(tokenizer, token) for token in text.pictured[0].tolist()]
     if options.generate:
@@ -182,6 +184,7 @@ def inspect(options: Options) -> None:
 
 def in_order(directories: list[Path]) -> list[Path]:
     """Checkpoints by their steps, each once. Raises ConfigError if they are not of one run."""
+    directories = [directory.absolute() if directory.is_symlink() else directory.resolve() for directory in directories]
     if len({directory.parent for directory in directories}) > 1:
         names = " and ".join(sorted({str(directory.parent) for directory in directories})[:2])
         raise ConfigError(f"several checkpoints make a timeline of one run, and {names} are two")
@@ -239,17 +242,18 @@ def choose_text(
         pictured, note = measured[:1, : min(PICTURED, room)], f"{len(measured)} x {T} tokens of {note}"
     else:
         start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
-        ids = start + encode(tokenizer, read_prompt(options.text)).tolist()
-        if len(ids) == len(start):
+        ids = encode(tokenizer, read_prompt(options.text)).tolist()
+        room -= len(start)
+        if not ids:
             raise ConfigError("the text is empty")
+        if room < 1:
+            raise ConfigError(f"generate {num_new} leaves no room for a text: the context has {T} tokens")
         note, cut = f"{len(ids)} tokens", len(ids) - room
         if cut > 0 and num_new:  # what is written goes on from the end
-            ids = start + ids[cut + len(start) :]
-            note = f"the last {room} of {note}: a context of {T} has no room for the first {cut}"
+            ids, note = ids[cut:], f"the last {room} of {note}: a context of {T} has no room for the first {cut}"
         elif cut > 0:
-            ids = ids[:room]
-            note = f"the first {room} of {note}: a context of {T} has no room for the last {cut}"
-        measured = pictured = torch.tensor([ids])
+            ids, note = ids[:room], f"the first {room} of {note}: a context of {T} has no room for the last {cut}"
+        measured = pictured = torch.tensor([start + ids])
     num_read = pictured.size(1)
     if num_new:
         with autocast(device, precision_of(directory, options)):

@@ -141,6 +141,8 @@ def run_script(main: Callable[[], None]) -> None:
     interrupted; 1 a bug of ours.
     An exception that is for the user carries its code as `exit_code`, prints one sentence and no traceback.
     """
+    if sys.stdout is None:  # closed from the beginning
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
         main()

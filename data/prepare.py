@@ -123,7 +123,7 @@ def find_prepared(fingerprint: str | None, source: str) -> Corpus | None:
     """The corpus of this fingerprint, if it was prepared here: what a checkpoint was trained on."""
     for directory in (Path(source), *sorted(PREPARED.glob("*"))):
         with suppress(DataError, OSError, ValueError):
-            if fingerprint and fingerprint in (directory / "meta.json").read_text(encoding="utf-8"):
+            if isinstance(fingerprint, str) and fingerprint in (directory / "meta.json").read_text(encoding="utf-8"):
                 corpus = open_corpus(directory)
                 if corpus.meta["fingerprint"] == fingerprint:
                     return corpus

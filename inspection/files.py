@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -103,7 +103,7 @@ def load(path: str | Path) -> Saved:
     """Read what `write_tensors` wrote. Raises ModelError if the file is something else."""
     try:
         return read_saved(Path(path))
-    except (OSError, SafetensorError, LookupError, TypeError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever a damaged archive is to numpy and zipfile
         raise ModelError(f"{path} is not what inspect_attention.py writes: {error!r:.200}") from error
 
 
@@ -112,7 +112,7 @@ def read_saved(path: Path) -> Saved:
         with safe_open(path, "pt") as file:
             text, tensors = file.metadata()["about"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     else:
-        with np.load(path) as file:
+        with open(path, "rb") as opened, np.load(opened) as file:
             text, tensors = str(file["about"]), {name: torch.from_numpy(file[name]) for name in file if name != "about"}
     about, layers = json.loads(text), {}
     dtype = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}[about["dtype"]]
@@ -127,7 +127,8 @@ def read_saved(path: Path) -> Saved:
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file where the user wants it: it is there whole or not at all, and nothing else is touched."""
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name[:99]}.", dir=path.parent)
+    path = path.resolve()  # behind a link, the file that it names
+    descriptor, partial = tempfile.mkstemp(prefix=".tril-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.writelines(parts)

@@ -77,7 +77,7 @@ def draw_heads(
         figure, side = large(labels, heads, pattern, scores)
     else:
         figure, side = grid(heads, pattern, scores, T)
-    pooled = f"; a point is the largest of {side} x {side} weights" if side > 1 else ""
+    pooled = f"\na point is the largest of {side} x {side} weights" if side > 1 else ""
     headline(figure, f"{title}\na line is a query, a column is a key{pooled}")
     save(figure, path)
 
@@ -137,7 +137,7 @@ def grid(heads: Sequence[Head], pattern: Pattern, scores: Scores, T: int) -> tup
     canvas, places, side = mosaic(heads, pattern, T)
     num_columns = len({left for _, left in places.values()})
     width = num_columns * (1.15 if num_columns > 6 else 1.9)  # inches
-    figure = new_figure(width + 1.1, width * canvas.size(0) / canvas.size(1) + 0.5)
+    figure = new_figure(max(width + 1.1, 5.0), width * canvas.size(0) / canvas.size(1) + 0.5)
     ax = figure.subplots()
     for head, (top, left) in places.items():
         ax.text(left, top - 1, title_of(head, scores), fontsize=6.5, va="bottom")
@@ -154,7 +154,7 @@ def mosaic(heads: Sequence[Head], pattern: Pattern, T: int) -> tuple[Tensor, dic
     if len(heads) < len(rows) * len(columns):  # some were chosen: without holes
         cells = {head: divmod(number, math.ceil(len(heads) ** 0.5)) for number, head in enumerate(heads)}
     num_rows, num_columns = (max(cell[axis] for cell in cells.values()) + 1 for axis in (0, 1))
-    size = max(24, PIXELS // max(num_rows, num_columns))  # of a head's picture, at most
+    size = max(24, PIXELS // num_columns)  # of a head's picture, at most
     side = math.ceil(T / size)
     shown = math.ceil(T / side)
     height, width = shown + max(5, shown // 5), shown + max(2, shown // 12)
@@ -191,6 +191,7 @@ def draw_timeline(
         behind = ax.twinx()
         behind.plot(steps, losses, color="0.75", lw=3)
         behind.set_ylabel("loss", color="0.5", fontsize=8)
+        ax.margins(x=0.08)  # for the names
         for head in heads:
             ax.plot(steps, [score[name][head].item() for score in scores], lw=1, color=colours[head[0]])
         if name not in BEYOND_ONE:

@@ -63,7 +63,7 @@ def table(scores: HeadScores, heads: list[Head], sort: str, width: int) -> str:
     """
     mean, error = scores.mean, scores.error
     columns = {name: COLUMNS[name] for name in COLUMNS if name in mean}
-    of_kinds = {name: mean[name].nan_to_num(-1).max() for name in KINDS if name in mean}
+    of_kinds = {name: max(mean[name][head].nan_to_num(-1) for head in heads) for name in KINDS if name in mean}
     by = {title: name for name, (title, _) in columns.items()} | {"auto": max(of_kinds, key=of_kinds.get), "head": None}
     if by[sort]:
         heads = sorted(heads, key=lambda head: -mean[by[sort]][head].nan_to_num(-math.inf))

@@ -51,7 +51,9 @@ class HeadWatch:
         """Run the model in eval mode."""
         was_training = model.training
         model.eval()
-        with capture(model) as att:
-            model.hidden(idx.to(model.lm_head.weight.device))
-        model.train(was_training)
+        try:
+            with capture(model) as att:
+                model.hidden(idx.to(model.lm_head.weight.device))
+        finally:
+            model.train(was_training)
         return att

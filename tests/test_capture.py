@@ -126,6 +126,30 @@ def test_a_head_alone_is_that_head(n_head: int, n_kv_head: int) -> None:
             torch.testing.assert_close(att.pattern(layer, head), expected[:, head], rtol=0, atol=1e-6)
 
 
+def test_a_large_key_that_nobody_looks_at_excuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, mask = Attend(), make_causal_mask(T)
+    layer = Layer(attend)
+    hook = attend.register_forward_hook(layer.hook)
+    q, k = torch.randn(B, H, T, 7), torch.randn(B, H, T, 7)
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :, 0] = torch.tensor([-1e5, 0, 0, 0, 0, 0, 0])
+    attend(q, k, torch.randn_like(k), mask, 0.0)
+    hook.remove()
+    att = Captured({0: layer}, 1)
+    att.verify()
+    monkeypatch.setattr(inspection.patterns, "attention_weights", lambda q, k, mask: WEIGHTS(q, k, mask) + 1e-4 * mask)
+    with pytest.raises(NotTheKernels):
+        att.verify()
+
+
+def test_no_layer_is_no_proof() -> None:
+    with capture(make_gpt(), layers=[]) as att:
+        pass
+    for ask in (att.verify, att.scores):
+        with pytest.raises(RuntimeError, match="no layer was captured"):
+            ask()
+
+
 def test_rounding_grows_with_the_scores() -> None:
     """Scores of ten thousand that are nearly the same have an error of a thousandth, which is not a wrong weight."""
     attend, mask = Attend(), make_causal_mask(T)

@@ -18,9 +18,9 @@ import inspect_attention
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
 from inspection import HeadScores, ablate, capture, files, head_scores, influence, plots, rollout
-from inspection.metrics import DEFINITIONS
+from inspection.metrics import DEFINITIONS, PICTURE
 from inspection.plots import drawable, pool
-from inspection.terminal import COLUMNS, grey, label, triangle
+from inspection.terminal import COLUMNS, grey, label, table, triangle
 from model import GPT, ModelError
 from model.attention import Attend, attention_weights
 from tests.conftest import sign, tiny_run
@@ -219,6 +219,31 @@ def test_a_picture_has_one_scale_from_zero_to_one(run, straight: Path, tmp_path:
     assert len(scales) >= 8 and set(scales) == {(0, 1)}
 
 
+def test_a_link_is_written_through(run, straight: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").symlink_to(tmp_path / "real.csv")
+    assert run(inspect_attention, straight, "-o", tmp_path / "a.csv").exit_code == 0
+    assert (tmp_path / "a.csv").is_symlink() and (tmp_path / "real.csv").read_text().startswith("checkpoint,step,loss")
+
+
+def test_without_a_probe_there_is_nothing_to_sort_by(run, corpus_file: Path, tmp_path: Path) -> None:
+    import train
+
+    short = {"model__context_length": 4, "train__max_steps": 1}
+    assert run(train, *tiny_run(corpus_file, tmp_path / "short", **short)).exit_code == 0
+    result = run(inspect_attention, tmp_path / "short", "--sort", "ind")
+    assert result.exit_code == 2 and "ind is measured on a probe" in result.err
+    result = run(inspect_attention, tmp_path / "short")
+    assert result.exit_code == 0 and "probe:" not in result.out and " ind" not in result.out
+
+
+def test_a_run_is_one_however_its_paths_are_spelled(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(straight)
+    result = run(inspect_attention, FIRST, straight / LAST, f"checkpoints/../{FIRST}", "--sort", "head")
+    assert result.exit_code == 0, result.err
+    names = [line.split(",")[0] for line in result.out.splitlines() if line.startswith("model:")]
+    assert names == ["model:  straight step-00000004", "model:  straight step-00000012"]
+
+
 def test_other_files_are_left_alone(run, straight: Path, tmp_path: Path) -> None:
     (tmp_path / "a.json.tmp").mkdir()
     (tmp_path / "a.json.tmp" / "mine").write_text("precious")
@@ -334,10 +359,20 @@ def test_what_the_training_ran_in_is_what_is_shown(run, corpus_file: Path, tmp_p
     assert "(float32, cpu)" in run(inspect_attention, tmp_path / "half", "--dtype", "float32").out
 
 
+def test_auto_sorts_by_what_is_shown(run, straight: Path, monkeypatch) -> None:
+    scores = HeadScores({name: torch.zeros(1, 2, 3) for name in ("sink", "previous")}, torch.zeros(1), 0.0)
+    scores.samples[PICTURE] = torch.zeros(1, 2, 3, 10)
+    scores.samples["previous"][0, 0, 0], scores.samples["sink"][0, 1, 2] = 0.9, 0.1
+    shown = table(scores, [(1, 0), (1, 1), (1, 2)], "auto", 80)
+    assert "sink↓" in shown and shown.splitlines()[1].split()[0] == "1.2"
+
+
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", about=np.array("{}"))
     (tmp_path / "b.safetensors").write_bytes(b"nothing")
-    for name in ("a.npz", "b.safetensors", "c.npz"):
+    (tmp_path / "d.npz").write_bytes((tmp_path / "a.npz").read_bytes()[:-5])
+    (tmp_path / "e.npz").write_bytes(b"")
+    for name in ("a.npz", "b.safetensors", "c.npz", "d.npz", "e.npz"):
         with pytest.raises(ModelError, match="is not what inspect_attention.py writes"):
             files.load(tmp_path / name)
 
@@ -345,7 +380,9 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [float("nan"), [1], 10**400, True, None])
 def test_a_stranger_may_have_trained_for_any_time(run, straight: Path, tmp_path: Path, step: object) -> None:
     trainer = json.loads((straight / LAST / "trainer.json").read_text())
-    (straight / LAST / "trainer.json").write_text(json.dumps(trainer | {"step": step, "config": 3}))
+    (straight / LAST / "trainer.json").write_text(
+        json.dumps(trainer | {"step": step, "fingerprint": step, "config": 3})
+    )
     manifest = json.loads((straight / LAST / "manifest.json").read_text())
     (straight / LAST / "manifest.json").write_text(json.dumps(manifest | {"environment": [step]}))
     sign(straight / LAST)
