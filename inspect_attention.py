@@ -311,7 +311,7 @@ def look(
             predictions = list(zip(names, probabilities.tolist(), strict=True))
     dtype = str(att[0][0].dtype).removeprefix("torch.")
     return Look(
-        name=visible(directory.name if not STEP.fullmatch(directory.name) else " ".join(directory.parts[-3::2])),
+        name=visible(name_of_model(directory)),
         step=step_of(directory),
         loss=scores.losses.mean().item(),
         config=asdict(model.config),
@@ -321,6 +321,13 @@ def look(
         influence=shares,
         predictions=predictions,
     )
+
+
+def name_of_model(directory: Path) -> str:
+    """RUN step-00000400, OWNER/NAME for what came from the hub, or the directory's name."""
+    if directory.parent.name == "snapshots":  # of the hub's cache
+        return directory.parts[-3].removeprefix("models--").replace("--", "/")
+    return " ".join(directory.parts[-3::2]) if STEP.fullmatch(directory.name) else directory.name
 
 
 def ablation(model: GPT, text: Text, heads: list[Head], mode: str) -> Tensor:

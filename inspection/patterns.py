@@ -121,7 +121,6 @@ class Captured:
 
         repeat: the text is a `repeat_probe` of this many tokens, twice; picture: whether to measure PICTURE too.
         """
-
         if not self.layers:
             raise RuntimeError("no layer was captured")
 
@@ -151,7 +150,9 @@ class Captured:
             q, k, _ = self[number]
             signs = torch.randint(2, k.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8) * 2 - 1
             v, wide, group = signs.to(k), torch.promote_types(q.dtype, torch.float32), q.size(1) // k.size(1)
-            values, lengths = (x.to(wide).repeat_interleave(group, dim=1) for x in (v, k.norm(dim=-1, keepdim=True)))
+            values, lengths = (
+                x.repeat_interleave(group, dim=1) for x in (v.to(wide), k.to(wide).norm(dim=-1, keepdim=True))
+            )
             worst, beyond = [], []
             with exact_products(q.device), torch.no_grad():
                 theirs = [

@@ -359,6 +359,18 @@ def test_what_the_training_ran_in_is_what_is_shown(run, corpus_file: Path, tmp_p
     assert "(float32, cpu)" in run(inspect_attention, tmp_path / "half", "--dtype", "float32").out
 
 
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("out/mine/checkpoints/step-00000400", "mine step-00000400"),
+        ("hub/models--openai-community--gpt2/snapshots/607a30d783df", "openai-community/gpt2"),
+        ("models/gpt2", "gpt2"),
+    ],
+)
+def test_a_model_has_a_name(path: str, name: str) -> None:
+    assert inspect_attention.name_of_model(Path("/somewhere") / path) == name
+
+
 def test_auto_sorts_by_what_is_shown(run, straight: Path, monkeypatch) -> None:
     scores = HeadScores({name: torch.zeros(1, 2, 3) for name in ("sink", "previous")}, torch.zeros(1), 0.0)
     scores.samples[PICTURE] = torch.zeros(1, 2, 3, 10)
