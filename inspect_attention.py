@@ -231,7 +231,8 @@ def choose_text(
 ) -> Text:
     """What to look at. Raises ConfigError or DataError if there is nothing."""
     T, num_new = config.context_length, options.generate or 0
-    room = T - num_new
+    start = [] if options.text is None or tokenizer.start_of_text is None else [tokenizer.start_of_text]
+    room = T - num_new - len(start)
     if room < 1:
         raise ConfigError(f"generate {num_new} leaves no room for a text: the context has {T} tokens")
     if options.text is None:
@@ -241,13 +242,9 @@ def choose_text(
         measured = torch.from_numpy(tokens[starts[:, None] + np.arange(T)].astype(np.int64))
         pictured, note = measured[:1, : min(PICTURED, room)], f"{len(measured)} x {T} tokens of {note}"
     else:
-        start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
         ids = encode(tokenizer, read_prompt(options.text)).tolist()
-        room -= len(start)
         if not ids:
             raise ConfigError("the text is empty")
-        if room < 1:
-            raise ConfigError(f"generate {num_new} leaves no room for a text: the context has {T} tokens")
         note, cut = f"{len(ids)} tokens", len(ids) - room
         if cut > 0 and num_new:  # what is written goes on from the end
             ids, note = ids[cut:], f"the last {room} of {note}: a context of {T} has no room for the first {cut}"

@@ -59,7 +59,7 @@ class HeadScores:
     losses: Tensor
     """(N,) how surprised the model is by the text: nats a token."""
     row_error: float
-    """The largest error of a row of weights, measured against the kernel; nan if it was not."""
+    """The largest error of a row of weights, measured against the kernel."""
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -78,10 +78,10 @@ def standard_error(samples: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def head_scores(model: GPT, text: Tensor, probe: Probe | None = None, verify: bool = True) -> HeadScores:
+def head_scores(model: GPT, text: Tensor, probe: Probe | None = None) -> HeadScores:
     """Measure every head on a text (N, T), and on a probe what is defined there, in eval mode.
 
-    Raises NotTheKernels if the weights are not those that the kernel used, unless that is not to be verified.
+    Raises NotTheKernels if the weights are not those that the kernel used.
     """
     was_training = model.training
     model.eval()
@@ -92,7 +92,7 @@ def head_scores(model: GPT, text: Tensor, probe: Probe | None = None, verify: bo
         for idx in sequences.to(model.lm_head.weight.device).split(1):
             with capture(model) as att:
                 losses.append(next_token_losses(model, model.hidden(idx), idx).mean(1).cpu())
-            errors.append(max(att.verify().values()) if verify else torch.nan)
+            errors.append(max(att.verify().values()))
             parts.append(att.measured(repeat))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, torch.cat(losses)
 

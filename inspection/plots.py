@@ -61,12 +61,7 @@ def blank(pattern: Tensor) -> Tensor:
 
 
 def draw_heads(
-    path: Path,
-    title: str,
-    labels: Sequence[str],
-    heads: Sequence[Head],
-    pattern: Callable[[Head], Tensor],
-    scores: dict,
+    path: Path, title: str, labels: Sequence[str], heads: Sequence[Head], pattern: Pattern, scores: Scores
 ) -> None:
     """Draw these heads to a file: large and with numbers if they and the text are few, else as a grid of small ones.
 

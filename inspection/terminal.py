@@ -27,7 +27,7 @@ KINDS = ("sink", "previous", "duplicate", "induction")  # what a head may be, if
 MUCH = 0.2
 LEGEND = (
     "near > far: attention to itself, 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, more tokens\n"
-    "back, and to the first; letters from 0 to 1: ' .:-=+*#%@'"
+    f"back, and to the first; letters from 0 to 1: '{GREY}'"
 )
 
 

@@ -226,6 +226,17 @@ def choose(page, head: str) -> None:
     settle(page)
 
 
+def test_the_text_is_shaded_evenly_whatever_the_colours_of_the_pictures(show: Callable) -> None:
+    page = show()
+    choose(page, "1.2")
+    shades = "[...document.querySelectorAll('#attention bdi')].map((part) => part.style.backgroundColor)"
+    even = page.evaluate(shades)
+    assert len(set(even)) > 5
+    page.locator("[name=scale][value=log]").check()
+    settle(page)
+    assert page.evaluate(shades) == even
+
+
 def test_heads_are_laid_out_and_chosen(show: Callable) -> None:
     page = show(heads=HEADS[1:])
     assert page.locator("#grid button").count() == L * H - 1
