@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 BIN = .venv/bin
+EVERY_CORE = -n auto --dist worksteal  # pytest-xdist
 RUN = out/quickstart
 
 .PHONY: train test test-long
@@ -14,10 +15,10 @@ train: .venv/train.installed
 test: .venv/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest $(EVERY_CORE) -m "not long"
 
 test-long: .venv/test.installed
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest $(EVERY_CORE) -m long
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tril needs Python 3.11: make PYTHON=python3.11 ...")'

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import tiktoken
 import torch
 import tyro
 from torch import Tensor
@@ -29,7 +28,16 @@ from tqdm import tqdm
 from configs import ConfigError, parse, read_prompt, run_script, visible
 from data import DataError, sources
 from data.prepare import find_prepared
-from data.tokenizer import FILES, document_start, encode, load_tokenizer, token_bytes, token_lengths
+from data.tokenizer import (
+    FILES,
+    Tokenizer,
+    document_start,
+    encode,
+    load_tokenizer,
+    special_tokens,
+    token_bytes,
+    token_lengths,
+)
 from inspection import (
     Captured,
     HeadScores,
@@ -191,7 +199,7 @@ def in_order(directories: list[Path]) -> list[Path]:
     return sorted(dict.fromkeys(directories), key=lambda directory: step_of(directory) or 0)
 
 
-def same_shape(directories: list[Path]) -> tuple[GPTConfig, tiktoken.Encoding]:
+def same_shape(directories: list[Path]) -> tuple[GPTConfig, Tokenizer]:
     """The shape and the tokenizer of all these checkpoints. Raises ConfigError if they differ."""
     tokenizer, config = load_tokenizer(directories[0]), load_config(directories[0])
     if tokenizer.n_vocab > config.vocab_size:
@@ -227,7 +235,7 @@ def choose(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
 
 
 def choose_text(
-    options: Options, directory: Path, config: GPTConfig, tokenizer: tiktoken.Encoding, device: torch.device
+    options: Options, directory: Path, config: GPTConfig, tokenizer: Tokenizer, device: torch.device
 ) -> Text:
     """What to look at. Raises ConfigError or DataError if there is nothing."""
     T, num_new = config.context_length, options.generate or 0
@@ -263,7 +271,7 @@ def choose_text(
     return Text(measured, pictured, num_read, note)
 
 
-def validation_text(directory: Path, tokenizer: tiktoken.Encoding) -> tuple[np.ndarray, str]:
+def validation_text(directory: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
     """Ids the model was not trained on, if its corpus is here, else of the standard library; and which these are."""
     trainer = directory / "trainer.json"
     if corpus := find_prepared(told(trainer, "fingerprint"), str(told(trainer, "config", "data", "source"))):
@@ -276,9 +284,9 @@ def validation_text(directory: Path, tokenizer: tiktoken.Encoding) -> tuple[np.n
     return np.array(ids), "the Python standard library, as its validation text is not here (--text gives another)"
 
 
-def make_probe(tokenizer: tiktoken.Encoding, text: Text, config: GPTConfig, seed: int) -> Probe | None:
+def make_probe(tokenizer: Tokenizer, text: Text, config: GPTConfig, seed: int) -> Probe | None:
     """A probe of the tokens that the text has, if they are many: the model may never have seen some of the others."""
-    ordinary = torch.from_numpy(token_lengths(tokenizer)).nonzero().flatten()
+    ordinary = torch.from_numpy(token_lengths(tokenizer) > 0).nonzero().flatten()
     seen = text.measured.unique()
     seen = seen[torch.isin(seen, ordinary)]
     tokens = seen if 2 * len(seen) > min(len(ordinary), 200) else ordinary
@@ -290,7 +298,7 @@ def look(
     text: Text,
     probe: Probe | None,
     heads: list[Head],
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     device: torch.device,
     options: Options,
 ) -> Look:
@@ -406,9 +414,9 @@ def snapshot(look: Look) -> page.Snapshot:
     )
 
 
-def label(tokenizer: tiktoken.Encoding, token: int) -> str:
+def label(tokenizer: Tokenizer, token: int) -> str:
     """A token, every character of it visible; special ones in brackets, and ids that stand for nothing by number."""
-    names = {number: name for name, number in tokenizer._special_tokens.items()}
+    names = {number: name for name, number in special_tokens(tokenizer).items()}
     if token in names:
         return f"⟦{terminal.label(names[token].encode())}⟧"
     return terminal.label(token_bytes(tokenizer, token)) or f"⟦{token}⟧"

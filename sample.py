@@ -3,7 +3,8 @@
 Ways to ask:
     python sample.py out/quickstart --prompt "def"       continue a text
     python sample.py out/quickstart --prompt @story.txt  ... of a file
-    python sample.py out/quickstart --num_samples 5      five of them
+    python sample.py out/quickstart --prompt "def" "if"  several at once
+    python sample.py out/quickstart --num_samples 5      five texts each
     python sample.py out/quickstart --temperature 0      the likeliest tokens
 
 The text ends after max_new_tokens, at the end of a document, or before --stop.
@@ -13,21 +14,26 @@ import codecs
 import json
 import secrets
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
-import tiktoken
 import torch
 import tyro
+from torch import Tensor
 from tqdm import tqdm
 
 from configs import parse, read_prompt, run_script, visible
 from data import DataError
-from data.tokenizer import encode, load_tokenizer, token_bytes
+from data.tokenizer import Tokenizer, encode, load_tokenizer, text_prefix, token_bytes
 from model import GPT, ModelError
 from model.checkpoint import find_checkpoint, read_certificate
 from model.sampling import stream
-from training.device import find_device
+from training.device import find_device, weights_dtype
+
+READ_AT_ONCE = 16  # tokens, from a GPU
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,8 @@ class Options:
 
     checkpoint: tyro.conf.Positional[Path]
     """A checkpoint; a run directory, whose newest one is taken; or a model OWNER/NAME of the Hugging Face hub."""
-    prompt: str = ""
-    """Text to continue; @FILE reads a file, - standard input. Empty: the beginning of a document."""
+    prompt: tuple[str, ...] = ("",)
+    """Texts to continue; @FILE reads a file, - standard input. Empty: the beginning of a document."""
     max_new_tokens: int = 256
     """The most tokens to generate; may be more than the context length."""
     temperature: float = 0.8
@@ -49,29 +55,36 @@ class Options:
     min_p: float | None = None
     """Forbid tokens less than this times as likely as the likeliest."""
     num_samples: int = 1
-    """How many texts to generate."""
+    """How many texts to generate for each prompt."""
     seed: int | None = None
-    """The same seed gives the same text. None: another one each time."""
+    """The same seed gives the same texts for the same prompts and num_samples. None: others each time."""
     stop: str | None = None
     """End a text before this string."""
     no_cache: tyro.conf.FlagCreatePairsOff[bool] = False
     """Recompute all keys and values for every token: slow, and the same text."""
+    compile: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Compile the step from token to token: begins later, and is fast then. For long texts on a GPU."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object a sample instead of text."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the weights. auto: bfloat16 on a GPU or CPU that is fast at it, else float32."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "num_samples"):
             if getattr(self, name) < 1:
                 raise ModelError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.prompt:
+            raise ModelError("--prompt must be followed by a text")
 
 
 class Text:
     """A text that grows token by token and knows where it ends."""
 
-    def __init__(self, tokenizer: tiktoken.Encoding, stop: str | None):
+    def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: str = ""):
         self.tokenizer, self.stop = tokenizer, stop or ""
+        self.prefix = b"" if prompt else text_prefix(tokenizer)
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
         self.text, self.num_shown, self.num_tokens, self.finish = "", 0, 0, "length"
 
@@ -84,7 +97,8 @@ class Text:
             return
         self.num_tokens += 1
         searched = max(0, len(self.text) - len(self.stop))
-        self.text += self.decoder.decode(token_bytes(self.tokenizer, token))
+        spelled = token_bytes(self.tokenizer, token)
+        self.text += self.decoder.decode(spelled.removeprefix(self.prefix) if self.num_tokens == 1 else spelled)
         if self.stop and (end := self.text.find(self.stop, searched)) >= 0:
             self.text, self.finish = self.text[:end], "stop"
 
@@ -99,6 +113,12 @@ class Text:
         return self.text[start:end]
 
 
+def read_late(tokens: Iterator[Tensor], at_once: int) -> Iterator[list[int]]:
+    """The (B, 1) tensors as numbers. A GPU is waited for once in `at_once` tokens, and works ahead until then."""
+    while columns := list(islice(tokens, at_once)):
+        yield from torch.cat(columns, dim=1).T.tolist()
+
+
 def show(text: str) -> None:
     """Print now, without commands to a terminal."""
     print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
@@ -106,22 +126,24 @@ def show(text: str) -> None:
 
 def main() -> None:
     options = parse(Options, sys.argv[1:])
-    prompt = read_prompt(options.prompt)
+    prompts = [read_prompt(prompt) for prompt in options.prompt]
     directory = find_checkpoint(options.checkpoint)
     device = find_device(options.device)
-    model = GPT.from_pretrained(directory, device)
+    dtype = weights_dtype(options.dtype, device)
+    model = GPT.from_pretrained(directory, device, dtype)
     tokenizer = load_tokenizer(directory)
     if tokenizer.n_vocab > model.config.vocab_size:
         raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model {model.config.vocab_size}")
 
     start = tokenizer.start_of_text
-    ids = [] if start is None else [start]
-    ids = ids + encode(tokenizer, prompt).tolist() or [tokenizer.eot_token]
+    first = [] if start is None else [start]
+    ids = [first + encode(tokenizer, prompt).tolist() or [tokenizer.eot_token] for prompt in prompts]
+    numbers = [number for number in range(len(prompts)) for _ in range(options.num_samples)]  # of each text's prompt
     T = model.config.context_length
     seed = secrets.randbits(32) if options.seed is None else options.seed
     tokens = stream(
         model,
-        torch.tensor([ids] * options.num_samples, device=device),
+        [torch.tensor(ids[number], device=device) for number in numbers],
         options.max_new_tokens,
         options.temperature,
         options.top_k,
@@ -129,30 +151,38 @@ def main() -> None:
         options.min_p,
         not options.no_cache,
         seed,
+        options.compile,
     )
     print(f"causal: {visible(read_certificate(directory))}", file=sys.stderr)
-    if len(ids) > T:
-        print(f"prompt has {len(ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
+    print(f"device: {device}, weights in {str(dtype).removeprefix('torch.')}", file=sys.stderr)
+    for number, prompt_ids in enumerate(ids):
+        if len(prompt_ids) > T:
+            which = f"prompt {number + 1}" if len(ids) > 1 else "prompt"
+            print(f"{which} has {len(prompt_ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
 
-    texts = [Text(tokenizer, options.stop) for _ in range(options.num_samples)]
-    streaming = options.num_samples == 1 and not options.json
+    texts = [Text(tokenizer, options.stop, prompts[number]) for number in numbers]
+    streaming = len(texts) == 1 and not options.json
     if streaming:
-        show(prompt)
-    for column in tqdm(tokens, total=options.max_new_tokens, unit="token", leave=False, disable=streaming or None):
-        for text, token in zip(texts, column[:, 0].tolist(), strict=True):
+        show(prompts[0])
+    columns = read_late(tokens, READ_AT_ONCE if device.type == "cuda" else 1)
+    for column in tqdm(columns, total=options.max_new_tokens, unit="token", leave=False, disable=streaming or None):
+        for text, token in zip(texts, column, strict=True):
             text.add(token)
         if streaming:
             show(texts[0].unseen(is_last=False))
         if all(text.ended for text in texts):
             break
-    for number, text in enumerate(texts):
+    if streaming:
+        show(texts[0].unseen(is_last=True) + "\n")
+        return
+    for index, (number, text) in enumerate(zip(numbers, texts, strict=True)):
+        sample, prompt = index % options.num_samples, prompts[number]
         if options.json:
-            record = {"sample": number, "seed": seed, "prompt": prompt, "text": text.text}
+            record = {"prompt_number": number, "sample": sample, "seed": seed, "prompt": prompt, "text": text.text}
             print(json.dumps(record | {"tokens": text.num_tokens, "finish": text.finish}))
-        elif streaming:
-            show(text.unseen(is_last=True) + "\n")
         else:
-            show(f"--- sample {number + 1} of {len(texts)}\n{prompt}{text.text}\n")
+            which = f"prompt {number + 1} of {len(prompts)}, " if len(prompts) > 1 else ""
+            show(f"--- {which}sample {sample + 1} of {options.num_samples}\n{prompt}{text.text}\n")
 
 
 if __name__ == "__main__":

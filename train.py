@@ -12,9 +12,10 @@ Without a configuration the values of configs/quickstart.toml apply, with
 """
 
 import math
+import os
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
@@ -34,10 +35,14 @@ from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, document_start, encode, token_bytes, token_lengths
 from inspection.watch import HeadWatch
 from model import GPT, GPTConfig, ModelConfig
+from model.parts import is_part, whole
+from model.sampling import stream
 from training.certificate import certify
 from training.config import TrainConfig
 from training.device import advice_if_out_of_memory, autocast, choose_device, environment
+from training.distributed import Ranks, job, joined, said_by_first
 from training.finetune import check_shape, config_of, find_shape, with_context
+from training.memory import chunked_loss, memory_line
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule, where_it_broke
 from training.progress import Interrupt, Interrupted, Outliving, Progress, WorstLoss
 from training.run import Run
@@ -65,6 +70,8 @@ class Config:
 def read_config(argv: list[str]) -> Config:
     """Defaults, then a file, then the command line. Raises ConfigError or ModelError for what does not fit."""
     asked = parse(Config, argv)
+    if asked.verify_resume and "RANK" in os.environ:
+        raise ConfigError("--verify_resume makes runs of its own: not under torchrun")
     if asked.resume and asked.verify_resume:
         raise ConfigError("--verify_resume makes runs of its own: give it a configuration instead of --resume")
     if asked.resume and (asked.config or asked.train.out_dir != TrainConfig.out_dir):
@@ -86,48 +93,55 @@ def read_config(argv: list[str]) -> Config:
 def next_token_loss(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
     """How surprised the model is by the next tokens: cross-entropy in nats, summed over the (B, T) targets."""
     with autocast(inputs.device, dtype):
+        if model.activation_checkpointing:
+            return chunked_loss(model, inputs, targets)
         logits = model(inputs)  # (B, T) -> (B, T, V)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 @torch.no_grad()
 def evaluate(
-    loss_fn: Callable[..., Tensor], model: GPT, batch_size: int, tokens: np.ndarray, interrupt: Interrupt
+    loss_fn: Callable[..., Tensor], model: GPT, batch_size: int, tokens: np.ndarray, interrupt: Interrupt, ranks: Ranks
 ) -> float | None:
     """Mean loss in nats a token over all `tokens`, which are the same at every evaluation; None if interrupted."""
-    device = model.lm_head.weight.device
-    total = torch.zeros((), device=device)
-    batches = validation_batches(tokens, batch_size, model.config.context_length, device)
+    device, T = model.lm_head.weight.device, model.config.context_length
+    losses, stopped = [], False
     model.eval()
-    for inputs, targets in takewhile(lambda batch: not interrupt, batches):
-        total += loss_fn(model, inputs, targets)
+    for inputs, targets in validation_batches(tokens, batch_size, T, device, ranks.rank, ranks.world):
+        if stopped := ranks.any(interrupt):
+            break
+        losses.append(loss_fn(model, inputs, targets))
     model.train()
-    return None if interrupt else total.item() / (len(tokens) - 1)
+    # The sum is exact, so that it does not depend on who has computed what.
+    return None if stopped else math.fsum(ranks.collect(losses).tolist()) / (len(tokens) - 1)
 
 
 def main() -> None:
-    config = read_config(sys.argv[1:])
+    with said_by_first():
+        config = read_config(sys.argv[1:])
     if config.verify_resume:
         verify_resume(config)
         return
     advice = advice_if_out_of_memory(config.train.batch_size, config.train.grad_accum_steps, bool(config.resume))
-    with redirect_stdout(Outliving(sys.stdout)), redirect_stderr(Outliving(sys.stderr)), advice:
-        train(config)
+    with redirect_stdout(Outliving(sys.stdout)), redirect_stderr(Outliving(sys.stderr)):
+        with joined(config.train) as ranks, advice:
+            train(config, ranks)
 
 
-def train(config: Config) -> None:
-    """Train, or go on training, as the configuration says."""
+def train(config: Config, ranks: Ranks) -> None:
+    """Train, or go on training, as the configuration says; one of `ranks`, if there are several."""
     c, T = config.train, config.model.context_length
 
     # What to train on, what to train, and where an earlier session left off.
-    run = Run(config)
+    run = Run(config, writes=ranks.is_first, job=job())
     state = run.state  # step, train_seconds, the best validation loss
     if state["step"] > c.max_steps or run.evaluated == c.max_steps:
+        run.report()
         print(f"{run.directory} is already at step {state['step']}, of {c.max_steps}: nothing to do")
         return
-    interrupt = Interrupt(state)
-    device, dtype = choose_device(c)
-    corpus = prepare(config.data, fingerprint=state["fingerprint"], model=run.base)
+    interrupt = Interrupt(state, says=ranks.is_first)
+    device, dtype = choose_device(c, ranks.local_rank)
+    corpus = ranks.first_then_others(partial(prepare, config.data, fingerprint=state["fingerprint"], model=run.base))
     print(f"data:   {visible(str(corpus))}")
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
     val_tokens = corpus.tokens["val"][: c.eval_tokens + 1]
@@ -138,17 +152,26 @@ def train(config: Config) -> None:
     prompt = [*document_start(corpus.tokenizer), *encode(corpus.tokenizer, c.sample_prompt).tolist()]
     run.begin(corpus)
     torch.manual_seed(seed_for(c.seed, "weights"))
-    model = GPT(config_of(config.model, run.base, corpus.tokenizer.n_vocab)).to(device).train()
+    model = GPT(config_of(config.model, run.base, corpus.tokenizer.n_vocab)).train()
+    run.restore_weights(model)
+    print(f"model:  {config.model.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
+    model.activation_checkpointing = c.activation_checkpointing
+    compiled = c.compile if c.compile is not None else device.type == "cuda"
+    if ranks.world > 1:
+        print(f"ranks:  {ranks.world}, {c.parallel}, {c.grad_accum_steps // ranks.world} micro-batches of a step each")
+    if c.parallel != "fsdp":  # whose ranks share out what is counted here
+        print(f"memory: {memory_line(model, c, partial(next_token_loss, dtype=dtype), device, compiled)}")
+    ranks.join(device, state["step"])
+    ranks.place(model, device, dtype)
     optimizer = make_optimizer(model, c)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run.restore(model, optimizer, scaler)
-    print(f"model:  {config.model.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
 
     # Compile the loss, not the module: the model stays a plain GPT to save, sample from and inspect.
-    compiled = c.compile if c.compile is not None else device.type == "cuda"
     loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
     certificate = certify(model, loss_fn, dtype, c.batch_size)  # not a step with a model that sees the future
     run.start(certificate, environment(device, dtype, compiled))
+    training_loss = ranks.sharing_gradients(model, loss_fn)
     tokens_per_step = c.batch_size * c.grad_accum_steps * T
 
     def micro_batch_loss(loss_fn: Callable[..., Tensor], step: int, micro_batch: int) -> Tensor:
@@ -165,36 +188,39 @@ def train(config: Config) -> None:
             progress.write(spike)
 
     guard, worst = FiniteGuard(optimizer, device, diagnose), WorstLoss(device)
-    with Progress(state, c.max_steps, tokens_per_step, model, device) as progress:
+    with Progress(state, c.max_steps, c.eval_every, tokens_per_step, model, device) as progress:
         while True:
             # Measure and save, unless that was done before the run was resumed here.
             step = state["step"]
             if (step % c.eval_every == 0 or step == c.max_steps) and step != run.evaluated:
                 guard.check()
-                with progress.paused():
-                    val_loss = evaluate(loss_fn, model, c.batch_size, val_tokens, interrupt)
+                with progress.paused(), autocast(device, dtype):
+                    text = sample(model, corpus.tokenizer, prompt, c.sample_tokens, partial(ranks.any, interrupt))
+                    val_loss = evaluate(loss_fn, model, c.batch_size, val_tokens, interrupt, ranks)
                     if val_loss is not None:
-                        with autocast(device, dtype):
-                            heads = watch.scores(model)
-                        progress.write(run.log_validation(val_loss, val_loss * bits_per_byte_per_nat, heads))
-            stopping = step == c.max_steps or bool(interrupt)
+                        heads = watch.scores(model)
+                        bits_per_byte = val_loss * bits_per_byte_per_nat
+                        progress.write(run.log_validation(val_loss, bits_per_byte, heads, text))
+            stopping = step == c.max_steps or ranks.any(interrupt)
             if (stopping or (step % c.checkpoint_every == 0 and step > 0)) and step != run.resumed_step:
                 guard.check()
                 log_spike()
                 with progress.paused():
                     run.save(model, optimizer, scaler)
+                    ranks.wait_for_first()
             if stopping:
                 break
 
             # One step: the mean loss over all tokens of grad_accum_steps micro-batches, then one update.
             set_schedule(optimizer, step, c)
-            train_loss = torch.zeros((), device=device)
-            for micro_batch in range(c.grad_accum_steps):
-                loss = micro_batch_loss(loss_fn, step, micro_batch)
+            losses = []
+            for micro_batch in ranks.micro_batches(model):
+                loss = micro_batch_loss(training_loss, step, micro_batch)
                 scaler.scale(loss).backward()
-                train_loss += loss.detach()
+                losses.append(loss.detach())
+            train_loss = ranks.collect(losses).sum()
             scaler.unscale_(optimizer)
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
+            grad_norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf))
             worst.watch(step, train_loss)
             guard.watch(step, train_loss if scaler.is_enabled() else train_loss + grad_norm)
             scaler.step(optimizer)
@@ -211,25 +237,33 @@ def train(config: Config) -> None:
     if run.evaluated != c.max_steps:
         run.finish(Interrupted.exit_code)
         raise Interrupted(f"saved step {state['step']}; continue with: {run.command('train.py --resume')}")
-    text = sample(model, corpus.tokenizer, prompt)
-    print(f"\nA sample of what it writes:\n{visible(text)}\n")
-    run.tracker.log_sample(state["step"], c.sample_prompt, text)
     with autocast(device, dtype):
-        run.tracker.log_picture(state["step"], lambda: watch.picture(model))
+        text = sample(model, corpus.tokenizer, prompt, 200)
+    print(f"\nA sample of what it writes:\n{visible(text)}\n")
+    run.tracker.log({"step": step, "sample": text})
+    if not is_part(model.lm_head.weight):  # else all ranks would have to draw it
+        with autocast(device, dtype):
+            run.tracker.log_picture(state["step"], lambda: watch.picture(model))
     run.finish()
     if state["best_step"] not in (None, step):
         print(f"The best validation loss, {state['best_val_loss']:.4f}, was that of step {state['best_step']}.")
-    print(f"Next, with the model in {run.directory}:")
+    print(f"Next, with the model in {run.directory}, where report.html shows how it went:")
     print(f'  {run.command("sample.py")} --prompt "..."')
     print(f"  {run.command('inspect_attention.py')} -o heads.html")
     print(f"  {run.command('train.py --resume')} --train.max_steps {2 * c.max_steps}")
 
 
-def sample(model: GPT, tokenizer: tiktoken.Encoding, prompt: list[int], length: int = 200) -> str:
-    """The prompt, a list of tokens that begins with the start of a document, as the model would continue it."""
+def sample(
+    model: GPT, tokenizer: tiktoken.Encoding, prompt: list[int], length: int, stopped: Callable[[], bool] = bool
+) -> str:
+    """The prompt, a list of tokens that begins with the start of a document, as the model would continue it.
+
+    stopped: asked after each token whether to break off; by default never.
+    """
     idx = torch.tensor([prompt], device=model.lm_head.weight.device)
-    start = len(document_start(tokenizer))
-    tokens = model.generate(idx, length, temperature=0.8, top_k=50, seed=0)[0, start:].tolist()
+    tokens = prompt[len(document_start(tokenizer)) :]
+    with closing(stream(model, idx, length, temperature=0.8, top_k=50, seed=0)) as new:
+        tokens += [token.item() for token in takewhile(lambda token: not stopped(), new)]
     text = b"".join(token_bytes(tokenizer, token) for token in tokens).decode(errors="replace")
     return text.split(END_OF_TEXT)[0]
 

@@ -91,6 +91,11 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
     except SystemExit as stop:
         if not stop.code:
             raise  # --help
+        cause = stop.__context__
+        while cause is not None and not hasattr(cause, "exit_code"):
+            cause = cause.__context__
+        if cause is not None:
+            raise ConfigError(str(cause)) from None  # a sentence of ours, which tyro's page would fold
         lines = "\n".join(line.strip("│| ") for line in page.getvalue().splitlines()[1:])  # without title and frame
         message, *more = filter(str.strip, re.split(r"\n\W*\n", f"\n{lines}\n"))
         message = re.sub(r"^Error parsing (\w+: )?", "", " ".join(message.split()))

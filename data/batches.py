@@ -78,13 +78,16 @@ class Batches:
 
 
 def validation_batches(
-    tokens: np.ndarray, batch_size: int, context_length: int, device: torch.device
+    tokens: np.ndarray, batch_size: int, context_length: int, device: torch.device, rank: int = 0, world: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """All of `tokens` once, in order, always in the same batches: inputs (B, T) and targets, padded with IGNORE."""
+    """All of `tokens` once, in order, always in the same batches: inputs (B, T) and targets, padded with IGNORE.
+
+    Of `world` ranks each has every world-th batch; all have as many, the last of which may be nothing but padding.
+    """
     num_windows = -(-(len(tokens) - 1) // context_length)
     columns = np.arange(context_length + 1)
-    for first in range(0, num_windows, batch_size):
-        places = (first + np.arange(batch_size))[:, None] * context_length + columns
+    for first in range(0, num_windows, batch_size * world):
+        places = (first + rank * batch_size + np.arange(batch_size))[:, None] * context_length + columns
         inputs, targets = to_device(tokens[np.minimum(places, len(tokens) - 1)], device)
         beyond = torch.from_numpy(places[:, 1:] >= len(tokens)).to(device)
         yield inputs, targets.masked_fill(beyond, IGNORE)

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
 from data import DataError
-from data.tokenizer import FILES, load_tokenizer
+from data.tokenizer import FILES, Tokenizer, load_tokenizer
 
 SPLITS, DTYPES = ("train", "val"), ("<u2", "<u4")
 ENTRIES = {"source": str, "tokenizer": str, "fingerprint": str, "train": dict, "val": dict}
@@ -25,7 +24,7 @@ class Corpus:
 
     directory: Path
     meta: dict
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
     tokenizer_files: dict[str, bytes]
     tokens: dict[str, np.ndarray]
     """The ids of "train" and "val", memory-mapped: (n,) uint16 or uint32."""

@@ -4,26 +4,28 @@
 
 A prepared corpus is a directory (data/corpus.py). It appears complete or not at all, and is made again when the source
 or the recipe has changed, or when it is damaged. A large one that was interrupted goes on where it was.
+
+Several processes, on one machine or many, share the work by its files: with --part 1/8 to --part 8/8 each tokenises an
+eighth into a directory beside DIR, and the command without --part joins them (data/parts.py).
 """
 
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data import DataError, sources
 from data.corpus import Corpus, open_corpus
-from data.tokenise import PROGRESS, write_corpus
+from data.directories import alone_in, refuse_something_else
+from data.parts import join_parts, write_part
+from data.tokenise import PROGRESS, digest, write_corpus
 from data.tokenizer import FILES, load_tokenizer
 
 FORMAT = 2
-CORPUS_FILES = {"train.bin", "val.bin", "meta.json", PROGRESS, f"{PROGRESS}.tmp", *FILES}
 PREPARED = Path(__file__).parent / "prepared"
 
 
@@ -57,22 +59,16 @@ def prepare(
     """The prepared corpus of a configuration, made now unless it is there and up to date.
 
     model: the directory whose tokenizer is meant by "model". Raises DataError if the source cannot be used, `out` is a
-    directory that holds something else, or what would be made does not have the fingerprint that is wanted; what was
-    prepared before is untouched then.
+    directory that holds something else, some parts of the corpus are there and others are not, or what would be made
+    does not have the fingerprint that is wanted; what was prepared before is untouched then.
     """
-    recipe = {"format": FORMAT, **asdict(config), "vocabulary": None}
-    if config.tokenizer == "model":
-        if model is None:
-            raise DataError("the tokenizer 'model' is that of train.init_from, which is not given")
-        load_tokenizer(model)  # raises DataError now, with the model's name
-        recipe["vocabulary"] = digest([(model / name).read_bytes() for name in FILES])
-    if (Path(config.source) / "meta.json").is_file() and (Path(config.source) / "train.bin").is_file():
+    recipe = make_recipe(config, model)
+    if is_prepared(config.source):
         return open_source(config, recipe)
     directory = out or default_directory(config, recipe)
     temporary = directory.with_name(directory.name + ".tmp")
     for path in (directory, temporary):
-        if holds_something_else(path):
-            raise DataError(f"{path} exists and is not a prepared corpus: choose another directory")
+        refuse_something_else(path)
     gone = None
     try:
         recipe["signature"] = sources.signature(config.source)
@@ -92,6 +88,7 @@ def prepare(
             return corpus
         if outdated:
             print(f"{outdated}: preparing it again")
+        join_parts(config, recipe, directory, temporary, model)
         made = write_corpus(config, recipe, temporary, model)
         if fingerprint not in (None, made):
             changed = f"its fingerprint was {fingerprint[:12]}, now {made[:12]}"
@@ -99,6 +96,44 @@ def prepare(
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
     return open_corpus(directory)
+
+
+def prepare_part(config: DataConfig, part: str, out: Path | None = None) -> None:
+    """Make one part of a corpus, "3/8" for the third of eight, unless it is there; `prepare` joins them.
+
+    Raises DataError if it cannot be made alone.
+    """
+    number, count = map(int, part.split("/")) if re.fullmatch(r"\d{1,6}/\d{1,6}", part) else (0, 0)
+    if not 1 <= number <= count:
+        raise DataError(f"a part is K/N with K from 1 to N, as in 3/8, got {part!r}")
+    if config.max_tokens is not None:
+        raise DataError("where max_tokens ends depends on all parts before: leave out one of --max_tokens and --part")
+    if is_prepared(config.source):
+        raise DataError(f"{config.source} is a prepared corpus: there is nothing to do in parts")
+    recipe = make_recipe(config)
+    directory = out or default_directory(config, recipe)
+    if look(directory, recipe | {"signature": sources.signature(config.source)})[1]:
+        print(f"{directory} is there, and up to date")
+        return
+    path, progress = write_part(config, recipe, directory, number, count)
+    print(f"{path}: {progress.documents:,} documents, {progress.bytes_of_text / 1e6:,.1f} MB")
+    print("next: the same command without --part, when all parts are there")
+
+
+def make_recipe(config: DataConfig, model: Path | None = None) -> dict:
+    """What a corpus is made from, besides the state of its source. Raises DataError if a tokenizer is missing."""
+    recipe = {"format": FORMAT, **asdict(config), "vocabulary": None}
+    if config.tokenizer == "model":
+        if model is None:
+            raise DataError("the tokenizer 'model' is that of train.init_from, which is not given")
+        load_tokenizer(model)  # raises DataError now, with the model's name
+        recipe["vocabulary"] = digest([(model / name).read_bytes() for name in FILES])
+    return recipe
+
+
+def is_prepared(source: str) -> bool:
+    """Whether a source is a corpus that was prepared before."""
+    return (Path(source) / "meta.json").is_file() and (Path(source) / "train.bin").is_file()
 
 
 def open_source(config: DataConfig, recipe: dict) -> Corpus:
@@ -112,11 +147,6 @@ def open_source(config: DataConfig, recipe: dict) -> Corpus:
             f"{config.source} was prepared with --data.tokenizer {corpus.meta['tokenizer']}, not {config.tokenizer}"
         )
     return corpus
-
-
-def digest(files: list[bytes]) -> str:
-    """Of the files of a tokenizer."""
-    return hashlib.sha256(b"\0".join(files)).hexdigest()
 
 
 def find_prepared(fingerprint: str | None, source: str) -> Corpus | None:
@@ -143,55 +173,6 @@ def look(directory: Path, recipe: dict) -> tuple[str, Corpus | None]:
     return f"{directory} was made from something else, or its source has changed", None
 
 
-def holds_something_else(path: Path) -> bool:
-    """Whether there is something of this name that is not a corpus, or part of one."""
-    try:
-        return not set(os.listdir(path)) <= CORPUS_FILES
-    except FileNotFoundError:
-        return False
-    except NotADirectoryError:
-        return True
-
-
-@contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
-    """A directory for this process alone; another one waits. What is in it at the end is kept only to go on with."""
-    lock = take(directory)
-    try:
-        yield
-    finally:
-        if holds(lock, directory) and not (directory / PROGRESS).exists():
-            shutil.rmtree(directory)
-        os.close(lock)
-
-
-def take(directory: Path) -> int:
-    """Make a directory for this process alone, or wait until another process has finished with it; returns its lock."""
-    while True:
-        with suppress(FileExistsError):  # another process finishes with it at this moment
-            directory.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = os.open(directory, os.O_RDONLY)
-        except FileNotFoundError:  # or at this one
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another process, which writes {directory}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if holds(lock, directory):
-            return lock
-        os.close(lock)  # of a directory that has got another name meanwhile, as it was finished
-
-
-def holds(lock: int, directory: Path) -> bool:
-    """Whether a lock is that of the directory which has this name now."""
-    try:
-        return os.path.samestat(os.stat(directory), os.fstat(lock))
-    except FileNotFoundError:
-        return False
-
-
 def default_directory(config: DataConfig, recipe: dict) -> Path:
     """A readable name, and a digest so that different recipes do not share a directory."""
     source = config.source if config.source.startswith("hf:") else os.path.abspath(config.source)
@@ -212,10 +193,16 @@ if __name__ == "__main__":
         source: tyro.conf.Positional[str] = "stdlib"
         out: Path | None = None
         """Where to write it. None: a directory in data/prepared/."""
+        part: str | None = None
+        """K/N: only this one of N parts, beside `out`, in a process for itself. The same command without it joins the
+        parts when all are there, to the bytes that one process would have written."""
 
     def main() -> None:
         arguments = parse(Arguments, sys.argv[1:])
         fields = {name: getattr(arguments, name) for name in DataConfig.__dataclass_fields__}
+        if arguments.part is not None:
+            prepare_part(DataConfig(**fields), arguments.part, arguments.out)
+            return
         corpus = prepare(DataConfig(**fields), arguments.out)
         print(f"{corpus.directory}: {corpus}")
         options = f"--data.source {corpus.directory} --data.tokenizer {corpus.meta['tokenizer']}"

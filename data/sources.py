@@ -32,6 +32,7 @@ class Shard(NamedTuple):
 
     name: str
     stamp: str  # another one if the content is
+    size: int  # bytes; 0 where only the hub knows
     read: Callable[[], Iterator[Document]]
 
 
@@ -61,7 +62,7 @@ def find_shards(source: str, text_column: str = "text") -> list[Shard]:
             read = partial(read_parquet, text_column, path)
         else:
             read = partial(read_table, text_column, kind, path)
-        shards += [Shard(path, stamp(file), read)]
+        shards += [Shard(path, stamp(file), file.stat().st_size, read)]
     return shards
 
 
@@ -80,12 +81,12 @@ def hub_shards(source: str, text_column: str) -> list[Shard]:
             raise DataError(f"{name} has no split 'train'; it has {', '.join(map(str, splits))}")
         paths = list(map(str, splits.get("train", ())))
         if paths and all(path.endswith(".parquet") for path in paths):
-            return [Shard(path, "", partial(read_parquet, text_column, path)) for path in paths]  # with their commit
+            return [Shard(path, "", 0, partial(read_parquet, text_column, path)) for path in paths]  # with their commit
         table = datasets.load_dataset(name, config, revision=revision, split="train", streaming=True)
         count = table.num_shards
         names = paths if len(paths) == count else [f"{name}, part {number}" for number in range(count)]
         return [
-            Shard(name, str(count), partial(read_rows, text_column, name, partial(table.shard, count, number)))
+            Shard(name, str(count), 0, partial(read_rows, text_column, name, partial(table.shard, count, number)))
             for number, name in enumerate(names)
         ]
     except DataError:

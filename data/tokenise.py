@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
-import tiktoken
 from tqdm import tqdm
 
-from data import DataError, sources
+from data import DataError
 from data.corpus import SPLITS, read_blocks
-from data.sources import Shard, documents, find_shards
+from data.sources import Shard, documents, find_shards, table_kind
 from data.tokenizer import (
     FILES,
+    Tokenizer,
+    cuts_anywhere,
     document_start,
     encode,
     load_tokenizer,
@@ -59,11 +60,15 @@ class Progress:
     """How far a preparation has come; progress.json is one of these, as it was when the files were last synced."""
 
     recipe: dict
+    first: int = 0
+    """The shard it began with."""
     shards: str = ""
     """A digest of the shards that were opened so far."""
     shard: int = 0
     number: int = 0
-    """Of the last piece that is in the files."""
+    """Of the last piece that is in the files; 0 if none of this shard is."""
+    blank: bool = True
+    """Whether all was white space so far."""
     documents: int = 0
     without_text: int = 0
     bytes_of_text: int = 0
@@ -73,26 +78,12 @@ class Progress:
 
 def write_corpus(config: "DataConfig", recipe: dict, directory: Path, model: Path | None = None) -> str:
     """Tokenise the source into a directory, or go on with that; meta.json is written last. Returns the fingerprint."""
-    began = time.monotonic()
     shards = find_shards(config.source, config.text_column)
-    progress = read_progress(directory, recipe, shards)
-    if progress:
-        print(f"going on after {progress.documents:,} documents, {progress.bytes_of_text / 1e6:,.1f} MB")
-    else:
-        progress = Progress(unsigned(recipe))
-        for path in directory.iterdir():  # of a process that was killed
-            path.unlink()
-        save_vocabulary(config, shards, directory, model)
-    tokenizer = load_tokenizer(directory)
-    dtype = np.dtype("<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4")
-    try:
-        write_tokens(config, shards, tokenizer, dtype, directory, progress, began)
-    except BaseException as error:
-        if (directory / PROGRESS).exists() and isinstance(error, DataError):
-            raise DataError(f"{error}; {GOES_ON}") from error
-        if (directory / PROGRESS).exists():
-            print(GOES_ON)
-        raise
+    progress, tokenizer = write_shards(config, Progress(unsigned(recipe)), shards, directory, model)
+    dtype = id_type(tokenizer)
+    if progress.blank:
+        (directory / PROGRESS).unlink()
+        raise DataError(f"{config.source} is empty: there is no text in it")
     if progress.without_text:
         rows = progress.documents + progress.without_text
         print(f"{progress.without_text:,} of {rows:,} documents have no text")
@@ -122,6 +113,36 @@ def write_corpus(config: "DataConfig", recipe: dict, directory: Path, model: Pat
     return meta["fingerprint"]
 
 
+def write_shards(
+    config: "DataConfig", begin: Progress, shards: list[Shard], directory: Path, model: Path | None = None
+) -> tuple[Progress, Tokenizer]:
+    """Tokenise the shards from where `begin` is to the last, or go on where a directory says that this had come."""
+    began = time.monotonic()
+    progress = read_progress(directory, begin, shards)
+    if progress and progress.documents:
+        print(f"going on after {progress.documents:,} documents, {progress.bytes_of_text / 1e6:,.1f} MB")
+    if not progress:
+        progress = begin
+        for path in directory.iterdir():  # of a process that was killed
+            path.unlink()
+        save_vocabulary(config, shards, directory, model)
+    tokenizer = load_tokenizer(directory)
+    try:
+        write_tokens(config, shards, tokenizer, id_type(tokenizer), directory, progress, began)
+    except BaseException as error:
+        if (directory / PROGRESS).exists() and isinstance(error, DataError):
+            raise DataError(f"{error}; {GOES_ON}") from error
+        if (directory / PROGRESS).exists():
+            print(GOES_ON)
+        raise
+    return progress, tokenizer
+
+
+def id_type(tokenizer: Tokenizer) -> np.dtype:
+    """The narrowest type that has room for every id."""
+    return np.dtype("<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4")
+
+
 def save_vocabulary(config: "DataConfig", shards: list[Shard], directory: Path, model: Path | None) -> None:
     """Put the tokenizer's files into the directory: learned, known, or those of a model."""
     if config.tokenizer == "model":
@@ -138,24 +159,32 @@ def save_vocabulary(config: "DataConfig", shards: list[Shard], directory: Path, 
             os.fsync(file.fileno())
 
 
+def digest(files: list[bytes]) -> str:
+    """Of the files of a tokenizer."""
+    return hashlib.sha256(b"\0".join(files)).hexdigest()
+
+
 def unsigned(recipe: dict) -> dict:
     """A recipe without the state of the source: that of each shard is looked at by itself."""
     return {key: value for key, value in recipe.items() if key != "signature"}
 
 
-def digest_of(shards: list[Shard]) -> str:
-    text = "\n".join(f"{shard.name}\0{shard.stamp}" for shard in shards)
+def digest_of(shards: list[Shard], progress: Progress) -> str:
+    """Of the shards that were opened."""
+    opened = shards[progress.first : progress.shard + (progress.number > 0)]
+    text = "\n".join(f"{shard.name}\0{shard.stamp}" for shard in opened)
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
-def read_progress(directory: Path, recipe: dict, shards: list[Shard]) -> Progress | None:
-    """The progress of an interrupted preparation by this recipe, unless it is damaged, or what was read has changed."""
+def read_progress(directory: Path, begin: Progress, shards: list[Shard]) -> Progress | None:
+    """The progress of an interrupted preparation that began so, unless it is damaged, or what was read has changed."""
     try:
         load_tokenizer(directory)
         progress = Progress(**json.loads((directory / PROGRESS).read_text(encoding="utf-8")))
         there = all((directory / f"{split}.bin").stat().st_size >= progress.sizes[split] >= 0 for split in SPLITS)
-        same = progress.recipe == unsigned(recipe) and progress.shards == digest_of(shards[: progress.shard + 1])
-        return progress if there and same else None
+        same = (progress.recipe, progress.first) == (begin.recipe, begin.first)
+        same &= begin.shard <= progress.shard and (progress.shard, progress.number) <= (len(shards), 0)
+        return progress if there and same and progress.shards == digest_of(shards, progress) else None
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
 
@@ -163,7 +192,7 @@ def read_progress(directory: Path, recipe: dict, shards: list[Shard]) -> Progres
 def write_tokens(
     config: "DataConfig",
     shards: list[Shard],
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     dtype: np.dtype,
     directory: Path,
     progress: Progress,
@@ -180,11 +209,13 @@ def write_tokens(
             file.truncate(progress.sizes[split])  # what came after the last note
         most = config.max_tokens * dtype.itemsize if config.max_tokens else math.inf  # bytes
         enough = sum(progress.sizes.values()) >= most  # it was interrupted after the last piece
-        remaining = iter(()) if enough else pieces(config, shards, progress.shard, progress.number)
-        with make_bar(config, progress.bytes_of_text) as bar:
+        place = (progress.shard, progress.number)
+        remaining = iter(()) if enough else pieces(config, shards, *place, whole=not cuts_anywhere(tokenizer))
+        with make_bar(config, shards, progress) as bar:
             for piece, ids in encode_in_parallel(tokenizer, remaining):
                 ids = ids.astype(dtype)
                 progress.without_text += not piece.text
+                progress.blank = progress.blank and not piece.text.strip()
                 if piece.is_start:
                     progress.documents += 1
                     ids = np.concatenate((start, ids))
@@ -199,21 +230,24 @@ def write_tokens(
                 if time.monotonic() - began >= NOTE_EVERY:
                     note(progress, shards, directory, files.values())
                     began = time.monotonic()
+        if sum(progress.sizes.values()) < most:  # all was read
+            progress.shard, progress.number = len(shards), 0
         note(progress, shards, directory, files.values())
     finally:
         for file in files.values():
             file.close()
 
 
-def make_bar(config: "DataConfig", done: int) -> tqdm:
+def make_bar(config: "DataConfig", shards: list[Shard], progress: Progress) -> tqdm:
     """A progress bar in bytes of text, with an end if that is known."""
-    total = None if config.max_tokens else text_size(config.source)
+    total = None if config.max_tokens else text_size(shards[progress.first :])
+    done = progress.bytes_of_text
     return tqdm(desc="tokenising", initial=done, total=total, unit="B", unit_scale=True, leave=False, delay=1)
 
 
 def note(progress: Progress, shards: list[Shard], directory: Path, files: Iterable[BinaryIO]) -> None:
     """Write down the progress, once what it says is on the disk."""
-    progress.shards = digest_of(shards[: progress.shard + 1])
+    progress.shards = digest_of(shards, progress)
     for file in files:
         file.flush()
         os.fsync(file.fileno())
@@ -225,21 +259,19 @@ def note(progress: Progress, shards: list[Shard], directory: Path, files: Iterab
     temporary.replace(directory / PROGRESS)
 
 
-def pieces(config: "DataConfig", shards: list[Shard], first_shard: int = 0, first_number: int = 0) -> Iterator[Piece]:
-    """The source piece by piece, after that number of the first shard to be read.
-
-    Raises DataError at the end if all was white space.
-    """
-    blank, last_shard, number = (first_shard, first_number) == (0, 0), None, 0
+def pieces(
+    config: "DataConfig", shards: list[Shard], first_shard: int = 0, first_number: int = 0, whole: bool = False
+) -> Iterator[Piece]:
+    """The source piece by piece, after that number of the first shard to be read; whole: a document is one piece."""
+    last_shard, number = None, 0
     for shard, document in documents(shards, first_shard):
         number = number if shard == last_shard else 0
         last_shard, split = shard, None
-        for text in filter(None, document):
+        for text in filter(None, ["".join(document)] if whole else document):
             is_start = split is None
             if is_start:
                 hashed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
                 split = "val" if hashed < config.val_fraction * 2**64 else "train"
-            blank = blank and text.isspace()
             number += 1
             if shard > first_shard or number > first_number:
                 yield Piece(text, split, is_start, shard, number)
@@ -247,11 +279,9 @@ def pieces(config: "DataConfig", shards: list[Shard], first_shard: int = 0, firs
             number += 1
             if shard > first_shard or number > first_number:
                 yield Piece("", "train", False, shard, number)
-    if blank:
-        raise DataError(f"{config.source} is empty: there is no text in it")
 
 
-def encode_in_parallel(tokenizer: tiktoken.Encoding, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, np.ndarray]]:
+def encode_in_parallel(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, np.ndarray]]:
     """The pieces with their ids, in order.
 
     In threads: tiktoken leaves Python's lock, so that processes are no faster (benchmarks/tokenise.py).
@@ -303,9 +333,6 @@ def at_most(texts: Iterator[str], size: int) -> Iterator[str]:
             return
 
 
-def text_size(source: str) -> int | None:
-    """The bytes of a source that is plain text, None for any other."""
-    if source.startswith("hf:"):
-        return None
-    paths = sources.files(source)
-    return None if any(map(sources.table_kind, paths)) else sum(path.stat().st_size for path in paths)
+def text_size(shards: list[Shard]) -> int | None:
+    """The bytes of shards that are plain text, None for any other."""
+    return None if any(table_kind(shard.name) for shard in shards) else sum(shard.size for shard in shards) or None

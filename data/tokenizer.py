@@ -5,7 +5,8 @@
     bpe:4096    byte-pair encoding trained on the corpus, this many tokens in all
     gpt2, ...   any encoding tiktoken knows; it downloads and caches the vocabulary on first use
 
-The last id of bytes, chars and bpe is `<|endoftext|>`, which starts every document.
+The last id of bytes, chars and bpe is `<|endoftext|>`, which starts every document. A model of the Hugging Face hub may
+have another kind, a `HubTokenizer`: what differs between the two is known in this file only.
 """
 
 import json
@@ -19,11 +20,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data import DataError
+from data.hub_tokenizer import BYTES, END_OF_TEXT, MOST_TOKENS, SAMPLE, SPELLING, HubTokenizer, to_bytes
 
-END_OF_TEXT = "<|endoftext|>"
+Tokenizer = tiktoken.Encoding | HubTokenizer
+
 MOST_JSON = 1 << 26  # bytes
 FILES = ("tokenizer.json", "tokenizer_config.json")
-SAMPLE = "".join(map(chr, range(9, 0x250))).replace("\u00a0", " ") + "  \n\n 猫🐈\u0301 e"  # of all kinds of characters
 ANY_CHARACTER = r"[\s\S]"  # means the same to every regex engine
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # GPT-4's way to cut text into words, without possessive quantifiers, which regex engines disagree about.
@@ -78,7 +80,7 @@ def train_bpe(name: str, texts: Iterable[str]) -> tiktoken.Encoding:
     return build(name, WORDS, [to_bytes(token) for token in sorted(vocabulary, key=vocabulary.get)])
 
 
-def encode(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
+def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """Text to ids, (n,) uint32; special tokens in the text are ordinary text.
 
     Raises DataError naming the first character that a chars tokenizer does not know, or that is half a character.
@@ -101,37 +103,50 @@ def encode(tokenizer: tiktoken.Encoding, text: str) -> np.ndarray:
         raise DataError(f"the pattern of the tokenizer {tokenizer.name!r} cannot split this text") from error
 
 
-def document_start(tokenizer: tiktoken.Encoding) -> list[int]:
+def document_start(tokenizer: Tokenizer) -> list[int]:
     """The ids between two documents: the last one has ended, and the next begins."""
     start = getattr(tokenizer, "start_of_text", None)
     return [tokenizer.eot_token] if start is None else [tokenizer.eot_token, start]
 
 
-def token_bytes(tokenizer: tiktoken.Encoding, token: int) -> bytes:
-    """What a token stands for; nothing if it is one of the ids that some tiktoken vocabularies leave unused."""
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """What a token stands for; nothing if it is one of the ids that some vocabularies leave unused."""
     try:
         return tokenizer.decode_single_token_bytes(token)
     except KeyError:
         return b""
 
 
-def token_lengths(tokenizer: tiktoken.Encoding) -> np.ndarray:
-    """(V,) the bytes each token stands for; 0 for special tokens and unused ids."""
+def text_prefix(tokenizer: Tokenizer) -> bytes:
+    """What the tokens of a text begin with besides the text: a space, in some vocabularies of the hub."""
+    return getattr(tokenizer, "prefix", b"")
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """The ids of the tokens that no text has, by their names."""
+    return tokenizer.special_tokens if isinstance(tokenizer, HubTokenizer) else tokenizer._special_tokens
+
+
+def cuts_anywhere(tokenizer: Tokenizer) -> bool:
+    """Whether the pieces of a document, cut as data/sources.py does, have the tokens of the whole."""
+    return not isinstance(tokenizer, HubTokenizer)
+
+
+def token_lengths(tokenizer: Tokenizer) -> np.ndarray:
+    """(V,) the bytes each token stands for; 0 for special tokens and unused ids.
+
+    If a tokenizer writes a prefix, the token that starts a document has minus its length, so that a document's tokens
+    have the bytes of its text.
+    """
     lengths = np.zeros(tokenizer.n_vocab, dtype=np.int64)
-    for token, rank in tokenizer._mergeable_ranks.items():
-        lengths[rank] = len(token)
+    if isinstance(tokenizer, HubTokenizer):
+        for rank, token in tokenizer.ordinary.items():
+            lengths[rank] = len(token)
+        lengths[document_start(tokenizer)[-1]] = -len(tokenizer.prefix)
+    else:
+        for token, rank in tokenizer._mergeable_ranks.items():
+            lengths[rank] = len(token)
     return lengths
-
-
-# tokenizer.json spells bytes as printable characters, the way GPT-2 did (Radford et al. 2019).
-PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
-SPELLING = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
-BYTES = {character: byte for byte, character in SPELLING.items()}
-
-
-def to_bytes(spelled: str) -> bytes:
-    return bytes(BYTES[character] for character in spelled)
 
 
 def split_into_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -169,11 +184,11 @@ def save_tokenizer(tokenizer: tiktoken.Encoding, directory: Path) -> None:
     (directory / FILES[1]).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def load_tokenizer(directory: Path) -> tiktoken.Encoding:
-    """Read the tokenizer of a corpus or checkpoint: one of ours, or any byte-level BPE of the Hugging Face hub.
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Read the tokenizer of a corpus or checkpoint: one of ours, or one of the Hugging Face hub.
 
     Whatever the token is called there that ends a text, here it is END_OF_TEXT; `start_of_text` is the id that a text
-    has to begin with, if any. Raises DataError for another kind of tokenizer.
+    has to begin with, if any. Raises DataError for a tokenizer that cannot be read, or loses text.
     """
     try:
         for name in FILES:
@@ -182,39 +197,51 @@ def load_tokenizer(directory: Path) -> tiktoken.Encoding:
             if (directory / name).stat().st_size > MOST_JSON:
                 raise ValueError(f"{name} has more than {MOST_JSON} bytes")
         content, config = (json.loads((directory / name).read_text(encoding="utf-8")) for name in FILES)
-        name = config.get("tril_name", directory.name)
-        specials = {token["content"]: token["id"] for token in content["added_tokens"]}
-        vocabulary = content["model"]["vocab"]
-        words = [token for token in vocabulary if token not in specials]
-        if not all(character in BYTES for word in words for character in word):
-            raise ValueError("it is not a byte-level BPE")
-        ranks = {to_bytes(word): vocabulary[word] for word in words}
-        # tiktoken does not survive some things: ids that are none or twice there, a byte that is nowhere.
-        ids = [*ranks.values(), *specials.values()]
-        distinct = len(ids) == len(set(ids)) and all(type(id) is int and 0 <= id < 1 << 24 for id in ids)
-        complete = name == "chars" or all(bytes([byte]) in ranks for byte in range(256))
-        if not distinct or not complete or not isinstance(name, str) or b"" in ranks:
-            raise ValueError("its vocabulary is not one of bytes")
-        if name == "chars":
-            [token.decode() for token in ranks]  # each is a character
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in content["model"]["merges"]]
-        merged = [vocabulary["".join(pair)] for pair in pairs]
-        if merged != sorted(merged):
-            raise ValueError("its merges are not in the order of its ids")
         start, end = (special(config.get(f"{which}_token")) for which in ("bos", "eos"))
-        begins = start in specials and json.dumps(start) in json.dumps(content.get("post_processor"))
-        if END_OF_TEXT not in specials:
-            specials[END_OF_TEXT] = specials[end]
-        normalizer = content.get("normalizer") or {"type": None}
-        if normalizer["type"] not in (None, "NFC"):
-            raise ValueError(f"it changes text in the way {normalizer['type']!r}")
-        tokenizer = tiktoken.Encoding(name, pat_str=pattern(content), mergeable_ranks=ranks, special_tokens=specials)
-        tokenizer.normal_form, tokenizer.start_of_text = normalizer["type"], specials[start] if begins else None
-        if name != "chars" and tokenizer.decode_bytes(encode(tokenizer, SAMPLE).tolist()) != SAMPLE.encode():
-            raise ValueError("its pattern loses text")
-        return tokenizer
+        try:
+            return byte_level(config.get("tril_name", directory.name), content, start, end)
+        except (LookupError, TypeError, AttributeError, ValueError):
+            if "tril_name" in config:
+                raise
+        return HubTokenizer(directory / FILES[0], content, start, end)
     except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise DataError(f"{directory} has no tokenizer that this version can read: {error!r:.200}") from error
+
+
+def byte_level(name: str, content: dict, start: str | None, end: str | None) -> tiktoken.Encoding:
+    """The encoding that a tokenizer.json of a byte-level BPE describes. Raises ValueError, or whatever breaks, if none.
+
+    start, end: the names of the tokens around a text.
+    """
+    specials = {token["content"]: token["id"] for token in content["added_tokens"]}
+    vocabulary = content["model"]["vocab"]
+    words = [token for token in vocabulary if token not in specials]
+    if not all(character in BYTES for word in words for character in word):
+        raise ValueError("it is not a byte-level BPE")
+    ranks = {to_bytes(word): vocabulary[word] for word in words}
+    # tiktoken does not survive some things: ids that are none or twice there, a byte that is nowhere.
+    ids = [*ranks.values(), *specials.values()]
+    distinct = len(ids) == len(set(ids)) and all(type(id) is int and 0 <= id < MOST_TOKENS for id in ids)
+    complete = name == "chars" or all(bytes([byte]) in ranks for byte in range(256))
+    if not distinct or not complete or not isinstance(name, str) or b"" in ranks:
+        raise ValueError("its vocabulary is not one of bytes")
+    if name == "chars":
+        [token.decode() for token in ranks]  # each is a character
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in content["model"]["merges"]]
+    merged = [vocabulary["".join(pair)] for pair in pairs]
+    if merged != sorted(merged):
+        raise ValueError("its merges are not in the order of its ids")
+    begins = start in specials and json.dumps(start) in json.dumps(content.get("post_processor"))
+    if END_OF_TEXT not in specials:
+        specials[END_OF_TEXT] = specials[end]
+    normalizer = content.get("normalizer") or {"type": None}
+    if normalizer["type"] not in (None, "NFC"):
+        raise ValueError(f"it changes text in the way {normalizer['type']!r}")
+    tokenizer = tiktoken.Encoding(name, pat_str=pattern(content), mergeable_ranks=ranks, special_tokens=specials)
+    tokenizer.normal_form, tokenizer.start_of_text = normalizer["type"], specials[start] if begins else None
+    if name != "chars" and tokenizer.decode_bytes(encode(tokenizer, SAMPLE).tolist()) != SAMPLE.encode():
+        raise ValueError("its pattern loses text")
+    return tokenizer
 
 
 def special(token: str | dict | None) -> str | None:

@@ -45,7 +45,10 @@ class Attend(nn.Module):
     """The one fused call. It has no parameters: a forward hook on it sees q, k, v and mask as the kernel does."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
-        """(B, H, T_query, D), twice (B, n_kv_head, T_key, D), (T_query, T_key) -> (B, H, T_query, D)."""
+        """(B, H, T_query, D), twice (B, n_kv_head, T_key, D), (T_query, T_key) -> (B, H, T_query, D).
+
+        The mask may be (B, 1, 1, T_key) instead, for sequences of which each is at a position of its own.
+        """
         # The kernel's own causal flag is faster than a mask, but counts rows from the top: right only for a square.
         square = q.size(-2) == k.size(-2)
         return F.scaled_dot_product_attention(
@@ -62,7 +65,8 @@ class Attend(nn.Module):
 class Cache(Protocol):
     """What the layer asks of a key-value cache (model/cache.py)."""
 
-    length: int  # the number of positions that are stored
+    def positions(self, T: int) -> slice | Tensor:
+        """Where the next T tokens belong: the same for all sequences, or (B, 1, 1), if T is 1 and each has its own."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store this call's keys and values; return those of every position so far."""
@@ -80,7 +84,7 @@ class CausalSelfAttention(nn.Module):
         dropout: probability of dropping a weight (inside the kernel) and an element of the output.
         bias: whether the four projections have one.
         q_norm, k_norm: modules that normalise queries and keys, (B, heads, T, D) -> the same; both or none.
-        rotary: a module that gives queries and keys their position: (x, position of the first) -> the same shape.
+        rotary: a module that gives queries and keys their positions: (x, a slice or (B, 1, 1)) -> the same shape.
 
     Raises ValueError if n_head is not a multiple of n_kv_head.
     """
@@ -119,13 +123,12 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        positions = cache.positions(x.size(1)) if cache is not None else slice(x.size(1))
         if self.rotary is not None:
-            start = cache.length if cache is not None else 0
-            q, k = self.rotary(q, start), self.rotary(k, start)
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
         if cache is not None:
             k, v = cache.append(k, v)
-        T_query, T_key = q.size(-2), k.size(-2)
-        mask = self.causal_mask[T_key - T_query : T_key, :T_key]  # the rows of the triangle that belong to x
+        mask = self.causal_mask[positions, : k.size(-2)]  # the rows of the triangle that belong to x
         y = self.attend(q, k, v, mask, self.attention_dropout if self.training else 0.0)
         return self.residual_dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # (B, H, T, D) -> (B, T, H * D) -> C
 

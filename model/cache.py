@@ -12,6 +12,10 @@ class LayerCache:
         self.values = torch.empty_like(self.keys)
         self.length = 0
 
+    def positions(self, T: int) -> slice:
+        """Where the next T tokens belong."""
+        return slice(self.length, self.length + T)
+
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store (B, n_kv_head, T, D) behind what is there; return views of everything stored so far."""
         end = self.length + k.size(2)
@@ -20,6 +24,38 @@ class LayerCache:
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def clear(self) -> None:
-        """Forget every position, keeping the storage."""
+    def fill(self, rows: list[int], cache: "LayerCache") -> None:
+        """Hold what a cache of as many sequences has stored, and nothing else; rows are all of them."""
         self.length = 0
+        self.append(cache.keys[:, :, : cache.length], cache.values[:, :, : cache.length])
+
+
+class StaticCache:
+    """Keys and values of one layer for sequences of which each is at a position of its own, one token at a time.
+
+    No shape and no address changes from token to token, so that a step can be compiled, or recorded as a CUDA graph.
+
+    Args:
+        like: an empty cache, whose storage is taken.
+        position: (B, 1, 1) int64, where the next token of each sequence belongs. The layers share one, and its owner
+            counts it up.
+    """
+
+    def __init__(self, like: LayerCache, position: Tensor):
+        # What is not stored yet has no weight, but zero times what was in memory might be nan.
+        self.keys, self.values, self.position = like.keys.zero_(), like.values.zero_(), position
+
+    def fill(self, rows: list[int], cache: LayerCache) -> None:
+        """Let these sequences hold what a cache of len(rows) sequences has stored, and nothing else."""
+        self.keys[rows, :, : cache.length] = cache.keys[:, :, : cache.length]
+        self.values[rows, :, : cache.length] = cache.values[:, :, : cache.length]
+        self.position[rows] = cache.length
+
+    def positions(self, T: int) -> Tensor:
+        """Where the next token of each sequence belongs; T is 1."""
+        return self.position
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store (B, n_kv_head, 1, D); return the whole storage, of which a row of the mask says what is there."""
+        place = self.position[..., None].expand_as(k)
+        return self.keys.scatter_(2, place, k), self.values.scatter_(2, place, v)

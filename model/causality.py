@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelError
+from model.parts import part_of
 
 IGNORE = -100  # a target that F.cross_entropy skips
 NUM_POSITIONS = 12  # in a probe at least so many positions are asked, if there are as many
@@ -200,12 +201,14 @@ class Probe:
         named = [(name, p) for name, p in self.module.named_parameters() if p.is_floating_point()]
         by_name = any(is_for_scores(name) for name, _ in named)
         for name, parameter in named:
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
             if parameter.dim() < 2:  # gains and biases
-                parameter.uniform_(0.5, 1.5).mul_(torch.randint_like(parameter, 2) * 2 - 1)
+                values.uniform_(0.5, 1.5).mul_(torch.randint_like(values, 2) * 2 - 1)
             else:
-                parameter.normal_(std=parameter.size(-1) ** -0.5)
+                values.normal_(std=parameter.size(-1) ** -0.5)
             if is_for_scores(name) or not by_name:
-                parameter.mul_(scale)
+                values.mul_(scale)
+            parameter.copy_(part_of(values, parameter))
 
     def positions(self, few: bool = False) -> Tensor:
         """Ascending: both ends, the last before each power of two (where tiles begin), and others at random."""

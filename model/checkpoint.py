@@ -4,12 +4,16 @@ config.json  model.safetensors  tokenizer.json  tokenizer_config.json    the mod
 README.md                                                                what it is, for people, who may edit it
 optimizer.safetensors  trainer.json                                      the rest of a training run
 manifest.json                            size and SHA-256 of each, and the certificate of causality; written last
+
+Tensors of more than 5 GB are in several files, with an index that says which is where.
 """
 
 import hashlib
 import json
 import re
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors.torch import save
@@ -19,9 +23,11 @@ from model import disk
 from model.config import ModelError
 from model.gpt import GPT
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
+from model.parts import whole
 
 FORMAT = 3
 MOST_JSON = 1 << 20  # bytes
+MOST_IN_A_FILE = 5 * 10**9  # bytes, as `transformers` has it
 CARD = "README.md"
 STEP = re.compile(r"step-\d{8}")
 
@@ -42,7 +48,6 @@ def save_checkpoint(
     `trainer` is what a resumed run needs, `about` what the manifest says of the model: certificate and environment.
     """
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
-    weights = tensors_to_huggingface(model.config, model.state_dict())
     disk.remove(temporary)  # of a session that was killed
     disk.make_directory(temporary)
     try:
@@ -54,10 +59,15 @@ def save_checkpoint(
                 files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
         write("config.json", to_json(config_to_huggingface(model.config, *ends_of_text)))
-        write("model.safetensors", save(weights, metadata={"format": "pt"}))
         for name, content in texts.items():
             write(name, content)
-        write("optimizer.safetensors", save(optimizer))
+        places: dict[str, dict[str, str]] = defaultdict(dict)
+        for stem, name, tensors in tensor_files(model, optimizer):
+            write(name, save(tensors, metadata={"format": "pt"}))
+            places[stem] |= dict.fromkeys(tensors, name)
+        for stem, place in places.items():
+            if len(set(place.values())) > 1:
+                write(f"{stem}.safetensors.index.json", to_json({"metadata": {}, "weight_map": place}))
         write("trainer.json", to_json({"step": step, **trainer}))
         manifest = {"format": FORMAT, "step": step, **about, "files": files}
         disk.write(temporary / "manifest.json", with_own_hash(manifest))
@@ -68,6 +78,38 @@ def save_checkpoint(
         disk.remove(temporary)
         raise
     return directory
+
+
+def tensor_files(model: GPT, optimizer: dict[str, Tensor]) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
+    """The tensors of a checkpoint file by file, as (model or optimizer, name of the file, tensors), whole.
+
+    Where each process has a part of the tensors, all of them have to go through this together; a device has one tensor
+    whole at a time, a host two files.
+    """
+    blocks: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight" or not model.config.tied:
+            block = re.match(r"blocks\.\d+|", name)[0]  # "" for what is in none
+            blocks[block or name][name] = tensor
+    for name, tensors in fill_files("model", list(blocks.values())):
+        yield "model", name, tensors_to_huggingface(model.config, tensors)
+    for name, tensors in fill_files("optimizer", [{name: tensor} for name, tensor in optimizer.items()]):
+        yield "optimizer", name, tensors
+
+
+def fill_files(stem: str, groups: list[dict[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Groups of tensors, which stay together, in as few files as their size allows: (name, all its tensors)."""
+    files, room = [[]], MOST_IN_A_FILE
+    for group in groups:
+        size = sum(tensor.nbytes for tensor in group.values())
+        if size > room and files[-1]:
+            files.append([])
+            room = MOST_IN_A_FILE
+        files[-1].append(group)
+        room -= size
+    for number, file in enumerate(files):
+        name = f"{stem}-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else f"{stem}.safetensors"
+        yield name, {name: whole(tensor).cpu() for group in file for name, tensor in group.items()}
 
 
 def keep_newest(parent: Path, step: int, count: int, best_step: int | None) -> None:

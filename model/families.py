@@ -86,9 +86,9 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, x: Tensor, start: int) -> Tensor:
-        """(B, heads, T, D), the first of which is at position `start` -> (B, heads, T, D)."""
-        cos, sin = (table[start : start + x.size(-2)].to(x.dtype) for table in (self.cos, self.sin))
+    def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
+        """(B, heads, T, D) at these positions, of all sequences or, (B, 1, 1), of each -> (B, heads, T, D)."""
+        cos, sin = (table[positions].to(x.dtype) for table in (self.cos, self.sin))
         a, b = x.chunk(2, dim=-1)  # a pair is a channel of the first half and its fellow in the second
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 

@@ -5,16 +5,17 @@ model/attention.py.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from model import sampling
 from model.attention import CausalSelfAttention, make_causal_mask
-from model.cache import LayerCache
+from model.cache import LayerCache, StaticCache
 from model.config import GPTConfig, ModelError
 from model.families import FAMILIES, Rotary
 
@@ -33,7 +34,7 @@ class Block(nn.Module):
         self.mlp_norm = family.norm(c.n_embd, c)
         self.mlp = family.mlp(c)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | StaticCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         x = x + self.attention(self.attention_norm(x), cache)
         return x + self.mlp(self.mlp_norm(x))
@@ -41,6 +42,9 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """A decoder-only transformer: token ids in, a score for every possible next token out."""
+
+    activation_checkpointing = False
+    """Whether to forget what is inside the blocks, and compute it again for the gradients (Chen et al. 2016)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -75,22 +79,25 @@ class GPT(nn.Module):
 
         Raises ModelError if T is more than the context length.
         """
-        return self.logits(self.hidden(idx))
+        return GPT.logits(self, GPT.hidden(self, idx))  # by the class: fsdp puts its own in their places
 
-    def hidden(self, idx: Tensor, caches: list[LayerCache] | None = None) -> Tensor:
+    def hidden(self, idx: Tensor, caches: Sequence[LayerCache | StaticCache] = ()) -> Tensor:
         """The last hidden state: (B, T) -> (B, T, C). With caches, idx continues what they have stored."""
-        start = caches[0].length if caches else 0
-        end = start + idx.size(1)
-        if end > self.config.context_length:
-            raise ModelError(f"{end} tokens do not fit the context length of {self.config.context_length}")
+        T = idx.size(1)
+        positions = caches[0].positions(T) if caches else slice(T)
+        if isinstance(positions, slice) and positions.stop > self.config.context_length:
+            raise ModelError(f"{positions.stop} tokens do not fit the context length of {self.config.context_length}")
         x = self.token_embedding(idx)
         if self.position_embedding is not None:
-            x = x + self.position_embedding.weight[start:end]
+            x = x + self.position_embedding.weight[positions].view(-1, T, x.size(-1))
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x = self.embedding_dropout(x)
         for layer, block in enumerate(self.blocks):
-            x = block(x, caches[layer] if caches else None)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x, caches[layer] if caches else None)
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -108,7 +115,7 @@ class GPT(nn.Module):
 
     def generate(
         self,
-        idx: Tensor,
+        idx: Tensor | Sequence[Tensor],
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int | None = None,
@@ -116,14 +123,19 @@ class GPT(nn.Module):
         min_p: float | None = None,
         use_cache: bool = True,
         seed: int | None = None,
-    ) -> Tensor:
+        compile: bool = False,
+    ) -> Tensor | list[Tensor]:
         """Continue each row of idx: (B, T), T >= 1 -> (B, T + max_new_tokens). Any length is allowed.
 
+        A list of B prompts, (T,) each of its own length, becomes a list of B texts, (T + max_new_tokens,) each.
         temperature divides the logits, 0 takes the likeliest token; top_k, top_p and min_p forbid unlikely tokens;
-        the same seed gives the same tokens; see model/sampling.py. Raises ModelError for impossible arguments.
+        the same seed gives the same tokens; compile pays for long texts on a GPU; see model/sampling.py. Raises
+        ModelError for impossible arguments.
         """
-        new = sampling.stream(self, idx, max_new_tokens, temperature, top_k, top_p, min_p, use_cache, seed)
-        return torch.cat((idx, *new), dim=1)
+        new = sampling.stream(self, idx, max_new_tokens, temperature, top_k, top_p, min_p, use_cache, seed, compile)
+        if isinstance(idx, Tensor):
+            return torch.cat((idx, *new), dim=1)
+        return [torch.cat(row) for row in zip(idx, *new, strict=True)]
 
     @classmethod
     def from_pretrained(

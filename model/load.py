@@ -61,14 +61,14 @@ def load_state(directory: Path, model: GPT) -> dict[str, Tensor]:
     return tensors_from_huggingface(config, tensors)
 
 
-def parts(directory: Path, shapes: Shapes) -> dict[str, Shapes]:
-    """The files of a model, one or several with an index, and which tensors each of them holds."""
-    index = directory / "model.safetensors.index.json"
-    if (directory / "model.safetensors").is_file() or not index.is_file():
-        return {"model.safetensors": shapes}
+def parts(directory: Path, shapes: Shapes, stem: str = "model") -> dict[str, Shapes]:
+    """The files of a model or an optimizer, one or several with an index, and which tensors each of them holds."""
+    index = directory / f"{stem}.safetensors.index.json"
+    if (directory / f"{stem}.safetensors").is_file() or not index.is_file():
+        return {f"{stem}.safetensors": shapes}
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
-        raise ModelError(f"{index} does not say where the tensors of the model are")
+        raise ModelError(f"{index} does not say where the tensors of the {stem} are")
     prefix = prefix_to_leave_out(shapes, set(places))
     files = {name: {} for name in map(str, places.values())}
     if not all(re.fullmatch(r"[\w.-]+\.safetensors", file) for file in files):

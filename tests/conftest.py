@@ -1,9 +1,11 @@
 """What the tests share: small models of odd sizes, a small corpus, and scripts run without a new process."""
 
 import json
+import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -38,19 +40,42 @@ def prepared_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.prepare.PREPARED", tmp_path / "prepared")
 
 
-FIGURES: list[str] = []
+def often(first: object, *others: object) -> list:
+    """All of these for `parametrize` in `make test-long`, the first alone in `make test`."""
+    several = [values if isinstance(values, tuple) else (values,) for values in others]
+    return [first, *(pytest.param(*values, marks=pytest.mark.long) for values in several)]
 
 
 @pytest.fixture
-def figure() -> Callable[[str], None]:
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """figure(text): what a test has counted, printed when all tests are done."""
-    return FIGURES.append
+    return partial(record_property, "figure")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if FIGURES:
+    reports = terminalreporter.getreports("passed")
+    properties = [entry for report in reports for entry in report.user_properties]
+    figures = [text for name, text in properties if name == "figure"]
+    if fuzzed := sum(number for name, number in properties if name == "fuzzed"):
+        figures += [f"{fuzzed} fuzzed inputs: each used or refused in a sentence, within 10 s and 1 GiB"]
+    if figures:
         terminalreporter.section("figures")
-        terminalreporter.write_line("\n".join(FIGURES))
+        terminalreporter.write_line("\n".join(figures))
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    """Chromium, driven by playwright; tests that need it are skipped where it is not installed."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture
@@ -112,6 +137,7 @@ def tiny_run(corpus: Path, out: Path, **changes: object) -> list[str]:
         "train.checkpoint_every": 4,
         "train.keep_checkpoints": 9,
         "train.log_every": 1,
+        "train.sample_tokens": 7,
     }
     options |= {name.replace("__", "."): value for name, value in changes.items()}
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]

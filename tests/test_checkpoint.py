@@ -4,17 +4,20 @@ import json
 import os
 import random
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+import train
 from data.tokenizer import FILES, make_tokenizer, save_tokenizer
 from model import GPT, GPTConfig, ModelError
 from model.checkpoint import find_checkpoint, keep_newest, save_checkpoint, verify
-from tests.conftest import TINY, make_gpt
+from tests.conftest import TINY, make_gpt, often, tiny_run
 
 
 @pytest.fixture
@@ -243,3 +246,26 @@ def test_a_config_that_does_not_fit_is_refused(save, change: dict, message: str)
 
 def test_defaults_of_the_shared_tiny_model_are_a_model() -> None:
     assert make_gpt().config == GPTConfig(**TINY, vocab_size=17)
+
+
+@pytest.mark.parametrize("family", often("gpt2", "nanochat"))
+def test_a_run_with_large_tensors_is_saved_in_several_files_and_resumes(
+    run, tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr("model.checkpoint.MOST_IN_A_FILE", 20_000)
+    options = {"model__family": family, "model__n_embd": 18, "train__max_steps": 6, "train__checkpoint_every": 3}
+    assert run(train, *tiny_run(corpus_file, tmp_path / "whole", **options)).exit_code == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step-00000006")
+    result = run(train, "--resume", tmp_path / "broken")
+    assert result.exit_code == 0 and "step-00000003" in result.out
+    checkpoints = [tmp_path / name / "checkpoints" / "step-00000006" for name in ("whole", "broken")]
+    for stem in ("model", "optimizer"):
+        files = sorted(path.name for path in checkpoints[0].glob(f"{stem}-*"))
+        count = len(files)
+        assert count > 1 and files == [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        for name in files:
+            assert (checkpoints[0] / name).read_bytes() == (checkpoints[1] / name).read_bytes()
+    idx = torch.arange(7)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoints[0])(idx).logits
+    torch.testing.assert_close(GPT.from_pretrained(checkpoints[0])(idx), theirs, rtol=1e-5, atol=1e-5)

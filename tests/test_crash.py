@@ -103,31 +103,34 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
 
 
 def test_dying_at_effects_on_the_disk(setting: Setting, tmp_path: Path) -> None:
-    places, broken = setting.die_everywhere(tmp_path, every=13, first=random.Random(0).randrange(13))
-    assert broken == [] and places >= 8
+    places, broken = setting.die_everywhere(tmp_path, every=29, first=random.Random(0).randrange(29))
+    assert broken == [] and places >= 6
 
 
 @pytest.mark.long
 def test_dying_at_every_effect_on_the_disk(setting: Setting, tmp_path: Path, figure: Callable) -> None:
     places, broken = setting.die_everywhere(tmp_path, every=1)
-    assert broken == [] and places >= 80
+    assert broken == [] and places >= 150
     figure(f"{places} effects on the disk, death at each: all resumed to the same bits, no saved step lost")
 
 
 def test_kill_9_at_random_instants(setting: Setting, tmp_path: Path) -> None:
-    assert setting.kill_at_random(tmp_path, kills=20, seed=0) == []
+    assert setting.kill_at_random(tmp_path, kills=10, seed=0) == []
 
 
 @pytest.mark.long
-def test_kill_9_at_a_thousand_random_instants(setting: Setting, tmp_path: Path, figure: Callable) -> None:
-    assert setting.kill_at_random(tmp_path, kills=1000, seed=1) == []
-    figure("1000 kill -9 at random instants: all resumed to the same bits, no saved step lost")
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_kill_9_at_a_thousand_random_instants(setting: Setting, tmp_path: Path, seed: int, figure: Callable) -> None:
+    assert setting.kill_at_random(tmp_path, kills=200, seed=seed) == []
+    figure("200 of 1,000 kill -9 at random instants: all resumed to the same bits, no saved step lost")
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.long)])
 def test_sigterm_at_random_instants(setting: Setting, tmp_path: Path, times: int, figure: Callable) -> None:
     choose, exit_codes = random.Random(2), []
-    for number in range(times):
+    for number in range(9 * times):
+        if number >= times and exit_codes.count(75) > times / 8:  # enough of them met a run
+            break
         out = tmp_path / f"run{number}"
         setting.runs.noted()
         exit_codes.append(setting.runs(out, after=choose.uniform(0, setting.seconds), number=signal.SIGTERM))
@@ -135,10 +138,13 @@ def test_sigterm_at_random_instants(setting: Setting, tmp_path: Path, times: int
         assert setting.finish(out, setting.last_saved()) == []
         shutil.rmtree(out)
     assert exit_codes.count(75) > times / 8
-    figure(f"{times} SIGTERM at random instants: {exit_codes.count(75)} exits with 75, all resumed to the same bits")
+    figure(
+        f"{len(exit_codes)} SIGTERM at random instants: {exit_codes.count(75)} exits with 75, "
+        "all resumed to the same bits"
+    )
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.long)])
 def test_kill_9_while_data_is_prepared(tmp_path: Path, kills: int, figure: Callable, monkeypatch) -> None:
     monkeypatch.setattr(data.sources, "PIECE", 4096)
     monkeypatch.setattr(data.tokenise, "GROUP", 4096)
@@ -223,7 +229,7 @@ def test_a_mistake_in_saving_breaks_a_promise(
     setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: Callable, promise: str
 ) -> None:
     mistake(monkeypatch)
-    _, broken = setting.die_everywhere(tmp_path, every=17, first=5)
+    _, broken = setting.die_everywhere(tmp_path, every=47, first=5)
     assert any(promise in text for _, text in broken), broken
 
 

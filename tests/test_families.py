@@ -74,7 +74,13 @@ def test_published_sizes(config: dict, size: int) -> None:
 
 
 def test_rotary_positions_turn_and_only_their_distance_counts() -> None:
-    rotary = Rotary(GPTConfig(family="llama", n_embd=12, n_head=2, context_length=29, vocab_size=2)).double()
+    module = Rotary(GPTConfig(family="llama", n_embd=12, n_head=2, context_length=29, vocab_size=2)).double()
+
+    def rotary(x: torch.Tensor, position: int) -> torch.Tensor:
+        turned = module(x, slice(position, position + 1))
+        assert torch.equal(turned, module(x, torch.tensor(position).expand(len(x), 1, 1)))
+        return turned
+
     q, k = torch.randn(2, 1, 1, 1, 6, dtype=torch.float64).unbind()
     for distance in (0, 1, 5):
         products = [(rotary(q, at + distance) * rotary(k, at)).sum() for at in (0, 3, 17)]

@@ -16,7 +16,7 @@ import train
 from data.corpus import open_corpus
 from data.tokenizer import FILES
 from model import GPT
-from tests.conftest import metrics, same_bits, tiny_run, weights
+from tests.conftest import metrics, often, same_bits, tiny_run, weights
 from tests.test_huggingface import SHAPES, make
 from tests.test_huggingface import save as save_model
 from tests.test_tokenizer import train_their_bpe
@@ -57,7 +57,7 @@ def test_a_run_begins_with_the_weights_of_another(run, corpus_file, other_text: 
     assert losses[0][0] == pytest.approx(total / (len(val) - 1), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", often(*SHAPES))
 def test_a_model_of_others_is_tuned_resumed_and_sampled(run, name: str, corpus_file: Path, tmp_path: Path) -> None:
     """Its tokenizer's files are kept to the byte, and what only its config.json says, also when it is gone."""
     made = save_model(make(name), tmp_path / "made")

@@ -111,7 +111,7 @@ def test_more_tokens_than_the_context_are_refused() -> None:
         ({"n_embd": 10, "n_head": 3}, "n_embd must be a multiple of n_head, got n_embd=10 and n_head=3"),
         ({"n_head": 6, "n_embd": 6, "n_kv_head": 4}, "n_head must be a multiple of n_kv_head"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
-        ({"n_layer": 0}, "n_layer must be a whole number from 1 to 1,024, got 0"),
+        ({"n_layer": 0}, "n_layer must be a whole number from 1 to 512, got 0"),
         ({"n_embd": 2**21}, "n_embd must be a whole number from 1 to 1,048,576, got 2097152"),
         ({"context_length": 11.0}, "context_length must be a whole number from 1 to 32,768, got 11.0"),
         ({"bias": 1}, "bias and tied must be true or false"),

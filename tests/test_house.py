@@ -61,14 +61,24 @@ def test_nothing_executes_data(path: Path) -> None:
     assert "subprocess" not in imports(path) or path.name == "verify.py"  # runs train.py, without a shell
 
 
-def readme_commands() -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL)
-    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+def check_torchrun(words: list[str]) -> None:
+    """The options of train.py, and that so many ranks can share a step."""
+    script = words.index("train.py")
+    options = dict(word.split("=") for word in words[:script])
+    config = train.read_config(words[script + 1 :])
+    world = int(options["--nproc_per_node"]) * int(options.get("--nnodes", "1"))
+    assert config.train.grad_accum_steps % world == 0
 
 
-@pytest.mark.parametrize("command", readme_commands())
-def test_readme_commands_exist(command: str) -> None:
+def documented_commands() -> list[str]:
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))]
+    blocks = [block for page in pages for block in re.findall(r"```(?:sh|bash)\n(.*?)```", page, re.DOTALL)]
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+    return list(dict.fromkeys(lines))
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_documented_commands_exist(command: str) -> None:
     words = [word for word in shlex.split(command, comments=True) if word != "--help"]
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -77,10 +87,17 @@ def test_readme_commands_exist(command: str) -> None:
         parse(train.Config, words[2:])
         for word in words[2:]:
             assert not word.endswith(".toml") or (ROOT / word).is_file()
+    elif words[0] == "torchrun":
+        check_torchrun(words[1:])
+    elif words[0] == "sbatch":
+        assert (ROOT / words[1]).is_file()
+        parse(train.Config, words[2:])
     elif words[:2] == ["python", "sample.py"]:
         parse(sample.Options, words[2:])
     elif words[:2] == ["python", "inspect_attention.py"]:
         parse(inspect_attention.Options, words[2:])
+    elif words[:3] == ["python", "-m", "pytest"]:
+        assert all((ROOT / path).is_file() for path in words[3:])
     elif words[:2] == ["python", "-m"]:
         assert (ROOT / Path(*words[2].split("."))).with_suffix(".py").is_file()
     elif words[0] == "wandb":
@@ -97,3 +114,19 @@ def test_readme_tree_names_what_is_there() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in re.findall(r"^(?:    )?([\w/]+\.(?:py|toml|md))\b", text, re.MULTILINE):
         assert list(ROOT.rglob(name)), name
+
+
+def test_the_workflow_is_what_lands_a_change() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert re.findall(r"^ *- run: (.*)$", workflow, re.MULTILINE) == ["bash .ci/run"]
+    oldest = re.search(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
+    assert f'python-version: ["{oldest}", ' in workflow
+
+
+def test_the_image_has_what_is_there_and_nothing_that_git_ignores() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    for sources in re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE):
+        assert all((ROOT / source).exists() for source in sources.split())
+    files = [(ROOT / name).read_text(encoding="utf-8").splitlines() for name in (".gitignore", ".dockerignore")]
+    by_git, by_docker = ({line.strip("/").removeprefix("**/") for line in file} for file in files)
+    assert by_git | {".git"} <= by_docker

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import train
 from model import GPT, GPTConfig
 from model.families import FAMILIES
-from tests.conftest import same_bits, tiny_run, weights
+from tests.conftest import often, same_bits, tiny_run, weights
 from training.config import TrainConfig
 from training.muon import A, B, C, momentum_at, orthogonalize
 from training.optimizer import make_optimizer, set_schedule
@@ -105,7 +105,7 @@ def test_the_momentum_grows() -> None:
     assert [momentum_at(step) for step in (0, 150, 300, 9999)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
 
 
-@pytest.mark.parametrize("family, dtype", [("nanochat", "float32"), ("gpt2", "bfloat16"), ("llama", "float16")])
+@pytest.mark.parametrize("family, dtype", often(("nanochat", "float32"), ("gpt2", "bfloat16"), ("llama", "float16")))
 def test_a_run_with_muon_learns_and_resumes_to_the_same_bits(run, family, dtype, corpus_file, tmp_path) -> None:
     options = {"train__optimizer": "muon", "model__family": family, "train__dtype": dtype, "train__learning_rate": 0.02}
     options |= {"model__n_embd": 18, "train__schedule": "wsd", "train__decay_fraction": 0.0}

@@ -3,7 +3,6 @@
 import base64
 import json
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -163,19 +162,6 @@ def test_page_that_cannot_fit_is_refused_and_the_old_one_stays(tmp_path: Path) -
 
 
 # ---- The page in a browser.
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with sync_api.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data import DataError, prepare, sources, tokenise
+from data import DataError, directories, prepare, sources, tokenise
 from data.corpus import Corpus, open_corpus
 from data.prepare import DataConfig
 from data.tokenizer import encode, make_tokenizer, token_bytes
@@ -380,7 +380,7 @@ def test_a_directory_is_taken_by_one_process_at_a_time(tmp_path: Path) -> None:
 
     def work(_: int) -> None:
         for _ in range(100):
-            lock = prepare.take(tmp_path / "corpus.tmp")
+            lock = directories.take(tmp_path / "corpus.tmp")
             inside.append(1)
             most.append(len(inside))
             inside.pop()

@@ -13,6 +13,7 @@ import train
 from data.tokenizer import make_tokenizer
 from sample import Text
 from tests.conftest import tiny_run
+from training.device import weights_dtype
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts(run, *arguments: object) -> list[str]:
-    result = run(sample, *arguments, "--json", "--device", "cpu")
+    result = run(sample, *arguments, "--json", "--device", "cpu", "--dtype", "float32")
     assert result.exit_code == 0, result.err
     return [json.loads(line)["text"] for line in result.out.splitlines()]
 
@@ -66,14 +67,61 @@ def test_several_samples_differ_and_are_repeatable(run, trained: Path) -> None:
 
 def test_json_names_its_seed(run, trained: Path) -> None:
     line = json.loads(run(sample, trained, "--json", "--max_new_tokens", 12).out)
-    assert set(line) == {"prompt", "text", "tokens", "finish", "seed", "sample"}
+    assert set(line) == {"prompt", "prompt_number", "text", "tokens", "finish", "seed", "sample"}
     assert texts(run, trained, "--max_new_tokens", 12, "--seed", line["seed"]) == [line["text"]]
 
 
 def test_a_long_prompt_is_said_once(run, trained: Path) -> None:
     result = run(sample, trained, "--prompt", "one two three four five", "--max_new_tokens", 30)
-    assert result.err.splitlines()[1:] == ["prompt has 23 tokens, context is 11: using the last 11"]
-    assert run(sample, trained, "--prompt", "one", "--max_new_tokens", 30).err.count("\n") == 1
+    assert result.err.splitlines()[2:] == ["prompt has 23 tokens, context is 11: using the last 11"]
+    assert run(sample, trained, "--prompt", "one", "--max_new_tokens", 30).err.count("\n") == 2
+    result = run(sample, trained, "--prompt", "one", "one two three four five", "--max_new_tokens", 3)
+    assert result.err.splitlines()[2:] == ["prompt 2 has 23 tokens, context is 11: using the last 11"]
+
+
+def test_several_prompts_are_continued_as_each_alone(run, trained: Path) -> None:
+    prompts = ("one", "", "one two thre", "fi")
+    arguments = (trained, "--temperature", 0, "--max_new_tokens", 20, "--num_samples", 2)
+    alone = [text for prompt in prompts for text in texts(run, *arguments, "--prompt", prompt)]
+    assert texts(run, *arguments, "--prompt", *prompts) == alone
+    result = run(sample, *arguments, "--json", "--prompt", *prompts)
+    numbers = [(line["prompt_number"], line["sample"]) for line in map(json.loads, result.out.splitlines())]
+    assert numbers == [(prompt, number) for prompt in range(4) for number in range(2)]
+    out = run(sample, *arguments, "--prompt", *prompts, "--dtype", "float32").out
+    assert (
+        "".join(
+            f"--- prompt {1 + index // 2} of 4, sample {1 + index % 2} of 2\n{prompts[index // 2]}{text}\n"
+            for index, text in enumerate(alone)
+        )
+        == out
+    )
+
+
+def test_precision_is_said_and_is_that_of_the_weights(run, trained: Path, monkeypatch) -> None:
+    seen, stream = [], sample.stream
+    monkeypatch.setattr(
+        sample, "stream", lambda model, *rest: seen.append(model.lm_head.weight.dtype) or stream(model, *rest)
+    )
+    for dtype in ("float32", "bfloat16"):
+        result = run(sample, trained, "--dtype", dtype, "--max_new_tokens", 3, "--device", "cpu")
+        assert result.exit_code == 0 and result.err.splitlines()[1] == f"device: cpu, weights in {dtype}"
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: fast)
+    for device in ("cpu", "cuda"):
+        assert weights_dtype("auto", torch.device(device)) == (torch.bfloat16 if fast else torch.float32)
+        assert weights_dtype("float32", torch.device(device)) == torch.float32
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5, 16])
+def test_reading_late_reads_every_token(at_once: int) -> None:
+    tokens = torch.arange(3 * 7).view(7, 3)
+    assert list(sample.read_late((row[:, None] for row in tokens), at_once)) == tokens.tolist()
 
 
 def feed(tokens: list[int], stop: str | None = None) -> tuple[list[str], Text]:
@@ -125,6 +173,8 @@ def test_a_terminal_is_not_commanded(monkeypatch: pytest.MonkeyPatch, capsys: py
         ),
         (["{run}", "--prompt", "@{tmp}/latin1.txt"], "the text is not UTF-8: byte 0xe9 at 3"),
         (["{run}", "--temprature", "1"], "did you mean --temperature?"),
+        (["{run}", "--prompt"], "--prompt must be followed by a text"),
+        (["{run}", "--compile", "--no_cache"], "only a step with a cache can be compiled"),
         ([], "checkpoint"),
     ],
 )

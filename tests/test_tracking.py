@@ -22,7 +22,7 @@ from wandb.proto.wandb_internal_pb2 import ArtifactRecord, Record
 
 import train
 from model import GPT
-from tests.conftest import tiny_run
+from tests.conftest import metrics, tiny_run
 from training.config import TrainConfig
 from training.tracking import Tracker
 
@@ -97,8 +97,9 @@ def sessions(
 
 
 def logged(out: Path) -> list[dict]:
-    """The lines of metrics.jsonl as wandb has them: metrics of heads by name."""
+    """The lines of metrics.jsonl as wandb has them: metrics of heads by name; samples are tables there."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "sample" not in line]
     for line in lines:
         for metric, layers in line.pop("heads", {}).items():
             line |= {f"{metric}/{i}.{j}": value for i, row in enumerate(layers) for j, value in enumerate(row)}
@@ -132,12 +133,14 @@ def test_an_offline_run_says_what_metrics_jsonl_says(run, corpus_file: Path, tmp
     assert picture["step"] == 12 and picture["heads._type"] == "image-file"
     assert (session.files / picture["heads.path"]).read_bytes().startswith(b"\x89PNG")
 
-    (row,) = session.samples
-    table = json.loads((session.files / row["sample.path"]).read_text())
-    assert table["columns"] == ["step", "prompt", "text"]
-    ((step, prompt, text),) = table["data"]
-    assert step == row["step"] == 12 and prompt == "7 is" and text.startswith("7 is") and len(text) > 20
-    assert text.splitlines()[0][:20] in result.out
+    tables = [json.loads((session.files / row["sample.path"]).read_text()) for row in session.samples]
+    assert all(table["columns"] == ["step", "prompt", "text"] for table in tables)
+    rows = [row for table in tables for row in table["data"]]
+    assert [row["step"] for row in session.samples] == [row[0] for row in rows] == [0, 4, 8, 12, 12]
+    assert {prompt for _, prompt, _ in rows} == {"7 is"}
+    assert {step: text for step, _, text in rows[:-1]} == metrics(out, "sample")
+    text = rows[-1][-1]  # the last is longer
+    assert text.startswith(rows[-2][-1]) and len(text) > 100 and text.splitlines()[0][:20] in result.out
 
 
 def test_nothing_leaves_the_run_directory_and_no_name_gets_in(run, corpus_file, tmp_path, monkeypatch) -> None:
@@ -150,7 +153,7 @@ def test_nothing_leaves_the_run_directory_and_no_name_gets_in(run, corpus_file, 
     assert not any(record.HasField("environment") or record.HasField("stats") for record in session.records)
     said = b"".join(record.SerializeToString() for record in session.records)
     assert sys.executable.encode() not in said and b"train.py" not in said
-    sent = {session.samples[0]["sample.path"], session.pictures[0]["heads.path"]}
+    sent = {*(row["sample.path"] for row in session.samples), session.pictures[0]["heads.path"]}
     assert {str(path.relative_to(session.files)) for path in session.files.rglob("*") if path.is_file()} == sent
 
 
@@ -189,15 +192,17 @@ def test_an_interrupted_run_goes_on_under_its_id(run, corpus_file: Path, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(train, "next_token_loss", interrupting)
         patch.setattr(train, "certify", lambda *arguments: {"causal": "not asked"})
+        patch.setattr(train, "memory_line", lambda *arguments: "")
         assert run(train, *tiny_run(corpus_file, out, **wanted)).exit_code == 75
     (first,) = sessions(out)
-    assert first.exit_codes == [75] and not first.samples and not first.models()
+    assert first.exit_codes == [75] and [row["step"] for row in first.samples] == [0, 4] and not first.models()
     in_the_next_second()
     assert run(train, "--resume", out, "--train.wandb_group", "later").exit_code == 0
     first, second = sessions(out)
     assert first.run.run_id == second.run.run_id and second.run.run_group == "later"
     assert first.lines + second.lines == logged(out)
-    assert second.exit_codes == [0] and len(second.samples) == len(second.models()) == 1
+    assert second.exit_codes == [0] and [row["step"] for row in second.samples] == [8, 12, 12]
+    assert len(second.models()) == 1
 
 
 def test_an_error_ends_it_in_wandb_too(corpus_file: Path, tmp_path: Path) -> None:
@@ -210,7 +215,8 @@ def test_an_error_ends_it_in_wandb_too(corpus_file: Path, tmp_path: Path) -> Non
     process = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 3, process.stderr
     (session,) = sessions(tmp_path / "run")
-    assert session.exit_codes == [3] and session.lines == logged(tmp_path / "run") and not session.samples
+    assert session.exit_codes == [3] and session.lines == logged(tmp_path / "run")
+    assert [row["step"] for row in session.samples] == [0]
 
 
 def test_what_a_crash_undid_is_not_sent_twice(run, corpus_file: Path, tmp_path: Path) -> None:

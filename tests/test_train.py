@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,23 +20,24 @@ import torch
 
 import sample
 import train
-from configs import run_script
+from configs import run_script, visible
 from data.batches import IGNORE
 from model import GPT
 from model.families import FAMILIES
-from tests.conftest import make_gpt, metrics, same_bits, sign, tiny_run, weights
+from tests.conftest import make_gpt, metrics, often, same_bits, sign, tiny_run, weights
 from tests.crash import in_child
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.device import environment
 from training.optimizer import FiniteGuard, NonFiniteLoss, learning_rate_at, make_optimizer
-from training.progress import Interrupt, Outliving, Progress
+from training.progress import Interrupt, Outliving, Progress, duration
 from training.run import refuse_changes, tables
 
 
 @pytest.fixture
 def uncertified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that count the calls of the loss: no certificate asks it too."""
+    """For tests that count the calls of the loss: no certificate asks it too, nor what memory it takes."""
     monkeypatch.setattr(train, "certify", lambda *arguments: {"causal": "not asked"})
+    monkeypatch.setattr(train, "memory_line", lambda *arguments: "")
 
 
 def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> None:
@@ -50,7 +52,8 @@ def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> No
     bits = metrics(out, "val_bits_per_byte")
     assert bits[80] == pytest.approx(val_loss[80] / math.log(2), rel=1e-6)  # a token is a byte here
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert {"step", "train_loss", "lr", "grad_norm", "tokens", "tokens_per_second"} == set(logged[1])
+    assert {"step", "train_loss", "lr", "grad_norm", "tokens", "tokens_per_second"} == set(logged[2])
+    assert {"step", "sample"} == set(logged[1])
     assert {"step", "val_loss", "val_bits_per_byte", "train_seconds", "heads"} == set(logged[0])
     assert metrics(out, "tokens")[80] == 80 * 3 * 2 * 11
     for said in ("device: cpu", "A sample of what it writes:", f"sample.py {out}"):
@@ -115,6 +118,8 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same(
         {"train__checkpoint_every": 5},
         {"train__eval_tokens": 50},
         {"train__keep_checkpoints": 1},
+        {"train__sample_tokens": 0},
+        {"train__sample_tokens": 29, "train__sample_prompt": "7 is"},
     ],
     ids=str,
 )
@@ -276,7 +281,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(run, straight: Pa
     assert metrics(straight, "train_loss") == metrics(out, "train_loss")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", often(*list(FAMILIES)[::-1]))
 def test_a_family_trains_resumes_and_samples(run, family: str, corpus_file: Path, tmp_path: Path) -> None:
     changes = {"model__family": family, "model__n_embd": 18, "train__schedule": "wsd", "train__decay_fraction": 0}
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -287,7 +292,8 @@ def test_a_family_trains_resumes_and_samples(run, family: str, corpus_file: Path
     weights = [GPT.from_pretrained(out).state_dict() for out in (straight, broken)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     texts = [
-        run(sample, straight, "--seed", "1", "--max_new_tokens", "30", *extra).out for extra in ([], ["--no_cache"])
+        run(sample, straight, "--seed", "1", "--max_new_tokens", "30", "--dtype", "float32", *extra).out
+        for extra in ([], ["--no_cache"])
     ]
     assert texts[0] == texts[1]
 
@@ -718,7 +724,7 @@ def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("training.progress.time.perf_counter", lambda: now[0])
     monkeypatch.setattr("training.progress.peak_flops", lambda device: 1e9)
     model, state = make_gpt(), {"step": 0, "train_seconds": 5.0}
-    with Progress(state, 10, tokens_per_step=7, model=model, device=torch.device("cpu")) as progress:
+    with Progress(state, 10, eval_every=5, tokens_per_step=7, model=model, device=torch.device("cpu")) as progress:
         for _ in range(4):
             now[0] += 2.0
             progress.step()
@@ -729,6 +735,76 @@ def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> Non
     num_parameters = sum(p.numel() for p in model.parameters()) - 11 * 15
     flops = 6 * num_parameters + 12 * 2 * 15 * 11
     assert speed == {"tokens": 28, "tokens_per_second": 3.5, "mfu": pytest.approx(3.5 * flops / 1e9)}
+
+
+def test_the_time_to_come_is_told_once_from_steps_that_are_warm(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    now = [100.0]
+    monkeypatch.setattr("training.progress.time.perf_counter", lambda: now[0])
+    cpu = torch.device("cpu")
+    for first_step, evaluates, said in (
+        (0, True, "time:   about 46 s for 23 more steps of 1,001 tokens, and up to 44 s for evaluations"),
+        (7, False, "time:   about 32 s for 16 more steps of 1,001 tokens"),
+    ):
+        state = {"step": first_step, "train_seconds": 5.0}
+        with Progress(state, 29, eval_every=7, tokens_per_step=1001, model=make_gpt(), device=cpu) as progress:
+            if evaluates:
+                with progress.paused():
+                    now[0] += 8.75  # as at steps 7, 14, 21, 28 and 29
+            for seconds in (90.0, *9 * [2.0]):
+                now[0] += seconds
+                progress.step()
+                if state["step"] % 3 == first_step % 3:  # after 3 steps it is too early
+                    progress.speed(loss=1.0)
+        assert [line for line in capsys.readouterr().out.splitlines() if line] == [said]
+
+
+@pytest.mark.parametrize(
+    "seconds, words", [(0.4, "0 s"), (89, "89 s"), (95, "2 min"), (5399, "90 min"), (5400, "1.5 h"), (3e5, "3.5 days")]
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_samples_are_of_each_evaluation_and_change_nothing_else(run, straight: Path, corpus_file, tmp_path) -> None:
+    texts, wanted = metrics(straight, "sample"), {"train__sample_tokens": 5, "train__sample_prompt": "7 is"}
+    assert list(texts) == list(metrics(straight, "val_loss")) and len(texts[12]) > 2
+    result = run(train, *tiny_run(corpus_file, tmp_path / "other", **wanted))
+    texts = metrics(tmp_path / "other", "sample")
+    assert all(text.startswith("7 is") and len(text) <= 4 + 5 for text in texts.values()) and len({*texts.values()}) > 1
+    assert f"{'':12} | {visible(' '.join(texts[4].split()))}" in result.out.splitlines()
+
+    def others(out: Path) -> list[dict]:
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        of_time = ("tokens_per_second", "train_seconds")
+        return [{name: x for name, x in line.items() if name not in of_time} for line in lines if "sample" not in line]
+
+    run(train, *tiny_run(corpus_file, tmp_path / "none", train__sample_tokens=0))
+    assert not metrics(tmp_path / "none", "sample")
+    assert others(straight) == others(tmp_path / "other") == others(tmp_path / "none")
+    assert same_bits(weights(straight), weights(tmp_path / "none"))
+
+
+def test_a_signal_in_a_sample_leaves_it_and_the_evaluation_to_the_next_session(
+    run, uncertified, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, stream, made = tmp_path / "run", train.stream, []
+
+    def interrupted(*arguments: object, **options: object) -> Iterator[torch.Tensor]:
+        for number, token in enumerate(stream(*arguments, **options)):
+            made.append(number)
+            if len(made) == 7 + 5:  # the fifth token of the sample at step 4
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield token
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "stream", interrupted)
+        result = run(train, *tiny_run(corpus_file, out))
+    assert result.exit_code == 75 and "saved step 4;" in result.err
+    assert len(made) == 7 + 5 and list(metrics(out, "sample")) == list(metrics(out, "val_loss")) == [0]
+    assert run(train, "--resume", out).exit_code == 0
+    assert same_bits(weights(straight), weights(out))
+    for key in ("sample", "val_loss", "train_loss"):
+        assert metrics(straight, key) == metrics(out, key)
 
 
 def test_a_second_signal_stops_at_once_but_not_a_double_one(monkeypatch: pytest.MonkeyPatch) -> None:

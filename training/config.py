@@ -6,7 +6,8 @@ from typing import Literal
 
 # What a resumed run may change without becoming another run. Everything else would change its numbers.
 MAY_CHANGE = {"out_dir", "device", "compile", "max_steps", "eval_every", "log_every", "checkpoint_every"}
-MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "wandb", "wandb_group", "wandb_checkpoints"}
+MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "sample_tokens", "wandb", "wandb_group", "wandb_checkpoints"}
+MAY_CHANGE |= {"parallel", "rank_timeout"}
 
 
 class TrainError(ValueError):
@@ -35,10 +36,17 @@ class TrainConfig:
     deterministic: bool = False
     """Use kernels that give the same bits every time, where there are any: slower on a GPU. On a CPU all ours do."""
 
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """What several processes share: ddp, the work; fsdp, the parameters too, for a model too large for one device."""
+    rank_timeout: int = 600
+    """Seconds after which a process that does not answer the others is given up."""
+
     batch_size: int = 32
     """Sequences in a micro-batch: what is in memory at once."""
     grad_accum_steps: int = 1
     """Micro-batches in a step; their gradients are averaged."""
+    activation_checkpointing: bool = False
+    """Keep less in memory and compute it again instead: what is inside the blocks, and most of the logits."""
     max_steps: int = 2000
     """Optimizer updates in the run."""
 
@@ -72,7 +80,9 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """How many of the newest checkpoints to keep, besides the best."""
     sample_prompt: str = ""
-    """What the sample at the end of the run continues. Empty: a new document."""
+    """What the samples during the run and at its end continue. Empty: a new document."""
+    sample_tokens: int = 64
+    """Tokens of the sample at each evaluation; 0: none."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Whether Weights & Biases gets the metrics too."""
     wandb_group: str | None = None
@@ -82,10 +92,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least_one = ("batch_size", "grad_accum_steps", "max_steps", "log_every", "eval_every", "eval_tokens")
-        for name in (*at_least_one, "checkpoint_every", "keep_checkpoints"):
+        for name in (*at_least_one, "checkpoint_every", "keep_checkpoints", "rank_timeout"):
             if getattr(self, name) < 1:
                 raise TrainError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "weight_decay", "grad_clip"):
+        for name in ("warmup_steps", "weight_decay", "grad_clip", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise TrainError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("decay_fraction", "final_lr_fraction", "beta2"):

@@ -10,6 +10,7 @@ import torch
 
 from model import GPT
 from training.config import TrainConfig, TrainError
+from training.muon import precision
 
 # Dense peak of the matrix units in TFLOP/s, bfloat16 where there is one, else float16; from the makers' data sheets.
 # The first name found in the device's own name counts, so longer names stand before shorter ones.
@@ -45,9 +46,15 @@ def find_device(name: str) -> torch.device:
         raise TrainError(f"device {name!r} cannot be used here: {reason}") from error
 
 
-def choose_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
-    """The device and precision of a run, explained in one printed line. Raises TrainError if it is not there."""
-    device = find_device(config.device)
+def choose_device(config: TrainConfig, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
+    """The device and precision of a run, explained in one printed line; of several GPUs that of this process.
+
+    Raises TrainError if it is not there.
+    """
+    is_any_gpu = config.device in ("auto", "cuda") and torch.cuda.is_available()
+    device = find_device(f"cuda:{local_rank}" if is_any_gpu else config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if config.dtype != "auto":
         dtype, why = getattr(torch, config.dtype), "as asked"
     elif device.type != "cuda":
@@ -63,6 +70,15 @@ def choose_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"threads: {torch.get_num_threads()}"
     print(f"device: {device} ({where}), {str(dtype).removeprefix('torch.')}: {why}")
     return device, dtype
+
+
+def weights_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The precision to hold weights in for inference; auto is bfloat16 where that is fast, else float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float32
+    return precision(device)
 
 
 def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dict[str, str]:

@@ -6,9 +6,13 @@ rare directions are learned as fast. Embeddings, head and vectors are no such ma
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from model.parts import is_part, local
 
 # Of the polynomial a x + b x^3 + c x^5, which, applied five times over, takes the singular values between 0.01 and 1 to
 # between 0.7 and 1.2: that is near enough to 1 (Jordan et al. 2024).
@@ -29,6 +33,28 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
         square = x @ x.mT
         x = A * x + (B * square + C * square @ square) @ x
     return x.mT if matrices.size(-2) > matrices.size(-1) else x
+
+
+def orthogonalize_together(matrices: Tensor, like: Tensor) -> Tensor:
+    """`orthogonalize`, with the work shared if there are several processes.
+
+    matrices: (n, rows, columns), of which each process has all, or, if the parameter `like` is in parts, some rows.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return orthogonalize(matrices)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, held = (like.device_mesh, Shard(1)) if is_part(like) else (all_ranks(matrices.device.type), Replicate())
+    whole = torch.empty(len(matrices), *like.shape, device="meta")
+    shape = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    mine = DTensor.from_local(matrices, mesh, [held], **shape).redistribute(placements=[Shard(0)]).to_local()
+    done = DTensor.from_local(orthogonalize(mine), mesh, [Shard(0)], **shape)
+    return done.redistribute(placements=[held]).to_local()
+
+
+@cache
+def all_ranks(device_type: str) -> dist.DeviceMesh:
+    return dist.init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def precision(device: torch.device) -> torch.dtype:
@@ -52,11 +78,11 @@ class Muon(torch.optim.AdamW):
             by_shape[matrix.shape].append(matrix)
         self.adamw_groups = list(self.param_groups)
         self.momenta = []
-        for shape, alike in by_shape.items():
+        for alike in by_shape.values():
             self.add_param_group({"params": alike, "weight_decay": weight_decay, "momentum": FIRST_MOMENTUM})
-            self.momenta.append(alike[0].new_zeros(len(alike), *shape))
+            self.momenta.append(torch.stack([torch.zeros_like(local(matrix)) for matrix in alike]))
             for parameter, momentum in zip(alike, self.momenta[-1], strict=True):
-                self.state[parameter]["momentum"] = momentum  # a view of the stack
+                self.state[parameter]["momentum"] = as_part(momentum, parameter)  # a view of the stack
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -68,13 +94,25 @@ class Muon(torch.optim.AdamW):
             self.param_groups = all_groups
         found_inf = getattr(self, "found_inf", None)
         for group, momentum in zip(self.param_groups[len(self.adamw_groups) :], self.momenta, strict=True):
-            parameters, rate, rows_per_column = group["params"], group["lr"], momentum.size(-2) / momentum.size(-1)
+            shape, rate = group["params"][0].shape, group["lr"]
+            parameters = [local(parameter) for parameter in group["params"]]
             going = torch.ones((), device=momentum.device) if found_inf is None else (found_inf == 0).float()
-            gradient = torch.stack([parameter.grad for parameter in parameters])
+            gradient = torch.stack([local(parameter.grad) for parameter in group["params"]])
             gradient = gradient.where(going > 0, momentum)
             momentum.lerp_(gradient, 1 - group["momentum"])  # where nothing goes on, of itself and itself
             ahead = gradient.lerp(momentum, group["momentum"])  # (Nesterov 1983)
-            update = orthogonalize(ahead.to(precision(momentum.device))).to(momentum.dtype)
+            ahead = ahead.to(precision(momentum.device))
+            update = orthogonalize_together(ahead, group["params"][0]).to(momentum.dtype)
             torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * going)
             # The factor makes up for what more rows than columns would lose (Jordan et al. 2024).
-            torch._foreach_add_(parameters, list(update * (-rate * max(1, rows_per_column) ** 0.5 * going)))
+            torch._foreach_add_(parameters, list(update * (-rate * max(1, shape[0] / shape[1]) ** 0.5 * going)))
+
+
+def as_part(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """What this process has of a tensor, told to be a part if the parameter is in parts."""
+    if not is_part(parameter):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    shape = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(tensor, parameter.device_mesh, parameter.placements, **shape)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from model import GPT
-from model.load import load_tensors
+from model.load import load_tensors, parts
+from model.parts import part_of
 from training.config import TrainConfig
 from training.muon import Muon, momentum_at
 
@@ -73,8 +74,8 @@ def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
-def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """The inverse of `optimizer_tensors`, from a file. Raises ModelError if it holds something else."""
+def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+    """The inverse of `optimizer_tensors`, from a checkpoint. Raises ModelError if it holds something else."""
     shapes = {}
     for name, parameter in model.named_parameters():
         if "momentum" in optimizer.state[parameter]:
@@ -82,14 +83,15 @@ def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, path: P
         else:
             shapes[f"{name}.step"] = ()
             shapes |= dict.fromkeys((f"{name}.exp_avg", f"{name}.exp_avg_sq"), tuple(parameter.shape))
-    tensors, parameters = load_tensors(path, shapes), dict(model.named_parameters())
-    for name, tensor in tensors.items():
-        name, _, key = name.rpartition(".")
-        state = optimizer.state[parameters[name]]
-        if key in state:
-            state[key].copy_(tensor)  # Muon's are views of a stack
-        else:
-            state[key] = tensor.to(parameters[name])
+    parameters = dict(model.named_parameters())
+    for file, inside in parts(directory, shapes, "optimizer").items():
+        for name, tensor in load_tensors(directory / file, inside).items():
+            name, _, key = name.rpartition(".")
+            parameter, state = parameters[name], optimizer.state[parameters[name]]
+            if key in state:
+                state[key].copy_(part_of(tensor, state[key]))  # Muon's are views of a stack
+            else:
+                state[key] = part_of(tensor, parameter) if tensor.dim() else tensor.to(parameter.device)
 
 
 class FiniteGuard:

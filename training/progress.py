@@ -17,12 +17,20 @@ from tqdm import tqdm
 from model import GPT
 from training.device import flops_per_token, peak_flops
 
+ENOUGH_STEPS = 5  # to tell from them how long others take
+
 
 class Progress:
     """Counts the steps and the training seconds in a run's `state`; measuring and saving do not count as training."""
 
-    def __init__(self, state: dict, max_steps: int, tokens_per_step: int, model: GPT, device: torch.device):
-        self.state, self.tokens_per_step, self.device = state, tokens_per_step, device
+    def __init__(
+        self, state: dict, max_steps: int, eval_every: int, tokens_per_step: int, model: GPT, device: torch.device
+    ):
+        self.state, self.max_steps, self.eval_every = state, max_steps, eval_every
+        self.tokens_per_step, self.device = tokens_per_step, device
+        self.first_evaluation: float | None = None  # seconds it took, if it was before the first step of this session
+        self.warm: dict | None = None  # the state after that step, which is slower than others
+        self.estimated = False
         self.peak_tokens_per_second = peak_flops(device) / flops_per_token(model)
         self.logged, self.lap_began = dict(state), time.perf_counter()
         interval = 0.1 if sys.stderr.isatty() else 10  # seconds between two drawings; a log file needs few
@@ -39,7 +47,10 @@ class Progress:
         """Stop the clock for a while."""
         self.lap()
         yield
-        self.lap_began = time.perf_counter()
+        now = time.perf_counter()
+        if self.warm is None:  # so early nothing else is done
+            self.first_evaluation = now - self.lap_began
+        self.lap_began = now
 
     def lap(self) -> None:
         """Add the time since the last lap to the training seconds."""
@@ -51,6 +62,11 @@ class Progress:
         """One step is done."""
         self.state["step"] += 1
         self.line.update()
+        if self.warm is None:
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
+            self.lap()
+            self.warm = dict(self.state)
 
     def speed(self, loss: float) -> dict[str, float]:
         """Tokens so far and per second since last asked, model FLOPs utilisation and memory where they are known."""
@@ -65,11 +81,34 @@ class Progress:
             speed["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         self.line.set_postfix_str(text, refresh=False)
         self.logged = dict(self.state)
+        self.estimate()
         return {"tokens": self.state["step"] * self.tokens_per_step, **speed}
+
+    def estimate(self) -> None:
+        """Say once how long the rest will take, from the steps of this session but its first."""
+        step, measured = self.state["step"], self.state["step"] - self.warm["step"]
+        if self.estimated or measured < ENOUGH_STEPS or step >= self.max_steps:
+            return
+        self.estimated = True
+        seconds = (self.state["train_seconds"] - self.warm["train_seconds"]) / measured * (self.max_steps - step)
+        text = f"time:   about {duration(seconds)} for {self.max_steps - step:,} more steps"
+        text += f" of {self.tokens_per_step:,} tokens"
+        evaluations = -(-self.max_steps // self.eval_every) - (step - 1) // self.eval_every
+        if self.first_evaluation is not None:  # which warms up, too
+            text += f", and up to {duration(evaluations * self.first_evaluation)} for evaluations"
+        self.write(text)
 
     def write(self, text: str) -> None:
         """A line that stays, above the progress line."""
         self.line.write(text)
+
+
+def duration(seconds: float) -> str:
+    """A time in words, in its largest fitting unit: 95 s is 2 min."""
+    for unit, size, most in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48)):
+        if seconds < most * size:
+            return f"{seconds / size:.{int(unit == 'h')}f} {unit}"
+    return f"{seconds / 86400:.1f} days"
 
 
 class WorstLoss:
@@ -127,11 +166,12 @@ class Interrupt:
     """True after a SIGINT, SIGTERM or SIGHUP, to be obeyed after the step; another one later stops at once.
 
     Until this session has made a step there is nothing to save, and the first signal raises Interrupted wherever it
-    finds the program: preparing data, loading, compiling.
+    finds the program: preparing data, loading, compiling. Of several processes one `says` so.
     """
 
-    def __init__(self, state: dict):
+    def __init__(self, state: dict, says: bool = True):
         self.state, self.first_step, self.received, self.name = state, state["step"], 0.0, ""
+        self.says = says
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
                 signal.signal(number, self.receive)
@@ -146,7 +186,7 @@ class Interrupt:
             self.received, self.name = time.monotonic(), signal.Signals(number).name
             self.stop_if_nothing_is_made()
             with suppress(OSError):  # no lock and no buffer, which the program may just be using
-                os.write(2, f"\n{self.name}: saving after this step; once more to stop at once\n".encode())
+                os.write(2, f"\n{self.name}: saving after this step; once more to stop at once\n".encode() * self.says)
 
     def stop_if_nothing_is_made(self) -> None:
         """Raise Interrupted if this session has not made a step."""

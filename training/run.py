@@ -1,4 +1,4 @@
-"""A run directory: config.toml, metrics.jsonl and checkpoints/, and what a run remembers between sessions."""
+"""A run directory: config.toml, metrics.jsonl, report.html, checkpoints/, and what a run keeps between sessions."""
 
 import fcntl
 import json
@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections import deque
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,25 +27,33 @@ from model.checkpoint import (
     read_json,
     save_checkpoint,
     step_directories,
+    tensor_files,
 )
+from model.parts import is_part
 from training.card import model_card
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.optimizer import learning_rate_at, load_optimizer_tensors, optimizer_tensors
 from training.tracking import Tracker
 
+JOB = ".job"  # a file with the name of what started the run
 STATE = {"step": int, "train_seconds": float, "val_loss": float | None}
 STATE |= {"best_val_loss": float | None, "best_step": int | None, "wandb_id": str | None, "fingerprint": str | None}
+
+SAMPLE_WIDTH = 100  # characters of a sample that are printed; metrics.jsonl has all
 
 
 class Run:
     """One training run on disk. What it must remember between sessions is in `state`."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, writes: bool = True, job: str | None = None):
         """Look at the run directory of a configuration with [model], [data] and [train] tables; write nothing yet.
+
+        writes: whether this process is the one that writes; every other only reads. job: what has the same name when it
+        starts this run again by itself (training/distributed.py), and may then go on without --resume.
 
         Raises TrainError if it holds another run, or cannot be written.
         """
-        self.config = config
+        self.config, self.writes, self.job = config, writes, job
         self.directory = Path(config.train.out_dir)
         self.checkpoints, self.metrics = self.directory / "checkpoints", self.directory / "metrics.jsonl"
         self.state = {**dict.fromkeys(STATE), "step": 0, "train_seconds": 0.0}
@@ -55,10 +63,10 @@ class Run:
         self.evaluated: int | None = None  # the last step whose validation loss is known
         self.lines: list[dict] = []  # the metrics of the steps before this session
         self.validations: dict[int, dict] = {}  # the lines that have a validation loss, by step
-        self.tracker = Tracker(config.train)
+        self.tracker = Tracker(config.train if writes else replace(config.train, wandb="disabled"))
         self.found = step_directories(self.checkpoints)
         begun = bool(self.found)  # a run killed before its first checkpoint has not
-        if begun and not config.resume:
+        if begun and writes and not config.resume and not (job and read_text(self.directory / JOB) == job):
             raise TrainError(
                 f"{self.directory} already holds a run: continue it with --resume {self.directory}, "
                 "or give another --train.out_dir"
@@ -103,6 +111,8 @@ class Run:
             source, fingerprints = corpus.meta["source"], f"its fingerprint was {before[:12]}, now {now[:12]}"
             raise TrainError(f"{source} is not the text this run began with ({fingerprints})")
         self.corpus, self.state["fingerprint"] = corpus, now
+        if not self.writes:
+            return
         disk.make_directories(self.checkpoints)
         self.lock = os.open(self.directory, os.O_RDONLY)  # the system lets go of it when the process ends, however
         try:
@@ -111,6 +121,8 @@ class Run:
             raise TrainError(f"{self.directory} is in use by another training process") from None
         if step_directories(self.checkpoints) != self.found:
             raise TrainError(f"another training process has written to {self.directory} meanwhile")
+        if self.job and read_text(self.directory / JOB) != self.job:
+            disk.replace(self.directory / JOB, self.job.encode())
 
     def start(self, certificate: dict, environment: dict) -> None:
         """Write what the run is, and say in what the environment is not the one it began in.
@@ -126,15 +138,18 @@ class Run:
             ]
             if changed:
                 print(visible(f"the last bits will differ from those of a run without a break: {', '.join(changed)}"))
-        disk.replace(self.directory / "config.toml", to_toml(self.config).encode())
-        # What came after the checkpoint belongs to a future that will be computed again, or to an abandoned run.
-        disk.replace(self.metrics, "".join(map(to_line, self.lines)).encode())
+        if self.writes:
+            disk.replace(self.directory / "config.toml", to_toml(self.config).encode())
+            # What came after the checkpoint belongs to a future that will be computed again, or to an abandoned run.
+            disk.replace(self.metrics, "".join(map(to_line, self.lines)).encode())
         losses = (line.get("train_loss") for line in self.lines)
         self.recent_losses = deque((loss for loss in losses if loss is not None), maxlen=100)
         self.tracker.begin(self.directory, self.state, tables(self.config))
+        self.report()
+        print(f"report: {self.directory / 'report.html'}")
 
-    def restore(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Give them the state of the checkpoint that the run is resumed from, or weights that it is to begin with."""
+    def restore_weights(self, model: GPT) -> None:
+        """Give the model the weights of the checkpoint that the run is resumed from, or is to begin with."""
         if self.base:
             weights = GPT.from_pretrained(self.base).state_dict()
             name, T = "position_embedding.weight", model.config.context_length
@@ -142,12 +157,15 @@ class Run:
                 weights[name] = weights[name][:T]  # fewer positions may be wanted
             model.load_state_dict(weights)
             print(f"{'resumed' if self.resumed_from else 'weights'} from {self.base}")
+
+    def restore(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Give optimizer and scaler the state of the checkpoint that the run is resumed from."""
         if self.resumed_from:
-            load_optimizer_tensors(model, optimizer, self.resumed_from / "optimizer.safetensors")
+            load_optimizer_tensors(model, optimizer, self.resumed_from)
             if scaling := read_json(self.resumed_from / "trainer.json")["scaler"]:  # empty if none was needed there
                 scaler.load_state_dict(scaling)
 
-    def log(self, **values: float | dict) -> None:
+    def log(self, **values: float | dict | str) -> None:
         """One line of metrics for this step, to metrics.jsonl and wandb."""
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -157,6 +175,9 @@ class Run:
         self.write({"step": self.state["step"], **values})
 
     def write(self, record: dict) -> None:
+        """A line of metrics, unless another process writes them."""
+        if not self.writes:
+            return
         disk.append(self.metrics, to_line(record).encode())
         self.tracker.log(record)
 
@@ -179,13 +200,18 @@ class Run:
             f"loss spike: {loss:.3f} in step {step}, lately {typical:.3f}; metrics.jsonl has the windows of train.bin"
         )
 
-    def log_validation(self, val_loss: float, bits_per_byte: float, heads: dict[str, list]) -> str:
-        """Remember and log a validation loss, and metrics of the heads; return it as a line to print."""
+    def log_validation(self, val_loss: float, bits_per_byte: float, heads: dict[str, list], text: str) -> str:
+        """Remember and log a validation loss, metrics of the heads and a sample, if wanted; return what to print."""
         step, seconds = self.state["step"], self.state["train_seconds"]
         self.remember(val_loss)
         self.validations[step] = {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte}
         self.log(val_loss=val_loss, val_bits_per_byte=bits_per_byte, train_seconds=seconds, heads=heads)
-        return f"step {step:7d} | val loss {val_loss:7.4f} | bits/byte {bits_per_byte:6.4f} | trained {seconds:8.1f} s"
+        said = f"step {step:7d} | val loss {val_loss:7.4f} | bits/byte {bits_per_byte:6.4f} | trained {seconds:8.1f} s"
+        if self.config.train.sample_tokens:
+            self.log(sample=text)
+            said += f"\n{'':12} | {visible(' '.join(text.split()))[:SAMPLE_WIDTH]}"
+        self.report()
+        return said
 
     def remember(self, val_loss: float | None) -> None:
         """The validation loss of this step, None if it is not finite; it may be the best of those with a checkpoint."""
@@ -198,13 +224,20 @@ class Run:
     def save(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Write a checkpoint of this step, then delete those that are not to be kept.
 
+        Where each process has a part of the tensors, all of them call this, and give theirs.
+
         Raises TrainError if it cannot be written; the older ones are untouched then.
         """
+        tensors = optimizer_tensors(model, optimizer)
+        if not self.writes:
+            for _ in tensor_files(model, tensors) if is_part(model.lm_head.weight) else ():
+                pass  # each is gathered from all
+            return
         state = dict(self.state)
         step = state.pop("step")
         extra = {"scaler": scaler.state_dict(), "config": tables(self.config)}
         card = model_card(self.config, model, self.corpus, self.state, self.validations, self.about)
-        files, tensors = {**self.corpus.tokenizer_files, CARD: card.encode()}, optimizer_tensors(model, optimizer)
+        files = {**self.corpus.tokenizer_files, CARD: card.encode()}
         start, end = document_start(self.corpus.tokenizer)[-1], self.corpus.tokenizer.eot_token
         trainer = {**state, **extra}
         try:
@@ -216,14 +249,27 @@ class Run:
             reason = error.strerror or error
             raise TrainError(f"cannot save step {step} in {self.checkpoints}: {reason}; {kept}") from error
         keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, state["best_step"])
+        self.report()
+
+    def report(self) -> None:
+        """Write report.html anew. It only looks on: what fails in it costs a printed line, and no step."""
+        from training.report import write_report  # which needs this file
+
+        if not self.writes:
+            return
+        try:
+            write_report(self.directory)
+        except Exception as error:
+            print(visible(f"there is no new report.html: {error!r:.200}"))
 
     def command(self, script: str) -> str:
-        """A command line that runs a script on this directory, also where no environment is activated."""
-        python = "python" if shutil.which("python") == sys.executable else os.path.relpath(sys.executable)
-        return f"{python} {script} {shlex.quote(str(self.directory))}"
+        """A command line that runs a script on this directory."""
+        return command(script, self.directory)
 
     def finish(self, exit_code: int = 0) -> None:
         """Tell wandb, if it listens, how this session ended, and let go of the run directory."""
+        if not self.writes:
+            return
         disk.sync(self.metrics)
         if self.config.train.wandb_checkpoints and exit_code == 0:
             last, best = self.state["step"], self.state["best_step"]
@@ -231,6 +277,24 @@ class Run:
                 self.tracker.log_checkpoint(self.checkpoints / f"step-{step:08d}", *["best"] * (step == best))
         self.tracker.finish(exit_code)
         os.close(self.lock)
+        self.report()
+
+
+def command(script: str, directory: Path) -> str:
+    """A command line that runs a script on a run directory, also where no environment is activated."""
+    here = os.path.dirname(shutil.which("python") or "") == os.path.dirname(sys.executable)
+    python = "python" if here else os.path.relpath(sys.executable)
+    if script.startswith("train.py") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        python = f"{python} -m torch.distributed.run --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 'gpu')}"
+    return f"{python} {script} {shlex.quote(str(directory))}"
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, nothing if it is not there or not text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def tables(config: Any) -> dict[str, dict]:

@@ -1,4 +1,4 @@
-"""Weights & Biases, for those who want it: the lines of metrics.jsonl, the sample, and the finished model.
+"""Weights & Biases, for those who want it: the lines of metrics.jsonl, the last sample, and the finished model.
 
 wandb only looks on. Whatever fails in it costs one printed line, and neither a step nor the exit code.
 """
@@ -79,7 +79,7 @@ class Tracker:
 
     @optional
     def log(self, record: dict) -> None:
-        """A line of metrics.jsonl.
+        """A line of metrics.jsonl; a sample becomes a table of one row.
 
         After a crash some steps are computed again. wandb has them and cannot take them back, so it gets no second
         line for them: it would say the same.
@@ -92,17 +92,15 @@ class Tracker:
                 for layer, row in enumerate(layers)
                 for head, value in enumerate(row)
             }
-            self.run.log({name: value for name, value in record.items() if name != "heads"} | heads)
+            values = {name: value for name, value in record.items() if name != "heads"} | heads
+            if "sample" in record:
+                row = [record["step"], self.config.sample_prompt, record["sample"]]
+                values["sample"] = self.wandb.Table(columns=["step", "prompt", "text"], data=[row])
+            self.run.log(values)
             self.last[kind] = record["step"]
             temporary = self.newest.with_suffix(".tmp")
             temporary.write_text(json.dumps(self.last))
             temporary.replace(self.newest)
-
-    @optional
-    def log_sample(self, step: int, prompt: str, text: str) -> None:
-        """What the model writes, as a table of one row."""
-        table = self.wandb.Table(columns=["step", "prompt", "text"], data=[[step, prompt, text]])
-        self.run.log({"step": step, "sample": table})
 
     @optional
     def log_picture(self, step: int, draw: Callable[[], np.ndarray]) -> None:

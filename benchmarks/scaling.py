@@ -1,0 +1,68 @@
+"""What many GPUs could give, on paper: an estimate from FLOPs and bytes, not a measurement.
+
+    python benchmarks/scaling.py      the table of docs/distributed.md
+
+A GPU computes 6 N + 12 L C T FLOPs a token (Chowdhery et al. 2022, appendix B) at the share of its peak that one alone
+is assumed to reach. Once a step 8 bytes a parameter travel around a ring. The efficiency is that of a step in which no
+communication is hidden behind computation, and of one in which it is hidden as well as it can be.
+"""
+
+from dataclasses import dataclass
+
+PEAK, REACHED = 989e12, 0.45  # FLOP/s of an H200 in bfloat16 (data sheet), and the share assumed for one alone
+INSIDE = 0.8 * 450e9  # bytes/s around a ring in a node: NVLink of an H200, one direction
+BETWEEN = 0.8 * 8 * 50e9  # ... through several nodes: eight adapters of 400 Gbit/s in each, over which rings are spread
+GPUS_IN_A_NODE = 8
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the estimate."""
+
+    name: str
+    parameters: float
+    n_layer: int
+    n_embd: int
+    context_length: int
+
+    def flops_per_token(self) -> float:
+        return 6 * self.parameters + 12 * self.n_layer * self.n_embd * self.context_length
+
+
+MODELS = (
+    Model("124M", 124e6, 12, 768, 1024),
+    Model("1.5B", 1.56e9, 48, 1600, 1024),
+    Model("7B", 6.7e9, 32, 4096, 2048),
+)
+
+
+def seconds(model: Model, gpus: int, tokens: int) -> tuple[float, float]:
+    """Of computation and of communication in a step of so many tokens, with one micro-batch a GPU.
+
+    A ring moves (R - 1) / R of a tensor for an all-gather or a reduce-scatter. ddp does both with float32 gradients: 8
+    bytes a parameter. fsdp gathers bfloat16 weights twice and scatters float32 gradients: 8 bytes too, but for each
+    micro-batch.
+    """
+    moved = 8 * model.parameters * (gpus - 1) / gpus
+    compute = tokens / gpus * model.flops_per_token() / (PEAK * REACHED)
+    return compute, moved / (INSIDE if gpus <= GPUS_IN_A_NODE else BETWEEN)
+
+
+def table() -> str:
+    """The estimate as Markdown. Weights, gradients and AdamW's two moments are float32: 16 bytes a parameter."""
+    lines = ["| model | GPUs | tokens a step | state per GPU: ddp, fsdp | compute | communication | efficiency |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for model in MODELS:
+        for gpus, tokens in ((8, 2**19), (64, 2**19), (64, 2**22)):
+            state = [16 * model.parameters / parts / 1e9 for parts in (1, gpus)]
+            compute, communication = seconds(model, gpus, tokens)
+            worst, best = compute / (compute + communication), compute / max(compute, communication)
+            lines += [
+                f"| {model.name} | {gpus} | {tokens / 1e6:.1f} M | {state[0]:.1f} GB, {state[1]:.2f} GB "
+                f"| {1e3 * compute:.0f} ms | {1e3 * communication:.0f} ms | {worst:.0%} to {best:.0%} |"
+            ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
