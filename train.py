@@ -39,7 +39,7 @@ from model.parts import is_part, whole
 from model.sampling import stream
 from training.certificate import certify
 from training.config import TrainConfig
-from training.device import advice_if_out_of_memory, autocast, choose_device, environment
+from training.device import advice_if_out_of_memory, autocast, choose_device, environment, set_seed
 from training.distributed import Ranks, job, joined, said_by_first
 from training.finetune import check_shape, config_of, find_shape, with_context
 from training.memory import chunked_loss, memory_line
@@ -175,7 +175,7 @@ def train(config: Config, ranks: Ranks) -> None:
     tokens_per_step = c.batch_size * c.grad_accum_steps * T
 
     def micro_batch_loss(loss_fn: Callable[..., Tensor], step: int, micro_batch: int) -> Tensor:
-        torch.manual_seed(seed_for(c.seed, "dropout", step, micro_batch))
+        set_seed(device, seed_for(c.seed, "dropout", step, micro_batch))
         inputs, targets = batches(step * c.grad_accum_steps + micro_batch, device)
         return loss_fn(model, inputs, targets) / tokens_per_step
 
@@ -238,12 +238,12 @@ def train(config: Config, ranks: Ranks) -> None:
         run.finish(Interrupted.exit_code)
         raise Interrupted(f"saved step {state['step']}; continue with: {run.command('train.py --resume')}")
     with autocast(device, dtype):
-        text = sample(model, corpus.tokenizer, prompt, 200)
-    print(f"\nA sample of what it writes:\n{visible(text)}\n")
-    run.tracker.log({"step": step, "sample": text})
-    if not is_part(model.lm_head.weight):  # else all ranks would have to draw it
-        with autocast(device, dtype):
-            run.tracker.log_picture(state["step"], lambda: watch.picture(model))
+        if c.sample_tokens:
+            text = sample(model, corpus.tokenizer, prompt, 3 * c.sample_tokens)
+            print(f"\nA sample of what it writes:\n{visible(text)}\n")
+            run.tracker.log({"step": step, "sample": text})
+        if not is_part(model.lm_head.weight):  # else all ranks would have to draw it
+            run.tracker.log_picture(step, lambda: watch.picture(model))
     run.finish()
     if state["best_step"] not in (None, step):
         print(f"The best validation loss, {state['best_val_loss']:.4f}, was that of step {state['best_step']}.")

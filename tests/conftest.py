@@ -156,14 +156,27 @@ def metrics(run_directory: Path, key: str) -> dict[int, float]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of this session's, for what is made once."""
+    return tmp_path_factory.mktemp("kept")
+
+
 @pytest.fixture
-def straight(run: Callable[..., Result], corpus_file: Path, tmp_path: Path) -> Path:
-    """A run of 12 steps without a break."""
+def straight(run: Callable[..., Result], corpus_file: Path, tmp_path: Path, kept: Path) -> Path:
+    """A run of 12 steps without a break: trained once, and copied for each test, beside its text."""
     import train
 
-    result = run(train, *tiny_run(corpus_file, tmp_path / "straight"))
+    directory, original = tmp_path / "straight", kept / "straight"
+    if original.exists():
+        shutil.copytree(original, directory)
+        config = (directory / "config.toml").read_text()
+        (directory / "config.toml").write_text(config.replace((kept / "source").read_text(), str(corpus_file)))
+        return directory
+    result = run(train, *tiny_run(corpus_file, directory))
     assert result.exit_code == 0, result.err
-    return tmp_path / "straight"
+    (kept / "source").write_text(str(corpus_file))
+    return shutil.copytree(directory, original) and directory
 
 
 def sign(checkpoint: Path) -> None:

@@ -72,6 +72,12 @@ def choose_device(config: TrainConfig, local_rank: int = 0) -> tuple[torch.devic
     return device, dtype
 
 
+def set_seed(device: torch.device, seed: int) -> None:
+    """Seed what is drawn on this device; torch.manual_seed writes down a stack for each device that is not there."""
+    generator = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
+    generator.manual_seed(seed)
+
+
 def weights_dtype(name: str, device: torch.device) -> torch.dtype:
     """The precision to hold weights in for inference; auto is bfloat16 where that is fast, else float32."""
     if name != "auto":
