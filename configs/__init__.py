@@ -56,17 +56,10 @@ def parse(options: type[T], argv: list[str], file: Path | None = None, defaults:
         return run_tyro(options, argv, defaults)
     try:
         from_file = options_in(file)
+        run_tyro(options, from_file, defaults)  # alone, so that its faults are not laid to the command line
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
-    try:
-        return run_tyro(options, from_file + argv, defaults)
-    except ConfigError:
-        try:
-            run_tyro(options, from_file, defaults)  # alone: is it the file's fault?
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from error
-        raise
-
+    return run_tyro(options, from_file + argv, defaults)
 
 
 def options_in(file: Path) -> list[str]:

@@ -160,7 +160,8 @@ def survives(path: Path, source: bytes) -> bool:
             os.dup2(null, 1)
             os.dup2(null, 2)
             sys.meta_path.insert(0, Mutated(path, source))
-            arguments = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-m", "not long", f"--rootdir={ROOT}"]
+            arguments = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+            arguments += ["-m", "not long", "-k", "not compiled"]  # which compiles every mutant anew
             nearest = path.stem if path.stem in TESTS else "generate"  # alone at first: most is noticed there
             for names in ([nearest], [name for name in TESTS if name != nearest]):
                 code = pytest.main(arguments + [str(ROOT / "tests" / f"test_{name}.py") for name in names])

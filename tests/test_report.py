@@ -69,12 +69,13 @@ def content(directory: Path) -> dict:
 # ---- What is in the file.
 
 
-def test_a_finished_run_is_told_in_full(run, straight: Path) -> None:
+def test_a_finished_run_is_told_in_full(run, corpus_file: Path, tmp_path: Path) -> None:
+    straight = tmp_path / "straight"
+    run(train, *tiny_run(corpus_file, straight))
     told = content(straight)
     num_parameters = sum(p.numel() for p in GPT.from_pretrained(straight).parameters())
-    corpus = straight.parent / "corpus.txt"
     size, where = f"gpt2, {num_parameters:,} parameters", "cpu, float32"
-    assert told["summary"] == f"{size} · {corpus}, bytes · {where} · step 12 of 12 · finished"
+    assert told["summary"] == f"{size} · {corpus_file}, bytes · {where} · step 12 of 12 · finished"
     assert (told["title"], told["state"], told["step"], told["max_steps"]) == ("straight", "finished", 12, 12)
     charts = {line["name"]: line for chart in told["charts"] for line in chart["lines"]}
     keys = {"training": "train_loss", "validation": "val_loss", "bits a byte": "val_bits_per_byte"}

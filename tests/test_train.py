@@ -455,7 +455,9 @@ def test_a_resumed_run_says_in_what_its_environment_differs(run, straight: Path,
     assert "\nthe last bits will differ from those of a run without a break: threads 1 -> 64\n" in result.out
 
 
-def test_a_resumed_run_refuses_another_text(run, straight: Path, corpus_file: Path) -> None:
+def test_a_resumed_run_refuses_another_text(run, corpus_file: Path, tmp_path: Path) -> None:
+    straight = tmp_path / "straight"
+    run(train, *tiny_run(corpus_file, straight))
     corpus_file.write_text(corpus_file.read_text() + "one more line\n")
     result = run(train, "--resume", straight, "--train.max_steps", 13)
     assert result.exit_code == 2 and "is not the text this run began with" in result.err
