@@ -253,6 +253,7 @@ def test_other_files_are_left_alone(run, straight: Path, tmp_path: Path) -> None
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".a")]
 
 
+@pytest.mark.long
 def test_a_name_of_a_run_may_hold_anything(run, straight: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     straight = straight.rename(tmp_path / "$x_{$ 猫")
@@ -269,6 +270,7 @@ def test_a_reader_that_has_enough_does_not_keep_files_from_being_written(straigh
     assert process.returncode == 0 and (tmp_path / "a.csv").read_text().startswith("checkpoint,step,loss")
 
 
+@pytest.mark.long
 def test_pictures_are_the_same_bytes_again(run, straight: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("a.svg", "b.svg"):

@@ -205,6 +205,7 @@ def test_an_interrupted_run_goes_on_under_its_id(run, corpus_file: Path, tmp_pat
     assert len(second.models()) == 1
 
 
+@pytest.mark.long
 def test_an_error_ends_it_in_wandb_too(corpus_file: Path, tmp_path: Path) -> None:
     program = (
         "import sys, data.prepare, train, configs;"
@@ -219,6 +220,7 @@ def test_an_error_ends_it_in_wandb_too(corpus_file: Path, tmp_path: Path) -> Non
     assert [row["step"] for row in session.samples] == [0]
 
 
+@pytest.mark.long
 def test_what_a_crash_undid_is_not_sent_twice(run, corpus_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     constant = {"train__schedule": "wsd", "train__decay_fraction": 0, "train__checkpoint_every": 100}
@@ -264,6 +266,7 @@ def test_a_validation_that_was_broken_off_is_told_when_it_is_made(tmp_path: Path
     ]
 
 
+@pytest.mark.long
 def test_a_run_that_begins_again_is_another_one(run, corpus_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     for _ in range(2):
