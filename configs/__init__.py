@@ -68,7 +68,6 @@ def parse(options: type[T], argv: list[str], file: Path | None = None, defaults:
         raise
 
 
-
 def options_in(file: Path) -> list[str]:
     """The tables of a TOML file as command line options."""
     try:
