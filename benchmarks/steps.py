@@ -30,9 +30,9 @@ OURS = {  # way: family and how it is trained
     "ours, gpt2": ("gpt2", TrainConfig(beta2=0.99, learning_rate=1e-3)),
     "ours, muon": ("nanochat", TrainConfig(optimizer="muon", learning_rate=0.02, weight_decay=0.0, grad_clip=0.0)),
 }
-KINDS = {  # of kernels, by their names on CPU and CUDA; the first that fits
-    "attention": "attention|flash|fmha|sdpa",
-    "matmul": "mm(_|$)|gemm|nvjet|matmul|cutlass",
+KINDS = {  # of kernels, by their names on CPU and CUDA: the first that fits. Triton's may also name what they feed.
+    "attention": "^(?!triton).*(attention|flash|fmha|sdpa)",
+    "matmul": "^(?!triton_(?!tem)).*(mm(_|$)|gemm|nvjet|matmul|cutlass)",
     "elementwise": "triton|elementwise|multi_tensor|fused_adam|foreach|norm|softmax|gelu|relu|tanh|dropout"
     r"|aten::(add|sub|mul|div|pow|copy|fill|zero|where|addcmul|addcdiv|lerp|sqrt|cat|sum)_?$",
 }
@@ -65,6 +65,17 @@ def one_step(parts: Iterator[str]) -> None:
         pass
 
 
+def first_steps(bench: Bench, parts: Iterator[str]) -> dict[str, float]:
+    """Seconds of the first step, which compiles, and on CUDA the GiB that the second needs for a while."""
+    result = {"first step s": bench.clock(partial(one_step, parts), 1)}
+    if bench.cuda:
+        torch.cuda.reset_peak_memory_stats()
+        always = torch.cuda.memory_allocated()
+        one_step(parts)
+        result["GiB"] = (torch.cuda.max_memory_allocated() - always) / 2**30
+    return result
+
+
 def random_tokens(shape: Shape, directory: str) -> Path:
     path = Path(directory) / "tokens.bin"
     np.random.default_rng(0).integers(shape.vocab_size, size=2**22, dtype=np.uint16).tofile(path)
@@ -72,7 +83,9 @@ def random_tokens(shape: Shape, directory: str) -> Path:
 
 
 def all_trainings(bench: Bench, shape: Shape, batch_size: int, path: Path) -> dict[str, Iterator[str]]:
-    """{way: its steps, in PARTS}, nanoGPT's first."""
+    """{way: its steps, in PARTS}, nanoGPT's first. What was compiled for others is forgotten."""
+    if bench.cuda:
+        torch.compiler.reset()
     theirs = nanogpt.NanoGPT(shape.of_nanogpt()).to(bench.device)
     adamw = nanogpt.make_optimizer(theirs)
     ways = {"nanoGPT": nanogpt.training(theirs, adamw, path, batch_size, max_steps=sys.maxsize, compiled=bench.cuda)}
@@ -95,15 +108,15 @@ def measure_step(bench: Bench) -> Iterator[dict]:
         for batch_size in shape.batches:
             with TemporaryDirectory() as directory:
                 ways = all_trainings(bench, shape, batch_size, random_tokens(shape, directory))
+                extra = {way: first_steps(bench, parts) for way, parts in ways.items()}
                 results = bench.measure({way: partial(one_step, parts) for way, parts in ways.items()})
             del ways
-            torch.compiler.reset()
             for way, result in results.items():
                 speed = batch_size * shape.context_length / result["ms"] * 1e3
                 speeds.setdefault(way, []).append(speed)
                 share = flops_of_step(shape, way, batch_size) / result["ms"] * 1e3 / peak_flops(bench, bench.dtype)
                 what = {"what": f"{way}, {shape.name} x {batch_size}", "batch": batch_size, "dtype": short(bench.dtype)}
-                yield what | result | {"tokens/s": speed, "of peak": share}
+                yield what | result | {"tokens/s": speed, "of peak": share} | extra[way]
         for way in OURS:
             theirs, ours = speeds["nanoGPT"], speeds[way]
             ratios = {"same batch": ours[0] / theirs[0], "best batches": max(ours) / max(theirs)}
@@ -147,13 +160,18 @@ def parts_of_step(bench: Bench, parts: Iterator[str]) -> dict[str, float]:
     return dict(zip(PARTS, took, strict=True))
 
 
-def kinds_of_step(bench: Bench, parts: Iterator[str], steps: int = 5) -> dict[str, float]:
+def kind_of(kernel: str) -> str | None:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), None)
+
+
+def kinds_of_step(bench: Bench, parts: Iterator[str]) -> dict[str, float]:
     """Milliseconds of a step by kind of kernel, under the profiler; the rest is other kernels, Python and waiting."""
+    steps = 1 if bench.tiny else 5
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * bench.cuda]) as profiled:
         seconds = bench.clock(partial(one_step, parts), steps)
     kinds = dict.fromkeys(KINDS, 0.0)
     for event in profiled.key_averages():
-        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, event.key, re.IGNORECASE)), None)
+        kind = kind_of(event.key)
         if kind and event.device_type == (DeviceType.CUDA if bench.cuda else DeviceType.CPU):
             took = event.self_device_time_total if bench.cuda else event.self_cpu_time_total
             kinds[kind] += took / 1e3 / steps

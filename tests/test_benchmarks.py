@@ -116,6 +116,30 @@ def test_the_parts_of_a_step_sum_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(parts) == "data"
 
 
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("aten::addmm", "matmul"),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT", "matmul"),
+        ("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn", "matmul"),
+        ("triton_tem_fused_mm_2", "matmul"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128> >", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_transpose_3", "elementwise"),
+        ("triton_per_fused_mm_native_layer_norm_5", "elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float> >", "elementwise"),
+        ("aten::_fused_adamw_", "elementwise"),
+        ("aten::mul_", "elementwise"),
+        ("aten::embedding", None),
+        ("Optimizer.step#AdamW.step", None),
+    ],
+)
+def test_kernels_are_told_apart(kernel: str, kind: str | None) -> None:
+    assert steps.kind_of(kernel) == kind
+
+
 def test_the_loader_and_the_optimizers_are_measured() -> None:
     assert set(measured("loader")) == {"ours, tiny x 3", "nanoGPT, tiny x 3"}
     assert set(measured("optimizer")) == {f"{way}, tiny" for way in ("Muon, ours", "Muon, torch", "AdamW, ours")} | {
