@@ -1,13 +1,15 @@
 # make train      set up, train on the embedded corpus, sample, say what to do next
 # make test       set up, lint, tests
 # make test-long  the exhaustive tests
+# make bench      set up, measure this machine, in minutes, into benchmarks/results/<device>_<date>.jsonl
+#                 TEXT=input.txt: time to loss on this text; STAGES="peak step": only these
 
 PYTHON ?= python3
 BIN = .venv/bin
 EVERY_CORE = -n auto --dist worksteal  # pytest-xdist
 RUN = out/quickstart
 
-.PHONY: train test test-long
+.PHONY: train test test-long bench
 
 train: .venv/train.installed
 	$(BIN)/python train.py $(if $(wildcard $(RUN)/checkpoints/step-*),--resume $(RUN),configs/quickstart.toml)
@@ -19,6 +21,9 @@ test: .venv/test.installed
 
 test-long: .venv/test.installed
 	$(BIN)/python -m pytest $(EVERY_CORE) -m long
+
+bench: .venv/test.installed  # which has transformers, to compare with
+	$(BIN)/python benchmarks/bench.py $(if $(TEXT),--text $(TEXT)) $(if $(STAGES),--stages $(STAGES)) --out benchmarks/results
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tril needs Python 3.11: make PYTHON=python3.11 ...")'

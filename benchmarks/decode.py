@@ -57,14 +57,19 @@ def in_transformers(model: GPT) -> transformers.PreTrainedModel:
     return theirs.to(model.lm_head.weight.device)
 
 
-def all_ways(config: GPTConfig, device: torch.device) -> dict[str, Way]:
-    """{name: (prompts (B, T), number of new tokens) -> (B, T + new)}; the first is the one to compare with."""
+def make_model(config: GPTConfig, device: torch.device) -> GPT:
+    """Random weights that have a preference."""
     model = GPT(config).eval()
     with torch.no_grad():
         for matrix in (parameter for parameter in model.parameters() if parameter.dim() == 2):
             matrix.mul_(2)  # freshly made, a model finds most tokens nearly as likely
-    model.to(device)
-    theirs, half = in_transformers(model), GPT(config).to(device, torch.bfloat16)
+    return model.to(device)
+
+
+def all_ways(model: GPT) -> dict[str, Way]:
+    """{name: (prompts (B, T), number of new tokens) -> (B, T + new)}; the first is the one to compare with."""
+    device = model.lm_head.weight.device
+    theirs, half = in_transformers(model), GPT(model.config).eval().to(device, torch.bfloat16)
     half.load_state_dict(model.state_dict())
 
     def by_transformers(theirs: transformers.PreTrainedModel, idx: Tensor, new: int) -> Tensor:
@@ -123,7 +128,7 @@ def main(options: Options) -> None:
     torch.manual_seed(0)
     tiny = GPTConfig(n_layer=2, n_head=3, n_embd=48, vocab_size=211, context_length=64)
     config, prompt, new = (tiny, 11, 7) if options.tiny else (GPTConfig(vocab_size=50257), 500, 200)
-    ways = all_ways(config, device)
+    ways = all_ways(make_model(config, device))
     for batch in (1, 64) if device.type == "cuda" else (1, 3) if options.tiny else (1,):
         idx = torch.randint(config.vocab_size, (batch, prompt), device=device)
         for way, result in measure(ways, idx, new, options.repeats).items():

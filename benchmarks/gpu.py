@@ -1,4 +1,4 @@
-"""What only a GPU can show: that its kernels compute the same layer and leak nothing, and how fast a step is.
+"""What only a GPU can show: that its kernels compute the same layer and leak nothing. How fast it is: bench.py.
 
 Ways to run:
     python benchmarks/gpu.py                      on a GPU, a few minutes
@@ -7,7 +7,6 @@ Ways to run:
 """
 
 import json
-import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -24,9 +23,8 @@ from model import GPT, GPTConfig  # noqa: E402
 from model.attention import Attend, attention_weights, make_causal_mask  # noqa: E402
 from train import next_token_loss  # noqa: E402
 from training.certificate import certify  # noqa: E402
-from training.config import TrainConfig, TrainError  # noqa: E402
-from training.device import find_device, flops_per_token, peak_flops  # noqa: E402
-from training.optimizer import make_optimizer  # noqa: E402
+from training.config import TrainError  # noqa: E402
+from training.device import find_device  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -89,33 +87,6 @@ def shown_weights(config: GPTConfig, device: torch.device, dtype: torch.dtype) -
     return {"largest_row_error": max(att.verify().values())}
 
 
-def training_step(config: GPTConfig, device: torch.device, dtype: torch.dtype, batch_size: int, steps: int) -> dict:
-    """Median seconds of a compiled step, forward, backward, clipping and update, on random tokens."""
-    model = GPT(config).to(device)
-    optimizer = make_optimizer(model, TrainConfig())
-    loss_fn = torch.compile(next_token_loss, dynamic=False)
-    inputs, targets = torch.randint(config.vocab_size, (2, batch_size, config.context_length), device=device)
-    seconds = []
-    for _ in range(steps):
-        synchronize(device)
-        began = time.perf_counter()
-        loss = loss_fn(model, inputs, targets, dtype) / targets.numel()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    median = statistics.median(seconds[steps // 3 :])
-    tokens_per_second = targets.numel() / median
-    result = {"first_step_seconds": seconds[0], "step_ms": 1e3 * median, "tokens_per_second": tokens_per_second}
-    result["mfu"] = tokens_per_second * flops_per_token(model) / peak_flops(device)
-    if device.type == "cuda":
-        result["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        torch.cuda.reset_peak_memory_stats()
-    return result
-
-
 def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a clock read here counts its work."""
     if device.type == "cuda":
@@ -151,19 +122,6 @@ def main(options: Options) -> None:
             report(what, certificate(config, device, dtype, compiled, batch_size=8))
     for dtype in dtypes:
         report(f"shown weights, {dtype}", shown_weights(GPTConfig(**shape), device, dtype))
-    char = {"n_layer": 6, "n_head": 6, "n_embd": 384, "context_length": 256, "dropout": 0.2, "bias": False}
-    if options.tiny:
-        sizes = {"tiny": (GPTConfig(**shape, vocab_size=65), 2)}
-    else:
-        sizes = {
-            "shakespeare_char": (GPTConfig(**char, vocab_size=66), 64),
-            "GPT-2 small, batch 12": (GPTConfig(), 12),
-            "GPT-2 small, batch 64": (GPTConfig(), 64),
-        }
-    for what, (config, batch_size) in sizes.items():
-        for dtype in [torch.float32] if options.tiny else [torch.bfloat16, torch.float16]:
-            steps = 3 if options.tiny else 30
-            report(f"step of {what}, {dtype}", training_step(config, device, dtype, batch_size, steps))
 
 
 if __name__ == "__main__":

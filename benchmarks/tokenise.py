@@ -1,18 +1,24 @@
 """How fast text becomes tokens: our preparation of Parquet and JSON lines beside tiktoken in threads and processes.
 
-    python benchmarks/tokenise.py [gpt2]
+Ways to run:
+    python benchmarks/tokenise.py gpt2                 a quarter of an hour on two cores
+    python benchmarks/tokenise.py --megabytes 30       with less text
+    python benchmarks/tokenise.py --out results.jsonl  one JSON object a measurement
+    python benchmarks/tokenise.py --tiny               everything small, to see that the script works
 
 The text is the Python standard library, several times over, in documents of about 3,000 characters. Preparation reads
 the file, tokenises, splits, writes, syncs and hashes; tiktoken alone has the documents in memory and keeps nothing.
 """
 
 import json
+import math
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -20,6 +26,7 @@ from tempfile import TemporaryDirectory
 
 import datasets
 import tiktoken
+import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -27,35 +34,51 @@ from data.prepare import DataConfig, prepare
 from data.sources import files
 from data.tokenizer import load_tokenizer
 
-SIZE, DOCUMENT, REPEATS = 360_000_000, 3000, 3
+DOCUMENT = 3000  # characters
 
 
-def documents() -> list[str]:
-    text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in files("stdlib"))
+@dataclass(frozen=True)
+class Options:
+    __doc__ = __doc__
+
+    tokenizer: tyro.conf.Positional[str] = "gpt2"
+    """As in --data.tokenizer."""
+    megabytes: float = 360
+    """Of text."""
+    repeats: int = 3
+    """How often each way is measured."""
+    tiny: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Little text and a small tokenizer of its own."""
+    out: Path | None = None
+    """A file to append the measurements to."""
+
+
+def documents(megabytes: float) -> list[str]:
+    number = math.ceil(1e6 * megabytes / DOCUMENT)
+    text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in islice(files("stdlib"), number))
     whole = [text[i : i + DOCUMENT] for i in range(0, len(text), DOCUMENT)]
-    return [f"{i} {text}" for i, text in enumerate(islice(cycle(whole), SIZE // DOCUMENT))]  # no two are the same
+    return [f"{i} {text}" for i, text in enumerate(islice(cycle(whole), number))]  # no two are the same
 
 
 def count(tokenizer: tiktoken.Encoding, group: list[str]) -> int:
     return sum(len(tokenizer.encode_to_numpy(text, disallowed_special=())) for text in group)
 
 
-def rate(work: Callable[[], int]) -> tuple[float, int]:
+def rate(work: Callable[[], int], repeats: int) -> tuple[float, int]:
     """Tokens a second, the median of several times; and the tokens."""
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start = time.perf_counter()
         tokens = work()
         seconds.append(time.perf_counter() - start)
     return tokens / median(seconds), tokens
 
 
-def main() -> None:
-    name, cores = (sys.argv[1:] or ["gpt2"])[0], os.cpu_count()
-    texts = documents()
+def measure(name: str, megabytes: float, repeats: int) -> Iterator[dict]:
+    """One result for each way to make tokens with the tokenizer of this name."""
+    texts, cores = documents(megabytes), os.cpu_count()
     groups = [texts[i : i + 300] for i in range(0, len(texts), 300)]
     size = sum(map(len, texts)) / 1e6
-    print(f"{name}, {size:.0f} MB, {cores} cores of {platform.processor() or platform.machine()}")
     with TemporaryDirectory() as directory:
         table = datasets.Dataset.from_dict({"text": texts})
         table.to_parquet(f"{directory}/text.parquet")
@@ -72,7 +95,6 @@ def main() -> None:
             with pool(workers) as running:
                 return sum(running.map(count, [tokenizer] * len(groups), groups))
 
-        print("| what | workers | tokens/s | tokens/s a worker | MB/s |\n|---|---|---|---|---|")
         for what, workers, work in (
             ("tiktoken alone", 1, lambda: count(tokenizer, texts)),
             ("tiktoken alone, threads", cores, lambda: alone(ThreadPoolExecutor, cores)),
@@ -80,9 +102,24 @@ def main() -> None:
             ("data.prepare, Parquet", cores, lambda: prepared("parquet")),
             ("data.prepare, JSON lines", cores, lambda: prepared("jsonl")),
         ):
-            speed, tokens = rate(work)
-            print(f"| {what} | {workers} | {speed:,.0f} | {speed / workers:,.0f} | {size * speed / tokens:.1f} |")
+            speed, tokens = rate(work, repeats)
+            result = {"tokens/s": speed, "MB/s": size * speed / tokens, "workers": workers}
+            yield {"what": what} | result | {"tokenizer": name, "megabytes": size}
+
+
+def main(options: Options) -> None:
+    name, megabytes, repeats = options.tokenizer, options.megabytes, options.repeats
+    if options.tiny:
+        name, megabytes, repeats = "bpe:300", 0.05, 1
+    print(f"{name}, {megabytes:.4g} MB, {os.cpu_count()} cores of {platform.processor() or platform.machine()}")
+    print("| what | workers | tokens/s | tokens/s a worker | MB/s |\n|---|---|---|---|---|")
+    for result in measure(name, megabytes, repeats):
+        speed, workers = result["tokens/s"], result["workers"]
+        print(f"| {result['what']} | {workers} | {speed:,.0f} | {speed / workers:,.0f} | {result['MB/s']:.1f} |")
+        if options.out:
+            with open(options.out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options))

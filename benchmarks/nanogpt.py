@@ -1,0 +1,213 @@
+"""What nanoGPT does (Karpathy 2022), written anew from its description, to compare with. It imports nothing of ours.
+
+    python benchmarks/nanogpt.py input.txt --learning_rate 1e-3
+
+trains the small model of its README for a CPU on the characters of a text, and prints JSON: the seconds of the loop,
+and the loss over all validation characters, which is measured when the clock has stopped.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PARTS = ("data", "forward", "backward", "clipping", "optimizer")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Shape of the model; that of the README for a CPU."""
+
+    n_layer: int = 4
+    n_head: int = 4
+    n_embd: int = 128
+    context_length: int = 64
+    vocab_size: int = 65
+    dropout: float = 0.0
+    bias: bool = False
+
+
+class Attention(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        self.n_head, self.dropout = c.n_head, c.dropout
+        self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
+        self.residual = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        q, k, v = (part.unflatten(2, (self.n_head, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        return F.dropout(self.residual(y.transpose(1, 2).flatten(2)), dropout)
+
+
+class Block(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        self.norm_1, self.attention = nn.LayerNorm(c.n_embd, bias=c.bias), Attention(c)
+        self.norm_2, self.up = nn.LayerNorm(c.n_embd, bias=c.bias), nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
+        self.gelu, self.dropout = nn.GELU(), nn.Dropout(c.dropout)
+        self.residual = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        x = x + self.attention(self.norm_1(x))
+        return x + self.dropout(self.residual(self.gelu(self.up(self.norm_2(x)))))
+
+
+class NanoGPT(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = c = config
+        self.tokens, self.positions = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.context_length, c.n_embd)
+        self.dropout = nn.Dropout(c.dropout)
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
+        self.norm = nn.LayerNorm(c.n_embd, bias=c.bias)
+        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * c.n_layer) if "residual" in name else 1))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(B, T) -> logits, (B, T, V), and the mean loss; without targets of the last position only, (B, 1, V)."""
+        places = torch.arange(idx.size(1), device=idx.device)
+        x = self.dropout(self.tokens(idx) + self.positions(places))
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if targets is None:
+            return self.head(x[:, -1:]), None
+        logits = self.head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
+        """Continue each row, (B, T) -> (B, T + max_new_tokens), computing all of its last context for each token."""
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -self.config.context_length :])[0][:, -1] / temperature
+            if top_k is not None:
+                least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < least, -math.inf)
+            idx = torch.cat((idx, torch.multinomial(logits.softmax(dim=-1), 1)), dim=1)
+        return idx
+
+
+def batch(path: Path, batch_size: int, context_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random windows of a file of uint16 ids and their next tokens, (B, T) each, sliced one by one."""
+    tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    starts = torch.randint(len(tokens) - context_length, (batch_size,)).tolist()
+    x, y = (
+        torch.stack([torch.from_numpy(tokens[i + ahead : i + ahead + context_length].astype(np.int64)) for i in starts])
+        for ahead in (0, 1)
+    )
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
+    return x.to(device), y.to(device)
+
+
+def make_optimizer(model: nn.Module, learning_rate: float = 1e-3, beta2: float = 0.99) -> torch.optim.AdamW:
+    """AdamW, fused on a GPU only, as there; matrices decay."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    fused = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, beta2), fused=fused or None)
+
+
+def learning_rate_at(step: int, peak: float, max_steps: int, warmup_steps: int = 100) -> float:
+    """A straight line up, and half a cosine down to a tenth."""
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    done = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def training(
+    model: NanoGPT,
+    optimizer: torch.optim.Optimizer,
+    path: Path,
+    batch_size: int,
+    learning_rate: float = 1e-3,
+    max_steps: int = 2000,
+    compiled: bool = False,
+) -> Iterator[str]:
+    """Train, in steps of the PARTS: the name of each is yielded as soon as it is done."""
+    T, device = model.config.context_length, next(model.parameters()).device
+    forward = torch.compile(model, dynamic=False) if compiled else model
+    for step in range(max_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, learning_rate, max_steps)
+        x, y = batch(path, batch_size, T, device)
+        yield "data"
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            _, loss = forward(x, y)
+        yield "forward"
+        loss.backward()
+        yield "backward"
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        yield "clipping"
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield "optimizer"
+
+
+@torch.no_grad()
+def exact_loss(model: NanoGPT, tokens: Tensor) -> float:
+    """Mean loss in nats over all `tokens`, (n,), in windows that do not overlap."""
+    T, device = model.config.context_length, next(model.parameters()).device
+    whole = (len(tokens) - 1) // T * T
+    rows = [ids.view(-1, T).split(256) for ids in (tokens[:whole], tokens[1 : whole + 1])]
+    windows = [*zip(*rows, strict=True), (tokens[None, whole:-1], tokens[None, whole + 1 :])]
+    model.eval()
+    total = sum(model(x.to(device), y.to(device))[1].item() * y.numel() for x, y in windows if y.numel())
+    return total / (len(tokens) - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, help="file whose last tenth validates")
+    parser.add_argument("--learning_rate", type=float, default=1e-3, help="README: 1e-3; 4e-3 is better")
+    parser.add_argument("--max_steps", type=int, default=2000)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or mps")
+    parser.add_argument("--seed", type=int, default=1337)
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high" if options.device != "cpu" else "highest")
+
+    text = options.text.read_text(encoding="utf-8")
+    ids = {character: number for number, character in enumerate(sorted(set(text)))}
+    tokens = np.array([ids[character] for character in text], dtype=np.uint16)
+    split = int(0.9 * len(tokens))
+    model = NanoGPT(Config(vocab_size=len(ids))).to(options.device)
+    cuda = model.head.weight.is_cuda
+    times = []  # at the end of the first step, which compiles and is not counted, and of the last
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "train.bin"
+        tokens[:split].tofile(path)
+        optimizer = make_optimizer(model, options.learning_rate)
+        parts = training(model, optimizer, path, 12, options.learning_rate, options.max_steps, compiled=cuda)
+        for number, _ in enumerate(parts, 1):
+            if number in (len(PARTS), len(PARTS) * options.max_steps):
+                if cuda:
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter())
+    loss = exact_loss(model, torch.from_numpy(tokens[split:].astype(np.int64)))
+    print(json.dumps({"loop_seconds": times[-1] - times[0], "loss": loss}))
+
+
+if __name__ == "__main__":
+    main()
