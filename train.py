@@ -3,12 +3,13 @@
 Ways to start:
     python train.py                                 the Python standard library
     python train.py configs/shakespeare_char.toml   a configuration
-    python train.py --data.source my.txt            your own text
+    python train.py --data.source my.txt            your own text; its size and the device decide the model's
     python train.py --resume out/quickstart         go on where a run stopped
     python train.py configs/finetune.toml           fine-tune a known model
 
-Without a configuration the values of configs/quickstart.toml apply, with
---train.init_from those of configs/finetune.toml.
+Without a configuration the values of configs/quickstart.toml apply, changed
+by training/recipe.py for a text of your own; with --train.init_from those of
+configs/finetune.toml.
 """
 
 import math
@@ -39,12 +40,13 @@ from model.parts import is_part, whole
 from model.sampling import stream
 from training.certificate import certify
 from training.config import TrainConfig
-from training.device import advice_if_out_of_memory, autocast, choose_device, environment, set_seed
+from training.device import advice_if_out_of_memory, autocast, choose_device, device_type, environment, set_seed
 from training.distributed import Ranks, job, joined, said_by_first
 from training.finetune import check_shape, config_of, find_shape, with_context
 from training.memory import chunked_loss, memory_line
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule, where_it_broke
 from training.progress import Interrupt, Interrupted, Outliving, Progress, WorstLoss
+from training.recipe import choose
 from training.run import Run
 from training.verify import verify_resume
 
@@ -62,9 +64,12 @@ class Config:
     """The run directory to continue, with its own configuration."""
     verify_resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Do not train, but check on this machine that a run that is killed and resumed ends in the same bits."""
+    depth: int | None = None
+    """Layers of a model of your own: 4, 6, 8 or 12. Width, batch and steps follow. None: what fits text and device."""
     model: Table[ModelConfig] = ModelConfig()
     data: Table[DataConfig] = DataConfig()
     train: Table[TrainConfig] = TrainConfig()
+    why: tyro.conf.Suppress[str] = ""  # so, if it was chosen for a text
 
 
 def read_config(argv: list[str]) -> Config:
@@ -74,14 +79,19 @@ def read_config(argv: list[str]) -> Config:
         raise ConfigError("--verify_resume makes runs of its own: not under torchrun")
     if asked.resume and asked.verify_resume:
         raise ConfigError("--verify_resume makes runs of its own: give it a configuration instead of --resume")
-    if asked.resume and (asked.config or asked.train.out_dir != TrainConfig.out_dir):
+    if asked.resume and (asked.config or asked.depth or asked.train.out_dir != TrainConfig.out_dir):
         raise ConfigError("--resume takes configuration and directory from the run: give no other with it")
     if asked.resume and not (asked.resume / "config.toml").is_file():
         raise ConfigError(f"{asked.resume} is not the directory of a run: it has no config.toml")
     if asked.resume:
         return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], asked.resume / "config.toml")
+    if asked.depth and (asked.config or asked.train.init_from):
+        raise ConfigError("--depth chooses a configuration: give it without another one and without train.init_from")
     file = asked.config or (FINETUNE if asked.train.init_from else QUICKSTART)
     config = parse(Config, argv, file)
+    if file == QUICKSTART and not asked.config and (asked.depth or config.data.source != DataConfig.source):
+        chosen, why = choose(config.model, config.data, config.train, device_type(config.train.device), asked.depth)
+        config = parse(Config, argv, defaults=Config(**chosen, why=why))
     if init_from := config.train.init_from:
         shape = find_shape(init_from)
         config = parse(Config, argv, file, Config(model=with_context(shape), data=DataConfig(tokenizer="model")))
@@ -133,6 +143,8 @@ def train(config: Config, ranks: Ranks) -> None:
     c, T = config.train, config.model.context_length
 
     # What to train on, what to train, and where an earlier session left off.
+    if config.why:
+        print(f"config: {config.why}")
     run = Run(config, writes=ranks.is_first, job=job())
     state = run.state  # step, train_seconds, the best validation loss
     if state["step"] > c.max_steps or run.evaluated == c.max_steps:

@@ -61,6 +61,7 @@ def parse(options: type[T], argv: list[str], file: Path | None = None, defaults:
         raise ConfigError(f"{file}: {error}") from error
     return run_tyro(options, from_file + argv, defaults)
 
+
 def options_in(file: Path) -> list[str]:
     """The tables of a TOML file as command line options."""
     try:

@@ -33,12 +33,17 @@ PEAK_TFLOPS = {
 }
 
 
+def device_type(name: str) -> str:
+    """cuda, mps or cpu; auto is the first of them that is there."""
+    if name != "auto":
+        return name.split(":")[0]
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
 def find_device(name: str) -> torch.device:
     """The device of this name; auto is CUDA, else MPS, else CPU. Raises TrainError if it is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        there = torch.empty(1, device=name)
+        there = torch.empty(1, device=device_type(name) if name == "auto" else name)
         there.cpu()  # which the device "meta" cannot do
         return there.device
     except (RuntimeError, AssertionError) as error:
