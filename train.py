@@ -3,13 +3,14 @@
 Ways to start:
     python train.py                                 the Python standard library
     python train.py configs/shakespeare_char.toml   a configuration
-    python train.py --data.source my.txt            your own text; its size and the device decide the model's
+    python train.py --data.source my.txt            a model that fits your text
     python train.py --resume out/quickstart         go on where a run stopped
     python train.py configs/finetune.toml           fine-tune a known model
 
-Without a configuration the values of configs/quickstart.toml apply, changed
-by training/recipe.py for a text of your own; with --train.init_from those of
-configs/finetune.toml.
+Without a configuration:
+    configs/quickstart.toml, whose values --help shows as defaults
+    training/recipe.py changes it for a text of your own
+    configs/finetune.toml if there is a --train.init_from
 """
 
 import math
@@ -74,6 +75,9 @@ class Config:
 
 def read_config(argv: list[str]) -> Config:
     """Defaults, then a file, then the command line. Raises ConfigError or ModelError for what does not fit."""
+    if {"-h", "--help"} & {*argv}:  # with the defaults that would apply
+        file = next((Path(word) for word in argv if word.endswith(".toml")), QUICKSTART)
+        parse(Config, argv, defaults=parse(Config, [], file))
     asked = parse(Config, argv)
     if asked.verify_resume and "RANK" in os.environ:
         raise ConfigError("--verify_resume makes runs of its own: not under torchrun")

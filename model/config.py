@@ -17,7 +17,9 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the model. The defaults are GPT-2 small."""
+    """The shape of the model."""
+
+    # The defaults are those of GPT-2 small.
 
     family: Literal["gpt2", "llama", "qwen3", "nanochat"] = "gpt2"
     """Kind of transformer, as the model types of `transformers`: see model/families.py."""

@@ -116,6 +116,12 @@ def test_help_explains_every_option(run, script) -> None:
         assert len(line) <= 80
 
 
+@pytest.mark.parametrize("file, layers", [([], 4), (["configs/shakespeare_char.toml"], 6)])
+def test_help_shows_the_defaults_that_would_apply(run, monkeypatch, file: list[str], layers: int) -> None:
+    monkeypatch.chdir(train.QUICKSTART.parent.parent)
+    assert f"Number of transformer blocks. (default: {layers})" in run(train, *file, "-h").out
+
+
 def test_options_take_dashes_or_underscores() -> None:
     options = parse(sample.Options, ["out/x", "--max-new-tokens", "5", "--no_cache", "--top_k", "3"])
     assert (options.max_new_tokens, options.no_cache, options.top_k) == (5, True, 3)
