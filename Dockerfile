@@ -3,7 +3,7 @@
 #   docker build -t tril .
 #   docker run --rm -it -v "$PWD/out:/tril/out" tril                               as `python train.py`
 #   docker run --rm -it -v "$PWD/out:/tril/out" -v "$PWD/my.txt:/my.txt:ro" --gpus all --stop-timeout 60 tril \
-#       python train.py --data.source /my.txt --train.out_dir out/mine
+#       python train.py --data.source /my.txt
 #
 # Runs stay in ./out. `docker stop` is a SIGTERM: the step is finished and saved. Without a GPU,
 # --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives an image without CUDA.

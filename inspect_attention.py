@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """See what the attention heads of a checkpoint do, and that it is what its kernel did.
 
 Ways to look:

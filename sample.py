@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Generate text from a checkpoint or a run directory.
 
 Ways to ask:

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Train a GPT on text.
 
 Ways to start:
