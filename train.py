@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import closing, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -48,7 +48,7 @@ from training.finetune import check_shape, config_of, find_shape, with_context
 from training.memory import chunked_loss, memory_line
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule, where_it_broke
 from training.progress import Interrupt, Interrupted, Outliving, Progress, WorstLoss
-from training.recipe import choose
+from training.recipe import choose_shape, choose_steps, describe
 from training.run import Run
 from training.verify import verify_resume
 
@@ -67,7 +67,7 @@ class Config:
     verify_resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Do not train, but check on this machine that a run that is killed and resumed ends in the same bits."""
     depth: int | None = None
-    """Layers of a model of your own: 4, 6, 8 or 12. Width, batch and steps follow. None: what fits text and device."""
+    """Layers of a model for this text: 4, 6, 8 or 12; all else follows. None: as many as fit it and the device."""
     model: Table[ModelConfig] = ModelConfig()
     data: Table[DataConfig] = DataConfig()
     train: Table[TrainConfig] = TrainConfig()
@@ -76,7 +76,7 @@ class Config:
 
 def read_config(argv: list[str]) -> Config:
     """Defaults, then a file, then the command line. Raises ConfigError or ModelError for what does not fit."""
-    if {"-h", "--help"} & {*argv}:  # with the defaults that would apply
+    if {"-h", "--help"} & {*argv}:  # with a configuration's values as defaults
         file = next((Path(word) for word in argv if word.endswith(".toml")), QUICKSTART)
         parse(Config, argv, defaults=parse(Config, [], file))
     asked = parse(Config, argv)
@@ -84,25 +84,35 @@ def read_config(argv: list[str]) -> Config:
         raise ConfigError("--verify_resume makes runs of its own: not under torchrun")
     if asked.resume and asked.verify_resume:
         raise ConfigError("--verify_resume makes runs of its own: give it a configuration instead of --resume")
-    if asked.resume and (asked.config or asked.depth or asked.train.out_dir != TrainConfig.out_dir):
+    if asked.resume and (asked.config or asked.depth is not None or asked.train.out_dir != TrainConfig.out_dir):
         raise ConfigError("--resume takes configuration and directory from the run: give no other with it")
     if asked.resume and not (asked.resume / "config.toml").is_file():
         raise ConfigError(f"{asked.resume} is not the directory of a run: it has no config.toml")
     if asked.resume:
         return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], asked.resume / "config.toml")
-    if asked.depth and (asked.config or asked.train.init_from):
-        raise ConfigError("--depth chooses a configuration: give it without another one and without train.init_from")
+    if asked.depth is not None and (asked.config or asked.train.init_from or "RANK" in os.environ):
+        raise ConfigError("--depth chooses a configuration: not with another one, train.init_from or torchrun")
     file = asked.config or (FINETUNE if asked.train.init_from else QUICKSTART)
     config = parse(Config, argv, file)
-    if file == QUICKSTART and not asked.config and (asked.depth or config.data.source != DataConfig.source):
-        chosen, why = choose(config.model, config.data, config.train, device_type(config.train.device), asked.depth)
-        config = parse(Config, argv, defaults=Config(**chosen, why=why))
+    has_text = asked.depth is not None or config.data.source != DataConfig.source
+    if has_text and file == QUICKSTART and not asked.config and "RANK" not in os.environ:
+        config = choose(argv, config)
     if init_from := config.train.init_from:
         shape = find_shape(init_from)
         config = parse(Config, argv, file, Config(model=with_context(shape), data=DataConfig(tokenizer="model")))
         check_shape(config.model, shape, config.data.tokenizer, init_from)
     GPTConfig(**asdict(config.model))  # raises ModelError now, not after an hour of preparing data
     return config
+
+
+def choose(argv: list[str], config: Config) -> Config:
+    """The quickstart's configuration, changed for the text that it names; what is in argv stays as it is."""
+    kind = device_type(config.train.device)
+    shape = choose_shape(config.model, config.data, config.train, kind, config.depth)
+    config = parse(Config, argv, defaults=Config(**shape))
+    steps = choose_steps(config.model, config.data, config.train, kind, quick=config.depth is None)
+    config = parse(Config, argv, defaults=replace(config, train=steps))
+    return replace(config, why=describe(config.model, config.data, config.train))
 
 
 def next_token_loss(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:

@@ -39,7 +39,10 @@ KINDS = {  # of kernels, by their names on CPU and CUDA: the first that fits. Tr
 
 
 def training(bench: Bench, model: GPT, config: TrainConfig, batches: Batches) -> Iterator[str]:
-    """The steps of train.py without end, in PARTS: the name of each is yielded as soon as it is done."""
+    """The steps of train.py without end, in PARTS: the name of each is yielded as soon as it is done.
+
+    Without what looks on: the progress line, the worst loss.
+    """
     loss_fn = torch.compile(next_token_loss, dynamic=False) if bench.cuda else next_token_loss
     optimizer = make_optimizer(model, config)
     guard = FiniteGuard(optimizer, bench.device, str)
@@ -148,6 +151,7 @@ def parts_of_step(bench: Bench, parts: Iterator[str]) -> dict[str, float]:
 
     def now() -> float | torch.cuda.Event:
         if not bench.cuda:
+            bench.wait()
             return time.perf_counter()
         event = events.pop()
         event.record()

@@ -176,7 +176,7 @@ def straight(run: Callable[..., Result], tmp_path: Path, kept: Path) -> Path:
     """A run of 12 steps without a break: trained once, and copied for each test."""
     import train
 
-    if not (kept / "straight").exists():
+    if not (kept / "prepared").exists():
         result = run(train, *tiny_run(write_corpus(kept), kept / "straight"))
         assert result.exit_code == 0, result.err
         shutil.copytree(tmp_path / "prepared", kept / "prepared")

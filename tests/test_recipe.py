@@ -13,7 +13,7 @@ from configs import ConfigError, parse
 from data.prepare import DataConfig, prepare
 from model import GPT, GPTConfig
 from training.config import TrainError
-from training.recipe import EPOCHS, FEWEST_STEPS, SHAPES, STEPS_ON_CPU, TOKENS_PER_PARAMETER, tokens_for
+from training.recipe import EPOCHS, FEWEST_STEPS, SHAPES, TOKENS_PER_PARAMETER, tokens_for
 
 QUICKSTART = parse(train.Config, [], train.QUICKSTART)
 
@@ -43,14 +43,14 @@ def test_a_cpu_gets_the_quickstart_for_a_large_text(tmp_path: Path) -> None:
     path = text_of(100, tmp_path)
     config = read("--data.source", path, "--train.device", "cpu")
     assert config.model == QUICKSTART.model
-    assert config.train == replace(QUICKSTART.train, device="cpu", out_dir="out/text")
+    assert config.train == replace(QUICKSTART.train, device="cpu", out_dir="out/text", eval_tokens=200_000)
     assert config.data == DataConfig(str(path), "bpe:4096", val_fraction=QUICKSTART.data.val_fraction)
-    assert config.why == "100.0 MB of text, cpu: 4 layers of 128, bpe:4096, 400 steps, which read it 0.0 times"
+    assert config.why == "for a text of 100.0 MB: 4 layers of 128, bpe:4096, 400 steps, which read a part of it"
 
 
 @pytest.mark.parametrize(
     "megabytes, tokenizer, steps",
-    [(0.01, "bytes", FEWEST_STEPS), (0.4, "bytes", STEPS_ON_CPU), (0.6, "bpe:1024", STEPS_ON_CPU)],
+    [(0.01, "bytes", FEWEST_STEPS), (0.4, "bytes", 400), (0.6, "bpe:1024", 400)],
 )
 def test_a_small_text_is_not_read_for_ever(tmp_path: Path, megabytes: float, tokenizer: str, steps: int) -> None:
     config = read("--data.source", text_of(megabytes, tmp_path), "--train.device", "cpu")
@@ -73,10 +73,29 @@ def test_a_gpu_gets_as_many_layers_as_the_text_can_fill(tmp_path: Path, megabyte
     assert not larger or tokens_for(larger[0]) > EPOCHS * megabytes * 1e6 / 3.5
 
 
-def test_a_data_set_of_the_hub_is_large() -> None:
+def test_nobody_knows_the_size_of_a_data_set_of_the_hub() -> None:
     config = read("--data.source", "hf:some/where:part@main", "--train.device", "cuda")
-    assert config.train.out_dir == "out/where" and (config.model.n_layer, config.data.tokenizer) == (12, "bpe:32768")
-    assert "a large text" in config.why
+    assert config.train.out_dir == "out/where"
+    assert (config.model.n_layer, tokens(config)) == (4, pytest.approx(tokens_for(4), rel=1e-3))
+    assert config.why.startswith("for a text of an unknown size: 4 layers") and config.why.endswith(" steps")
+    config = read("--data.source", "hf:some/where", "--train.device", "cuda", "--data.max_tokens", 30_000_000)
+    assert config.model.n_layer == 6
+
+
+def test_no_more_is_read_than_was_asked_for(tmp_path: Path) -> None:
+    config = read("--data.source", text_of(900, tmp_path), "--train.device", "cuda", "--data.max_tokens", 300_000)
+    assert (config.model.n_layer, tokens(config)) == (4, pytest.approx(EPOCHS * 300_000, rel=1e-2))
+
+
+@pytest.mark.parametrize(
+    "source, name", [("..", "parent"), ("*.txt", "text"), ("a@b.txt", "a-b"), ("ü.tar.gz", "ü-tar")]
+)
+def test_a_run_has_the_name_of_its_text(tmp_path: Path, monkeypatch, source: str, name: str) -> None:
+    (tmp_path / "parent" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "parent" / "here")
+    for path in ("a@b.txt", "ü.tar.gz"):
+        Path(path).write_text("text")
+    assert read("--data.source", source).train.out_dir == f"out/{name}"
 
 
 def test_a_depth_decides_on_any_device(tmp_path: Path) -> None:
@@ -91,7 +110,10 @@ def test_a_user_knows_better(tmp_path: Path) -> None:
     path = text_of(0.6, tmp_path)
     config = read("--data.source", path, "--model.n_layer", 3, "--train.max_steps", 9, "--data.tokenizer", "chars")
     assert (config.model.n_layer, config.model.n_embd, config.train.max_steps) == (3, 128, 9)
-    assert config.data.tokenizer == "chars"
+    assert config.data.tokenizer == "chars" and "3 layers of 128, chars, 9 steps" in config.why
+    path, half = text_of(0.2, tmp_path), ("--train.batch_size", 8, "--model.context_length", 64)
+    few, many = (read("--data.source", path, "--train.device", "cpu", *options) for options in ((), half))
+    assert tokens(few) == pytest.approx(tokens(many), rel=1e-2)  # in more steps, as the batches are smaller
 
 
 def test_a_prepared_text_keeps_its_tokenizer(tmp_path: Path, corpus_file: Path) -> None:
@@ -100,16 +122,25 @@ def test_a_prepared_text_keeps_its_tokenizer(tmp_path: Path, corpus_file: Path) 
 
 
 def test_what_was_chosen_is_said_and_kept(run, tmp_path: Path, corpus_file: Path) -> None:
-    options = ("--data.source", corpus_file, "--train.out_dir", tmp_path / "run", "--train.max_steps", 1)
+    options = ("--data.source", corpus_file, "--train.out_dir", tmp_path / "run", "--train.max_steps", 3)
     result = run(train, *options, "--model.n_embd", 40, "--train.device", "cpu")
-    assert result.out.startswith("config: 0.0 MB of text, cpu: 4 layers of 128, bytes, 100 steps, which read it ")
+    said = "for a text of 0.0 MB: 4 layers of 40, bytes, 3 steps, which read it 1.6 times"
+    assert result.out.startswith(f"config: {said}\n")
     again = parse(train.Config, [], tmp_path / "run" / "config.toml")
     assert (again.model.n_layer, again.model.n_embd, again.data.tokenizer) == (4, 40, "bytes") and not again.why
 
 
+def test_ranks_take_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")  # they might see another text, or none when they begin again
+    assert read("--data.source", tmp_path / "nowhere").model == QUICKSTART.model
+    with pytest.raises(ConfigError, match="not with another one, train.init_from or torchrun"):
+        read("--depth", 4)
+
+
 def test_what_cannot_be_chosen_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match="depth must be one of 4, 6, 8, 12, got 5"):
-        read("--depth", 5)
+    for depth in (5, 0):
+        with pytest.raises(TrainError, match=f"depth must be one of 4, 6, 8, 12, got {depth}"):
+            read("--depth", depth)
     with pytest.raises(ConfigError, match="--depth chooses a configuration"):
         read("--depth", 4, train.QUICKSTART)
     with pytest.raises(data.DataError, match="no text found"):

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from model.families import FAMILIES
 from tests.conftest import make_gpt, metrics, often, same_bits, sign, tiny_run, weights
 from tests.crash import in_child
 from training.config import MAY_CHANGE, TrainConfig, TrainError
-from training.device import environment
+from training.device import environment, set_seed
 from training.optimizer import FiniteGuard, NonFiniteLoss, learning_rate_at, make_optimizer
 from training.progress import Interrupt, Outliving, Progress, duration
 from training.run import refuse_changes, tables
@@ -304,6 +305,17 @@ def test_a_family_compiles(run, family: str, corpus_file: Path, tmp_path: Path) 
     changes = {"model__family": family, "model__n_embd": 18, "train__compile": "true", "train__max_steps": 3}
     result = run(train, *tiny_run(corpus_file, tmp_path / "run", **changes))
     assert result.exit_code == 0, result.err
+
+
+def test_what_is_drawn_on_host_and_device_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded = []
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(manual_seed=seeded.append))
+    for device in ("cpu", "cuda"):
+        set_seed(torch.device(device), 2**62 + 5)  # as seed_for has them
+        drawn = torch.rand(3)
+        torch.manual_seed(2**62 + 5)
+        assert torch.equal(drawn, torch.rand(3))
+    assert seeded == [2**62 + 5]
 
 
 def test_a_finished_run_has_nothing_to_do(run, straight: Path) -> None:

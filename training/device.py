@@ -78,9 +78,13 @@ def choose_device(config: TrainConfig, local_rank: int = 0) -> tuple[torch.devic
 
 
 def set_seed(device: torch.device, seed: int) -> None:
-    """Seed what is drawn on this device; torch.manual_seed writes down a stack for each device that is not there."""
-    generator = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
-    generator.manual_seed(seed)
+    """Seed what is drawn on the host and on this device.
+
+    As torch.manual_seed, which takes milliseconds: it writes down a stack for every kind of device that is not there.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def weights_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -1,16 +1,16 @@
 """What to train on a text when no configuration says: one number, the depth, decides the rest.
 
 A model is as deep as the text can fill, with TOKENS_PER_PARAMETER (Hoffmann et al. 2022), each read EPOCHS times at
-most (Muennighoff et al. 2023). A CPU gets the smallest, for about two minutes.
+most (Muennighoff et al. 2023), but for FEWEST_STEPS. Without CUDA it is the smallest, for about two minutes of a CPU.
 """
 
+import json
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from data.corpus import open_corpus
 from data.prepare import DataConfig, is_prepared
 from data.sources import find_shards
 from model import ModelConfig
@@ -23,61 +23,40 @@ class Shape(NamedTuple):
     n_embd: int
     n_head: int
     context_length: int
+    rope_theta: float
     batch_size: int
     grad_accum_steps: int
 
 
 SHAPES = {
-    4: Shape(128, 4, 128, 16, 1),
-    6: Shape(256, 4, 256, 32, 1),
-    8: Shape(512, 4, 512, 32, 2),
-    12: Shape(768, 6, 1024, 32, 4),
+    4: Shape(128, 4, 128, 1000.0, 16, 1),
+    6: Shape(256, 4, 256, 2000.0, 32, 1),
+    8: Shape(512, 4, 512, 4000.0, 32, 2),
+    12: Shape(768, 6, 1024, 8000.0, 32, 4),
 }
-TOKENS_PER_PARAMETER, EPOCHS = 20, 4
-FEWEST_STEPS, STEPS_ON_CPU, EVALUATIONS = 100, 400, 20
+TOKENS_PER_PARAMETER, EPOCHS, FEWEST_STEPS, EVALUATIONS = 20, 4, 100, 20
+TOKENS_ON_CPU, EVAL_TOKENS_ON_CPU = 819_200, 200_000
 VOCABULARIES = {500_000: "bytes", 5_000_000: "bpe:1024", 500_000_000: "bpe:4096", math.inf: "bpe:32768"}
+BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:1024": 2.5}  # in English or source code; all others: 3.5
 
 
-def choose(
-    model: ModelConfig, data: DataConfig, train: TrainConfig, device_type: str, depth: int | None = None
-) -> tuple[dict, str]:
-    """The tables of a run on a text, made from those given, and why they are so in a line for the user.
+def measure(data: DataConfig) -> tuple[float, str | None]:
+    """Bytes of the text, nan where only a hub knows, and the tokenizer that it was prepared with, if it was.
 
-    depth: one of SHAPES; None: what fits the text and the device. Raises DataError if there is no such text, TrainError
-    if there is no such depth.
+    Raises DataError if there is no text.
     """
-    if depth is not None and depth not in SHAPES:
-        raise TrainError(f"depth must be one of {', '.join(map(str, SHAPES))}, got {depth}")
-    num_bytes, tokenizer = measure(data)
-    tokenizer = tokenizer or next(name for most, name in VOCABULARIES.items() if num_bytes <= most)
-    num_tokens = num_bytes / bytes_per_token(tokenizer)
-    asked = depth is not None
-    if not asked:
-        fits = [depth for depth in SHAPES if device_type != "cpu" and tokens_for(depth) <= EPOCHS * num_tokens]
-        depth = max(fits, default=min(SHAPES))
-    shape = SHAPES[depth]
-    tokens_per_step = shape.batch_size * shape.grad_accum_steps * shape.context_length
-    max_steps = max(FEWEST_STEPS, round(min(tokens_for(depth), EPOCHS * num_tokens) / tokens_per_step))
-    if device_type == "cpu" and not asked:
-        max_steps = min(max_steps, STEPS_ON_CPU)
-    every = max(FEWEST_STEPS, max_steps // EVALUATIONS)
-    batches = {"batch_size": shape.batch_size, "grad_accum_steps": shape.grad_accum_steps}
-    heads = {"n_layer": depth, "n_head": shape.n_head, "n_embd": shape.n_embd}
-    directory = f"out/{Path(re.sub('^hf:|[:@].*', '', data.source)).stem}"
-    theta = model.rope_theta * shape.context_length / model.context_length  # as long a wave for its context
-    tables = {
-        "model": replace(model, **heads, context_length=shape.context_length, rope_theta=theta),
-        "data": replace(data, tokenizer=tokenizer),
-        "train": replace(
-            train, **batches, max_steps=max_steps, eval_every=every, checkpoint_every=every, out_dir=directory
-        ),
-    }
-    size = "a large text" if math.isinf(num_bytes) else f"{num_bytes / 1e6:,.1f} MB of text"
-    why = f"{size}, {'depth ' + str(depth) if asked else device_type}: {depth} layers of {shape.n_embd}, {tokenizer}"
-    why += f", {max_steps:,} steps"
-    if not math.isinf(num_bytes):
-        why += f", which read it {max_steps * tokens_per_step / num_tokens:.1f} times"
-    return tables, why
+    if data.source.startswith("hf:"):
+        return math.nan, None
+    if is_prepared(data.source):
+        meta = json.loads((Path(data.source) / "meta.json").read_text(encoding="utf-8"))
+        return meta["train"]["bytes"] + meta["val"]["bytes"], meta["tokenizer"]
+    return sum(shard.size for shard in find_shards(data.source, data.text_column)), None
+
+
+def count_tokens(num_bytes: float, data: DataConfig) -> float:
+    """About how many tokens there are to read; nan if nobody knows."""
+    num_tokens = num_bytes / BYTES_PER_TOKEN.get(data.tokenizer, 3.5)
+    return num_tokens if data.max_tokens is None else min(data.max_tokens, num_tokens)
 
 
 def tokens_for(depth: int) -> int:
@@ -85,16 +64,64 @@ def tokens_for(depth: int) -> int:
     return TOKENS_PER_PARAMETER * 12 * depth * SHAPES[depth].n_embd ** 2
 
 
-def bytes_per_token(tokenizer: str) -> float:
-    """About so many, in English or in source code."""
-    return 1.0 if tokenizer in ("bytes", "chars") else 2.5 if tokenizer == "bpe:1024" else 3.5
+def choose_shape(
+    model: ModelConfig, data: DataConfig, train: TrainConfig, device_type: str, depth: int | None
+) -> dict[str, object]:
+    """The tables of a run with what a depth brings, and a tokenizer and a directory for its text.
+
+    depth: one of SHAPES; None: what fits. Raises DataError if there is no text, TrainError if there is no such depth.
+    """
+    num_bytes, tokenizer = measure(data)
+    if tokenizer is None:
+        most = num_bytes if device_type == "cuda" else min(num_bytes, 500_000_000)
+        tokenizer = next((name for bound, name in VOCABULARIES.items() if most <= bound), "bpe:4096")
+    data = replace(data, tokenizer=tokenizer)
+    if depth is None:
+        readable = EPOCHS * count_tokens(num_bytes, data)
+        depth = max((d for d in SHAPES if device_type == "cuda" and tokens_for(d) <= readable), default=min(SHAPES))
+    if depth not in SHAPES:
+        raise TrainError(f"depth must be one of {', '.join(map(str, SHAPES))}, got {depth}")
+    shape = SHAPES[depth]._asdict()
+    batches = {name: shape.pop(name) for name in ("batch_size", "grad_accum_steps")}
+    train = replace(train, **batches, out_dir=f"out/{name_of(data.source)}")
+    return {"model": replace(model, n_layer=depth, **shape), "data": data, "train": train}
 
 
-def measure(data: DataConfig) -> tuple[float, str | None]:
-    """Bytes of the text, inf where only a hub knows, and the tokenizer that it was prepared with, if it was."""
-    if data.source.startswith("hf:"):
-        return math.inf, None
-    if is_prepared(data.source):
-        meta = open_corpus(Path(data.source)).meta
-        return meta["train"]["bytes"] + meta["val"]["bytes"], meta["tokenizer"]
-    return sum(shard.size for shard in find_shards(data.source, data.text_column)), None
+def choose_steps(
+    model: ModelConfig, data: DataConfig, train: TrainConfig, device_type: str, quick: bool
+) -> TrainConfig:
+    """The [train] table with steps for this model and text. quick: a CPU gets no more than two minutes can take."""
+    tokens = TOKENS_PER_PARAMETER * 12 * model.n_layer * model.n_embd**2
+    if (num_tokens := count_tokens(measure(data)[0], data)) > 0:  # nobody knows, or nothing: the preparation will say
+        tokens = min(tokens, EPOCHS * num_tokens)
+    if quick and device_type != "cuda":
+        tokens = min(tokens, TOKENS_ON_CPU)
+    max_steps = max(FEWEST_STEPS, round(tokens / step_tokens(model, train)))
+    every = max(FEWEST_STEPS, max_steps // EVALUATIONS)
+    eval_tokens = train.eval_tokens if device_type == "cuda" else EVAL_TOKENS_ON_CPU
+    return replace(train, max_steps=max_steps, eval_every=every, checkpoint_every=every, eval_tokens=eval_tokens)
+
+
+def describe(model: ModelConfig, data: DataConfig, train: TrainConfig) -> str:
+    """A run on a text in a line."""
+    num_bytes, num_tokens = measure(data)[0], count_tokens(measure(data)[0], data)
+    times = train.max_steps * step_tokens(model, train) / num_tokens if num_tokens else math.nan
+    size = f"{num_bytes / 1e6:,.1f} MB" if math.isfinite(num_bytes) else "an unknown size"
+    read = (
+        "" if math.isnan(times) else f", which read it {times:.1f} times" if times > 1 else ", which read a part of it"
+    )
+    return (
+        f"for a text of {size}: {model.n_layer} layers of {model.n_embd}, {data.tokenizer}, "
+        f"{train.max_steps:,} steps{read}"
+    )
+
+
+def step_tokens(model: ModelConfig, train: TrainConfig) -> int:
+    return train.batch_size * train.grad_accum_steps * model.context_length
+
+
+def name_of(source: str) -> str:
+    """A directory's name for a run on this source."""
+    hub = re.fullmatch("hf:(?:.*/)?([^/:@]+).*", source)
+    name = hub[1] if hub else Path(source).expanduser().resolve().stem
+    return re.sub(r"\W+", "-", name).strip("-") or "text"
