@@ -48,7 +48,7 @@ def measure_loss(bench: Bench) -> Iterator[dict]:
     """Time to loss on characters: nanoGPT at its README's learning rate and at a better one, and ours over seeds.
 
     The loop is without evaluations; nanoGPT's also without its first step. Of the processes, nanoGPT's makes ids of its
-    text (a fifth of a second), ours opens those that were made before, but ends with a checkpoint, samples and a report.
+    text, ours opens those that were made before, but ends with a checkpoint, samples and a report.
     """
     device = str(bench.device)
     with TemporaryDirectory() as directory:
