@@ -48,7 +48,7 @@ from training.finetune import check_shape, config_of, find_shape, with_context
 from training.memory import chunked_loss, memory_line
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule, where_it_broke
 from training.progress import Interrupt, Interrupted, Outliving, Progress, WorstLoss
-from training.recipe import choose_shape, choose_steps, describe
+from training.recipe import choose_shape, choose_steps, describe, measure
 from training.run import Run
 from training.verify import verify_resume
 
@@ -107,12 +107,12 @@ def read_config(argv: list[str]) -> Config:
 
 def choose(argv: list[str], config: Config) -> Config:
     """The quickstart's configuration, changed for the text that it names; what is in argv stays as it is."""
-    kind = device_type(config.train.device)
-    shape = choose_shape(config.model, config.data, config.train, kind, config.depth)
+    kind, (num_bytes, tokenizer) = device_type(config.train.device), measure(config.data)
+    shape = choose_shape(config.model, config.data, config.train, num_bytes, tokenizer, kind, config.depth)
     config = parse(Config, argv, defaults=Config(**shape))
-    steps = choose_steps(config.model, config.data, config.train, kind, quick=config.depth is None)
-    config = parse(Config, argv, defaults=replace(config, train=steps))
-    return replace(config, why=describe(config.model, config.data, config.train))
+    steps = choose_steps(config.model, config.data, config.train, num_bytes, kind, quick=config.depth is None)
+    config = parse(Config, argv, defaults=Config(model=config.model, data=config.data, train=steps))
+    return replace(config, why=describe(config.model, config.data, config.train, num_bytes))
 
 
 def next_token_loss(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:

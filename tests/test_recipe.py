@@ -103,7 +103,7 @@ def test_a_depth_decides_on_any_device(tmp_path: Path) -> None:
     for device in ("cpu", "cuda"):
         config = read("--data.source", path, "--depth", 8, "--train.device", device)
         assert (config.model.n_layer, config.model.n_embd) == (8, 512) and tokens(config) == tokens_for(8)
-    assert read("--depth", 6).model.n_layer == 6  # of the standard library
+    assert read("--depth", 6, "--verify_resume").model.n_layer == 6  # of the standard library
 
 
 def test_a_user_knows_better(tmp_path: Path) -> None:

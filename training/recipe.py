@@ -4,13 +4,13 @@ A model is as deep as the text can fill, with TOKENS_PER_PARAMETER (Hoffmann et 
 most (Muennighoff et al. 2023), but for FEWEST_STEPS. Without CUDA it is the smallest, for about two minutes of a CPU.
 """
 
-import json
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from data.corpus import open_corpus
 from data.prepare import DataConfig, is_prepared
 from data.sources import find_shards
 from model import ModelConfig
@@ -48,7 +48,7 @@ def measure(data: DataConfig) -> tuple[float, str | None]:
     if data.source.startswith("hf:"):
         return math.nan, None
     if is_prepared(data.source):
-        meta = json.loads((Path(data.source) / "meta.json").read_text(encoding="utf-8"))
+        meta = open_corpus(Path(data.source)).meta
         return meta["train"]["bytes"] + meta["val"]["bytes"], meta["tokenizer"]
     return sum(shard.size for shard in find_shards(data.source, data.text_column)), None
 
@@ -65,13 +65,18 @@ def tokens_for(depth: int) -> int:
 
 
 def choose_shape(
-    model: ModelConfig, data: DataConfig, train: TrainConfig, device_type: str, depth: int | None
+    model: ModelConfig,
+    data: DataConfig,
+    train: TrainConfig,
+    num_bytes: float,
+    tokenizer: str | None,
+    device_type: str,
+    depth: int | None,
 ) -> dict[str, object]:
     """The tables of a run with what a depth brings, and a tokenizer and a directory for its text.
 
-    depth: one of SHAPES; None: what fits. Raises DataError if there is no text, TrainError if there is no such depth.
+    tokenizer: None: what fits. depth: one of SHAPES; None: what fits. Raises TrainError if there is no such depth.
     """
-    num_bytes, tokenizer = measure(data)
     if tokenizer is None:
         most = num_bytes if device_type == "cuda" else min(num_bytes, 500_000_000)
         tokenizer = next((name for bound, name in VOCABULARIES.items() if most <= bound), "bpe:4096")
@@ -88,11 +93,11 @@ def choose_shape(
 
 
 def choose_steps(
-    model: ModelConfig, data: DataConfig, train: TrainConfig, device_type: str, quick: bool
+    model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float, device_type: str, quick: bool
 ) -> TrainConfig:
     """The [train] table with steps for this model and text. quick: a CPU gets no more than two minutes can take."""
     tokens = TOKENS_PER_PARAMETER * 12 * model.n_layer * model.n_embd**2
-    if (num_tokens := count_tokens(measure(data)[0], data)) > 0:  # nobody knows, or nothing: the preparation will say
+    if (num_tokens := count_tokens(num_bytes, data)) > 0:  # nobody knows, or nothing: the preparation will say
         tokens = min(tokens, EPOCHS * num_tokens)
     if quick and device_type != "cuda":
         tokens = min(tokens, TOKENS_ON_CPU)
@@ -102,9 +107,9 @@ def choose_steps(
     return replace(train, max_steps=max_steps, eval_every=every, checkpoint_every=every, eval_tokens=eval_tokens)
 
 
-def describe(model: ModelConfig, data: DataConfig, train: TrainConfig) -> str:
+def describe(model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float) -> str:
     """A run on a text in a line."""
-    num_bytes, num_tokens = measure(data)[0], count_tokens(measure(data)[0], data)
+    num_tokens = count_tokens(num_bytes, data)
     times = train.max_steps * step_tokens(model, train) / num_tokens if num_tokens else math.nan
     size = f"{num_bytes / 1e6:,.1f} MB" if math.isfinite(num_bytes) else "an unknown size"
     read = (
