@@ -50,7 +50,7 @@ def test_a_cpu_gets_the_quickstart_for_a_large_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "megabytes, tokenizer, steps",
-    [(0.01, "bytes", FEWEST_STEPS), (0.4, "bytes", 400), (0.6, "bpe:1024", 400)],
+    [(0.01, "bytes", FEWEST_STEPS), (0.3, "bpe:1024", 234), (0.6, "bpe:1024", 400), (1.1, "bpe:4096", 400)],
 )
 def test_a_small_text_is_not_read_for_ever(tmp_path: Path, megabytes: float, tokenizer: str, steps: int) -> None:
     config = read("--data.source", text_of(megabytes, tmp_path), "--train.device", "cpu")

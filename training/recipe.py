@@ -1,7 +1,8 @@
 """What to train on a text when no configuration says: one number, the depth, decides the rest.
 
 A model is as deep as the text can fill, with TOKENS_PER_PARAMETER (Hoffmann et al. 2022), each read EPOCHS times at
-most (Muennighoff et al. 2023), but for FEWEST_STEPS. Without CUDA it is the smallest, for about two minutes of a CPU.
+most (Muennighoff et al. 2023), but for FEWEST_STEPS. Without CUDA it is the smallest, for as
+many tokens as the quickstart reads at most.
 """
 
 import math
@@ -36,7 +37,7 @@ SHAPES = {
 }
 TOKENS_PER_PARAMETER, EPOCHS, FEWEST_STEPS, EVALUATIONS = 20, 4, 100, 20
 TOKENS_ON_CPU, EVAL_TOKENS_ON_CPU = 819_200, 200_000
-VOCABULARIES = {500_000: "bytes", 5_000_000: "bpe:1024", 500_000_000: "bpe:4096", math.inf: "bpe:32768"}
+VOCABULARIES = {100_000: "bytes", 1_000_000: "bpe:1024", 500_000_000: "bpe:4096", math.inf: "bpe:32768"}
 BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:1024": 2.5}  # in English or source code; all others: 3.5
 
 
@@ -95,7 +96,7 @@ def choose_shape(
 def choose_steps(
     model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float, device_type: str, quick: bool
 ) -> TrainConfig:
-    """The [train] table with steps for this model and text. quick: a CPU gets no more than two minutes can take."""
+    """The [train] table with steps for this model and text. quick: a CPU gets no more than the quickstart's tokens."""
     tokens = TOKENS_PER_PARAMETER * 12 * model.n_layer * model.n_embd**2
     if (num_tokens := count_tokens(num_bytes, data)) > 0:  # nobody knows, or nothing: the preparation will say
         tokens = min(tokens, EPOCHS * num_tokens)
