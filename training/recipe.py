@@ -1,8 +1,8 @@
 """What to train on a text when no configuration says: one number, the depth, decides the rest.
 
 A model is as deep as the text can fill, with TOKENS_PER_PARAMETER (Hoffmann et al. 2022), each read EPOCHS times at
-most (Muennighoff et al. 2023), but for FEWEST_STEPS. Without CUDA it is the smallest, for as
-many tokens as the quickstart reads at most.
+most (Muennighoff et al. 2023), but for FEWEST_STEPS. Without CUDA it is the smallest, for no more tokens than the
+quickstart reads.
 """
 
 import math
