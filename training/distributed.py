@@ -33,7 +33,8 @@ T = TypeVar("T")
 LossFn = Callable[[GPT, Tensor, Tensor], Tensor]
 
 POLL_SECONDS = 0.1  # between two looks at what another rank has said
-GRACE_SECONDS = 3.0  # in which the ranks that are left say so
+GRACE_SECONDS = 3.0  # in which the ranks that are left say so,
+LATE_SECONDS = 10.0  # and in which they do if more than one seems to be lost: a machine may be busy
 MORE_SECONDS = 60  # for collectives of a GPU, whose watchdog kills the process: so that hosts give up first, in words
 LOST = re.compile("RemoteError|closed by peer|reset by peer|broken pipe|connectFullMesh|time(d )?out", re.IGNORECASE)
 MEET = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # what torchrun says to a process
@@ -269,18 +270,18 @@ class Ranks:
 
     def name_the_lost(self) -> str:
         """Which ranks do not answer any more, in words; nothing if all do."""
-        end = time.monotonic() + GRACE_SECONDS
+        began, lost = time.monotonic(), list(range(self.world))
         self.store.set(f"here {self.rank}", "")
-        while time.monotonic() < end:
+        while (took := time.monotonic() - began) < GRACE_SECONDS or (len(lost) > 1 and took < LATE_SECONDS):
             self.follow_if_one_left()
             time.sleep(POLL_SECONDS)
-        lost = [str(rank) for rank in range(self.world) if not self.store.check([f"here {rank}"])]
+            lost = [rank for rank in range(self.world) if not self.store.check([f"here {rank}"])]
         if not lost:
             return ""
+        which, seconds = " and ".join(map(str, lost)), self.config.rank_timeout
         return (
-            f"rank {' and '.join(lost)} of {self.world} is lost: killed, or silent for {self.config.rank_timeout} s "
-            "(train.rank_timeout); go on from the last checkpoint with --resume, or let torchrun do so with "
-            "--max-restarts"
+            f"rank {which} of {self.world} is lost: killed, or silent for {seconds} s (train.rank_timeout); "
+            "go on from the last checkpoint with --resume, or let torchrun do so with --max-restarts"
         )
 
 
