@@ -26,6 +26,10 @@ def text_of(megabytes: float, directory: Path) -> Path:
     return path
 
 
+def wanted(depth: int) -> int:
+    return tokens_for(depth, SHAPES[depth].n_embd)
+
+
 def read(*arguments: object) -> train.Config:
     return train.read_config([*map(str, arguments)])
 
@@ -65,18 +69,18 @@ def test_a_gpu_gets_as_many_layers_as_the_text_can_fill(tmp_path: Path, megabyte
     with torch.device("meta"):
         model = GPT(GPTConfig(**asdict(config.model), vocab_size=17))
     num_parameters = sum(p.numel() for block in model.blocks for p in block.parameters())
-    assert tokens_for(depth) == TOKENS_PER_PARAMETER * num_parameters
+    assert wanted(depth) == TOKENS_PER_PARAMETER * num_parameters
     times_read = tokens(config) / (path.stat().st_size / 3.5)
     assert times_read < 1.01 * EPOCHS * 3.5 / 2.5
-    assert megabytes == 1 or tokens(config) == pytest.approx(tokens_for(depth), rel=1e-3)
+    assert megabytes == 1 or tokens(config) == pytest.approx(wanted(depth), rel=1e-3)
     larger = [d for d in SHAPES if d > depth]
-    assert not larger or tokens_for(larger[0]) > EPOCHS * megabytes * 1e6 / 3.5
+    assert not larger or wanted(larger[0]) > EPOCHS * megabytes * 1e6 / 3.5
 
 
 def test_nobody_knows_the_size_of_a_data_set_of_the_hub() -> None:
     config = read("--data.source", "hf:some/where:part@main", "--train.device", "cuda")
     assert config.train.out_dir == "out/where"
-    assert (config.model.n_layer, tokens(config)) == (4, pytest.approx(tokens_for(4), rel=1e-3))
+    assert (config.model.n_layer, tokens(config)) == (4, pytest.approx(wanted(4), rel=1e-3))
     assert config.why.startswith("for a text of an unknown size: 4 layers") and config.why.endswith(" steps")
     config = read("--data.source", "hf:some/where", "--train.device", "cuda", "--data.max_tokens", 30_000_000)
     assert config.model.n_layer == 6
@@ -102,7 +106,7 @@ def test_a_depth_decides_on_any_device(tmp_path: Path) -> None:
     path = text_of(3000, tmp_path)
     for device in ("cpu", "cuda"):
         config = read("--data.source", path, "--depth", 8, "--train.device", device)
-        assert (config.model.n_layer, config.model.n_embd) == (8, 512) and tokens(config) == tokens_for(8)
+        assert (config.model.n_layer, config.model.n_embd) == (8, 512) and tokens(config) == wanted(8)
     assert read("--depth", 6, "--verify_resume").model.n_layer == 6  # of the standard library
 
 

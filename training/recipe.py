@@ -60,9 +60,9 @@ def count_tokens(num_bytes: float, data: DataConfig) -> float:
     return num_tokens if data.max_tokens is None else min(data.max_tokens, num_tokens)
 
 
-def tokens_for(depth: int) -> int:
-    """How many tokens a model of this depth should see: its blocks have 12 n_layer n_embd^2 parameters."""
-    return TOKENS_PER_PARAMETER * 12 * depth * SHAPES[depth].n_embd ** 2
+def tokens_for(n_layer: int, n_embd: int) -> int:
+    """How many tokens such a model should see: its blocks have 12 n_layer n_embd^2 parameters."""
+    return TOKENS_PER_PARAMETER * 12 * n_layer * n_embd**2
 
 
 def choose_shape(
@@ -84,7 +84,8 @@ def choose_shape(
     data = replace(data, tokenizer=tokenizer)
     if depth is None:
         readable = EPOCHS * count_tokens(num_bytes, data)
-        depth = max((d for d in SHAPES if device_type == "cuda" and tokens_for(d) <= readable), default=min(SHAPES))
+        filled = [d for d, shape in SHAPES.items() if tokens_for(d, shape.n_embd) <= readable]
+        depth = max(filled if device_type == "cuda" else [], default=min(SHAPES))
     if depth not in SHAPES:
         raise TrainError(f"depth must be one of {', '.join(map(str, SHAPES))}, got {depth}")
     shape = SHAPES[depth]._asdict()
@@ -97,7 +98,7 @@ def choose_steps(
     model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float, device_type: str, quick: bool
 ) -> TrainConfig:
     """The [train] table with steps for this model and text. quick: a CPU gets no more than the quickstart's tokens."""
-    tokens = TOKENS_PER_PARAMETER * 12 * model.n_layer * model.n_embd**2
+    tokens = tokens_for(model.n_layer, model.n_embd)
     if (num_tokens := count_tokens(num_bytes, data)) > 0:  # nobody knows, or nothing: the preparation will say
         tokens = min(tokens, EPOCHS * num_tokens)
     if quick and device_type != "cuda":
