@@ -45,7 +45,7 @@ from training.config import TrainConfig
 from training.device import advice_if_out_of_memory, autocast, choose_device, device_type, environment, set_seed
 from training.distributed import Ranks, job, joined, said_by_first
 from training.finetune import check_shape, config_of, find_shape, with_context
-from training.memory import chunked_loss, memory_line
+from training.memory import chunked_loss, keep_freed_memory, memory_line
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule, where_it_broke
 from training.progress import Interrupt, Interrupted, Outliving, Progress, WorstLoss
 from training.recipe import choose_shape, choose_steps, describe, measure
@@ -77,7 +77,8 @@ class Config:
 def read_config(argv: list[str]) -> Config:
     """Defaults, then a file, then the command line. Raises ConfigError or ModelError for what does not fit."""
     if {"-h", "--help"} & {*argv}:  # with a configuration's values as defaults
-        file = next((Path(word) for word in argv if word.endswith(".toml")), QUICKSTART)
+        otherwise = FINETUNE if any(word.startswith("--train.init_from") for word in argv) else QUICKSTART
+        file = next((Path(word) for word in argv if word.endswith(".toml")), otherwise)
         parse(Config, argv, defaults=parse(Config, [], file))
     asked = parse(Config, argv)
     if asked.verify_resume and "RANK" in os.environ:
@@ -130,15 +131,15 @@ def evaluate(
 ) -> float | None:
     """Mean loss in nats a token over all `tokens`, which are the same at every evaluation; None if interrupted."""
     device, T = model.lm_head.weight.device, model.config.context_length
-    losses, stopped = [], False
+    losses, stopped = torch.zeros(math.ceil(len(tokens) / (batch_size * T)), device=device), False
     model.eval()
-    for inputs, targets in validation_batches(tokens, batch_size, T, device, ranks.rank, ranks.world):
+    for i, batch in enumerate(validation_batches(tokens, batch_size, T, device, ranks.rank, ranks.world)):
         if stopped := ranks.any(interrupt):
             break
-        losses.append(loss_fn(model, inputs, targets))
+        losses[i] = loss_fn(model, *batch)
     model.train()
     # The sum is exact, so that it does not depend on who has computed what.
-    return None if stopped else math.fsum(ranks.collect(losses).tolist()) / (len(tokens) - 1)
+    return None if stopped else math.fsum(ranks.collect([*losses]).tolist()) / (len(tokens) - 1)
 
 
 def main() -> None:
@@ -188,6 +189,7 @@ def train(config: Config, ranks: Ranks) -> None:
         print(f"ranks:  {ranks.world}, {c.parallel}, {c.grad_accum_steps // ranks.world} micro-batches of a step each")
     if c.parallel != "fsdp":  # whose ranks share out what is counted here
         print(f"memory: {memory_line(model, c, partial(next_token_loss, dtype=dtype), device, compiled)}")
+    keep_freed_memory(model, c, device)
     ranks.join(device, state["step"])
     ranks.place(model, device, dtype)
     optimizer = make_optimizer(model, c)
