@@ -76,8 +76,8 @@ class Options:
     )
 
     checkpoints: tyro.conf.Positional[tuple[Path, ...]]
-    """Checkpoints, runs (the newest checkpoint of each), or models OWNER/NAME of the Hugging Face hub. Several
-    checkpoints of one run make a timeline."""
+    """A run (its newest checkpoint), a checkpoint, or a model OWNER/NAME of the Hugging Face hub; several checkpoints
+    of one run make a timeline."""
     text: str | None = None
     """Text to look at; @FILE reads a file, - standard input. None: validation text."""
     heads: tuple[str, ...] = ()
@@ -263,7 +263,7 @@ def choose_text(
     num_read = pictured.size(1)
     if num_new:
         with autocast(device, precision_of(directory, options)):
-            model = GPT.from_pretrained(directory, device)
+            model = load(directory, device, options)
             pictured = model.generate(pictured.to(device), num_new, temperature=0.8, seed=options.seed).cpu()
         if options.text is not None:
             measured, note = pictured, f"{note}; and {num_new} that it wrote"
@@ -279,7 +279,10 @@ def validation_text(directory: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, 
         return corpus.tokens["val"], "its validation text"
     ids: list[int] = []
     for _, document in sources.documents(sources.find_shards("stdlib")):
-        ids += [*document_start(tokenizer), *encode(tokenizer, "".join(document)).tolist()]
+        try:
+            ids += [*document_start(tokenizer), *encode(tokenizer, "".join(document)).tolist()]
+        except DataError as error:
+            raise DataError(f"the model's validation text is not here, and {error}: give a text with --text") from error
         if len(ids) > WINDOWS * LONGEST:
             break
     return np.array(ids), "the Python standard library, as its validation text is not here (--text gives another)"
@@ -304,7 +307,7 @@ def look(
     options: Options,
 ) -> Look:
     """Look at the text with a checkpoint. Raises NotTheKernels if what would be shown is not what its kernel did."""
-    model, shares, predictions = GPT.from_pretrained(directory, device), None, []
+    model, shares, predictions = load(directory, device, options), None, []
     with autocast(device, precision_of(directory, options)):
         scores = head_scores(model, text.measured, probe)
         if options.ablate:
@@ -421,6 +424,11 @@ def label(tokenizer: Tokenizer, token: int) -> str:
     if token in names:
         return f"⟦{terminal.label(names[token].encode())}⟧"
     return terminal.label(token_bytes(tokenizer, token)) or f"⟦{token}⟧"
+
+
+def load(directory: Path, device: torch.device, options: Options) -> GPT:
+    """The model; its weights are as they were stored, unless float32 is asked for."""
+    return GPT.from_pretrained(directory, device, torch.float32 if options.dtype == "float32" else None)
 
 
 def precision_of(directory: Path, options: Options) -> torch.dtype:

@@ -42,7 +42,15 @@ from model.parts import is_part, whole
 from model.sampling import stream
 from training.certificate import certify
 from training.config import TrainConfig
-from training.device import advice_if_out_of_memory, autocast, choose_device, device_type, environment, set_seed
+from training.device import (
+    advice_if_out_of_memory,
+    autocast,
+    choose_device,
+    device_type,
+    environment,
+    peak_tokens_per_second,
+    set_seed,
+)
 from training.distributed import Ranks, job, joined, said_by_first
 from training.finetune import check_shape, config_of, find_shape, with_context
 from training.memory import chunked_loss, keep_freed_memory, memory_line
@@ -77,7 +85,8 @@ class Config:
 def read_config(argv: list[str]) -> Config:
     """Defaults, then a file, then the command line. Raises ConfigError or ModelError for what does not fit."""
     if {"-h", "--help"} & {*argv}:  # with a configuration's values as defaults
-        otherwise = FINETUNE if any(word.startswith("--train.init_from") for word in argv) else QUICKSTART
+        is_finetuning = any(word.replace("-", "_").startswith("__train.init_from") for word in argv)
+        otherwise = FINETUNE if is_finetuning else QUICKSTART
         file = next((Path(word) for word in argv if word.endswith(".toml")), otherwise)
         parse(Config, argv, defaults=parse(Config, [], file))
     asked = parse(Config, argv)
@@ -91,12 +100,12 @@ def read_config(argv: list[str]) -> Config:
         raise ConfigError(f"{asked.resume} is not the directory of a run: it has no config.toml")
     if asked.resume:
         return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], asked.resume / "config.toml")
-    if asked.depth is not None and (asked.config or asked.train.init_from or "RANK" in os.environ):
+    may_choose = not (asked.config or asked.train.init_from or "RANK" in os.environ)
+    if asked.depth is not None and not may_choose:
         raise ConfigError("--depth chooses a configuration: not with another one, train.init_from or torchrun")
     file = asked.config or (FINETUNE if asked.train.init_from else QUICKSTART)
     config = parse(Config, argv, file)
-    has_text = asked.depth is not None or config.data.source != DataConfig.source
-    if has_text and file == QUICKSTART and not asked.config and "RANK" not in os.environ:
+    if may_choose and (asked.depth is not None or asked.data.source != DataConfig.source):
         config = choose(argv, config)
     if init_from := config.train.init_from:
         shape = find_shape(init_from)
@@ -217,7 +226,8 @@ def train(config: Config, ranks: Ranks) -> None:
             progress.write(spike)
 
     guard, worst = FiniteGuard(optimizer, device, diagnose), WorstLoss(device)
-    with Progress(state, c.max_steps, c.eval_every, tokens_per_step, model, device) as progress:
+    peak = ranks.world * peak_tokens_per_second(model, device)
+    with Progress(state, c.max_steps, c.eval_every, tokens_per_step, peak, device) as progress:
         while True:
             # Measure and save, unless that was done before the run was resumed here.
             step = state["step"]

@@ -1,4 +1,7 @@
-"""Draw the validation loss of runs over their training time: python benchmarks/loss_curve.py RUN_DIR... -o FILE.svg"""
+"""Draw the validation loss of runs over their training time.
+
+python benchmarks/loss_curve.py out/quickstart out/shakespeare_char_cpu curve.svg
+"""
 
 import json
 from dataclasses import dataclass

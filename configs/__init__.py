@@ -146,9 +146,11 @@ def run_script(main: Callable[[], None]) -> None:
     interrupted; 1 a bug of ours.
     An exception that is for the user carries its code as `exit_code`, prints one sentence and no traceback.
     """
-    if sys.stdout is None:  # closed from the beginning
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed from the beginning
+            setattr(sys, name, open(os.devnull, "w"))
+    # A terminal that cannot show a character shows a question mark; a file or a pipe has each line at once.
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
         main()
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough

@@ -1,4 +1,8 @@
-"""From any text to batches of tokens: sources.py reads, tokenizer.py splits, prepare.py writes, batches.py draws."""
+"""From any text to batches of tokens.
+
+sources.py reads, tokenizer.py splits, tokenise.py writes, corpus.py opens, batches.py draws; prepare.py is the command.
+With parts.py and directories.py several processes share its work; hub_tokenizer.py has what tiktoken cannot be.
+"""
 
 
 class DataError(ValueError):

@@ -64,8 +64,10 @@ def prepare(
     """
     recipe = make_recipe(config, model)
     if is_prepared(config.source):
+        if out:
+            raise DataError(f"{config.source} is a prepared corpus: there is nothing to write to {out}")
         return open_source(config, recipe)
-    directory = out or default_directory(config, recipe)
+    directory = behind_link(out or default_directory(config, recipe))
     temporary = directory.with_name(directory.name + ".tmp")
     for path in (directory, temporary):
         refuse_something_else(path)
@@ -111,7 +113,7 @@ def prepare_part(config: DataConfig, part: str, out: Path | None = None) -> None
     if is_prepared(config.source):
         raise DataError(f"{config.source} is a prepared corpus: there is nothing to do in parts")
     recipe = make_recipe(config)
-    directory = out or default_directory(config, recipe)
+    directory = behind_link(out or default_directory(config, recipe))
     if look(directory, recipe | {"signature": sources.signature(config.source)})[1]:
         print(f"{directory} is there, and up to date")
         return
@@ -175,10 +177,16 @@ def look(directory: Path, recipe: dict) -> tuple[str, Corpus | None]:
 
 def default_directory(config: DataConfig, recipe: dict) -> Path:
     """A readable name, and a digest so that different recipes do not share a directory."""
-    source = config.source if config.source.startswith("hf:") else os.path.abspath(config.source)
+    is_local = config.source != "stdlib" and not config.source.startswith("hf:")
+    source = os.path.abspath(config.source) if is_local else config.source
     short = hashlib.sha256(repr((source, config, recipe["vocabulary"])).encode()).hexdigest()[:8]
     stem = Path(config.source.removeprefix("hf:")).stem.replace("*", "all")
     return PREPARED / f"{re.sub(r'[^A-Za-z0-9]+', '-', f'{stem}-{config.tokenizer}').strip('-').lower()}-{short}"
+
+
+def behind_link(directory: Path) -> Path:
+    """The directory itself, so that what is written beside it is on its disk."""
+    return directory.resolve() if directory.is_symlink() or not directory.name else directory
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def find_shards(source: str, text_column: str = "text") -> list[Shard]:
         path, kind = str(file), table_kind(file)
         if kind is None:
             read = partial(read_text, path)
-        elif path.endswith(".parquet"):
+        elif path.lower().endswith(".parquet"):
             read = partial(read_parquet, text_column, path)
         else:
             read = partial(read_table, text_column, kind, path)
@@ -96,7 +96,7 @@ def hub_shards(source: str, text_column: str) -> list[Shard]:
 
 
 def files(source: str) -> list[Path]:
-    """The files of a local source, sorted. Hidden files and folders, and Python's caches, are left out."""
+    """The files of a local source, sorted. Hidden files and Python's caches are left out, if not named themselves."""
     if source == "stdlib":
         return standard_library()
     path = Path(source).expanduser()
@@ -106,7 +106,7 @@ def files(source: str) -> list[Path]:
         skip = re.compile(r"\..*|__pycache__")
         found = [p for p in path.rglob("*") if not any(map(skip.fullmatch, p.relative_to(path).parts))]
     else:
-        found = [Path(p) for p in glob.glob(str(path), recursive=True)]
+        found = [p for p in map(Path, glob.glob(str(path), recursive=True)) if "__pycache__" not in p.parts]
     found = sorted(p for p in found if p.is_file())
     if not found:
         raise DataError(f"no text found at {source!r}: give a file, a folder, a glob, hf:NAME or stdlib")
@@ -138,7 +138,7 @@ def stamp(path: Path) -> str:
 
 def table_kind(path: str | Path) -> str | None:
     """The kind of table that a file is, None for plain text; compressed tables count too."""
-    return next((TABLES[suffix] for suffix in Path(path).suffixes[-2:] if suffix in TABLES), None)
+    return TABLES.get(Path(re.sub(r"\.(gz|bz2|xz|zst)$", "", str(path).lower())).suffix)
 
 
 def read_parquet(text_column: str, path: str) -> Iterator[Document]:

@@ -95,13 +95,14 @@ def write_corpus(config: "DataConfig", recipe: dict, directory: Path, model: Pat
     meta = recipe | {"vocab_size": tokenizer.n_vocab, "dtype": dtype.str}
     meta |= {"documents": progress.documents, "without_text": progress.without_text}
     for split in SPLITS:
-        with open(directory / f"{split}.bin", "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        path, content, count = directory / f"{split}.bin", hashlib.sha256(), np.zeros_like(lengths)
+        for block in read_blocks(path, dtype):
+            content.update(block)
+            count += np.bincount(block, minlength=len(lengths))
+        with open(path, "rb") as file:
             os.fsync(file.fileno())
             written = os.fstat(file.fileno()).st_ctime_ns
-        blocks = (block.astype(np.int64) for block in read_blocks(directory / f"{split}.bin", dtype))
-        count = np.sum([np.bincount(block, minlength=len(lengths)) for block in blocks] or [lengths * 0], axis=0)
-        meta[split] = {"tokens": int(count.sum()), "bytes": int(count @ lengths), "sha256": digest}
+        meta[split] = {"tokens": int(count.sum()), "bytes": int(count @ lengths), "sha256": content.hexdigest()}
         meta[split] |= {"ctime_ns": written}
     if meta["train"]["tokens"] < 2 or meta["val"]["tokens"] < 2:
         (directory / PROGRESS).unlink(missing_ok=True)

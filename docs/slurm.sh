@@ -28,6 +28,8 @@ main_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150  # seconds that torchrun gives a rank to save; 30 by default
 
+source .venv/bin/activate  # on a disk that all nodes see
+
 # Ranks that leave with 75 have saved; the others are given the time to do so too.
 srun --kill-on-bad-exit=0 torchrun \
   --nnodes="$SLURM_JOB_NUM_NODES" --nproc_per_node=gpu --rdzv_backend=c10d \

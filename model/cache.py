@@ -58,4 +58,5 @@ class StaticCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store (B, n_kv_head, 1, D); return the whole storage, of which a row of the mask says what is there."""
         place = self.position[..., None].expand_as(k)
-        return self.keys.scatter_(2, place, k), self.values.scatter_(2, place, v)
+        keys, values = k.to(self.keys.dtype), v.to(self.values.dtype)
+        return self.keys.scatter_(2, place, keys), self.values.scatter_(2, place, values)

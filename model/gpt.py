@@ -93,11 +93,9 @@ class GPT(nn.Module):
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x = self.embedding_dropout(x)
-        for layer, block in enumerate(self.blocks):
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x, caches[layer] if caches else None)
+        again = self.activation_checkpointing and torch.is_grad_enabled() and not caches
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x, cache)
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -116,6 +116,7 @@ def config_from_huggingface(content: dict) -> GPTConfig:
         if "tril" in content:
             ours = GPTConfig(**content["tril"])
             said = config_to_huggingface(ours, 0, 0)
+            del said["tril"]  # which it was made from
             if all(content.get(key, value) == value for key, value in said.items() if not key.endswith("_token_id")):
                 return ours  # else it was changed there, where nobody knows of ours
         if family == "gpt2":
@@ -157,16 +158,24 @@ def config_from_huggingface(content: dict) -> GPTConfig:
 
 
 def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of GPT as that of their model. A GPT-2 without biases gets biases of zero."""
-    tensors = {}
+    """A state dict of GPT as that of their model. A GPT-2 without biases gets biases of zero.
+
+    Raises ModelError for a tensor that has no name there.
+    """
+    tensors, left = {}, set(state) - {"lm_head.weight"}  # which may be the embedding
     for parameter in ("weight", "bias"):
         for ours, theirs in names(config):
             if f"{ours}.{parameter}" in state:
                 tensors[f"{theirs}.{parameter}"] = turned(config, ours, state[f"{ours}.{parameter}"])
+                left.discard(f"{ours}.{parameter}")
         for layer in range(config.n_layer if config.family == "gpt2" else 0):
-            qkv = [state.get(f"blocks.{layer}.attention.{x}_proj.{parameter}") for x in "qkv"]
-            if qkv[0] is not None:
-                tensors[f"transformer.h.{layer}.attn.c_attn.{parameter}"] = transpose(torch.cat(qkv))
+            qkv = [f"blocks.{layer}.attention.{x}_proj.{parameter}" for x in "qkv"]
+            if qkv[0] in state:
+                joined = torch.cat([state[name] for name in qkv])
+                tensors[f"transformer.h.{layer}.attn.c_attn.{parameter}"] = transpose(joined)
+                left.difference_update(qkv)
+    if left:
+        raise ModelError(f"no checkpoint could hold {min(left)}: give it a name in NAMES of model/huggingface.py")
     if config.family == "gpt2" and not config.bias:
         for name in [name for name in tensors if name.startswith(("transformer.h", "transformer.ln"))]:
             bias = name.removesuffix("weight") + "bias"

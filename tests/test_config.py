@@ -1,5 +1,8 @@
 """Options: file under command line, strict, and wrong ones answered in one sentence."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -125,3 +128,19 @@ def test_help_shows_the_defaults_that_would_apply(run, monkeypatch, file: list[s
 def test_options_take_dashes_or_underscores() -> None:
     options = parse(sample.Options, ["out/x", "--max-new-tokens", "5", "--no_cache", "--top_k", "3"])
     assert (options.max_new_tokens, options.no_cache, options.top_k) == (5, True, 3)
+
+
+PRINTS = """
+import sys
+from configs import run_script
+run_script(lambda: print("a line") or print("a note", file=sys.stderr) or sys.stdout.buffer.raw.write(b"the end"))
+"""
+
+
+@pytest.mark.parametrize("closed, out", [("", b"a line\nthe end"), ("2>&-", b"a line\nthe end"), (">&-", b"")])
+def test_a_pipe_has_each_line_at_once_and_notes_stay_apart(closed: str, out: bytes) -> None:
+    command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, PRINTS]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, env=environment, capture_output=True)
+    assert done.stdout == out and (closed == ">&-" or done.returncode == 0)
+    assert done.stderr == (b"" if "2" in closed else done.stderr)

@@ -201,3 +201,17 @@ def test_impossible_options_are_refused(options: dict, message: str) -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ModelError, match="the prompt is empty"):
         make_gpt().generate(torch.zeros(1, 0, dtype=torch.long), 1)
+
+
+def test_prompts_of_many_lengths_under_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        longer, shorter = make_gpt().generate([torch.arange(5), torch.arange(3)], 4, seed=0)
+    assert (len(longer), len(shorter)) == (9, 7)
+
+
+def test_a_cache_counts_also_where_activations_are_computed_again() -> None:
+    model, idx = make_gpt().eval(), torch.arange(7)[None]
+    model.activation_checkpointing = True
+    caches = model.new_cache(1, 11)
+    chunks = [model.hidden(idx[:, :4], caches), model.hidden(idx[:, 4:], caches)]
+    torch.testing.assert_close(torch.cat(chunks, dim=1), model.hidden(idx))

@@ -12,10 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import sample
+import train
 from data.tokenizer import FILES, encode, make_tokenizer, save_tokenizer
 from inspection import capture
 from model import GPT, GPTConfig, ModelError
+from model.attention import CausalSelfAttention
 from model.checkpoint import save_checkpoint
+from model.huggingface import config_from_huggingface, config_to_huggingface
 
 V, T = 263, 13
 SHAPES = {  # all different, and odd where a family allows it
@@ -281,3 +284,25 @@ def test_there_is_one_copy_of_the_weights(family: str, tmp_path: Path) -> None:
     loaded = GPT.from_pretrained(directory)
     assert anonymous() - before < 1.3 * size and size > 100e6
     assert loaded(torch.zeros(1, 3, dtype=torch.int64)).isfinite().all()
+
+
+def test_a_context_that_was_stretched_is_kept() -> None:
+    config = GPTConfig("llama", context_length=16384, rope_scaling=(8.0, 1.0, 4.0, 8192), vocab_size=17)
+    content = json.loads(json.dumps(config_to_huggingface(config, 0, 1)))
+    assert config_from_huggingface(content) == config
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_weight_without_a_name_there_is_refused_before_training(
+    family: str, run, tmp_path: Path, monkeypatch
+) -> None:
+    class Slopes(CausalSelfAttention):
+        def __init__(self, *arguments: object, **options: object):
+            super().__init__(*arguments, **options)
+            self.slopes = torch.nn.Parameter(torch.ones(3))
+
+    monkeypatch.setattr("model.gpt.CausalSelfAttention", Slopes)
+    (tmp_path / "text.txt").write_text("To be, or not to be. " * 50)
+    options = ("--data.source", tmp_path / "text.txt", "--data.tokenizer", "bytes", "--model.family", family)
+    result = run(train, *options, "--model.n_embd", 24, "--train.max_steps", 1, "--train.out_dir", tmp_path / "out")
+    assert result.exit_code == 2 and "no checkpoint could hold blocks.0.attention.slopes" in result.err

@@ -4,14 +4,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import train
 from model import GPT, GPTConfig
 from model.families import FAMILIES
-from tests.conftest import often, same_bits, tiny_run, weights
+from tests.conftest import make_gpt, often, same_bits, tiny_run, weights
 from training.config import TrainConfig
 from training.muon import A, B, C, momentum_at, orthogonalize
-from training.optimizer import make_optimizer, set_schedule
+from training.optimizer import load_optimizer_tensors, make_optimizer, optimizer_tensors, set_schedule
 
 
 @settings(deadline=None, max_examples=50)
@@ -116,3 +117,20 @@ def test_a_run_with_muon_learns_and_resumes_to_the_same_bits(run, family, dtype,
     assert same_bits(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
     optimizers = [tmp_path / name / "checkpoints/step-00000012/optimizer.safetensors" for name in ("whole", "parts")]
     assert optimizers[0].read_bytes() == optimizers[1].read_bytes()
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_what_is_frozen_stays_and_a_run_goes_on_with_the_rest(optimizer: str, tmp_path) -> None:
+    model = make_gpt(family="nanochat", n_embd=18)
+    model.blocks[0].requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    adapted = make_optimizer(model, TrainConfig(optimizer=optimizer))
+    model(torch.arange(5)[None]).sum().backward()
+    adapted.step()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) == name.startswith("blocks.0."), name
+    save_file(optimizer_tensors(model, adapted), tmp_path / "optimizer.safetensors")
+    again = make_optimizer(model, TrainConfig(optimizer=optimizer))
+    load_optimizer_tensors(model, again, tmp_path)
+    same_tensors = zip(optimizer_tensors(model, adapted).items(), optimizer_tensors(model, again).items(), strict=True)
+    assert all(name == other and torch.equal(a, b) for (name, a), (other, b) in same_tensors)

@@ -658,3 +658,28 @@ def test_a_place_that_cannot_be_made_ends_in_an_error(tmp_path: Path) -> None:
     if Path("/proc/self").exists():
         with pytest.raises(OSError):
             prepare.prepare(DataConfig("a.txt", "bytes"), Path("/proc/x"))
+
+
+def test_a_corpus_may_be_behind_a_link_on_another_disk(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("To be, or not to be. " * 50)
+    (tmp_path / "large" / "disk").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "large" / "disk")
+    corpus = prepare.prepare(DataConfig(str(tmp_path / "text.txt"), "bytes"), tmp_path / "link")
+    assert corpus.directory == tmp_path / "large" / "disk" and (tmp_path / "link" / "meta.json").is_file()
+    with pytest.raises(DataError, match="nothing to write to"):
+        prepare.prepare(DataConfig(str(tmp_path / "link"), "bytes"), tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [("a.csv", "csv"), ("A.CSV", "csv"), ("a.jsonl.gz", "json"), ("a.json.txt", None), ("a.parquet", "parquet")],
+)
+def test_a_kind_of_table_is_told_by_the_end_of_its_name(name: str, kind: str | None) -> None:
+    assert sources.table_kind(name) == kind
+
+
+def test_a_glob_leaves_out_what_python_keeps(tmp_path: Path) -> None:
+    for name in ("a.py", "__pycache__/a.pyc"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert sources.files(f"{tmp_path}/**") == [tmp_path / "a.py"]

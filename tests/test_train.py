@@ -28,7 +28,7 @@ from model.families import FAMILIES
 from tests.conftest import make_gpt, metrics, often, same_bits, sign, tiny_run, weights
 from tests.crash import in_child
 from training.config import MAY_CHANGE, TrainConfig, TrainError
-from training.device import environment, set_seed
+from training.device import environment, peak_tokens_per_second, set_seed
 from training.optimizer import FiniteGuard, NonFiniteLoss, learning_rate_at, make_optimizer
 from training.progress import Interrupt, Outliving, Progress, duration
 from training.run import refuse_changes, tables
@@ -737,9 +737,10 @@ def test_only_matrices_decay() -> None:
 def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("training.progress.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("training.progress.peak_flops", lambda device: 1e9)
-    model, state = make_gpt(), {"step": 0, "train_seconds": 5.0}
-    with Progress(state, 10, eval_every=5, tokens_per_step=7, model=model, device=torch.device("cpu")) as progress:
+    monkeypatch.setattr("training.device.peak_flops", lambda device: 1e9)
+    model, state, cpu = make_gpt(), {"step": 0, "train_seconds": 5.0}, torch.device("cpu")
+    peak = peak_tokens_per_second(model, cpu)
+    with Progress(state, 10, eval_every=5, tokens_per_step=7, peak_tokens_per_second=peak, device=cpu) as progress:
         for _ in range(4):
             now[0] += 2.0
             progress.step()
@@ -761,7 +762,7 @@ def test_the_time_to_come_is_told_once_from_steps_that_are_warm(monkeypatch: pyt
         (7, False, "time:   about 32 s for 16 more steps of 1,001 tokens"),
     ):
         state = {"step": first_step, "train_seconds": 5.0}
-        with Progress(state, 29, eval_every=7, tokens_per_step=1001, model=make_gpt(), device=cpu) as progress:
+        with Progress(state, 29, 7, tokens_per_step=1001, peak_tokens_per_second=math.nan, device=cpu) as progress:
             if evaluates:
                 with progress.paused():
                     now[0] += 8.75  # as at steps 7, 14, 21, 28 and 29

@@ -63,7 +63,7 @@ class TrainConfig:
     final_lr_fraction: float = 0.1
     """The learning rate at the end, as a share of its peak."""
     weight_decay: float = 0.1
-    """Decay of the matrices; biases and norms have none."""
+    """Decay of the matrices, with muon of those inside the blocks; biases and norms have none."""
     beta2: float = 0.95
     """AdamW's memory of squared gradients; 0.99 for small batches."""
     grad_clip: float = 1.0

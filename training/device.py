@@ -141,6 +141,11 @@ def flops_per_token(model: GPT) -> float:
     return 6 * num_parameters + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length
 
 
+def peak_tokens_per_second(model: GPT, device: torch.device) -> float:
+    """How many tokens a device could train on if its matrix units never waited, nan where unknown."""
+    return peak_flops(device) / flops_per_token(model)
+
+
 def peak_flops(device: torch.device) -> float:
     """FLOP/s the matrix units could do, nan where unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -182,7 +182,7 @@ class Ranks:
     def add_in_order(self, model: GPT, total: Tensor | None) -> Tensor:
         """Add the gradients of one micro-batch of each rank to `total`, this rank's part of their sum, one by one, as
         autograd does in a single process."""
-        flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.requires_grad])
         model.zero_grad()
         size = -(-flat.numel() // self.world)
         sent = nn.functional.pad(flat, (0, size * self.world - flat.numel()))
@@ -194,7 +194,7 @@ class Ranks:
 
     def spread(self, model: GPT, total: Tensor) -> None:
         """Give all parameters the sum of all micro-batches, of which each rank has a part."""
-        parameters = list(model.parameters())
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         flat, sizes = total.new_empty(self.world, len(total)), [parameter.numel() for parameter in parameters]
         dist.all_gather(list(flat), total)
         parts = flat.flatten()[: sum(sizes)].split(sizes)
@@ -305,11 +305,11 @@ def add_up(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]
 
 @contextlib.contextmanager
 def said_by_first() -> Iterator[None]:
-    """Before the ranks have met: an error of all of them, as in the options, is left to rank 0."""
+    """Before the ranks have met: an error of all of them, as in the options, is said by the first of each node."""
     try:
         yield
     except Exception as error:
-        if os.environ.get("RANK", "0") != "0" and hasattr(error, "exit_code"):
+        if os.environ.get("LOCAL_RANK", "0") != "0" and hasattr(error, "exit_code"):
             sys.exit(error.exit_code)
         raise
 

@@ -14,7 +14,7 @@ from model.parts import part_of
 from training.config import TrainConfig
 from training.muon import Muon, momentum_at
 
-HEAD_SHARE = 1 / 3  # of Muon's learning rate, for the head under AdamW; found by trying, and flat around it
+HEAD_SHARE = 1 / 3  # of Muon's learning rate, for the head and vectors under AdamW; found by trying, and flat around it
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -24,18 +24,20 @@ class NonFiniteLoss(ArithmeticError):
 
 
 def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of a run. Matrices decay, vectors (biases, norms) do not.
+    """The optimizer of a run, for what is not frozen. Matrices decay, with Muon those inside the blocks; vectors
+    (biases, norms) do not.
 
     A group's "lr_share" is its part of the learning rate.
     """
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = {"params": [parameter for parameter in model.parameters() if parameter.dim() < 2], "weight_decay": 0.0}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+    vectors = {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0}
     options = {"lr": config.learning_rate, "betas": (0.9, config.beta2)}
     if config.optimizer == "adamw":
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, vectors]
         return torch.optim.AdamW(groups, fused=True, **options)
     embedding, head = model.token_embedding.weight, model.lm_head.weight
-    inside = [parameter for parameter in model.blocks.parameters() if parameter.dim() >= 2]
+    inside = [parameter for parameter in model.blocks.parameters() if parameter.dim() >= 2 and parameter.requires_grad]
     inside_or_head = {id(parameter) for parameter in (*inside, head)} - {id(embedding)}
     groups = [
         {"params": [p for p in matrices if id(p) not in inside_or_head], "weight_decay": 0.0, "lr_share": 1.0},
@@ -80,7 +82,7 @@ def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, directo
     for name, parameter in model.named_parameters():
         if "momentum" in optimizer.state[parameter]:
             shapes[f"{name}.momentum"] = tuple(parameter.shape)
-        else:
+        elif parameter.requires_grad:
             shapes[f"{name}.step"] = ()
             shapes |= dict.fromkeys((f"{name}.exp_avg", f"{name}.exp_avg_sq"), tuple(parameter.shape))
     parameters = dict(model.named_parameters())
@@ -137,7 +139,8 @@ def where_it_broke(model: nn.Module, micro_batch_loss: Callable[[int], Tensor], 
         loss = micro_batch_loss(micro_batch)
         loss.backward()
         broken += ["the loss itself"] * (not loss.isfinite())
-        broken += [f"the gradient of {name}" for name, p in model.named_parameters() if not p.grad.isfinite().all()]
+        gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        broken += [f"the gradient of {name}" for name, gradient in gradients if not gradient.isfinite().all()]
         if broken:
             break
     for hook in hooks:

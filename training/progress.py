@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from model import GPT
-from training.device import flops_per_token, peak_flops
-
 ENOUGH_STEPS = 5  # to tell from them how long others take
 
 
@@ -24,14 +21,20 @@ class Progress:
     """Counts the steps and the training seconds in a run's `state`; measuring and saving do not count as training."""
 
     def __init__(
-        self, state: dict, max_steps: int, eval_every: int, tokens_per_step: int, model: GPT, device: torch.device
+        self,
+        state: dict,
+        max_steps: int,
+        eval_every: int,
+        tokens_per_step: int,
+        peak_tokens_per_second: float,
+        device: torch.device,
     ):
         self.state, self.max_steps, self.eval_every = state, max_steps, eval_every
         self.tokens_per_step, self.device = tokens_per_step, device
         self.first_evaluation: float | None = None  # seconds it took, if it was before the first step of this session
         self.warm: dict | None = None  # the state after that step, which is slower than others
         self.estimated = False
-        self.peak_tokens_per_second = peak_flops(device) / flops_per_token(model)
+        self.peak_tokens_per_second = peak_tokens_per_second  # of all devices together; nan if unknown
         self.logged, self.lap_began = dict(state), time.perf_counter()
         interval = 0.1 if sys.stderr.isatty() else 10  # seconds between two drawings; a log file needs few
         self.line = tqdm(total=max_steps, initial=state["step"], unit="step", dynamic_ncols=True, mininterval=interval)

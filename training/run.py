@@ -29,6 +29,7 @@ from model.checkpoint import (
     step_directories,
     tensor_files,
 )
+from model.huggingface import tensors_to_huggingface
 from model.parts import is_part
 from training.card import model_card
 from training.config import MAY_CHANGE, TrainConfig, TrainError
@@ -149,7 +150,11 @@ class Run:
         print(f"report: {self.directory / 'report.html'}")
 
     def restore_weights(self, model: GPT) -> None:
-        """Give the model the weights of the checkpoint that the run is resumed from, or is to begin with."""
+        """Give the model the weights of the checkpoint that the run is resumed from, or is to begin with.
+
+        Raises ModelError if there is a weight that no checkpoint could hold: now, and not when it is to be saved.
+        """
+        tensors_to_huggingface(model.config, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
         if self.base:
             weights = GPT.from_pretrained(self.base).state_dict()
             name, T = "position_embedding.weight", model.config.context_length

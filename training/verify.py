@@ -68,7 +68,7 @@ class ShortRun:
 
     def difference(self, other: "ShortRun") -> str:
         """What is not the same in the two at the end, in words; empty if all bits are."""
-        for file in ("model.safetensors", "optimizer.safetensors"):
+        for file in sorted(path.name for path in find_checkpoint(self.out).glob("*.safetensors")):
             mine, its = (find_checkpoint(run.out) / file for run in (self, other))
             if sha256(mine) != sha256(its):
                 theirs = load_tensors(its)
@@ -106,5 +106,5 @@ def verify_resume(config: Any) -> None:
                 "two runs without a break differ too: try --train.deterministic true" if unsteady else "a bug of tril"
             )
             raise TrainError(f"the resumed run is another: {difference} ({reason})")
-        digest = sha256(find_checkpoint(broken.out) / "model.safetensors")
+        digest = sha256(min(find_checkpoint(broken.out).glob("model*.safetensors")))
         print(f"the same bits: weights (SHA-256 {digest[:12]}...), state of the optimizer, losses of every step")
