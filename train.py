@@ -208,7 +208,7 @@ def train(config: Config, ranks: Ranks) -> None:
     # Compile the loss, not the module: the model stays a plain GPT to save, sample from and inspect.
     loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
     certificate = certify(model, loss_fn, dtype, c.batch_size)  # not a step with a model that sees the future
-    run.start(certificate, environment(device, dtype, compiled))
+    run.start(certificate, environment(device, dtype, compiled) | {"ranks": ranks.order()})
     training_loss = ranks.sharing_gradients(model, loss_fn)
     tokens_per_step = c.batch_size * c.grad_accum_steps * T
 

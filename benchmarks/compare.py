@@ -242,8 +242,9 @@ def table(a: Sequence[Result], b: Sequence[Result], figures: dict) -> str:
     }
     for title, (key, size, form) in rows.items():
         values = [figures[name][key] for name in ("A", "B")]
+        missing = "-" if key == "peak_gpu_memory" else "never"
         if key != "peak_gpu_memory" or any(value is not None for value in values):
-            cells = ["never" if value is None else format(value / size, form) for value in values]
+            cells = [missing if value is None else format(value / size, form) for value in values]
             lines.append(f"{title:32} {cells[0]:>12} {cells[1]:>12}")
     return "\n".join(lines)
 

@@ -101,7 +101,7 @@ class Bench:
 
 
 def milliseconds(seconds: list[float]) -> dict[str, float]:
-    low, *_, high = statistics.quantiles(seconds, n=10)
+    low, *_, high = statistics.quantiles(seconds, n=10, method="inclusive")
     return {"ms": 1e3 * statistics.median(seconds), "ms_p10": 1e3 * low, "ms_p90": 1e3 * high}
 
 

@@ -94,7 +94,7 @@ def test_figures_and_table(compare: ModuleType) -> None:
     assert all(len(line) <= 80 for line in lines)
     assert lines[4].split() == ["mean", "2.1000", "3.1500", "+1.0500"]
     assert lines[5] == "with 95% confidence B - A is between +0.4147 and +1.6853: A is better"
-    assert lines[-1].split() == ["peak", "GPU", "memory,", "GiB", "never", "1.50"]
+    assert lines[-1].split() == ["peak", "GPU", "memory,", "GiB", "-", "1.50"]
     swapped = compare.compare(results(compare, "A", [1.0, 1.3]), results(compare, "B", [0.0, 0.2]), "val_loss", 0.5)
     text = compare.table(a, b, swapped)
     assert "B is better" in text and "tokens to 0.5000                        never        never" in text

@@ -18,7 +18,7 @@ from tests.conftest import make_gpt, often, tiny_run, weights
 from tests.test_distributed import trained
 from train import next_token_loss
 from training.config import TrainConfig
-from training.memory import OVERHEAD, describe_memory, memory_line, memory_of_step, memory_there, most_of_step
+from training.memory import KEPT, OVERHEAD, describe_memory, memory_line, memory_of_step, memory_there, most_of_step
 
 B, T, V = 3, 11, 17
 CPU = torch.device("cpu")
@@ -233,8 +233,36 @@ print(status("VmHWM") - before)
 """
 
 
+ONLY_LINUX = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux says what a process had at most"
+)
+
+
+def measured_peak(shape: dict, options: dict, script: str = PEAK) -> int:
+    """The most bytes that steps of training had besides what was there before."""
+    command = [sys.executable, "-c", script, repr(shape), repr(options)]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": "."}
+    options = {"cwd": Path(train.__file__).parent, "env": environment, "capture_output": True, "text": True}
+    return int(subprocess.run(command, check=True, **options).stdout)
+
+
 @pytest.mark.long
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says what a process had at most")
+@ONLY_LINUX
+def test_what_malloc_keeps_is_less_than_is_said(figure) -> None:
+    shape = {"n_head": 4, "n_embd": 128, "context_length": 128, "vocab_size": 4096, "family": "nanochat"}
+    options = {"batch_size": 16, "optimizer": "muon"}
+    keeps = PEAK.replace("    idx = ", "    keep_freed_memory(model, config, torch.device('cpu'))\n    idx = ")
+    keeps = keeps.replace("options, 2)", "options, 9)").replace(
+        "import sys", "from training.memory import keep_freed_memory\nimport sys"
+    )
+    plain, kept = (measured_peak(shape, options, script) for script in (PEAK, keeps))
+    said = KEPT * most_of_step(GPT(GPTConfig(**shape)), TrainConfig(**options))
+    figure(f"memory of a step: {plain / 2**20:.0f} MiB, if malloc keeps it {kept / 2**20:.0f}, said {said / 2**20:.0f}")
+    assert plain < kept < said
+
+
+@pytest.mark.long
+@ONLY_LINUX
 @pytest.mark.parametrize(
     "shape, options",
     [
@@ -259,15 +287,7 @@ print(status("VmHWM") - before)
     ],
 )
 def test_the_estimate_is_near_the_measured_peak(shape: dict, options: dict, figure) -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", PEAK, repr(shape), repr(options)],
-        cwd=Path(train.__file__).parent,
-        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    measured, estimated = int(child.stdout), needed(shape, **options)
+    measured, estimated = measured_peak(shape, options), needed(shape, **options)
     assert measured > 200 * 2**20
     figure(f"memory of a step: {measured / 2**20:.0f} MiB, estimated {estimated / measured - 1:+.0%}")
     assert abs(estimated / measured - 1) < 0.15

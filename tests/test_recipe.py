@@ -47,14 +47,15 @@ def test_a_cpu_gets_the_quickstart_for_a_large_text(tmp_path: Path) -> None:
     path = text_of(100, tmp_path)
     config = read("--data.source", path, "--train.device", "cpu")
     assert config.model == QUICKSTART.model
-    assert config.train == replace(QUICKSTART.train, device="cpu", out_dir="out/text", eval_tokens=200_000)
+    own = {"device": "cpu", "out_dir": "out/text", "eval_tokens": 200_000, "eval_every": 100, "checkpoint_every": 100}
+    assert config.train == replace(QUICKSTART.train, **own)
     assert config.data == DataConfig(str(path), "bpe:4096", val_fraction=QUICKSTART.data.val_fraction)
-    assert config.why == "for a text of 100.0 MB: 4 layers of 128, bpe:4096, 400 steps, which read a part of it"
+    assert config.why == "for a text of 100.0 MB: 4 layers of 128, bpe:4096, 480 steps, which read a part of it"
 
 
 @pytest.mark.parametrize(
     "megabytes, tokenizer, steps",
-    [(0.01, "bytes", FEWEST_STEPS), (0.3, "bpe:1024", 234), (0.6, "bpe:1024", 400), (1.1, "bpe:4096", 400)],
+    [(0.01, "bytes", FEWEST_STEPS), (0.3, "bpe:1024", 234), (0.6, "bpe:1024", 469), (1.1, "bpe:4096", 480)],
 )
 def test_a_small_text_is_not_read_for_ever(tmp_path: Path, megabytes: float, tokenizer: str, steps: int) -> None:
     config = read("--data.source", text_of(megabytes, tmp_path), "--train.device", "cpu")

@@ -210,6 +210,12 @@ class Ranks:
         dist.all_gather(list(every), mine)
         return every.T.flatten()
 
+    def order(self) -> str:
+        """What decides in which order gradients are added: how many ranks, and which; "any" if it does not matter."""
+        if self.config.deterministic and self.config.parallel == "ddp":
+            return "any"
+        return f"{self.world}, {self.config.parallel}" if self.world > 1 else "1"
+
     def any(self, condition: object) -> bool:
         """Whether it holds on at least one rank; the hosts agree, no device is waited for."""
         if self.world == 1:

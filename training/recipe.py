@@ -36,7 +36,7 @@ SHAPES = {
     12: Shape(768, 6, 1024, 8000.0, 32, 4),
 }
 TOKENS_PER_PARAMETER, EPOCHS, FEWEST_STEPS, EVALUATIONS = 20, 4, 100, 20
-TOKENS_ON_CPU, EVAL_TOKENS_ON_CPU = 819_200, 200_000
+TOKENS_ON_CPU, EVAL_TOKENS_ON_CPU = 983_040, 200_000
 VOCABULARIES = {100_000: "bytes", 1_000_000: "bpe:1024", 500_000_000: "bpe:4096", math.inf: "bpe:32768"}
 BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:1024": 2.5}  # in English or source code; all others: 3.5
 

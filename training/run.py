@@ -135,7 +135,7 @@ class Run:
             before = read_json(self.resumed_from / "manifest.json").get("environment")
             before = before if isinstance(before, dict) else {}
             changed = [
-                f"{key} {before.get(key)} -> {now}" for key, now in environment.items() if before.get(key) != now
+                f"{key} {before[key]} -> {now}" for key, now in environment.items() if before.get(key, now) != now
             ]
             if changed:
                 print(visible(f"the last bits will differ from those of a run without a break: {', '.join(changed)}"))
