@@ -63,7 +63,10 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """GPT-2's initialisation; what feeds the residual stream is scaled by its number of additions."""
+        """GPT-2's initialisation; what feeds the residual stream is scaled by its number of additions.
+
+        Raises ModelError for a vector of which this does not know how it begins.
+        """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -71,6 +74,8 @@ class GPT(nn.Module):
                 nn.init.ones_(parameter)
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
+            elif parameter.dim() < 2:
+                raise ModelError(f"give {name} its first value in GPT.init_weights of model/gpt.py")
             else:
                 nn.init.normal_(parameter, std=0.02)
 

@@ -1,5 +1,6 @@
 """Our configurations and tensors under the names and shapes of `transformers`, so that a checkpoint opens there too."""
 
+import re
 from dataclasses import asdict
 
 import torch
@@ -175,9 +176,10 @@ def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[
                 tensors[f"transformer.h.{layer}.attn.c_attn.{parameter}"] = transpose(joined)
                 left.difference_update(qkv)
     if left:
-        raise ModelError(f"no checkpoint could hold {min(left)}: give it a name in NAMES of model/huggingface.py")
+        where = f"NAMES[{config.family!r}] in model/huggingface.py"
+        raise ModelError(f"no checkpoint could hold {min(left)}: give it a name in {where}")
     if config.family == "gpt2" and not config.bias:
-        for name in [name for name in tensors if name.startswith(("transformer.h", "transformer.ln"))]:
+        for name in [name for name in tensors if re.search(r"\.(ln_.|c_attn|c_proj|c_fc)\.weight$", name)]:
             bias = name.removesuffix("weight") + "bias"
             tensors[bias] = torch.zeros(tensors[name].shape[-1:], dtype=tensors[name].dtype)
     return tensors

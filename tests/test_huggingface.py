@@ -293,16 +293,19 @@ def test_a_context_that_was_stretched_is_kept() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_weight_without_a_name_there_is_refused_before_training(
-    family: str, run, tmp_path: Path, monkeypatch
+@pytest.mark.parametrize(
+    "shape, reason", [((3,), "give {} its first value in GPT.init_weights"), ((3, 1), "no checkpoint could hold {}")]
+)
+def test_a_weight_that_nobody_knows_is_refused_before_training(
+    family: str, shape: tuple[int, ...], reason: str, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Slopes(CausalSelfAttention):
         def __init__(self, *arguments: object, **options: object):
             super().__init__(*arguments, **options)
-            self.slopes = torch.nn.Parameter(torch.ones(3))
+            self.slopes = torch.nn.Parameter(torch.ones(shape))
 
     monkeypatch.setattr("model.gpt.CausalSelfAttention", Slopes)
     (tmp_path / "text.txt").write_text("To be, or not to be. " * 50)
     options = ("--data.source", tmp_path / "text.txt", "--data.tokenizer", "bytes", "--model.family", family)
     result = run(train, *options, "--model.n_embd", 24, "--train.max_steps", 1, "--train.out_dir", tmp_path / "out")
-    assert result.exit_code == 2 and "no checkpoint could hold blocks.0.attention.slopes" in result.err
+    assert result.exit_code == 2 and reason.format("blocks.0.attention.slopes") in result.err
