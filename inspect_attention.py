@@ -89,7 +89,8 @@ class Options:
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
     """A file to write, any number of times: .png, .svg, .html, .npz, .safetensors, .csv or .json."""
     sort: Sort = "auto"
-    """The column that orders the table. auto: sink, prev, dup or ind, whichever a head has most of."""
+    """The column that orders the table. auto: loss with --ablate, else sink, prev, dup or ind, whichever a head has
+    most of."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -181,7 +182,8 @@ def inspect(options: Options) -> None:
         print(f"        {looks[-1].note}", flush=True)
     width = shutil.get_terminal_size().columns
     print(f"\n{looks[-1].name}{', on average' if len(text.measured) > 1 else ''}")
-    print(terminal.table(looks[-1].scores, heads, options.sort, width))
+    sort = "loss" if options.sort == "auto" and options.ablate else options.sort
+    print(terminal.table(looks[-1].scores, heads, sort, width))
     for head in heads if options.heads else []:
         print(f"\nhead {terminal.name_of(head)}: a line is a query, a letter is a key, in the order of the lines")
         print(terminal.triangle(looks[-1].att.pattern(*head)[0].cpu(), labels, width))

@@ -69,7 +69,8 @@ def options_in(file: Path) -> list[str]:
     except FileNotFoundError:
         raise ConfigError("no such file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"not a TOML file: {error}") from None
+        hint = "" if file.suffix == ".toml" else f"; if it is a text to train on: --data.source {file}"
+        raise ConfigError(f"not a TOML file: {error}{hint}") from None
     options = []
     for table, content in tables.items():
         if not isinstance(content, dict):

@@ -129,7 +129,7 @@ def test_a_prepared_text_keeps_its_tokenizer(tmp_path: Path, corpus_file: Path) 
 def test_what_was_chosen_is_said_and_kept(run, tmp_path: Path, corpus_file: Path) -> None:
     options = ("--data.source", corpus_file, "--train.out_dir", tmp_path / "run", "--train.max_steps", 3)
     result = run(train, *options, "--model.n_embd", 40, "--train.device", "cpu")
-    said = "for a text of 0.0 MB: 4 layers of 40, bytes, 3 steps, which read it 1.6 times"
+    said = "for a text of 3.9 kB: 4 layers of 40, bytes, 3 steps, which read it 1.6 times"
     assert result.out.startswith(f"config: {said}\n")
     again = parse(train.Config, [], tmp_path / "run" / "config.toml")
     assert (again.model.n_layer, again.model.n_embd, again.data.tokenizer) == (4, 40, "bytes") and not again.why

@@ -51,8 +51,11 @@ class Progress:
         self.lap()
         yield
         now = time.perf_counter()
+        took = now - self.lap_began
+        self.line.start_t += took  # the line's clock stops too
+        self.line.last_print_t += took
         if self.warm is None:  # so early nothing else is done
-            self.first_evaluation = now - self.lap_began
+            self.first_evaluation = took
         self.lap_began = now
 
     def lap(self) -> None:

@@ -113,7 +113,8 @@ def describe(model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes
     """A run on a text in a line."""
     num_tokens = count_tokens(num_bytes, data)
     times = train.max_steps * step_tokens(model, train) / num_tokens if num_tokens else math.nan
-    size = f"{num_bytes / 1e6:,.1f} MB" if math.isfinite(num_bytes) else "an unknown size"
+    size = f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.1f} kB"
+    size = size if math.isfinite(num_bytes) else "an unknown size"
     read = (
         "" if math.isnan(times) else f", which read it {times:.1f} times" if times > 1 else ", which read a part of it"
     )
