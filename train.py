@@ -233,7 +233,7 @@ def train(config: Config, ranks: Ranks) -> None:
             step = state["step"]
             if (step % c.eval_every == 0 or step == c.max_steps) and step != run.evaluated:
                 guard.check()
-                with progress.paused(), autocast(device, dtype):
+                with progress.paused("evaluating"), autocast(device, dtype):
                     text = sample(model, corpus.tokenizer, prompt, c.sample_tokens, partial(ranks.any, interrupt))
                     val_loss = evaluate(loss_fn, model, c.batch_size, val_tokens, interrupt, ranks)
                     if val_loss is not None:
@@ -244,7 +244,7 @@ def train(config: Config, ranks: Ranks) -> None:
             if (stopping or (step % c.checkpoint_every == 0 and step > 0)) and step != run.resumed_step:
                 guard.check()
                 log_spike()
-                with progress.paused():
+                with progress.paused("saving"):
                     run.save(model, optimizer, scaler)
                     ranks.wait_for_first()
             if stopping:

@@ -742,7 +742,7 @@ def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> Non
         for _ in range(4):
             now[0] += 2.0
             progress.step()
-        with progress.paused():
+        with progress.paused("evaluating"):
             now[0] += 50.0
         speed = progress.speed(loss=1.0)
     assert state == {"step": 4, "train_seconds": 13.0}
@@ -762,7 +762,7 @@ def test_the_time_to_come_is_told_once_from_steps_that_are_warm(monkeypatch: pyt
         state = {"step": first_step, "train_seconds": 5.0}
         with Progress(state, 29, 7, tokens_per_step=1001, peak_tokens_per_second=math.nan, device=cpu) as progress:
             if evaluates:
-                with progress.paused():
+                with progress.paused("evaluating"):
                     now[0] += 8.75  # as at steps 7, 14, 21, 28 and 29
             for seconds in (90.0, *9 * [2.0]):
                 now[0] += seconds

@@ -1,10 +1,12 @@
 """The certificate of a run: what it is about to train was asked whether it sees the future, and it does not."""
 
+import sys
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from model import GPT
 from model.causality import check_causality
@@ -21,15 +23,24 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
     """
     device, T = model.lm_head.weight.device, model.config.context_length
 
+    interval = 0.1 if sys.stderr.isatty() else 10  # seconds between two drawings, as of the training's own line
+    bar = tqdm(desc="causal: asking", unit=" calls", leave=False, delay=1, mininterval=interval)
+
     def forward(idx: Tensor) -> Tensor:
+        bar.update()
         with autocast(device, dtype):
             return model(idx)
 
     def decode(idx: Tensor) -> Tensor:
+        bar.update()
         caches = model.new_cache(len(idx), T)
         parts = idx.tensor_split(sorted({1, 3, T // 2, T // 2 + 1}), dim=1)  # long ones, short ones, single tokens
         with autocast(device, dtype if is_part(model.lm_head.weight) else torch.float32):  # fsdp has no others
             return model.logits(torch.cat([model.hidden(part, caches) for part in parts if part.size(1)], dim=1))
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        bar.update()
+        return loss_fn(model, inputs, targets)
 
     began = time.perf_counter()
     outcome = check_causality(
@@ -38,10 +49,11 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
         T,
         module=model,
         others=[decode],
-        loss_fn=lambda inputs, targets: loss_fn(model, inputs, targets),
+        loss_fn=loss,
         batch_size=batch_size,
         mask=None,  # the triangle; a layer with a window has another: see `check_causality`
     )
+    bar.close()
     if not outcome:
         meant = "; if that is meant, see `mask` in training/certificate.py" if "blind" in outcome.finding else ""
         raise TrainError(f"refusing to train: {outcome.finding}{meant}")

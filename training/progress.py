@@ -36,7 +36,8 @@ class Progress:
         self.estimated = False
         self.peak_tokens_per_second = peak_tokens_per_second  # of all devices together; nan if unknown
         self.logged, self.lap_began = dict(state), time.perf_counter()
-        interval = 0.1 if sys.stderr.isatty() else 10  # seconds between two drawings; a log file needs few
+        self.is_watched = sys.stderr.isatty()
+        interval = 0.1 if self.is_watched else 10  # seconds between two drawings; a log file needs few
         self.line = tqdm(total=max_steps, initial=state["step"], unit="step", dynamic_ncols=True, mininterval=interval)
 
     def __enter__(self) -> "Progress":
@@ -46,10 +47,12 @@ class Progress:
         self.line.close()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop the clock for a while."""
+    def paused(self, doing: str) -> Iterator[None]:
+        """Stop the clock for a while, and tell who watches what is done meanwhile."""
         self.lap()
+        self.line.set_description_str(doing, refresh=self.is_watched)
         yield
+        self.line.set_description_str("", refresh=False)
         now = time.perf_counter()
         took = now - self.lap_began
         self.line.start_t += took  # the line's clock stops too
