@@ -161,15 +161,14 @@ def test_kill_9_while_data_is_prepared(tmp_path: Path, kills: int, figure: Calla
     began = time.perf_counter()
     expected = content(tmp_path / "straight")
     seconds, killed, noted, directory = time.perf_counter() - began, 0, 0, tmp_path / "killed"
-    while killed < kills:
+    while killed < kills or not noted:  # some have to go on from what was noted
         shutil.rmtree(directory, ignore_errors=True)
         in_child(partial(content, directory), choose.uniform(0, seconds))
         killed += (tmp_path / "killed.tmp").exists()
         noted += (tmp_path / "killed.tmp" / "progress.json").exists()
         assert content(directory) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "first", "killed", "straight"]
-    assert noted > 0
-    figure(f"{kills} kill -9 while data was prepared, {noted} with progress noted: all ended in the same bytes")
+    figure(f"{killed} kill -9 while data was prepared, {noted} with progress noted: all ended in the same bytes")
 
 
 # What the three promises are worth: with a mistake in saving or resuming, one of them is broken.
