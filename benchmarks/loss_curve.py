@@ -1,6 +1,7 @@
 """Draw the validation loss of runs over their training time.
 
-python benchmarks/loss_curve.py out/quickstart out/shakespeare_char_cpu curve.svg
+As in:
+    python benchmarks/loss_curve.py out/quickstart out/shakespeare_char_cpu curve.svg
 """
 
 import json

@@ -5,7 +5,7 @@
 The code goes into a Python console line by line, as if it were pasted there. Two figures are of trained models, which
 these commands make again from their runs (the README says which those are):
 
-    python inspect_attention.py out/shakespeare_char_cpu -o docs/heads.png
+    python inspect_attention.py out/shakespeare_char_cpu --ablate zero -o docs/heads.png
     python benchmarks/loss_curve.py out/quickstart out/shakespeare_char_cpu out/shakespeare_char_cpu_nanogpt_rate \
         out/shakespeare_char_fast docs/loss_curve.svg
 """

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 import training.run
+from configs import ConfigError
 from tests.conftest import metrics, often, same_bits, tiny_run, weights
 from tests.ranks import train_on
+from training.config import TrainConfig
+from training.distributed import Ranks, said_by_first
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = {"train__grad_accum_steps": 4, "model__dropout": 0.1}
@@ -240,3 +243,18 @@ def test_two_nodes_begin_again_together(tmp_path: Path, corpus_file: Path) -> No
     assert ends == [0, 0], (tmp_path / "said").read_text()
     assert "resumed from" in (tmp_path / "said").read_text()
     assert (out / "checkpoints" / "step-00000040").is_dir()
+
+
+@pytest.mark.parametrize(
+    "options, order", [({}, "1"), ({"deterministic": True}, "any"), ({"deterministic": True, "parallel": "fsdp"}, "1")]
+)
+def test_what_decides_the_order_of_sums(options: dict, order: str) -> None:
+    assert Ranks(TrainConfig(**options)).order() == order
+
+
+@pytest.mark.parametrize("rank, said", [("0", True), ("1", False)])
+def test_a_wrong_option_is_said_once_on_each_node(rank: str, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with pytest.raises(ConfigError if said else SystemExit), said_by_first():
+        raise ConfigError("no such file")
