@@ -26,11 +26,11 @@ from typing import Literal
 
 import tyro
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from configs import ConfigError, parse, run_script
+
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from configs import ConfigError, parse, run_script  # noqa: E402
-
 MEASURES = {"val_loss": "nats a token", "val_bits_per_byte": "bits a byte"}
 CONFIDENCE = 0.95
 

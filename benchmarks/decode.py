@@ -11,7 +11,6 @@ All ways continue the same random prompt by the likeliest tokens of the same ran
 first that differs: rounding decides between two tokens that are nearly as likely.
 """
 
-import json
 import statistics
 import sys
 import time
@@ -26,9 +25,10 @@ import tyro
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from model import GPT, GPTConfig  # noqa: E402
-from model.huggingface import config_to_huggingface, tensors_to_huggingface  # noqa: E402
-from training.device import find_device  # noqa: E402
+from benchmarks.record import Record, describe_machine
+from model import GPT, GPTConfig
+from model.huggingface import config_to_huggingface, tensors_to_huggingface
+from training.device import find_device
 
 Way = Callable[[Tensor, int], Tensor]
 
@@ -111,9 +111,9 @@ def measure(ways: dict[str, Way], idx: Tensor, new: int, repeats: int) -> dict[s
         first, whole = statistics.median(firsts), statistics.median(wholes)
         common = (texts[name] == reference).long().cumprod(dim=1).sum(dim=1)
         results[name] = {
-            "first_token_seconds": first,
-            "ms_per_token": 1e3 * (whole - first) / (new - 1),
-            "tokens_per_second": len(idx) * new / whole,
+            "tokens/s": len(idx) * new / whole,
+            "ms a token": 1e3 * (whole - first) / (new - 1),
+            "first token s": first,
             "same": common.min().item(),
         }
     return results
@@ -121,9 +121,8 @@ def measure(ways: dict[str, Way], idx: Tensor, new: int, repeats: int) -> dict[s
 
 def main(options: Options) -> None:
     device = find_device(options.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    machine = {"device": f"{device.type}, {name}", "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-    machine["transformers"] = transformers.__version__
+    machine = describe_machine(device.type) | {"transformers": transformers.__version__}
+    record = Record(options.out, machine)
     print(machine)
     torch.manual_seed(0)
     tiny = GPTConfig(n_layer=2, n_head=3, n_embd=48, vocab_size=211, context_length=64)
@@ -134,9 +133,7 @@ def main(options: Options) -> None:
         for way, result in measure(ways, idx, new, options.repeats).items():
             what = {"way": way, "batch": batch, "prompt": prompt, "new": new}
             print(f"{f'batch {batch}, {way}':35s} " + "  ".join(f"{key} {value:.4g}" for key, value in result.items()))
-            if options.out:
-                with open(options.out, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(what | result | machine) + "\n")
+            record(what | result)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import tyro
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.record import Record, describe_machine
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -52,7 +55,9 @@ def tokens_per_second(launcher: list[str], options: Options, more: list[str]) ->
         arguments = [str(options.config), "--train.out_dir", directory, "--train.max_steps", str(options.steps)]
         arguments += ["--train.eval_every", "999999", "--train.checkpoint_every", "999999"]
         arguments += ["--train.eval_tokens", "1000", "--train.log_every", str(every), *more]
-        subprocess.run([*launcher, "train.py", *arguments], cwd=ROOT, check=True, capture_output=True)
+        done = subprocess.run([*launcher, "train.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
         lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
     return statistics.median([line["tokens_per_second"] for line in lines if "train_loss" in line][1:])
 
@@ -69,14 +74,11 @@ def main(options: Options) -> None:
     for _ in range(options.turns):
         for way, (launcher, more) in ways.items():
             speeds[way].append(tokens_per_second(launcher, options, more))
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, threads {torch.get_num_threads()}"
-    machine = {"device": device, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    record = Record(options.out, describe_machine("cuda" if torch.cuda.is_available() else "cpu"))
     for way, values in speeds.items():
         result = {"way": way, "tokens_per_second": statistics.median(values), "least": min(values), "most": max(values)}
         print(f"{way:16s} {result['tokens_per_second']:12,.0f} tokens/s ({min(values):,.0f} to {max(values):,.0f})")
-        if options.out:
-            with open(options.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps({**result, **machine}) + "\n")
+        record(result)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Ways to run:
     python benchmarks/gpu.py --tiny               everything small, on any machine
 """
 
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -18,13 +17,14 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from inspection import capture  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
-from model.attention import Attend, attention_weights, make_causal_mask  # noqa: E402
-from train import next_token_loss  # noqa: E402
-from training.certificate import certify  # noqa: E402
-from training.config import TrainError  # noqa: E402
-from training.device import find_device  # noqa: E402
+from benchmarks.record import Record, describe_machine
+from inspection import capture
+from model import GPT, GPTConfig
+from model.attention import Attend, attention_weights, make_causal_mask
+from train import next_token_loss
+from training.certificate import certify
+from training.config import TrainError
+from training.device import find_device
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,12 @@ def synchronize(device: torch.device) -> None:
 
 def main(options: Options) -> None:
     device = find_device("auto")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-    machine = {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    machine = describe_machine(device.type)
+    record = Record(options.out, machine)
 
     def report(what: str, result: dict) -> None:
         print(f"{what:58s} " + "  ".join(f"{key} {value:.4g}" for key, value in result.items()))
-        if options.out:
-            with open(options.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"what": what, **result, **machine}) + "\n")
+        record({"what": what, **result})
 
     print(machine)
     torch.manual_seed(0)

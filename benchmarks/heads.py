@@ -10,8 +10,6 @@ Each measurement is a process of its own. Extra memory is the peak of what was r
 was when the model stood there. Eager is `transformers` with output_attentions, which returns all T x T weights.
 """
 
-import json
-import platform
 import resource
 import statistics
 import sys
@@ -31,21 +29,22 @@ from typing import Literal
 import torch
 import tyro
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.record import Record, describe_machine
+from data.tokenizer import encode, load_tokenizer
+from inspection import capture, influence, rollout
+from inspection.metrics import measure
+from inspection.page import Snapshot, write_page
+from inspection.watch import HeadWatch
+from model import GPT, GPTConfig
+from model.checkpoint import find_checkpoint
+from train import next_token_loss, read_config
+from training.config import TrainConfig
+from training.device import autocast
+from training.optimizer import make_optimizer
+
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from data.tokenizer import encode, load_tokenizer  # noqa: E402
-from inspection import capture, influence, rollout  # noqa: E402
-from inspection.metrics import measure  # noqa: E402
-from inspection.page import Snapshot, write_page  # noqa: E402
-from inspection.watch import HeadWatch  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
-from model.checkpoint import find_checkpoint  # noqa: E402
-from train import next_token_loss, read_config  # noqa: E402
-from training.config import TrainConfig  # noqa: E402
-from training.device import autocast  # noqa: E402
-from training.optimizer import make_optimizer  # noqa: E402
-
 SMALL = {"n_layer": 2, "n_head": 3, "n_embd": 48, "vocab_size": 211}
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257}
 MEMORY_TARGET, SHARE_TARGET = 1e9, 0.01  # bytes at 4,096 tokens; of a step's time
@@ -281,25 +280,10 @@ def page_sizes(shape: dict | None, T: int) -> dict:
     return result
 
 
-def cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def main(options: Options) -> None:
     device, tiny = options.device, options.tiny
-    name = device if device == "cpu" else torch.cuda.get_device_name()
-    machine = {"cpu": cpu_name(), "device": name, "torch": torch.__version__}
-    machine |= {"threads": torch.get_num_threads(), "date": time.strftime("%Y-%m-%d")}
-    print(", ".join(f"{name} {value}" for name, value in machine.items()))
-
-    def record(what: str, result: dict) -> dict:
-        if options.out:
-            with open(options.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"what": what, **result, **machine}) + "\n")
-        return result
+    record = Record(options.out, describe_machine(device))
+    print(", ".join(f"{name} {value}" for name, value in record.machine.items()))
 
     if "scores" in options.parts:
         tabulate_scores(record, SMALL if tiny else GPT2, [32] if tiny else [512, 1024, 2048, 4096], device)
@@ -309,7 +293,7 @@ def main(options: Options) -> None:
         tabulate_pages(record, tiny)
 
 
-def tabulate_scores(record: Callable[[str, dict], dict], shape: dict, lengths: list[int], device: str) -> None:
+def tabulate_scores(record: Record, shape: dict, lengths: list[int], device: str) -> None:
     size = f"{shape['n_layer']} x {shape['n_head']} of width {shape['n_embd']}"
     print(f"\nScores of all heads, {size} with random weights, on T tokens:")
     print("    T  way    seconds  = model + scores + verify   extra peak   all T x T")
@@ -317,9 +301,8 @@ def tabulate_scores(record: Callable[[str, dict], dict], shape: dict, lengths: l
         weights = shape["n_layer"] * shape["n_head"] * T * T * 4 / 1e6
         for way, work in {"ours": score_ours, "eager": score_eager}.items():
             setting = {"way": way, "tokens": T, **shape}
-            result = record(
-                "scores", setting | alone(work, shape, T, device, 5 if T <= 1024 else 3 if T <= 2048 else 2)
-            )
+            repeats = 5 if T <= 1024 else 3 if T <= 2048 else 2
+            result = record({"what": "scores"} | setting | alone(work, shape, T, device, repeats))
             if "skipped" in result:
                 print(f"{T:5}  {way:6} not measured: {result['skipped']}")
                 continue
@@ -338,7 +321,7 @@ def tabulate_scores(record: Callable[[str, dict], dict], shape: dict, lengths: l
         print(target)
 
 
-def tabulate_training(record: Callable[[str, dict], dict], tiny: bool, device: str) -> None:
+def tabulate_training(record: Record, tiny: bool, device: str) -> None:
     quickstart = read_config([])
     vocab_size = int(quickstart.data.tokenizer.removeprefix("bpe:"))
     runs = {
@@ -351,7 +334,9 @@ def tabulate_training(record: Callable[[str, dict], dict], tiny: bool, device: s
     print("model         context  batch    step s  summary s   every    share of steps")
     for name, (config, options) in runs.items():
         setting = {"model": name, "context": config.context_length, "batch": options.batch_size}
-        result = record("training", setting | alone(train_and_look, config, options, device, 2 if tiny else 7))
+        result = record(
+            {"what": "training"} | setting | alone(train_and_look, config, options, device, 2 if tiny else 7)
+        )
         share = result["share"]
         print(
             f"{name:12} {config.context_length:8} {options.batch_size:6} {result['step_seconds']:9.3f} "
@@ -362,7 +347,7 @@ def tabulate_training(record: Callable[[str, dict], dict], tiny: bool, device: s
     print(f"target: under {SHARE_TARGET:.0%} of the time of the steps in between")
 
 
-def tabulate_pages(record: Callable[[str, dict], dict], tiny: bool) -> None:
+def tabulate_pages(record: Record, tiny: bool) -> None:
     shape = SMALL if tiny else GPT2
     cases = [("random", shape, T) for T in ((8,) if tiny else (64, 256, 512))]
     if not tiny and QUICKSTART.is_dir():
@@ -371,7 +356,7 @@ def tabulate_pages(record: Callable[[str, dict], dict], tiny: bool) -> None:
     print(f"and keys {SHARPER:g} times as large as usual), and of out/quickstart, if it is there:")
     print("weights       T  entropy     ours     whole   B/weight  head_view  model_view")
     for weights, of, T in cases:
-        result = record("pages", {"from": weights} | alone(page_sizes, of, T))
+        result = record({"what": "pages", "from": weights} | alone(page_sizes, of, T))
         whole, ours = result["whole_page_bytes"], f"{result['page_bytes'] / 1e6:.2f}"
         sizes = (result.get(f"{view}_bytes") for view in ("head_view", "model_view"))
         theirs = [f"{size / 1e6:.2f}" if size else "-" for size in sizes]

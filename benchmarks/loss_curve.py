@@ -12,7 +12,7 @@ import matplotlib
 import tyro
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 
 @dataclass(frozen=True)

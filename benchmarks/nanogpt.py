@@ -3,7 +3,7 @@
     python benchmarks/nanogpt.py input.txt --learning_rate 1e-3
 
 trains the small model of its README for a CPU on the characters of a text, and prints JSON: the seconds of the loop,
-and the loss over all validation characters, which is measured when the clock has stopped.
+and the loss over all validation characters, which is measured while the clock stands still.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -174,6 +175,7 @@ def exact_loss(model: NanoGPT, tokens: Tensor) -> float:
     windows = [*zip(*rows, strict=True), (tokens[None, whole:-1], tokens[None, whole + 1 :])]
     model.eval()
     total = sum(model(x.to(device), y.to(device))[1].item() * y.numel() for x, y in windows if y.numel())
+    model.train()
     return total / (len(tokens) - 1)
 
 
@@ -182,6 +184,7 @@ def main() -> None:
     parser.add_argument("text", type=Path, help="file whose last tenth validates")
     parser.add_argument("--learning_rate", type=float, default=1e-3, help="README: 1e-3; 4e-3 is better")
     parser.add_argument("--max_steps", type=int, default=2000)
+    parser.add_argument("--eval_every", type=int, default=0, help="steps; 0: at the end only. No part of the time")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or mps")
     parser.add_argument("--seed", type=int, default=1337)
     options = parser.parse_args()
@@ -192,21 +195,27 @@ def main() -> None:
     ids = {character: number for number, character in enumerate(sorted(set(text)))}
     tokens = np.array([ids[character] for character in text], dtype=np.uint16)
     split = int(0.9 * len(tokens))
+    validation = torch.from_numpy(tokens[split:].astype(np.int64))
     model = NanoGPT(Config(vocab_size=len(ids))).to(options.device)
     cuda = model.head.weight.is_cuda
-    times = []  # at the end of the first step, which compiles and is not counted, and of the last
+    seconds, curve, began = 0.0, [], time.perf_counter()
     with TemporaryDirectory() as directory:
         path = Path(directory) / "train.bin"
         tokens[:split].tofile(path)
         optimizer = make_optimizer(model, options.learning_rate)
         parts = training(model, optimizer, path, 12, options.learning_rate, options.max_steps, compiled=cuda)
-        for number, _ in enumerate(parts, 1):
-            if number in (len(PARTS), len(PARTS) * options.max_steps):
-                if cuda:
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter())
-    loss = exact_loss(model, torch.from_numpy(tokens[split:].astype(np.int64)))
-    print(json.dumps({"loop_seconds": times[-1] - times[0], "loss": loss}))
+        for step, _ in enumerate(islice(parts, len(PARTS) - 1, None, len(PARTS)), 1):
+            evaluates = step == options.max_steps or options.eval_every and step % options.eval_every == 0
+            if not (step == 1 or evaluates):
+                continue
+            if cuda:
+                torch.cuda.synchronize()
+            if step > 1:  # the first step compiles, and does not count
+                seconds += time.perf_counter() - began
+            if evaluates:
+                curve.append((seconds, exact_loss(model, validation)))
+            began = time.perf_counter()
+    print(json.dumps({"loop_seconds": seconds, "loss": curve[-1][1], "curve": curve}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ the file, tokenises, splits, writes, syncs and hashes; tiktoken alone has the do
 import json
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.record import Record, cpu_name, describe_machine
 from data.prepare import DataConfig, prepare
 from data.sources import files
 from data.tokenizer import load_tokenizer
@@ -111,14 +111,16 @@ def main(options: Options) -> None:
     name, megabytes, repeats = options.tokenizer, options.megabytes, options.repeats
     if options.tiny:
         name, megabytes, repeats = "bpe:300", 0.05, 1
-    print(f"{name}, {megabytes:.4g} MB, {os.cpu_count()} cores of {platform.processor() or platform.machine()}")
+    print(f"{name}, {megabytes:.4g} MB, {os.cpu_count()} cores of {cpu_name()}")
     print("| what | workers | tokens/s | tokens/s a worker | MB/s |\n|---|---|---|---|---|")
+    results = []
     for result in measure(name, megabytes, repeats):
         speed, workers = result["tokens/s"], result["workers"]
         print(f"| {result['what']} | {workers} | {speed:,.0f} | {speed / workers:,.0f} | {result['MB/s']:.1f} |")
-        if options.out:
-            with open(options.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
+        results.append(result)
+    record = Record(options.out, describe_machine())  # not before: it imports torch, and tokenising has no use for that
+    for result in results:
+        record(result)
 
 
 if __name__ == "__main__":

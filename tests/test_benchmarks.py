@@ -63,14 +63,14 @@ def test_decoding_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [result["batch"] for result in results] == [1] * 4 + [3] * 4
     for result in results:
         assert {"device", "torch", "transformers", "date"} <= set(result)
-        assert result["first_token_seconds"] > 0 and result["tokens_per_second"] > 0
+        assert result["first token s"] > 0 and result["tokens/s"] > 0
         assert "bfloat16" in result["way"] or result["same"] == result["new"] == 7
 
 
 HERE = Bench(torch.device("cpu"), torch.float32, tiny=True)
 
 
-DIFFERENCES = {"loss above", "ms_per_token", "ms a token"}  # of numbers this small, they may have any sign
+DIFFERENCES = {"loss above", "ms a token"}  # of numbers this small, they may have any sign
 
 
 def measured(stage: str) -> dict[str, dict]:
@@ -158,13 +158,13 @@ def test_decoding_beside_nanogpt_is_measured() -> None:
 @pytest.mark.long
 def test_time_to_loss_is_measured() -> None:
     results = measured("loss")
-    assert {"nanoGPT, rate 0.001", "nanoGPT, rate 0.004", "ours, fast, seed 1"} <= results.keys()
-    ours, theirs = results["ours, fast, seed 1"], results["nanoGPT, rate 0.001"]
-    assert results["times faster than rate 0.001"] == {
-        "loop": theirs["loop s"] / ours["loop s"],
-        "process": theirs["process s"] / ours["process s"],
-        "loss above": ours["loss"] - theirs["loss"],
-    }
+    ours, theirs = results["ours, fast, seed 1"], results["nanoGPT, its README's rate"]
+    expected = {"loop": theirs["loop s"] / ours["loop s"], "process": theirs["process s"] / ours["process s"]}
+    if results["nanoGPT, rate 0.004"]["loss"] <= theirs["loss"]:
+        there = results["nanoGPT, rate 0.004, until there"]
+        assert there["loss"] <= theirs["loss"]
+        expected["loop, rate 0.004"] = there["loop s"] / ours["loop s"]
+    assert results["ours, times faster"] == {**expected, "loss above": ours["loss"] - theirs["loss"]}
 
 
 @pytest.mark.long
