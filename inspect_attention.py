@@ -58,7 +58,7 @@ from inspection.metrics import DEFINITIONS
 from inspection.terminal import Head
 from model import GPT, GPTConfig
 from model.checkpoint import STEP, find_checkpoint, read_json
-from model.load import load_config
+from model.load import load_config, read_model
 from training.device import autocast, find_device
 from training.progress import Outliving
 
@@ -430,7 +430,7 @@ def label(tokenizer: Tokenizer, token: int) -> str:
 
 def load(directory: Path, device: torch.device, options: Options) -> GPT:
     """The model; its weights are as they were stored, unless float32 is asked for."""
-    return GPT.from_pretrained(directory, device, torch.float32 if options.dtype == "float32" else None)
+    return read_model(directory, device, torch.float32 if options.dtype == "float32" else None)
 
 
 def precision_of(directory: Path, options: Options) -> torch.dtype:

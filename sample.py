@@ -29,8 +29,9 @@ from tqdm import tqdm
 from configs import parse, read_prompt, run_script, visible
 from data import DataError
 from data.tokenizer import Tokenizer, encode, load_tokenizer, text_prefix, token_bytes
-from model import GPT, ModelError
+from model import ModelError
 from model.checkpoint import find_checkpoint, read_certificate
+from model.load import read_model
 from model.sampling import stream
 from training.device import find_device, weights_dtype
 
@@ -131,7 +132,7 @@ def main() -> None:
     directory = find_checkpoint(options.checkpoint)
     device = find_device(options.device)
     dtype = weights_dtype(options.dtype, device)
-    model = GPT.from_pretrained(directory, device, dtype)
+    model = read_model(directory, device, dtype)
     tokenizer = load_tokenizer(directory)
     if tokenizer.n_vocab > model.config.vocab_size:
         raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model {model.config.vocab_size}")

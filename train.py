@@ -43,7 +43,7 @@ from model.sampling import stream
 from training.certificate import certify
 from training.config import TrainConfig
 from training.device import (
-    advice_if_out_of_memory,
+    attention_kernel,
     autocast,
     choose_device,
     device_type,
@@ -52,10 +52,10 @@ from training.device import (
     set_seed,
 )
 from training.distributed import Ranks, job, joined, said_by_first
-from training.finetune import check_shape, config_of, find_shape, with_context
-from training.memory import chunked_loss, keep_freed_memory, memory_line
+from training.finetune import check_shape, config_of, describe_finetuning, find_shape, with_context
+from training.memory import advice_if_out_of_memory, chunked_loss, keep_freed_memory, memory_line
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule, where_it_broke
-from training.progress import Interrupt, Interrupted, Outliving, Progress, WorstLoss
+from training.progress import Interrupt, Interrupted, Outliving, Progress, WorstLoss, rehearse, time_line
 from training.recipe import choose_shape, choose_steps, describe, measure
 from training.run import Run
 from training.verify import verify_resume
@@ -79,7 +79,7 @@ class Config:
     model: Table[ModelConfig] = ModelConfig()
     data: Table[DataConfig] = DataConfig()
     train: Table[TrainConfig] = TrainConfig()
-    why: tyro.conf.Suppress[str] = ""  # so, if it was chosen for a text
+    why: tyro.conf.Suppress[str] = ""  # so: what was chosen, if no file says it
 
 
 def read_config(argv: list[str]) -> Config:
@@ -100,17 +100,21 @@ def read_config(argv: list[str]) -> Config:
         raise ConfigError(f"{asked.resume} is not the directory of a run: it has no config.toml")
     if asked.resume:
         return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], asked.resume / "config.toml")
-    may_choose = not (asked.config or asked.train.init_from or "RANK" in os.environ)
-    if asked.depth is not None and not may_choose:
+    has_one, has_text = asked.config or asked.train.init_from, asked.data.source != DataConfig.source
+    if asked.depth is not None and (has_one or "RANK" in os.environ):
         raise ConfigError("--depth chooses a configuration: not with another one, train.init_from or torchrun")
     file = asked.config or (FINETUNE if asked.train.init_from else QUICKSTART)
     config = parse(Config, argv, file)
-    if may_choose and (asked.depth is not None or asked.data.source != DataConfig.source):
-        config = choose(argv, config)
+    if not has_one and (has_text or asked.depth is not None):
+        if "RANK" in os.environ:  # ranks might see another text, or none when they begin again
+            config = replace(config, why=f"{QUICKSTART.name}: several processes choose none for a text")
+        else:
+            config = choose(argv, config)
     if init_from := config.train.init_from:
         shape = find_shape(init_from)
         config = parse(Config, argv, file, Config(model=with_context(shape), data=DataConfig(tokenizer="model")))
         check_shape(config.model, shape, config.data.tokenizer, init_from)
+        config = replace(config, why="" if asked.config else describe_finetuning(config.train))
     GPTConfig(**asdict(config.model))  # raises ModelError now, not after an hour of preparing data
     return config
 
@@ -157,9 +161,8 @@ def main() -> None:
     if config.verify_resume:
         verify_resume(config)
         return
-    advice = advice_if_out_of_memory(config.train.batch_size, config.train.grad_accum_steps, bool(config.resume))
     with redirect_stdout(Outliving(sys.stdout)), redirect_stderr(Outliving(sys.stderr)):
-        with joined(config.train) as ranks, advice:
+        with joined(config.train) as ranks, advice_if_out_of_memory(config.train, resumed=bool(config.resume)):
             train(config, ranks)
 
 
@@ -201,21 +204,32 @@ def train(config: Config, ranks: Ranks) -> None:
     keep_freed_memory(model, c, device)
     ranks.join(device, state["step"])
     ranks.place(model, device, dtype)
-    optimizer = make_optimizer(model, c)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run.restore(model, optimizer, scaler)
 
     # Compile the loss, not the module: the model stays a plain GPT to save, sample from and inspect.
     loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
     certificate = certify(model, loss_fn, dtype, c.batch_size)  # not a step with a model that sees the future
-    run.start(certificate, environment(device, dtype, compiled) | {"ranks": ranks.order()})
+    print(f"kernel: {(kernel := attention_kernel(model, dtype))}")
+    run.start(certificate, environment(device, dtype, compiled) | {"attention": kernel, "ranks": ranks.order()})
     training_loss = ranks.sharing_gradients(model, loss_fn)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     tokens_per_step = c.batch_size * c.grad_accum_steps * T
 
     def micro_batch_loss(loss_fn: Callable[..., Tensor], step: int, micro_batch: int) -> Tensor:
         set_seed(device, seed_for(c.seed, "dropout", step, micro_batch))
         inputs, targets = batches(step * c.grad_accum_steps + micro_batch, device)
         return loss_fn(model, inputs, targets) / tokens_per_step
+
+    def backward(step: int, micro_batch: int) -> Tensor:
+        loss = micro_batch_loss(training_loss, step, micro_batch)
+        scaler.scale(loss).backward()
+        return loss.detach()
+
+    if state["step"] < c.max_steps:
+        seconds = rehearse(model, c, partial(backward, state["step"]), ranks.micro_batches)
+        eval_batches = len(val_tokens) / T / c.batch_size
+        print(f"time:   {time_line(c, state['step'], run.evaluated, *seconds, eval_batches)}")
+    optimizer = make_optimizer(model, c)
+    run.restore(model, optimizer, scaler)
 
     def diagnose(step: int) -> str:
         again = partial(micro_batch_loss, partial(next_token_loss, dtype=dtype), step)
@@ -227,7 +241,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
     guard, worst = FiniteGuard(optimizer, device, diagnose), WorstLoss(device)
     peak = ranks.world * peak_tokens_per_second(model, device)
-    with Progress(state, c.max_steps, c.eval_every, tokens_per_step, peak, device) as progress:
+    with Progress(state, c.max_steps, tokens_per_step, peak, device) as progress:
         while True:
             # Measure and save, unless that was done before the run was resumed here.
             step = state["step"]
@@ -252,11 +266,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
             # One step: the mean loss over all tokens of grad_accum_steps micro-batches, then one update.
             set_schedule(optimizer, step, c)
-            losses = []
-            for micro_batch in ranks.micro_batches(model):
-                loss = micro_batch_loss(training_loss, step, micro_batch)
-                scaler.scale(loss).backward()
-                losses.append(loss.detach())
+            losses = [backward(step, micro_batch) for micro_batch in ranks.micro_batches(model)]
             train_loss = ranks.collect(losses).sum()
             scaler.unscale_(optimizer)
             grad_norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf))

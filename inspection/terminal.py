@@ -29,6 +29,7 @@ LEGEND = (
     "near > far: attention to itself, 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, more tokens\n"
     f"back, and to the first; letters from 0 to 1: '{GREY}'"
 )
+ERROR_NOTE = "s.e.≤: the largest standard error of a head in each column, over the texts"
 
 
 def label(token: bytes) -> str:
@@ -68,7 +69,7 @@ def table(scores: HeadScores, heads: list[Head], sort: str, width: int) -> str:
     if by[sort]:
         heads = sorted(heads, key=lambda head: -mean[by[sort]][head].nan_to_num(-math.inf))
     titles = [f"{title}↓" if name == by[sort] else title for name, (title, _) in columns.items()]
-    rows = [["head", "near > far", *titles]]
+    rows, notes = [["head", "near > far", *titles]], []
     for head in heads:
         cells = [number(mean[name][head], form) for name, (_, form) in columns.items()]
         if "ablation" in mean and not error["ablation"][head].isnan():
@@ -77,10 +78,11 @@ def table(scores: HeadScores, heads: list[Head], sort: str, width: int) -> str:
     largest = {name: max(error[name][head] for head in heads) for name in columns}
     if not all(value.isnan() for value in largest.values()):
         rows.append(["s.e.≤", "", *(number(value, ".1g") for value in largest.values())])
+        notes = [ERROR_NOTE]
     lines = aligned(rows)
     if len(lines[0]) > width:
-        return "\n".join(aligned([[row[0], *row[2:]] for row in rows]))
-    return "\n".join([*lines, LEGEND])
+        return "\n".join([*aligned([[row[0], *row[2:]] for row in rows]), *notes])
+    return "\n".join([*lines, LEGEND, *notes])
 
 
 def kind(mean: dict[str, Tensor], head: Head) -> str:

@@ -10,6 +10,7 @@ Tensors of more than 5 GB are in several files, with an index that says which is
 
 import hashlib
 import json
+import os
 import re
 import sys
 from collections import defaultdict
@@ -136,7 +137,10 @@ def find_checkpoint(path: Path) -> Path:
             return directory
         except ModelError as error:
             print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
-    raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one")
+    runs = sorted(path.absolute().parent.glob("*/checkpoints"), key=os.path.getmtime)
+    names = ", ".join(found.parent.name for found in runs[-5:])
+    beside = f": the latest runs beside it are {names}" if runs and not path.exists() else ""
+    raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one{beside}")
 
 
 def is_hub_name(path: str | Path) -> bool:
@@ -199,12 +203,15 @@ def verify(directory: Path) -> None:
 def read_certificate(directory: Path) -> str:
     """What training had found of the causality of this checkpoint's model, and where, in a line."""
     path = directory / "manifest.json"
-    manifest = read_json(path) if path.is_file() else {}
     try:
-        where = "{dtype} on {device}, torch {torch}".format(**manifest["environment"])
-        return f"{manifest['certificate']['causal']}, {where}"
+        return describe_certificate(read_json(path) if path.is_file() else {})
     except (KeyError, TypeError, AttributeError):
         return "unknown, the checkpoint has no certificate"
+
+
+def describe_certificate(manifest: dict) -> str:
+    """The certificate and where it was given, from a manifest, in a line. Raises KeyError where there is none."""
+    return "{}, {dtype} on {device}, torch {torch}".format(manifest["certificate"]["causal"], **manifest["environment"])
 
 
 def read_json(path: Path) -> dict:

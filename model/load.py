@@ -24,7 +24,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:
     """See GPT.from_pretrained."""
-    directory = find_checkpoint(Path(path))
+    return read_model(find_checkpoint(Path(path)), device, dtype)
+
+
+def read_model(directory: Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:
+    """The model of a directory that `find_checkpoint` has just found, whose files are not hashed once more."""
     with torch.device("meta"):  # no memory and no time for first weights that are not wanted
         model = GPT(load_config(directory))
     state = load_state(directory, model)

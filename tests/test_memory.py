@@ -183,13 +183,13 @@ def test_the_estimate_leaves_no_trace() -> None:
             140,
             False,
             "about 140.0 of 139.0 GiB, which may not be enough: try --train.activation_checkpointing true "
-            "or a smaller --train.batch_size with more --train.grad_accum_steps",
+            "and --train.batch_size 16 --train.grad_accum_steps 2",
         ),
         (
             {"activation_checkpointing": True, "batch_size": 1},
             140,
             True,
-            "up to 140.0 of 139.0 GiB, which may not be enough: try a smaller model",
+            "up to 140.0 of 139.0 GiB, which may not be enough: try a smaller --model.context_length or model",
         ),
     ],
 )

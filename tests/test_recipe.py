@@ -135,9 +135,11 @@ def test_what_was_chosen_is_said_and_kept(run, tmp_path: Path, corpus_file: Path
     assert (again.model.n_layer, again.model.n_embd, again.data.tokenizer) == (4, 40, "bytes") and not again.why
 
 
-def test_ranks_take_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")  # they might see another text, or none when they begin again
-    assert read("--data.source", tmp_path / "nowhere").model == QUICKSTART.model
+def test_ranks_choose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert read().model == QUICKSTART.model
+    config = read("--data.source", tmp_path / "nowhere")
+    assert config.model == QUICKSTART.model and config.why.startswith("quickstart.toml: several processes")
     with pytest.raises(ConfigError, match="not with another one, train.init_from or torchrun"):
         read("--depth", 4)
 

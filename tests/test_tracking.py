@@ -193,6 +193,7 @@ def test_an_interrupted_run_goes_on_under_its_id(run, corpus_file: Path, tmp_pat
         patch.setattr(train, "next_token_loss", interrupting)
         patch.setattr(train, "certify", lambda *arguments: {"causal": "not asked"})
         patch.setattr(train, "memory_line", lambda *arguments: "")
+        patch.setattr(train, "rehearse", lambda *arguments: (0.0, 0.0))
         assert run(train, *tiny_run(corpus_file, out, **wanted)).exit_code == 75
     (first,) = sessions(out)
     assert first.exit_codes == [75] and [row["step"] for row in first.samples] == [0, 4] and not first.models()

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,20 +25,22 @@ from configs import run_script, visible
 from data.batches import IGNORE
 from model import GPT
 from model.families import FAMILIES
+from model.load import load_tensors
 from tests.conftest import make_gpt, metrics, often, same_bits, sign, tiny_run, weights
 from tests.crash import in_child
 from training.config import MAY_CHANGE, TrainConfig, TrainError
-from training.device import environment, peak_tokens_per_second, set_seed
+from training.device import attention_kernel, environment, peak_tokens_per_second, set_seed
 from training.optimizer import FiniteGuard, NonFiniteLoss, learning_rate_at, make_optimizer
-from training.progress import Interrupt, Outliving, Progress, duration
+from training.progress import Interrupt, Outliving, Progress, duration, rehearse, time_line
 from training.run import refuse_changes, tables
 
 
 @pytest.fixture
 def uncertified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that count the calls of the loss: no certificate asks it too, nor what memory it takes."""
+    """For tests that count the calls of the loss: no certificate asks it too, nor what memory or time it takes."""
     monkeypatch.setattr(train, "certify", lambda *arguments: {"causal": "not asked"})
     monkeypatch.setattr(train, "memory_line", lambda *arguments: "")
+    monkeypatch.setattr(train, "rehearse", lambda *arguments: (0.0, 0.0))
 
 
 def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> None:
@@ -445,6 +447,36 @@ def test_deterministic_kernels_are_asked_for_and_noted(run, corpus_file: Path, t
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("dropout, kernel", [(0.0, "flash_attention_for_cpu"), (0.1, "not fused")])
+def test_the_attention_kernel_is_named(dropout: float, kernel: str) -> None:
+    assert attention_kernel(make_gpt(dropout=dropout).train(), torch.float32) == kernel
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_compiled_loss_is_one_graph_in_training_and_one_in_evaluation(family: str) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    loss_fn = torch.compile(train.next_token_loss, dynamic=False, fullgraph=True, backend=backend)
+    model = make_gpt(family=family, n_embd=18, dropout=0.1 if family == "gpt2" else 0.0)
+    optimizer = make_optimizer(model, TrainConfig())
+    for place in range(5):
+        ids = torch.randint(17, (3, 12))
+        if place % 2:  # an evaluation in between
+            model.eval()
+            with torch.no_grad():
+                loss_fn(model, ids[:, :-1], ids[:, 1:], torch.float32)
+        model.train()
+        loss_fn(model, ids[:, :-1], ids[:, 1:], torch.float32).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(graphs) == 2
+
+
 def test_a_longer_run_is_the_same_if_its_schedule_was_still_flat(run, corpus_file: Path, tmp_path: Path) -> None:
     wsd = {"train__schedule": "wsd", "train__decay_fraction": 0.5}
     assert run(train, *tiny_run(corpus_file, tmp_path / "long", train__max_steps=24, **wsd)).exit_code == 0
@@ -588,7 +620,7 @@ def test_nobody_has_to_read_what_a_training_says(tmp_path: Path) -> None:
         assert not stream.isatty()
 
 
-@pytest.mark.parametrize("place", ["prepare", "certify", "next_token_loss"])
+@pytest.mark.parametrize("place", ["prepare", "certify", "rehearse", "next_token_loss"])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_signal_before_the_first_step_stops_at_once(
     run, straight: Path, corpus_file, tmp_path, monkeypatch, place: str, resumed: bool
@@ -635,7 +667,8 @@ def test_running_out_of_memory_says_what_needs_less(run, corpus_file, tmp_path, 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
     monkeypatch.setattr(train, "next_token_loss", full)
-    for size, less in ((9, "--train.batch_size 3 --train.grad_accum_steps 6"), (1, "a smaller --model.context_length")):
+    again = "--train.activation_checkpointing true"
+    for size, less in ((9, f"{again} and --train.batch_size 3 --train.grad_accum_steps 6"), (1, again)):
         result = run(train, *tiny_run(corpus_file, tmp_path / str(size), train__batch_size=size))
         assert result.exit_code == 2
         assert f"out of memory with {size} sequences at once: try {less}" in result.err.splitlines()[-1]
@@ -738,7 +771,7 @@ def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("training.device.peak_flops", lambda device: 1e9)
     model, state, cpu = make_gpt(), {"step": 0, "train_seconds": 5.0}, torch.device("cpu")
     peak = peak_tokens_per_second(model, cpu)
-    with Progress(state, 10, eval_every=5, tokens_per_step=7, peak_tokens_per_second=peak, device=cpu) as progress:
+    with Progress(state, 10, tokens_per_step=7, peak_tokens_per_second=peak, device=cpu) as progress:
         for _ in range(4):
             now[0] += 2.0
             progress.step()
@@ -751,25 +784,55 @@ def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert speed == {"tokens": 28, "tokens_per_second": 3.5, "mfu": pytest.approx(3.5 * flops / 1e9)}
 
 
-def test_the_time_to_come_is_told_once_from_steps_that_are_warm(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    now = [100.0]
+@pytest.mark.parametrize("changes", [{}, {"train__optimizer": "muon"}, {"train__dtype": "float16"}], ids=str)
+def test_a_rehearsal_leaves_no_trace(run, corpus_file: Path, tmp_path: Path, monkeypatch, changes: dict) -> None:
+    for out, rehearsal in (("rehearsed", train.rehearse), ("not", lambda *arguments: (0.0, 0.0))):
+        monkeypatch.setattr(train, "rehearse", rehearsal)
+        assert run(train, *tiny_run(corpus_file, tmp_path / out, **changes, train__max_steps=4)).exit_code == 0
+        assert run(train, "--resume", tmp_path / out, "--train.max_steps", 6).exit_code == 0
+    checkpoints = [tmp_path / out / "checkpoints" / "step-00000006" for out in ("rehearsed", "not")]
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        rehearsed, not_rehearsed = (load_tensors(checkpoint / file) for checkpoint in checkpoints)
+        assert rehearsed.keys() == not_rehearsed.keys()
+        assert all(torch.equal(rehearsed[name], not_rehearsed[name]) for name in rehearsed)
+    assert metrics(tmp_path / "rehearsed", "train_loss") == metrics(tmp_path / "not", "train_loss")
+
+
+def test_a_rehearsal_times_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, now, asked = make_gpt(), [100.0], []
     monkeypatch.setattr("training.progress.time.perf_counter", lambda: now[0])
-    cpu = torch.device("cpu")
-    for first_step, evaluates, said in (
-        (0, True, "time:   about 46 s for 23 more steps of 1,001 tokens, and up to 44 s for evaluations"),
-        (7, False, "time:   about 32 s for 16 more steps of 1,001 tokens"),
-    ):
-        state = {"step": first_step, "train_seconds": 5.0}
-        with Progress(state, 29, 7, tokens_per_step=1001, peak_tokens_per_second=math.nan, device=cpu) as progress:
-            if evaluates:
-                with progress.paused("evaluating"):
-                    now[0] += 8.75  # as at steps 7, 14, 21, 28 and 29
-            for seconds in (90.0, *9 * [2.0]):
-                now[0] += seconds
-                progress.step()
-                if state["step"] % 3 == first_step % 3:  # after 3 steps it is too early
-                    progress.speed(loss=1.0)
-        assert [line for line in capsys.readouterr().out.splitlines() if line] == [said]
+    step = torch.optim.AdamW.step
+
+    def slow_step(optimizer: torch.optim.Optimizer) -> None:
+        now[0] += 0.5
+        step(optimizer)
+
+    def backward(micro_batch: int) -> None:
+        now[0] += 2.0
+        asked.append(micro_batch)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, math.nan)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", slow_step)
+    before = [parameter.clone() for parameter in model.parameters()]
+    assert rehearse(model, TrainConfig(), backward, lambda model: (3, 5, 7)) == (6.0, 0.5)
+    assert asked == [3, 3, 5, 7]
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "step, evaluated, more, said",
+    [
+        (0, None, {}, "about 3 min for 29 steps, and 28 s for 6 validation losses"),  # at 0, 7, 14, 21, 28, 29
+        (14, 14, {}, "about 2 min for 15 steps, and 14 s for 3 validation losses"),
+        (14, 7, {"activation_checkpointing": True}, "about 2 min for 15 steps, and 14 s for 4 validation losses"),
+        (16, 14, {}, "about 84 s for 13 steps, and 14 s for 3 validation losses"),
+    ],
+)
+def test_the_time_that_a_run_will_take(step: int, evaluated: int | None, more: dict, said: str) -> None:
+    config = TrainConfig(max_steps=29, eval_every=7, grad_accum_steps=3, **more)
+    assert time_line(config, step, evaluated, gradients=6.0, update=0.5, eval_batches=7.0) == said
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 from configs import to_toml, visible
 from data.corpus import Corpus
 from model import GPT
-from model.checkpoint import is_hub_name
+from model.checkpoint import describe_certificate, is_hub_name
 
 CARD = """\
 ---
@@ -21,7 +21,7 @@ tags: [tril]{base_model}
 {origin} on {source}: {train[tokens]:,} tokens ({train[bytes]:,} bytes), read {epochs:.2f} times in {step:,} steps.
 {validation}
 
-Causal: {causal}, {where}.
+Causal: {causal}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -68,8 +68,7 @@ def model_card(config: Any, model: GPT, corpus: Corpus, state: dict, losses: dic
         epochs=state["step"] * c.batch_size * c.grad_accum_steps * T / corpus.meta["train"]["tokens"],
         step=state["step"],
         validation=" ".join(validation_sentence(step, losses[step]) for step in chosen(state, losses)),
-        causal=about["certificate"]["causal"],
-        where="{dtype} on {device}, torch {torch}".format(**about["environment"]),
+        causal=describe_certificate(about),
         context=T,
         seconds=state["train_seconds"],
         options=to_toml(made),

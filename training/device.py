@@ -3,10 +3,10 @@
 import contextlib
 import math
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
 from training.config import TrainConfig, TrainError
@@ -96,8 +96,32 @@ def weights_dtype(name: str, device: torch.device) -> torch.dtype:
     return precision(device)
 
 
+class Operations(TorchDispatchMode):
+    """Notes the names of the operations that PyTorch makes while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def attention_kernel(model: GPT, dtype: torch.dtype) -> str:
+    """The fused kernel that PyTorch chooses for the attention, by its name, or "not fused".
+
+    Others may be chosen with dropout and for gradients: the model is asked as it will be trained.
+    """
+    device = model.lm_head.weight.device
+    with Operations() as seen, autocast(device, dtype):
+        model(torch.zeros(1, model.config.context_length, dtype=torch.long, device=device))
+    fused = sorted(name for name in seen.names if "scaled_dot_product" in name and "math" not in name)
+    return ", ".join(name.removeprefix("aten::_scaled_dot_product_") for name in fused) or "not fused"
+
+
 def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dict[str, str]:
-    """What besides the configuration decides the last bits of a run's numbers."""
+    """What besides the configuration and the attention kernel decides the last bits of a run's numbers."""
     cuda = device.type == "cuda"
     return {
         "torch": torch.__version__,
@@ -113,24 +137,6 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dic
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Matrix products in `dtype`, everything delicate in float32; nothing at all if `dtype` is float32."""
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def advice_if_out_of_memory(batch_size: int, grad_accum_steps: int, resumed: bool) -> Iterator[None]:
-    """Raise TrainError instead of running out of memory, with options that need less and train the same."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not re.search("out of memory|DefaultCPUAllocator", str(error)):
-            raise
-        parts = next((n for n in range(2, batch_size + 1) if batch_size % n == 0), 0)
-        if resumed:
-            less = "a device with more memory: a resumed run keeps its batches"
-        elif parts:
-            less = f"--train.batch_size {batch_size // parts} --train.grad_accum_steps {grad_accum_steps * parts}"
-        else:
-            less = "a smaller --model.context_length or model"
-        raise TrainError(f"out of memory with {batch_size} sequences at once: try {less}") from error
 
 
 def flops_per_token(model: GPT) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 from model import GPTConfig, ModelConfig
 from model.checkpoint import find_checkpoint
 from model.load import load_config
-from training.config import TrainError
+from training.config import TrainConfig, TrainError
 
 MAY_DIFFER = {"dropout", "context_length"}
 CONTEXT = 1024  # tokens, if nothing else is asked for: long contexts need much memory in training
@@ -33,6 +33,12 @@ def check_shape(asked: ModelConfig, shape: ModelConfig, tokenizer: str, init_fro
         raise TrainError(f"{init_from} knows {known} positions, got model.context_length = {asked.context_length}")
     if tokenizer != "model":
         raise TrainError(f"{init_from} knows the ids of its own tokenizer: data.tokenizer must be model")
+
+
+def describe_finetuning(train: TrainConfig) -> str:
+    """How a run fine-tunes for which no configuration was given, in a line."""
+    rate, steps = f"a learning rate of {train.learning_rate:g}", f"{train.max_steps:,} steps"
+    return f"to fine-tune {train.init_from}: {train.optimizer}, {rate}, {steps}"
 
 
 def config_of(shape: ModelConfig, base: Path | None, vocab_size: int) -> GPTConfig:

@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from configs import is_out_of_memory
 from data.batches import IGNORE
 from model import GPT, GPTConfig
-from training.config import TrainConfig
+from training.config import TrainConfig, TrainError
 from training.optimizer import make_optimizer
 
 LOGITS = 1 << 25  # logits at a time, 128 MiB in float32: enough to keep a device busy
@@ -150,10 +151,29 @@ def describe_memory(needed: int, there: int, config: TrainConfig, compiled: bool
     line = f"{'up to' if compiled else 'about'} {in_gib(needed)} of {in_gib(there)} GiB"
     if needed <= there:
         return line
-    advice = [] if config.activation_checkpointing else ["--train.activation_checkpointing true"]
-    if config.batch_size > 1:
-        advice.append("a smaller --train.batch_size with more --train.grad_accum_steps")
-    return f"{line}, which may not be enough: try {' or '.join(advice or ['a smaller model'])}"
+    return f"{line}, which may not be enough: try {what_needs_less(config)}"
+
+
+def what_needs_less(config: TrainConfig) -> str:
+    """What to try: options that keep the steps as they are; where there are none left, a smaller model."""
+    c = config
+    advice = [] if c.activation_checkpointing else ["--train.activation_checkpointing true"]
+    if parts := next((n for n in range(2, c.batch_size + 1) if c.batch_size % n == 0), 0):
+        smaller, more = c.batch_size // parts, c.grad_accum_steps * parts
+        advice.append(f"--train.batch_size {smaller} --train.grad_accum_steps {more}")
+    return " and ".join(advice or ["a smaller --model.context_length or model"])
+
+
+@contextlib.contextmanager
+def advice_if_out_of_memory(config: TrainConfig, resumed: bool) -> Iterator[None]:
+    """Raise TrainError instead of running out of memory, with options that need less."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        less = "a device with more memory: a resumed run keeps its batches" if resumed else what_needs_less(config)
+        raise TrainError(f"out of memory with {config.batch_size} sequences at once: try {less}") from error
 
 
 def in_gib(number: int) -> str:

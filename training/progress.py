@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TextIO
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-ENOUGH_STEPS = 5  # to tell from them how long others take
+from model import GPT
+from training.config import TrainConfig
+from training.optimizer import make_optimizer
 
 
 class Progress:
@@ -24,16 +26,11 @@ class Progress:
         self,
         state: dict,
         max_steps: int,
-        eval_every: int,
         tokens_per_step: int,
         peak_tokens_per_second: float,
         device: torch.device,
     ):
-        self.state, self.max_steps, self.eval_every = state, max_steps, eval_every
-        self.tokens_per_step, self.device = tokens_per_step, device
-        self.first_evaluation: float | None = None  # seconds it took, if it was before the first step of this session
-        self.warm: dict | None = None  # the state after that step, which is slower than others
-        self.estimated = False
+        self.state, self.tokens_per_step, self.device = state, tokens_per_step, device
         self.peak_tokens_per_second = peak_tokens_per_second  # of all devices together; nan if unknown
         self.logged, self.lap_began = dict(state), time.perf_counter()
         self.is_watched = sys.stderr.isatty()
@@ -57,8 +54,6 @@ class Progress:
         took = now - self.lap_began
         self.line.start_t += took  # the line's clock stops too
         self.line.last_print_t += took
-        if self.warm is None:  # so early nothing else is done
-            self.first_evaluation = took
         self.lap_began = now
 
     def lap(self) -> None:
@@ -71,11 +66,6 @@ class Progress:
         """One step is done."""
         self.state["step"] += 1
         self.line.update()
-        if self.warm is None:
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize(self.device)
-            self.lap()
-            self.warm = dict(self.state)
 
     def speed(self, loss: float) -> dict[str, float]:
         """Tokens so far and per second since last asked, model FLOPs utilisation and memory where they are known."""
@@ -90,26 +80,57 @@ class Progress:
             speed["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         self.line.set_postfix_str(text, refresh=False)
         self.logged = dict(self.state)
-        self.estimate()
         return {"tokens": self.state["step"] * self.tokens_per_step, **speed}
-
-    def estimate(self) -> None:
-        """Say once how long the rest will take, from the steps of this session but its first."""
-        step, measured = self.state["step"], self.state["step"] - self.warm["step"]
-        if self.estimated or measured < ENOUGH_STEPS or step >= self.max_steps:
-            return
-        self.estimated = True
-        seconds = (self.state["train_seconds"] - self.warm["train_seconds"]) / measured * (self.max_steps - step)
-        text = f"time:   about {duration(seconds)} for {self.max_steps - step:,} more steps"
-        text += f" of {self.tokens_per_step:,} tokens"
-        evaluations = -(-self.max_steps // self.eval_every) - (step - 1) // self.eval_every
-        if self.first_evaluation is not None:  # which warms up, too
-            text += f", and up to {duration(evaluations * self.first_evaluation)} for evaluations"
-        self.write(text)
 
     def write(self, text: str) -> None:
         """A line that stays, above the progress line."""
         self.line.write(text)
+
+
+def rehearse(
+    model: GPT, config: TrainConfig, backward: Callable[[int], object], micro_batches: Callable[[GPT], Iterable[int]]
+) -> tuple[float, float]:
+    """How many seconds the gradients of a step take, and its update; no trace is left of either.
+
+    backward: computes the gradients of a micro-batch. Of each part some is done before the clock runs, to warm up.
+    """
+    device, optimizer = model.lm_head.weight.device, make_optimizer(model, config)  # for this alone
+
+    def seconds(work: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter() - began
+
+    backward(next(iter(micro_batches(model))))
+    gradients = seconds(lambda: [backward(micro_batch) for micro_batch in micro_batches(model)])
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.zero_()  # it may not even be finite
+    optimizer.step()
+    update = seconds(optimizer.step)
+    model.zero_grad()
+    return gradients, update
+
+
+def time_line(
+    config: TrainConfig, step: int, evaluated: int | None, gradients: float, update: float, eval_batches: float
+) -> str:
+    """How long a run will take from `step` on, in words, with what was rehearsed.
+
+    evaluated: the last step whose validation loss is known. eval_batches: how many batches such a loss takes.
+    """
+    c = config
+    training = (c.max_steps - step) * (gradients + update)
+    forward = gradients / c.grad_accum_steps / (4 if c.activation_checkpointing else 3)  # backward takes twice as long
+    left = {*range(-(-step // c.eval_every) * c.eval_every, c.max_steps, c.eval_every), c.max_steps} - {evaluated}
+    return (
+        f"about {duration(training)} for {c.max_steps - step:,} steps, "
+        f"and {duration(len(left) * eval_batches * forward)} for {len(left)} validation losses"
+    )
 
 
 def duration(seconds: float) -> str:

@@ -30,6 +30,7 @@ from model.checkpoint import (
     tensor_files,
 )
 from model.huggingface import tensors_to_huggingface
+from model.load import read_model
 from model.parts import is_part
 from training.card import model_card
 from training.config import MAY_CHANGE, TrainConfig, TrainError
@@ -156,7 +157,7 @@ class Run:
         """
         tensors_to_huggingface(model.config, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
         if self.base:
-            weights = GPT.from_pretrained(self.base).state_dict()
+            weights = read_model(self.base).state_dict()
             name, T = "position_embedding.weight", model.config.context_length
             if name in weights:
                 weights[name] = weights[name][:T]  # fewer positions may be wanted
