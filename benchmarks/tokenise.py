@@ -88,7 +88,8 @@ def measure(name: str, megabytes: float, repeats: int) -> Iterator[dict]:
         tokenizer = load_tokenizer(out)
 
         def prepared(suffix: str) -> int:
-            corpus = prepare(DataConfig(f"{directory}/text.{suffix}", name), Path(f"{directory}/{time.time_ns()}"))
+            config = DataConfig(f"{directory}/text.{suffix}", "model")  # that of `out`: nothing is learned again
+            corpus = prepare(config, Path(f"{directory}/{time.time_ns()}"), model=out)
             return sum(map(len, corpus.tokens.values()))
 
         def alone(pool: type, workers: int) -> int:

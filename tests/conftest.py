@@ -40,6 +40,14 @@ def make_gpt(**changes: object) -> GPT:
     return model
 
 
+@pytest.fixture
+def uncertified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that count the calls of the loss: no certificate asks it too, nor what memory or time it takes."""
+    monkeypatch.setattr("train.certify", lambda *arguments: {"causal": "not asked"})
+    monkeypatch.setattr("train.memory_line", lambda *arguments: "")
+    monkeypatch.setattr("train.rehearse", lambda *arguments: (0.0, 0.0))
+
+
 @pytest.fixture(autouse=True)
 def prepared_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.prepare.PREPARED", tmp_path / "prepared")

@@ -2,8 +2,8 @@
 
 A model is as deep as the text can fill, with TOKENS_PER_PARAMETER (Hoffmann et al. 2022), each read EPOCHS times at
 most (Muennighoff et al. 2023), but for FEWEST_STEPS. Without CUDA it is the smallest, for no more tokens than the
-quickstart reads. The learning rate is the quickstart's for all: it hardly depends on the shape, as far as that was tried
-(64 to 256 wide, 1 to 8 layers: benchmarks/results/rates_cpu_2026-11-22.md).
+quickstart reads. The learning rate is the quickstart's for all: as far as was tried (64 to 256 wide, 1 to 8 layers,
+benchmarks/results/rates_cpu_2026-11-22.md), it hardly depends on the shape.
 """
 
 import math

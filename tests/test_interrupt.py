@@ -1,0 +1,181 @@
+"""Stopping a run: a signal at any place loses no step, and a resumed run is the same."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from model import GPT
+from tests.conftest import metrics, same_bits, tiny_run, weights
+from tests.crash import in_child
+from training.progress import Interrupt
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_resumed_run_is_the_same(
+    run, uncertified, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    out = tmp_path / "interrupted"
+    loss = train.next_token_loss
+    steps = []
+    signal.signal(number, signal.SIG_DFL)  # whatever started the tests may have asked to ignore it
+
+    def interrupting(model: GPT, *arguments: object, **options: object) -> torch.Tensor:
+        steps.append(model.training)
+        if sum(steps) == 13 and model.training:
+            os.kill(os.getpid(), number)  # in the middle of step 6
+        return loss(model, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "next_token_loss", interrupting)
+        result = run(train, *tiny_run(corpus_file, out))
+    assert result.exit_code == 75
+    assert result.err.splitlines()[-1].startswith("train.py: saved step 7; continue with: ")
+    assert (out / "checkpoints" / "step-00000007").is_dir()
+    assert run(train, "--resume", out).exit_code == 0
+    assert same_bits(weights(straight), weights(out))
+    assert metrics(straight, "train_loss") == metrics(out, "train_loss")
+    assert metrics(straight, "val_loss") == metrics(out, "val_loss")
+
+
+def test_a_signal_in_an_evaluation_breaks_it_off_and_a_resumed_run_makes_it(
+    run, uncertified, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = tmp_path / "run", []
+    loss = train.next_token_loss
+
+    def interrupting(model: GPT, *arguments: object, **options: object) -> torch.Tensor:
+        seen.append(model.training)
+        if seen[-2:] == [True, False]:  # the first batch of the evaluation at step 4
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss(model, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "next_token_loss", interrupting)
+        result = run(train, *tiny_run(corpus_file, out))
+    assert result.exit_code == 75 and "saved step 4;" in result.err
+    assert seen[-2:] == [True, False]  # and no other batch of it
+    assert list(metrics(out, "val_loss")) == [0]
+    assert run(train, "--resume", out).exit_code == 0
+    assert same_bits(weights(straight), weights(out))
+    assert metrics(straight, "val_loss") == metrics(out, "val_loss")
+    assert run(train, "--resume", out).out.count("nothing to do") == 1
+
+
+def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_session(
+    run, uncertified, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, evaluate = tmp_path / "run", train.evaluate
+
+    def interrupted(*arguments: object) -> float | None:
+        if len(metrics(out, "val_loss")) == 3:  # at steps 0, 4 and 8
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "evaluate", interrupted)
+        result = run(train, *tiny_run(corpus_file, out))
+    assert result.exit_code == 75 and "saved step 12;" in result.err
+    assert "nothing to do" not in run(train, "--resume", out).out
+    assert "nothing to do" in run(train, "--resume", out).out
+    assert metrics(straight, "val_loss") == metrics(out, "val_loss")
+    assert run(train, "--resume", out, "--train.max_steps", "16").exit_code == 0
+    best = [json.loads((out / "checkpoints" / f"step-{step:08d}" / "trainer.json").read_text()) for step in (12, 16)]
+    assert best[0]["best_step"] == 8 and best[1]["best_step"] == 16
+
+
+def test_a_signal_in_a_sample_leaves_it_and_the_evaluation_to_the_next_session(
+    run, uncertified, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, stream, made = tmp_path / "run", train.stream, []
+
+    def interrupted(*arguments: object, **options: object) -> Iterator[torch.Tensor]:
+        for number, token in enumerate(stream(*arguments, **options)):
+            made.append(number)
+            if len(made) == 7 + 5:  # the fifth token of the sample at step 4
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield token
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "stream", interrupted)
+        result = run(train, *tiny_run(corpus_file, out))
+    assert result.exit_code == 75 and "saved step 4;" in result.err
+    assert len(made) == 7 + 5 and list(metrics(out, "sample")) == list(metrics(out, "val_loss")) == [0]
+    assert run(train, "--resume", out).exit_code == 0
+    assert same_bits(weights(straight), weights(out))
+    for key in ("sample", "val_loss", "train_loss"):
+        assert metrics(straight, key) == metrics(out, key)
+
+
+@pytest.mark.parametrize("place", ["prepare", "certify", "rehearse", "next_token_loss"])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_signal_before_the_first_step_stops_at_once(
+    run, straight: Path, corpus_file, tmp_path, monkeypatch, place: str, resumed: bool
+) -> None:
+    out = straight if resumed else tmp_path / "new"
+    arguments = ["--resume", out, "--train.max_steps", "13"] if resumed else tiny_run(corpus_file, out)
+    before = sorted((straight / "checkpoints").rglob("*"))
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("went on")
+
+    def work() -> None:
+        monkeypatch.setattr(train, place, interrupted)
+        sys.exit(run(train, *arguments).exit_code)
+
+    said = tmp_path / "said"
+    assert in_child(work, said=said) == 75  # in a process of its own, as a run holds its lock until its process ends
+    message = said.read_text().splitlines()[-1]
+    assert "SIGTERM before a step was made: nothing to save, the same command starts again" in message
+    assert sorted((straight / "checkpoints").rglob("*")) == before
+    assert run(train, *arguments).exit_code == 0
+
+
+def test_a_signal_whose_exception_gets_lost_is_obeyed_before_the_first_step(
+    run, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certify = train.certify
+
+    def swallowing(*arguments: object) -> dict:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return certify(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "certify", swallowing)
+        result = run(train, *tiny_run(corpus_file, tmp_path / "run"))
+    assert result.exit_code == 75 and "SIGTERM before a step was made" in result.err.splitlines()[-1]
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_second_signal_stops_at_once_but_not_a_double_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    now, raised = [10.0], []
+    monkeypatch.setattr("training.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("training.progress.signal.raise_signal", raised.append)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        state = {"step": 5}
+        interrupt = Interrupt(state)
+        state["step"] = 6
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert not interrupt
+        interrupt.receive(signal.SIGTERM, None)
+        now[0] += 0.01
+        interrupt.receive(signal.SIGTERM, None)
+        assert interrupt and not raised
+        now[0] += 5
+        interrupt.receive(signal.SIGTERM, None)
+        assert raised == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

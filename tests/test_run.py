@@ -1,0 +1,227 @@
+"""A run directory: what a resumed run may change, whom it belongs to, and what is kept in it."""
+
+import copy
+import fcntl
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from model import GPT
+from tests.conftest import metrics, same_bits, sign, tiny_run, weights
+from training.config import MAY_CHANGE, TrainConfig, TrainError
+from training.device import environment
+from training.run import refuse_changes, tables
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(run, straight: Path, corpus_file, tmp_path) -> None:
+    out = tmp_path / "young"
+    run(train, *tiny_run(corpus_file, out, train__max_steps=12))
+    for path in (out / "checkpoints").iterdir():
+        shutil.rmtree(path)
+    assert run(train, "--resume", out).exit_code == 0
+    assert same_bits(weights(straight), weights(out))
+    assert metrics(straight, "train_loss") == metrics(out, "train_loss")
+
+
+def test_a_finished_run_has_nothing_to_do(run, straight: Path) -> None:
+    before = sorted((path, path.stat().st_mtime_ns) for path in (straight / "checkpoints").rglob("*"))
+    result = run(train, "--resume", straight)
+    assert result.exit_code == 0
+    assert "is already at step 12, of 12: nothing to do" in result.out
+    assert sorted((path, path.stat().st_mtime_ns) for path in (straight / "checkpoints").rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("--model.n_layer 3", "a resumed run cannot change model.n_layer: it began with 2, now 3"),
+        ("--train.seed 5", "cannot change train.seed: it began with 1337, now 5"),
+        ("--train.learning_rate 0.5", "cannot change train.learning_rate"),
+        ("--data.tokenizer chars", "cannot change data.tokenizer: it began with 'bytes', now 'chars'"),
+    ],
+)
+def test_a_resumed_run_stays_the_same_run(run, straight: Path, option: str, message: str) -> None:
+    result = run(train, "--resume", straight, *option.split())
+    assert result.exit_code == 2 and message in result.err
+    assert len(result.err.splitlines()[-1]) <= 200
+
+
+def test_a_resumed_run_may_change_what_does_not_change_its_numbers(run, straight: Path, tmp_path: Path) -> None:
+    assert set(TrainConfig.__dataclass_fields__) >= MAY_CHANGE
+    shutil.copytree(straight, tmp_path / "other")
+    for directory in ("step-00000008", "step-00000012"):
+        shutil.rmtree(tmp_path / "other" / "checkpoints" / directory)
+    looks = ["--train.eval_every", "5", "--train.log_every", "3", "--train.checkpoint_every", "7"]
+    assert run(train, "--resume", tmp_path / "other", *looks, "--train.keep_checkpoints", "1").exit_code == 0
+    assert same_bits(weights(straight), weights(tmp_path / "other"))
+    assert list(metrics(tmp_path / "other", "val_loss")) == [0, 4, 5, 10, 12]
+
+
+def test_every_option_may_change_or_may_not() -> None:
+    before = tables(train.Config())
+    for table, content in before.items():
+        for key, value in content.items():
+            now = copy.deepcopy(before)
+            now[table][key] = "something else"
+            if table == "train" and key in MAY_CHANGE:
+                refuse_changes(before, now)
+            else:
+                with pytest.raises(
+                    TrainError, match=f"cannot change {table}.{key}: it began with {value!r}, now 'some"
+                ):
+                    refuse_changes(before, now)
+
+
+def test_a_run_of_an_older_version_takes_the_defaults_of_what_is_new(
+    run, straight: Path, corpus_file, tmp_path
+) -> None:
+    checkpoint, file = straight / "checkpoints" / "step-00000012", straight / "config.toml"
+    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    del trainer["config"]["train"]["deterministic"]
+    (checkpoint / "trainer.json").write_text(json.dumps(trainer))
+    sign(checkpoint)
+    file.write_text(re.sub("deterministic = .*\n", "", file.read_text()))
+    assert run(train, "--resume", straight, "--train.max_steps", "13").exit_code == 0
+    assert "deterministic = false" in file.read_text()
+    file.write_text(file.read_text().replace("[train]", "[train]\nflux = 5"))
+    result = run(train, "--resume", straight, "--train.max_steps", "14")
+    assert result.exit_code == 2 and "config.toml: Unrecognized options: --train.flux=5" in result.err
+
+
+def test_a_longer_run_is_the_same_if_its_schedule_was_still_flat(run, corpus_file: Path, tmp_path: Path) -> None:
+    wsd = {"train__schedule": "wsd", "train__decay_fraction": 0.5}
+    assert run(train, *tiny_run(corpus_file, tmp_path / "long", train__max_steps=24, **wsd)).exit_code == 0
+    assert run(train, *tiny_run(corpus_file, tmp_path / "short", train__max_steps=8, **wsd)).exit_code == 0
+    shutil.rmtree(tmp_path / "short" / "checkpoints" / "step-00000008")
+    longer = run(train, "--resume", tmp_path / "short", "--train.max_steps", 24)  # from step 4, where it begins to fall
+    assert "not the run that" not in longer.out
+    assert same_bits(weights(tmp_path / "long", 24), weights(tmp_path / "short", 24))
+    longest = run(train, "--resume", tmp_path / "short", "--train.max_steps", 48)
+    warning = "not the run that 48 steps from the start would have been: the learning rate, planned for 24, was 0.00033"
+    assert warning in longest.out
+
+
+def test_a_resumed_run_says_in_what_its_environment_differs(run, straight: Path, monkeypatch) -> None:
+    result = run(train, "--resume", straight, "--train.max_steps", 13)
+    assert "the last bits" not in result.out
+    monkeypatch.setattr(train, "environment", lambda *rest: environment(*rest) | {"threads": "64"})
+    result = run(train, "--resume", straight, "--train.max_steps", 14)
+    assert "\nthe last bits will differ from those of a run without a break: threads 1 -> 64\n" in result.out
+
+
+def test_a_resumed_run_refuses_another_text(run, corpus_file: Path, tmp_path: Path) -> None:
+    straight = tmp_path / "straight"
+    run(train, *tiny_run(corpus_file, straight))
+    corpus_file.write_text(corpus_file.read_text() + "one more line\n")
+    result = run(train, "--resume", straight, "--train.max_steps", 13)
+    assert result.exit_code == 2 and "is not the text this run began with" in result.err
+
+
+def test_a_second_run_does_not_overwrite_the_first(run, straight: Path, corpus_file: Path) -> None:
+    result = run(train, *tiny_run(corpus_file, straight))
+    assert result.exit_code == 2
+    assert f"already holds a run: continue it with --resume {straight}" in result.err
+
+
+def test_two_processes_cannot_share_a_run(run, straight: Path) -> None:
+    other = os.open(straight, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    result = run(train, "--resume", straight, "--train.max_steps", 13)
+    os.close(other)
+    assert result.exit_code == 2 and "is in use by another training process" in result.err
+    assert run(train, "--resume", straight, "--train.max_steps", 13).exit_code == 0
+
+
+def test_a_run_that_another_process_wrote_meanwhile_is_left_alone(run, corpus_file, tmp_path, monkeypatch) -> None:
+    prepare = train.prepare
+
+    def slow(config: object, **options: object) -> object:
+        monkeypatch.setattr(train, "prepare", prepare)
+        run(train, *tiny_run(corpus_file, tmp_path / "run", train__max_steps=4))
+        return prepare(config, **options)
+
+    monkeypatch.setattr(train, "prepare", slow)
+    result = run(train, *tiny_run(corpus_file, tmp_path / "run"))
+    assert result.exit_code == 2 and "another training process has written to" in result.err
+    assert list(metrics(tmp_path / "run", "train_loss")) == [1, 2, 3, 4]
+
+
+def test_fewer_steps_than_are_made_leave_nothing_to_do(run, straight: Path) -> None:
+    shutil.rmtree(straight / "checkpoints" / "step-00000012")
+    for max_steps in (6, 7):
+        result = run(train, "--resume", straight, "--train.max_steps", max_steps)
+        assert result.exit_code == 0 and f"is already at step 8, of {max_steps}: nothing to do" in result.out
+
+
+@pytest.mark.parametrize(
+    "damage, left",
+    [
+        (b'{"step": 12, "train_loss"\0\0\0\0\n{"step": 12}\n', 12),
+        (b"\xff\xfe{{{\n", 12),
+        (b"[]\n", 12),
+        (b'{"step": 9', 12),
+        (None, 0),
+    ],
+)
+def test_damaged_metrics_do_not_end_a_run(run, straight: Path, damage: bytes | None, left: int) -> None:
+    path = straight / "metrics.jsonl"
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes() + damage)
+    result = run(train, "--resume", straight, "--train.max_steps", "14", "--train.log_every", "100")
+    assert result.exit_code == 0, result.err
+    assert list(metrics(straight, "train_loss")) == [*range(1, left + 1), 14]
+
+
+def test_a_loss_spike_is_logged_with_its_windows(run, uncertified, corpus_file, tmp_path, monkeypatch) -> None:
+    loss, calls, seen = train.next_token_loss, [], []
+
+    def spiking(model: GPT, inputs: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
+        calls.append(model.training)
+        second_half_of_step_52 = model.training and sum(calls) == 106
+        seen.extend([inputs] * second_half_of_step_52)
+        return loss(model, inputs, *rest, **options) * (9 if second_half_of_step_52 else 1)
+
+    monkeypatch.setattr(train, "next_token_loss", spiking)
+    out, options = tmp_path / "run", {"train__max_steps": 60, "train__log_every": 2, "train__checkpoint_every": 53}
+    result = run(train, *tiny_run(corpus_file, out, **options, train__eval_every=100))
+    assert "loss spike: " in result.out and "in step 52, lately" in result.out
+    assert list(metrics(out, "loss_spike")) == [53]
+    windows = metrics(out, "windows")[53]
+    tokens = next((tmp_path / "prepared").glob("*/train.bin")).read_bytes()[::2]
+    assert seen[0].tolist() == [[tokens[(start + i) % len(tokens)] for i in range(11)] for start in windows[1]]
+
+    spikes = metrics(out, "loss_spike")  # it was in no line yet when the checkpoint of step 53 was written
+    shutil.rmtree(out / "checkpoints" / "step-00000060")
+    assert run(train, "--resume", out).exit_code == 0
+    assert metrics(out, "loss_spike") == spikes
+
+
+def test_numbers_that_json_cannot_say_are_null(run, corpus_file, tmp_path, monkeypatch) -> None:
+    scaler = torch.amp.GradScaler
+    huge = lambda device, enabled: scaler(device, enabled=enabled, init_scale=2.0**40)  # noqa: E731
+    monkeypatch.setattr(torch.amp, "GradScaler", huge)
+    assert run(train, *tiny_run(corpus_file, tmp_path / "run", train__dtype="float16")).exit_code == 0
+    assert None in metrics(tmp_path / "run", "grad_norm").values()
+    assert "Infinity" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_only_the_newest_and_the_best_checkpoints_are_kept(run, corpus_file: Path, tmp_path: Path) -> None:
+    changes = {"train__keep_checkpoints": 2, "train__checkpoint_every": 2, "train__learning_rate": 3.0}
+    run(train, *tiny_run(corpus_file, tmp_path / "run", **changes, train__eval_every=2, train__warmup_steps=6))
+    val_loss = metrics(tmp_path / "run", "val_loss")
+    best = min((step for step in val_loss if step), key=val_loss.get)
+    kept = {int(path.name[-8:]) for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert kept == {10, 12, best} and best < 10
+
+
+def test_an_output_that_cannot_be_written_is_one_sentence(run, corpus_file: Path) -> None:
+    result = run(train, *tiny_run(corpus_file, corpus_file / "run"))
+    assert result.exit_code == 2 and "is not a directory one may write to" in result.err
