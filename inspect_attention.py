@@ -18,7 +18,7 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ from inspection import (
 from inspection.metrics import DEFINITIONS
 from inspection.terminal import Head
 from model import GPT, GPTConfig
-from model.checkpoint import STEP, find_checkpoint, read_json
+from model.checkpoint import STEP, find_checkpoint, told
 from model.load import load_config, read_model
 from training.device import autocast, find_device
 from training.progress import Outliving
@@ -443,14 +443,6 @@ def step_of(directory: Path) -> int | None:
     """How long a checkpoint was trained; None if it is from elsewhere."""
     step = told(directory / "trainer.json", "step")
     return step if type(step) is int and 0 <= step < 10**9 else None
-
-
-def told(path: Path, *keys: str) -> Any:
-    """What training has left beside a model, or None: one from elsewhere has none of it."""
-    value = read_json(path) if path.is_file() else None
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, document_start, encode, token_bytes, token_lengths
 from inspection.watch import HeadWatch
 from model import GPT, GPTConfig, ModelConfig
+from model.checkpoint import STEP, runs_beside
 from model.parts import is_part, whole
 from model.sampling import stream
 from training.certificate import certify
@@ -97,7 +98,9 @@ def read_config(argv: list[str]) -> Config:
     if asked.resume and (asked.config or asked.depth is not None or asked.train.out_dir != TrainConfig.out_dir):
         raise ConfigError("--resume takes configuration and directory from the run: give no other with it")
     if asked.resume and not (asked.resume / "config.toml").is_file():
-        raise ConfigError(f"{asked.resume} is not the directory of a run: it has no config.toml")
+        is_step = "; of a run with such a checkpoint, give the directory" if STEP.fullmatch(asked.resume.name) else ""
+        beside = is_step or runs_beside(asked.resume)
+        raise ConfigError(f"{asked.resume} is not the directory of a run: it has no config.toml{beside}")
     if asked.resume:
         return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], asked.resume / "config.toml")
     has_one, has_text = asked.config or asked.train.init_from, asked.data.source != DataConfig.source
@@ -297,9 +300,8 @@ def train(config: Config, ranks: Ranks) -> None:
     if state["best_step"] not in (None, step):
         print(f"The best validation loss, {state['best_val_loss']:.4f}, was that of step {state['best_step']}.")
     print(f"Next, with the model in {run.directory}, where report.html shows how it went:")
-    print(f'  {run.command("sample.py")} --prompt "..."')
-    print(f"  {run.command('inspect_attention.py')} -o heads.html")
-    print(f"  {run.command('train.py --resume')} --train.max_steps {2 * c.max_steps}")
+    for _, command in run.next_commands():
+        print(f"  {command}")
 
 
 def sample(

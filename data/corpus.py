@@ -32,7 +32,7 @@ class Corpus:
     def __str__(self) -> str:
         train, val = self.meta["train"], self.meta["val"]
         return (
-            f"{self.meta['source']}, {train['tokens']:,} + {val['tokens']:,} tokens "
+            f"{self.meta['source']}, {train['tokens']:,} tokens to train on, {val['tokens']:,} to validate "
             f"({self.meta['tokenizer']}, {train['bytes'] / train['tokens']:.2f} bytes a token)"
         )
 

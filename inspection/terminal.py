@@ -29,6 +29,7 @@ LEGEND = (
     "near > far: attention to itself, 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, more tokens\n"
     f"back, and to the first; letters from 0 to 1: '{GREY}'"
 )
+COLUMNS_NOTE = "what the columns are: inspect_attention.py --help"
 ERROR_NOTE = "s.e.≤: the largest standard error of a head in each column, over the texts"
 
 
@@ -60,7 +61,8 @@ def table(scores: HeadScores, heads: list[Head], sort: str, width: int) -> str:
     """One line a head, those with most of the column `sort` first; by "head" in the order given, by "auto" by what a
     head has most of among KINDS.
 
-    The last line has the largest standard error of each column. The pictures are left out if they do not fit `width`.
+    The last line has the largest standard error of each column. What does not fit `width` is left out: the pictures,
+    then the control.
     """
     mean, error = scores.mean, scores.error
     columns = {name: COLUMNS[name] for name in COLUMNS if name in mean}
@@ -69,7 +71,7 @@ def table(scores: HeadScores, heads: list[Head], sort: str, width: int) -> str:
     if by[sort]:
         heads = sorted(heads, key=lambda head: -mean[by[sort]][head].nan_to_num(-math.inf))
     titles = [f"{title}↓" if name == by[sort] else title for name, (title, _) in columns.items()]
-    rows, notes = [["head", "near > far", *titles]], []
+    rows, notes = [["head", "near > far", *titles]], [COLUMNS_NOTE]
     for head in heads:
         cells = [number(mean[name][head], form) for name, (_, form) in columns.items()]
         if "ablation" in mean and not error["ablation"][head].isnan():
@@ -78,11 +80,12 @@ def table(scores: HeadScores, heads: list[Head], sort: str, width: int) -> str:
     largest = {name: max(error[name][head] for head in heads) for name in columns}
     if not all(value.isnan() for value in largest.values()):
         rows.append(["s.e.≤", "", *(number(value, ".1g") for value in largest.values())])
-        notes = [ERROR_NOTE]
-    lines = aligned(rows)
-    if len(lines[0]) > width:
-        return "\n".join([*aligned([[row[0], *row[2:]] for row in rows]), *notes])
-    return "\n".join([*lines, LEGEND, *notes])
+        notes.append(ERROR_NOTE)
+    for title in ("near > far", "(ctrl)"):
+        if len(aligned(rows)[0]) > width and title in rows[0]:
+            rows = [[cell for cell, name in zip(row, rows[0], strict=True) if name != title] for row in rows]
+    legend = [LEGEND] if "near > far" in rows[0] else []
+    return "\n".join([*aligned(rows), *legend, *notes])
 
 
 def kind(mean: dict[str, Tensor], head: Head) -> str:

@@ -16,6 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save
 from torch import Tensor
@@ -137,10 +138,14 @@ def find_checkpoint(path: Path) -> Path:
             return directory
         except ModelError as error:
             print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
+    raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one{runs_beside(path)}")
+
+
+def runs_beside(path: Path) -> str:
+    """For a message: which runs there are in the directory in which there is nothing of this name."""
     runs = sorted(path.absolute().parent.glob("*/checkpoints"), key=os.path.getmtime)
     names = ", ".join(found.parent.name for found in runs[-5:])
-    beside = f": the latest runs beside it are {names}" if runs and not path.exists() else ""
-    raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one{beside}")
+    return f": the latest runs beside it are {names}" if runs and not path.exists() else ""
 
 
 def is_hub_name(path: str | Path) -> bool:
@@ -229,6 +234,14 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ModelError(f"{path} does not hold a JSON object")
     return content
+
+
+def told(path: Path, *keys: str) -> Any:
+    """What training has left beside a model, or None: one from elsewhere has none of it."""
+    value = read_json(path) if path.is_file() else None
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def to_json(content: dict) -> bytes:

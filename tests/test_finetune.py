@@ -16,10 +16,13 @@ import train
 from data.corpus import open_corpus
 from data.tokenizer import FILES
 from model import GPT
-from tests.conftest import metrics, often, same_bits, tiny_run, weights
+from model.checkpoint import save_checkpoint
+from tests.conftest import make_gpt, metrics, often, same_bits, tiny_run, weights
 from tests.test_huggingface import SHAPES, make
 from tests.test_huggingface import save as save_model
 from tests.test_tokenizer import train_their_bpe
+from training.config import TrainConfig
+from training.finetune import describe_finetuning
 
 
 def options(init_from: Path, source: Path, out: Path, **changes: object) -> list[str]:
@@ -198,3 +201,18 @@ def spell_with_words(path: Path) -> None:
     content = json.loads(path.read_text())
     content["model"]["vocab"] = {"\n": 0, "▁word": 1}
     path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("trainer, more", [(None, ""), ({"config": {"train": 3}}, ""), ("muon", "learns faster with")])
+def test_what_a_model_was_made_with_is_recommended(tmp_path: Path, trainer: object, more: str) -> None:
+    save_checkpoint(tmp_path, 7, make_gpt(), (0, 0), {}, {}, {}, {})
+    model = tmp_path / "step-00000007"
+    (model / "manifest.json").rename(tmp_path / "elsewhere")
+    model = model.rename(tmp_path / "model")
+    (model / "trainer.json").unlink()
+    if trainer:
+        made = {"config": {"train": {"optimizer": "muon", "learning_rate": 0.5}}} if trainer == "muon" else trainer
+        (model / "trainer.json").write_text(json.dumps(made))
+    said = describe_finetuning(TrainConfig(init_from=str(model)))
+    assert said.startswith("to fine-tune: adamw, a learning rate of 0.0006, 2,000 steps")
+    assert (more in said) and ("--train.learning_rate 0.25)" in said) == bool(more)

@@ -95,9 +95,9 @@ def test_a_finished_run_is_told_in_full(run, corpus_file: Path, tmp_path: Path) 
     figures = {name: value for name, value, _ in told["figures"]}
     assert figures["Validation loss"] == f"{metrics(straight, 'val_loss')[12]:.4f}" and figures["Tokens"] == "792"
     assert [command.split(" ", 1)[1] for _, command in told["commands"]] == [
-        f"train.py --resume {straight} --train.max_steps 24",
         f'sample.py {straight} --prompt "..."',
         f"inspect_attention.py {straight} -o heads.html",
+        f"train.py {straight}/config.toml --train.max_steps 24 --train.out_dir {straight}_longer",
         f"-m training.report {straight}",
     ]
 

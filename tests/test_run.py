@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from model import GPT
 from tests.conftest import metrics, same_bits, sign, tiny_run, weights
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.device import environment
-from training.run import refuse_changes, tables
+from training.run import next_commands, refuse_changes, tables
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(run, straight: Path, corpus_file, tmp_path) -> None:
@@ -225,3 +226,51 @@ def test_only_the_newest_and_the_best_checkpoints_are_kept(run, corpus_file: Pat
 def test_an_output_that_cannot_be_written_is_one_sentence(run, corpus_file: Path) -> None:
     result = run(train, *tiny_run(corpus_file, corpus_file / "run"))
     assert result.exit_code == 2 and "is not a directory one may write to" in result.err
+
+
+@pytest.mark.parametrize(
+    "saved, best, said",
+    [
+        (0, None, ["train.py --resume out/a"]),
+        (
+            8,
+            4,
+            ["train.py --resume out/a", 'sample.py out/a --prompt "..."', "inspect_attention.py out/a -o heads.html"],
+        ),
+        (
+            12,
+            12,
+            [
+                'sample.py out/a --prompt "..."',
+                "inspect_attention.py out/a -o heads.html",
+                "train.py out/a/config.toml --train.max_steps 24 --train.out_dir out/a_longer",
+            ],
+        ),
+        (  # it knows the text by heart
+            12,
+            4,
+            [
+                'sample.py out/a/checkpoints/step-00000004 --prompt "..."',
+                "inspect_attention.py out/a -o heads.html",
+            ],
+        ),
+    ],
+)
+def test_what_to_do_next(saved: int, best: int | None, said: list[str]) -> None:
+    assert [command.split(" ", 1)[1] for _, command in next_commands(Path("out/a"), saved, best, 12)] == said
+
+
+def test_the_longer_run_that_is_recommended_begins(run, corpus_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a"
+    assert run(train, *tiny_run(corpus_file, out, train__max_steps=2)).exit_code == 0
+    best = json.loads((out / "checkpoints" / "step-00000002" / "trainer.json").read_text())["best_step"]
+    _, longer = next_commands(out, 2, best, 2)[-1]
+    result = run(train, *shlex.split(longer)[2:])
+    assert result.exit_code == 0 and (tmp_path / "a_longer" / "checkpoints" / "step-00000004").is_dir()
+
+
+def test_where_there_is_no_run_others_are_named(run, straight: Path) -> None:
+    result = run(train, "--resume", straight.with_name("strait"))
+    assert result.exit_code == 2 and f"the latest runs beside it are {straight.name}" in result.err
+    result = run(train, "--resume", straight / "checkpoints" / "step-00000012")
+    assert "of a run with such a checkpoint, give the directory" in result.err

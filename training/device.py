@@ -48,6 +48,8 @@ def find_device(name: str) -> torch.device:
         return there.device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0][:80]
+        if reason.startswith("Expected one of"):
+            reason = "it is none of auto, cpu, cuda, cuda:1 and mps"
         raise TrainError(f"device {name!r} cannot be used here: {reason}") from error
 
 

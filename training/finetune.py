@@ -4,7 +4,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from model import GPTConfig, ModelConfig
-from model.checkpoint import find_checkpoint
+from model.checkpoint import find_checkpoint, told
 from model.load import load_config
 from training.config import TrainConfig, TrainError
 
@@ -37,8 +37,13 @@ def check_shape(asked: ModelConfig, shape: ModelConfig, tokenizer: str, init_fro
 
 def describe_finetuning(train: TrainConfig) -> str:
     """How a run fine-tunes for which no configuration was given, in a line."""
-    rate, steps = f"a learning rate of {train.learning_rate:g}", f"{train.max_steps:,} steps"
-    return f"to fine-tune {train.init_from}: {train.optimizer}, {rate}, {steps}"
+    text = f"to fine-tune: {train.optimizer}, a learning rate of {train.learning_rate:g}, {train.max_steps:,} steps"
+    before = find_checkpoint(Path(train.init_from)) / "trainer.json"
+    optimizer, rate = (told(before, "config", "train", name) for name in ("optimizer", "learning_rate"))
+    if optimizer == "muon" != train.optimizer and isinstance(rate, float):
+        muon = f"--train.optimizer muon --train.learning_rate {rate / 2:g}"
+        text += f" (it was made with muon, and learns faster with {muon})"
+    return text
 
 
 def config_of(shape: ModelConfig, base: Path | None, vocab_size: int) -> GPTConfig:

@@ -30,7 +30,7 @@ from model import ModelError, disk
 from model.checkpoint import read_json, step_directories
 from training.config import TrainError
 from training.progress import duration
-from training.run import command, read_metrics
+from training.run import command, next_commands, read_metrics
 
 TEMPLATE = Path(__file__).with_name("report.html")
 CHARTS = {  # title -> name of a line -> its key in metrics.jsonl
@@ -82,6 +82,9 @@ def read_run(directory: Path) -> dict:
     evaluated = max((line["step"] for line in lines if "val_loss" in line), default=-1)
     finished = saved == evaluated == max_steps
     state = "running" if is_training(directory) else "finished" if finished else "interrupted"
+    kept = {int(path.name.removeprefix("step-")) for path in step_directories(directory / "checkpoints")}
+    losses = {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
+    best = min(kept & losses.keys(), key=losses.get, default=None)
     num_parameters, certificate, environment = look_at(checkpoint)
     size = f", {num_parameters:,} parameters" if num_parameters else ""
     source = "the Python standard library" if options["data"]["source"] == "stdlib" else options["data"]["source"]
@@ -105,7 +108,10 @@ def read_run(directory: Path) -> dict:
         "spikes": [[line["step"] - 1, line["loss_spike"], line["median_loss"]] for line in thin(spikes, MOST_ROWS)],
         "config": visible(config),
         "about": [[name, visible(str(value))] for name, value in {"causal": certificate, **environment}.items()],
-        "commands": commands(directory, saved, 2 * max_steps if finished else 0),
+        "commands": [
+            *next_commands(directory, saved, best, max_steps),
+            ("Make this page again", command("-m training.report", directory)),
+        ],
     }
 
 
@@ -169,17 +175,6 @@ def read_heads(lines: list[dict]) -> dict:
     lines = thin(lines, max(2, MOST_SCORES // num_scores))
     scores = {metric: [rounded(line["heads"].get(metric, []), 3) for line in lines] for metric in lines[-1]["heads"]}
     return {"steps": [line["step"] for line in lines], "scores": scores}
-
-
-def commands(directory: Path, saved: int, longer: int) -> list[tuple[str, str]]:
-    """What to do next with a run, and how."""
-    more = f" --train.max_steps {longer}" if longer else ""
-    what = "Train longer" if longer else f"Go on from step {saved:,}"
-    found = [(what, command("train.py --resume", directory) + more)]
-    if saved:
-        found.append(("Sample", command("sample.py", directory) + ' --prompt "..."'))
-        found.append(("See its heads", command("inspect_attention.py", directory) + " -o heads.html"))
-    return [*found, ("Make this page again", command("-m training.report", directory))]
 
 
 def thin(items: list, most: int) -> list:

@@ -272,6 +272,10 @@ class Run:
         """A command line that runs a script on this directory."""
         return command(script, self.directory)
 
+    def next_commands(self) -> list[tuple[str, str]]:
+        """What to do with the finished run, and how."""
+        return next_commands(self.directory, self.state["step"], self.state["best_step"], self.config.train.max_steps)
+
     def finish(self, exit_code: int = 0) -> None:
         """Tell wandb, if it listens, how this session ended, and let go of the run directory."""
         if not self.writes:
@@ -293,6 +297,25 @@ def command(script: str, directory: Path) -> str:
     if script.startswith("train.py") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         python = f"{python} -m torch.distributed.run --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 'gpu')}"
     return f"{python} {script} {shlex.quote(str(directory))}"
+
+
+def next_commands(directory: Path, saved: int, best: int | None, max_steps: int) -> list[tuple[str, str]]:
+    """What to do next with a run whose newest checkpoint is that of step `saved`, and how.
+
+    best: the step of the best checkpoint, if a validation loss was measured.
+    """
+    if saved == 0:
+        return [("Go on from step 0", command("train.py --resume", directory))]
+    rose = saved == max_steps and best not in (None, saved)
+    chosen = directory / "checkpoints" / f"step-{best:08d}" if rose else directory
+    found = [(f"Sample{' from the best checkpoint' if rose else ''}", command("sample.py", chosen) + ' --prompt "..."')]
+    found.append(("See its heads", command("inspect_attention.py", directory) + " -o heads.html"))
+    if saved < max_steps:
+        return [(f"Go on from step {saved:,}", command("train.py --resume", directory)), *found]
+    if not rose:  # a new run: one whose schedule has ended would have to raise its learning rate again
+        longer = f" --train.max_steps {2 * max_steps} --train.out_dir {shlex.quote(f'{directory}_longer')}"
+        found.append(("Train longer, from the start", command("train.py", directory / "config.toml") + longer))
+    return found
 
 
 def read_text(path: Path) -> str:
