@@ -38,7 +38,7 @@ from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, document_start, encode, token_bytes, token_lengths
 from inspection.watch import HeadWatch
 from model import GPT, GPTConfig, ModelConfig
-from model.checkpoint import STEP, runs_beside
+from model.checkpoint import STEP, find_checkpoint, runs_beside
 from model.parts import is_part, whole
 from model.sampling import stream
 from training.certificate import certify
@@ -114,10 +114,11 @@ def read_config(argv: list[str]) -> Config:
         else:
             config = choose(argv, config)
     if init_from := config.train.init_from:
-        shape = find_shape(init_from)
+        base = find_checkpoint(Path(init_from))
+        shape = find_shape(base)
         config = parse(Config, argv, file, Config(model=with_context(shape), data=DataConfig(tokenizer="model")))
         check_shape(config.model, shape, config.data.tokenizer, init_from)
-        config = replace(config, why="" if asked.config else describe_finetuning(config.train))
+        config = replace(config, why="" if asked.config else describe_finetuning(config.train, base))
     GPTConfig(**asdict(config.model))  # raises ModelError now, not after an hour of preparing data
     return config
 
@@ -203,7 +204,8 @@ def train(config: Config, ranks: Ranks) -> None:
     if ranks.world > 1:
         print(f"ranks:  {ranks.world}, {c.parallel}, {c.grad_accum_steps // ranks.world} micro-batches of a step each")
     if c.parallel != "fsdp":  # whose ranks share out what is counted here
-        print(f"memory: {memory_line(model, c, partial(next_token_loss, dtype=dtype), device, compiled)}")
+        loss_fn, resumed = partial(next_token_loss, dtype=dtype), run.resumed_from is not None
+        print(f"memory: {memory_line(model, c, loss_fn, device, compiled, resumed)}")
     keep_freed_memory(model, c, device)
     ranks.join(device, state["step"])
     ranks.place(model, device, dtype)

@@ -8,6 +8,7 @@ manifest.json                            size and SHA-256 of each, and the certi
 Tensors of more than 5 GB are in several files, with an index that says which is where.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -145,7 +146,7 @@ def runs_beside(path: Path) -> str:
     """For a message: which runs there are in the directory in which there is nothing of this name."""
     runs = sorted(path.absolute().parent.glob("*/checkpoints"), key=os.path.getmtime)
     names = ", ".join(found.parent.name for found in runs[-5:])
-    return f": the latest runs beside it are {names}" if runs and not path.exists() else ""
+    return f"; the latest runs beside it are {names}" if runs and not path.exists() else ""
 
 
 def is_hub_name(path: str | Path) -> bool:
@@ -237,8 +238,10 @@ def read_json(path: Path) -> dict:
 
 
 def told(path: Path, *keys: str) -> Any:
-    """What training has left beside a model, or None: one from elsewhere has none of it."""
-    value = read_json(path) if path.is_file() else None
+    """What training has left beside a model, or None: one from elsewhere has none of it, or something else."""
+    value = None
+    with contextlib.suppress(ModelError):
+        value = read_json(path)
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value

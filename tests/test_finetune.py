@@ -203,7 +203,9 @@ def spell_with_words(path: Path) -> None:
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("trainer, more", [(None, ""), ({"config": {"train": 3}}, ""), ("muon", "learns faster with")])
+@pytest.mark.parametrize(
+    "trainer, more", [(None, ""), ({"config": {"train": 3}}, ""), ("muon", "(it was made with muon: try")]
+)
 def test_what_a_model_was_made_with_is_recommended(tmp_path: Path, trainer: object, more: str) -> None:
     save_checkpoint(tmp_path, 7, make_gpt(), (0, 0), {}, {}, {}, {})
     model = tmp_path / "step-00000007"
@@ -213,6 +215,6 @@ def test_what_a_model_was_made_with_is_recommended(tmp_path: Path, trainer: obje
     if trainer:
         made = {"config": {"train": {"optimizer": "muon", "learning_rate": 0.5}}} if trainer == "muon" else trainer
         (model / "trainer.json").write_text(json.dumps(made))
-    said = describe_finetuning(TrainConfig(init_from=str(model)))
+    said = describe_finetuning(TrainConfig(), model)
     assert said.startswith("to fine-tune: adamw, a learning rate of 0.0006, 2,000 steps")
     assert (more in said) and ("--train.learning_rate 0.25)" in said) == bool(more)

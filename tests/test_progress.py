@@ -74,10 +74,10 @@ def test_a_rehearsal_times_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "step, evaluated, more, said",
     [
-        (0, None, {}, "about 3 min for 29 steps, and 28 s for 6 validation losses"),  # at 0, 7, 14, 21, 28, 29
-        (14, 14, {}, "about 2 min for 15 steps, and 14 s for 3 validation losses"),
-        (14, 7, {"activation_checkpointing": True}, "about 2 min for 15 steps, and 14 s for 4 validation losses"),
-        (16, 14, {}, "about 84 s for 13 steps, and 14 s for 3 validation losses"),
+        (0, None, {}, "about 3 min for 29 more steps, and 28 s to evaluate 6 times"),  # at 0, 7, 14, 21, 28, 29
+        (14, 14, {}, "about 2 min for 15 more steps, and 14 s to evaluate 3 times"),
+        (14, 7, {"activation_checkpointing": True}, "about 2 min for 15 more steps, and 14 s to evaluate 4 times"),
+        (16, 14, {}, "about 84 s for 13 more steps, and 14 s to evaluate 3 times"),
     ],
 )
 def test_the_time_that_a_run_will_take(step: int, evaluated: int | None, more: dict, said: str) -> None:

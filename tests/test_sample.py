@@ -163,7 +163,7 @@ def test_a_terminal_is_not_commanded(monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["{run}x"], "x is neither an intact checkpoint nor a run that has one: the latest runs beside it are "),
+        (["{run}x"], "x is neither an intact checkpoint nor a run that has one; the latest runs beside it are "),
         (["{tmp}"], "is neither an intact checkpoint nor a run that has one"),
         (["nowhere"], "nowhere is neither an intact checkpoint nor a run that has one"),
         (["{run}", "--temperature", "-1"], "temperature must be at least 0 and finite, got -1.0"),

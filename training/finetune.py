@@ -4,7 +4,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from model import GPTConfig, ModelConfig
-from model.checkpoint import find_checkpoint, told
+from model.checkpoint import told
 from model.load import load_config
 from training.config import TrainConfig, TrainError
 
@@ -12,9 +12,9 @@ MAY_DIFFER = {"dropout", "context_length"}
 CONTEXT = 1024  # tokens, if nothing else is asked for: long contexts need much memory in training
 
 
-def find_shape(init_from: str) -> ModelConfig:
+def find_shape(base: Path) -> ModelConfig:
     """The shape of a checkpoint or hub model, as the [model] table of a run that begins with it."""
-    config = load_config(find_checkpoint(Path(init_from)))
+    config = load_config(base)
     return ModelConfig(**{field.name: getattr(config, field.name) for field in fields(ModelConfig)})
 
 
@@ -35,14 +35,12 @@ def check_shape(asked: ModelConfig, shape: ModelConfig, tokenizer: str, init_fro
         raise TrainError(f"{init_from} knows the ids of its own tokenizer: data.tokenizer must be model")
 
 
-def describe_finetuning(train: TrainConfig) -> str:
-    """How a run fine-tunes for which no configuration was given, in a line."""
+def describe_finetuning(train: TrainConfig, base: Path) -> str:
+    """How a run fine-tunes the model in `base`, if no configuration was given, in a line."""
     text = f"to fine-tune: {train.optimizer}, a learning rate of {train.learning_rate:g}, {train.max_steps:,} steps"
-    before = find_checkpoint(Path(train.init_from)) / "trainer.json"
-    optimizer, rate = (told(before, "config", "train", name) for name in ("optimizer", "learning_rate"))
+    optimizer, rate = (told(base / "trainer.json", "config", "train", name) for name in ("optimizer", "learning_rate"))
     if optimizer == "muon" != train.optimizer and isinstance(rate, float):
-        muon = f"--train.optimizer muon --train.learning_rate {rate / 2:g}"
-        text += f" (it was made with muon, and learns faster with {muon})"
+        text += f" (it was made with muon: try --train.optimizer muon --train.learning_rate {rate / 2:g})"
     return text
 
 

@@ -72,6 +72,7 @@ def memory_line(
     loss_fn: Callable[[GPT, Tensor, Tensor], Tensor],
     device: torch.device,
     compiled: bool,
+    resumed: bool = False,
 ) -> str:
     """What a step of training needs, of how much, in words."""
     there = memory_there(device)
@@ -81,7 +82,7 @@ def memory_line(
         needed = memory_of_step(model.config, config, loss_fn, device)
     except Exception as error:  # a layer of somebody's own may need to know what is in its tensors
         return f"not known before the first step ({type(error).__name__}: {str(error).splitlines()[0]:.80})"
-    return describe_memory(needed, there, config, compiled)
+    return describe_memory(needed, there, config, compiled, resumed)
 
 
 def is_small(model: GPT, config: TrainConfig, device: torch.device) -> bool:
@@ -146,16 +147,18 @@ def memory_there(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def describe_memory(needed: int, there: int, config: TrainConfig, compiled: bool) -> str:
+def describe_memory(needed: int, there: int, config: TrainConfig, compiled: bool, resumed: bool = False) -> str:
     """One line: what a step needs, of how much, and what to change if that is not enough."""
     line = f"{'up to' if compiled else 'about'} {in_gib(needed)} of {in_gib(there)} GiB"
     if needed <= there:
         return line
-    return f"{line}, which may not be enough: try {what_needs_less(config)}"
+    return f"{line}, which may not be enough: try {what_needs_less(config, resumed)}"
 
 
-def what_needs_less(config: TrainConfig) -> str:
+def what_needs_less(config: TrainConfig, resumed: bool) -> str:
     """What to try: options that keep the steps as they are; where there are none left, a smaller model."""
+    if resumed:
+        return "a device with more memory: a resumed run keeps its batches"
     c = config
     advice = [] if c.activation_checkpointing else ["--train.activation_checkpointing true"]
     if parts := next((n for n in range(2, c.batch_size + 1) if c.batch_size % n == 0), 0):
@@ -172,7 +175,7 @@ def advice_if_out_of_memory(config: TrainConfig, resumed: bool) -> Iterator[None
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        less = "a device with more memory: a resumed run keeps its batches" if resumed else what_needs_less(config)
+        less = what_needs_less(config, resumed)
         raise TrainError(f"out of memory with {config.batch_size} sequences at once: try {less}") from error
 
 

@@ -92,7 +92,7 @@ def rehearse(
 ) -> tuple[float, float]:
     """How many seconds the gradients of a step take, and its update; no trace is left of either.
 
-    backward: computes the gradients of a micro-batch. Of each part some is done before the clock runs, to warm up.
+    backward: computes the gradients of a micro-batch. One of them and an update are made before the clock runs.
     """
     device, optimizer = model.lm_head.weight.device, make_optimizer(model, config)  # for this alone
 
@@ -104,7 +104,9 @@ def rehearse(
         return time.perf_counter() - began
 
     backward(next(iter(micro_batches(model))))
-    gradients = seconds(lambda: [backward(micro_batch) for micro_batch in micro_batches(model)])
+    bar = tqdm(desc="time:   rehearsing a step", total=config.grad_accum_steps + 1, initial=1, leave=False, delay=1)
+    gradients = seconds(lambda: [(backward(micro_batch), bar.update()) for micro_batch in micro_batches(model)])
+    bar.close()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
@@ -128,8 +130,8 @@ def time_line(
     forward = gradients / c.grad_accum_steps / (4 if c.activation_checkpointing else 3)  # backward takes twice as long
     left = {*range(-(-step // c.eval_every) * c.eval_every, c.max_steps, c.eval_every), c.max_steps} - {evaluated}
     return (
-        f"about {duration(training)} for {c.max_steps - step:,} steps, "
-        f"and {duration(len(left) * eval_batches * forward)} for {len(left)} validation losses"
+        f"about {duration(training)} for {c.max_steps - step:,} more steps, "
+        f"and {duration(len(left) * eval_batches * forward)} to evaluate {len(left)} times"
     )
 
 

@@ -109,7 +109,7 @@ def read_run(directory: Path) -> dict:
         "config": visible(config),
         "about": [[name, visible(str(value))] for name, value in {"causal": certificate, **environment}.items()],
         "commands": [
-            *next_commands(directory, saved, best, max_steps),
+            *next_commands(directory, saved, best, max_steps, finished),
             ("Make this page again", command("-m training.report", directory)),
         ],
     }

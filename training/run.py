@@ -274,7 +274,8 @@ class Run:
 
     def next_commands(self) -> list[tuple[str, str]]:
         """What to do with the finished run, and how."""
-        return next_commands(self.directory, self.state["step"], self.state["best_step"], self.config.train.max_steps)
+        c = self.config.train
+        return next_commands(self.directory, self.state["step"], self.state["best_step"], c.max_steps, finished=True)
 
     def finish(self, exit_code: int = 0) -> None:
         """Tell wandb, if it listens, how this session ended, and let go of the run directory."""
@@ -299,20 +300,21 @@ def command(script: str, directory: Path) -> str:
     return f"{python} {script} {shlex.quote(str(directory))}"
 
 
-def next_commands(directory: Path, saved: int, best: int | None, max_steps: int) -> list[tuple[str, str]]:
+def next_commands(
+    directory: Path, saved: int, best: int | None, max_steps: int, finished: bool
+) -> list[tuple[str, str]]:
     """What to do next with a run whose newest checkpoint is that of step `saved`, and how.
 
-    best: the step of the best checkpoint, if a validation loss was measured.
+    best: the step of the best checkpoint, if a validation loss was measured. finished: all steps and evaluations.
     """
-    if saved == 0:
-        return [("Go on from step 0", command("train.py --resume", directory))]
-    rose = saved == max_steps and best not in (None, saved)
+    rose = finished and best not in (None, saved)
     chosen = directory / "checkpoints" / f"step-{best:08d}" if rose else directory
-    found = [(f"Sample{' from the best checkpoint' if rose else ''}", command("sample.py", chosen) + ' --prompt "..."')]
-    found.append(("See its heads", command("inspect_attention.py", directory) + " -o heads.html"))
-    if saved < max_steps:
-        return [(f"Go on from step {saved:,}", command("train.py --resume", directory)), *found]
-    if not rose:  # a new run: one whose schedule has ended would have to raise its learning rate again
+    found = [] if finished else [(f"Go on from step {saved:,}", command("train.py --resume", directory))]
+    if saved:
+        which = ", of the best checkpoint" if rose else ""
+        found.append((f"Sample{which}", command("sample.py", chosen) + ' --prompt "..."'))
+        found.append((f"See the heads{which}", command("inspect_attention.py", chosen) + " -o heads.html"))
+    if finished and not rose:  # a new run: one whose schedule has ended would have to raise its learning rate again
         longer = f" --train.max_steps {2 * max_steps} --train.out_dir {shlex.quote(f'{directory}_longer')}"
         found.append(("Train longer, from the start", command("train.py", directory / "config.toml") + longer))
     return found
