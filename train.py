@@ -229,6 +229,7 @@ def train(config: Config, ranks: Ranks) -> None:
         scaler.scale(loss).backward()
         return loss.detach()
 
+    # How long it will take; the optimizer is made when the rehearsal's own, with as much memory, is gone.
     if state["step"] < c.max_steps:
         seconds = rehearse(model, c, partial(backward, state["step"]), ranks.micro_batches)
         eval_batches = len(val_tokens) / T / c.batch_size
