@@ -203,15 +203,15 @@ def train(config: Config, ranks: Ranks) -> None:
     compiled = c.compile if c.compile is not None else device.type == "cuda"
     if ranks.world > 1:
         print(f"ranks:  {ranks.world}, {c.parallel}, {c.grad_accum_steps // ranks.world} micro-batches of a step each")
+    eager_loss = partial(next_token_loss, dtype=dtype)
     if c.parallel != "fsdp":  # whose ranks share out what is counted here
-        loss_fn, resumed = partial(next_token_loss, dtype=dtype), run.resumed_from is not None
-        print(f"memory: {memory_line(model, c, loss_fn, device, compiled, resumed)}")
+        print(f"memory: {memory_line(model, c, eager_loss, device, compiled, bool(config.resume))}")
     keep_freed_memory(model, c, device)
     ranks.join(device, state["step"])
     ranks.place(model, device, dtype)
 
     # Compile the loss, not the module: the model stays a plain GPT to save, sample from and inspect.
-    loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
+    loss_fn = partial(torch.compile(next_token_loss, dynamic=False), dtype=dtype) if compiled else eager_loss
     certificate = certify(model, loss_fn, dtype, c.batch_size)  # not a step with a model that sees the future
     print(f"kernel: {(kernel := attention_kernel(model, dtype))}")
     run.start(certificate, environment(device, dtype, compiled) | {"attention": kernel, "ranks": ranks.order()})
@@ -238,8 +238,7 @@ def train(config: Config, ranks: Ranks) -> None:
     run.restore(model, optimizer, scaler)
 
     def diagnose(step: int) -> str:
-        again = partial(micro_batch_loss, partial(next_token_loss, dtype=dtype), step)
-        return where_it_broke(model, again, c.grad_accum_steps)
+        return where_it_broke(model, partial(micro_batch_loss, eager_loss, step), c.grad_accum_steps)
 
     def log_spike() -> None:
         if spike := run.log_spike(*worst.take(), batches):

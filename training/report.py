@@ -76,15 +76,15 @@ def read_run(directory: Path) -> dict:
     """What the page shows of a run, for JSON."""
     config = (directory / "config.toml").read_text(encoding="utf-8")
     options, lines = tomllib.loads(config), read_metrics(directory / "metrics.jsonl", math.inf)
-    checkpoint = next(iter(step_directories(directory / "checkpoints")), None)
-    saved = int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
+    kept = {int(path.name.removeprefix("step-")): path for path in step_directories(directory / "checkpoints")}
+    saved = max(kept, default=0)
+    checkpoint = kept.get(saved)
     step, max_steps = max(saved, *(line["step"] for line in lines), 0), options["train"]["max_steps"]
     evaluated = max((line["step"] for line in lines if "val_loss" in line), default=-1)
     finished = saved == evaluated == max_steps
     state = "running" if is_training(directory) else "finished" if finished else "interrupted"
-    kept = {int(path.name.removeprefix("step-")) for path in step_directories(directory / "checkpoints")}
     losses = {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
-    best = min(kept & losses.keys(), key=losses.get, default=None)
+    best = min(kept.keys() & losses.keys(), key=losses.get, default=None)
     num_parameters, certificate, environment = look_at(checkpoint)
     size = f", {num_parameters:,} parameters" if num_parameters else ""
     source = "the Python standard library" if options["data"]["source"] == "stdlib" else options["data"]["source"]
