@@ -104,9 +104,8 @@ def rehearse(
         return time.perf_counter() - began
 
     backward(next(iter(micro_batches(model))))
-    bar = tqdm(desc="time:   rehearsing a step", total=config.grad_accum_steps + 1, initial=1, leave=False, delay=1)
-    gradients = seconds(lambda: [(backward(micro_batch), bar.update()) for micro_batch in micro_batches(model)])
-    bar.close()
+    watched = tqdm(micro_batches(model), "time:   rehearsing", config.grad_accum_steps, leave=False, delay=1)
+    gradients = seconds(lambda: [backward(micro_batch) for micro_batch in watched])
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
