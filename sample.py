@@ -31,7 +31,8 @@ from data import DataError
 from data.tokenizer import Tokenizer, encode, load_tokenizer, text_prefix, token_bytes
 from model import ModelError
 from model.checkpoint import find_checkpoint, read_certificate
-from model.load import read_model
+from model.load import load_config, read_model
+from model.precision import keep_matrices_in_bfloat16
 from model.sampling import stream
 from training.device import find_device, weights_dtype
 
@@ -71,7 +72,7 @@ class Options:
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the weights. auto: bfloat16 on a GPU or CPU that is fast at it, else float32."""
+    """Precision of the weights. auto: bfloat16 where that is faster, else float32."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "num_samples"):
@@ -131,8 +132,10 @@ def main() -> None:
     prompts = [read_prompt(prompt) for prompt in options.prompt]
     directory = find_checkpoint(options.checkpoint)
     device = find_device(options.device)
-    dtype = weights_dtype(options.dtype, device)
+    dtype = weights_dtype(options.dtype, device, load_config(directory), len(prompts) * options.num_samples)
     model = read_model(directory, device, dtype)
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        keep_matrices_in_bfloat16(model)
     tokenizer = load_tokenizer(directory)
     if tokenizer.n_vocab > model.config.vocab_size:
         raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model {model.config.vocab_size}")

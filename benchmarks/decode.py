@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.record import Record, describe_machine
 from model import GPT, GPTConfig
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
+from model.precision import keep_matrices_in_bfloat16
 from training.device import find_device
 
 Way = Callable[[Tensor, int], Tensor]
@@ -71,6 +72,8 @@ def all_ways(model: GPT) -> dict[str, Way]:
     device = model.lm_head.weight.device
     theirs, half = in_transformers(model), GPT(model.config).eval().to(device, torch.bfloat16)
     half.load_state_dict(model.state_dict())
+    if device.type == "cpu":
+        keep_matrices_in_bfloat16(half)
 
     def by_transformers(theirs: transformers.PreTrainedModel, idx: Tensor, new: int) -> Tensor:
         return theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=new, do_sample=False)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import nanogpt
 from model import GPTConfig
-from training.muon import precision
+from model.precision import precision
 
 
 @dataclass(frozen=True)

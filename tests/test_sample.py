@@ -11,6 +11,7 @@ import torch
 import sample
 import train
 from data.tokenizer import make_tokenizer
+from model import GPTConfig
 from sample import Text
 from tests.conftest import tiny_run
 from training.device import weights_dtype
@@ -114,8 +115,30 @@ def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, fa
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: fast)
     for device in ("cpu", "cuda"):
-        assert weights_dtype("auto", torch.device(device)) == (torch.bfloat16 if fast else torch.float32)
-        assert weights_dtype("float32", torch.device(device)) == torch.float32
+        chosen = weights_dtype("auto", torch.device(device), GPTConfig(n_layer=1, n_embd=12), 1)
+        assert chosen == (torch.bfloat16 if fast else torch.float32)
+        assert weights_dtype("float32", torch.device(device), GPTConfig(), 1) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "n_layer", "num_texts", "expected"),
+    [
+        ("cpu", "AVX2", 12, 1, torch.bfloat16),
+        ("cpu", "AVX512", 12, 4, torch.bfloat16),
+        ("cpu", "AVX2", 12, 5, torch.float32),  # products take the time, and have no units
+        ("cpu", "AVX2", 1, 1, torch.float32),  # little to read
+        ("cpu", "DEFAULT", 12, 1, torch.float32),  # not measured
+        ("mps", "AVX2", 12, 1, torch.float32),
+    ],
+)
+def test_bfloat16_is_chosen_where_reading_weights_takes_the_time(
+    monkeypatch: pytest.MonkeyPatch, device: str, capability: str, n_layer: int, num_texts: int, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    config = GPTConfig(n_layer=n_layer, vocab_size=211)
+    assert weights_dtype("auto", torch.device(device), config, num_texts) == expected
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5, 16])

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT
+from model import GPT, GPTConfig
+from model.precision import BFloat16Linear, precision
 from training.config import TrainConfig, TrainError
-from training.muon import precision
 
 # Dense peak of the matrix units in TFLOP/s, bfloat16 where there is one, else float16; from the makers' data sheets.
 # The first name found in the device's own name counts, so longer names stand before shorter ones.
@@ -31,6 +31,10 @@ PEAK_TFLOPS = {
     "V100": 125,
     "T4": 65,
 }
+
+BEYOND_CACHE = (
+    10**8
+)  # bytes of weights that a CPU has to read anew for each token, which takes half as long in bfloat16
 
 
 def device_type(name: str) -> str:
@@ -89,13 +93,17 @@ def set_seed(device: torch.device, seed: int) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def weights_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The precision to hold weights in for inference; auto is bfloat16 where that is fast, else float32."""
+def weights_dtype(name: str, device: torch.device, config: GPTConfig, num_texts: int) -> torch.dtype:
+    """The precision of the weights to continue so many texts; auto is bfloat16 where that is faster, else float32."""
     if name != "auto":
         return getattr(torch, name)
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.float32
-    return precision(device)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    with torch.device("meta"):
+        num_bytes = 4 * sum(parameter.numel() for parameter in GPT(config).parameters())
+    is_reading = num_bytes > BEYOND_CACHE and num_texts <= BFloat16Linear.FEW  # what takes the time
+    measured = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return torch.bfloat16 if measured and is_reading else precision(device)
 
 
 class Operations(TorchDispatchMode):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from model.parts import is_part, local
+from model.precision import precision
 
 # Of the polynomial a x + b x^3 + c x^5, which, applied five times over, takes the singular values between 0.01 and 1 to
 # between 0.7 and 1.2: that is near enough to 1 (Jordan et al. 2024).
@@ -55,12 +56,6 @@ def orthogonalize_together(matrices: Tensor, like: Tensor) -> Tensor:
 @cache
 def all_ranks(device_type: str) -> dist.DeviceMesh:
     return dist.init_device_mesh(device_type, (dist.get_world_size(),))
-
-
-def precision(device: torch.device) -> torch.dtype:
-    """What these products are made in: bfloat16 is enough, where it is fast."""
-    fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if fast else torch.float32
 
 
 class Muon(torch.optim.AdamW):

@@ -1,0 +1,46 @@
+"""bfloat16, where a machine gains by it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def precision(device: torch.device) -> torch.dtype:
+    """What large products are made in, if bfloat16 is enough for them: bfloat16 where it is fast, else float32."""
+    fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+class BFloat16Linear(nn.Module):
+    """A linear layer on a CPU, with its weight in bfloat16, between layers in float32.
+
+    To continue a text is to read all weights for each token, which takes half as long if they are half as large. With
+    more rows the products are what takes time, and a CPU that has no units for bfloat16 makes them in float32.
+    """
+
+    FEW = 4  # rows, found by trying: benchmarks/decode.py
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.register_buffer("weight", linear.weight.detach().bfloat16())
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out), float32."""
+        if x.numel() > self.FEW * x.size(-1) and precision(x.device) == torch.float32:
+            return F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
+        return F.linear(x.bfloat16(), self.weight, self.bias).float()
+
+
+def keep_matrices_in_bfloat16(model: nn.Module) -> None:
+    """Exchange the linear layers for such, and let all else be float32. To continue texts only: the model can no longer
+    be trained, moved or saved."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(module, name, BFloat16Linear(child))
+    for parameter in model.parameters():  # embeddings and norms
+        parameter.data = parameter.data.float()
