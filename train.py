@@ -212,7 +212,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
     # Compile the loss, not the module: the model stays a plain GPT to save, sample from and inspect.
     loss_fn = partial(torch.compile(next_token_loss, dynamic=False), dtype=dtype) if compiled else eager_loss
-    certificate = certify(model, loss_fn, dtype, c.batch_size)  # not a step with a model that sees the future
+    certificate = certify(model, loss_fn, dtype, c.batch_size, compiled)  # not a step with one that sees the future
     print(f"kernel: {(kernel := attention_kernel(model, dtype))}")
     run.start(certificate, environment(device, dtype, compiled) | {"attention": kernel, "ranks": ranks.order()})
     training_loss = ranks.sharing_gradients(model, loss_fn)

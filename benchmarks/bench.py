@@ -144,8 +144,6 @@ def measure_decode(bench: Bench) -> Iterator[dict]:
 
     ways = {"nanoGPT": nanogpt_generate} | decode.all_ways(model)
     del ways["no cache, float32"]
-    if torch.bfloat16 not in bench.dtypes:
-        ways = {way: work for way, work in ways.items() if "bfloat16" not in way}
     for batch in (1, 64) if bench.cuda else (1,):
         idx = torch.randint(config.vocab_size, (batch, prompt), device=bench.device)
         for way, result in decode.measure(ways, idx, new, repeats=1 if bench.tiny else 2).items():

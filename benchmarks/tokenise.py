@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -64,16 +64,6 @@ def count(tokenizer: tiktoken.Encoding, group: list[str]) -> int:
     return sum(len(tokenizer.encode_to_numpy(text, disallowed_special=())) for text in group)
 
 
-def rate(work: Callable[[], int], repeats: int) -> tuple[float, int]:
-    """Tokens a second, the median of several times; and the tokens."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        tokens = work()
-        seconds.append(time.perf_counter() - start)
-    return tokens / median(seconds), tokens
-
-
 def measure(name: str, megabytes: float, repeats: int) -> Iterator[dict]:
     """One result for each way to make tokens with the tokenizer of this name."""
     texts, cores = documents(megabytes), os.cpu_count()
@@ -96,15 +86,22 @@ def measure(name: str, megabytes: float, repeats: int) -> Iterator[dict]:
             with pool(workers) as running:
                 return sum(running.map(count, [tokenizer] * len(groups), groups))
 
-        for what, workers, work in (
-            ("tiktoken alone", 1, lambda: count(tokenizer, texts)),
-            ("tiktoken alone, threads", cores, lambda: alone(ThreadPoolExecutor, cores)),
-            ("tiktoken alone, processes", cores, lambda: alone(ProcessPoolExecutor, cores)),
-            ("data.prepare, Parquet", cores, lambda: prepared("parquet")),
-            ("data.prepare, JSON lines", cores, lambda: prepared("jsonl")),
-        ):
-            speed, tokens = rate(work, repeats)
-            result = {"tokens/s": speed, "MB/s": size * speed / tokens, "workers": workers}
+        ways = {
+            "tiktoken alone": (1, lambda: count(tokenizer, texts)),
+            "tiktoken alone, threads": (cores, lambda: alone(ThreadPoolExecutor, cores)),
+            "tiktoken alone, processes": (cores, lambda: alone(ProcessPoolExecutor, cores)),
+            "data.prepare, Parquet": (cores, lambda: prepared("parquet")),
+            "data.prepare, JSON lines": (cores, lambda: prepared("jsonl")),
+        }
+        seconds, tokens = {what: [] for what in ways}, {}
+        for _ in range(repeats):  # in turn, so that a slow minute of the machine is everyone's
+            for what, (_, work) in ways.items():
+                start = time.perf_counter()
+                tokens[what] = work()
+                seconds[what].append(time.perf_counter() - start)
+        for what, (workers, _) in ways.items():
+            took = median(seconds[what])
+            result = {"tokens/s": tokens[what] / took, "MB/s": size / took, "workers": workers}
             yield {"what": what} | result | {"tokenizer": name, "megabytes": size}
 
 
