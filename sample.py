@@ -34,7 +34,7 @@ from model.checkpoint import find_checkpoint, read_certificate
 from model.load import load_config, read_model
 from model.precision import keep_matrices_in_bfloat16
 from model.sampling import stream
-from training.device import find_device, weights_dtype
+from training.device import advice_if_not_compiled, find_device, weights_dtype
 
 READ_AT_ONCE = 16  # tokens, from a GPU
 
@@ -127,6 +127,7 @@ def show(text: str) -> None:
     print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
+@advice_if_not_compiled("without --compile")
 def main() -> None:
     options = parse(Options, sys.argv[1:])
     prompts = [read_prompt(prompt) for prompt in options.prompt]

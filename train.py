@@ -44,6 +44,7 @@ from model.sampling import stream
 from training.certificate import certify
 from training.config import TrainConfig
 from training.device import (
+    advice_if_not_compiled,
     attention_kernel,
     autocast,
     choose_device,
@@ -170,6 +171,7 @@ def main() -> None:
             train(config, ranks)
 
 
+@advice_if_not_compiled("with --train.compile false")
 def train(config: Config, ranks: Ranks) -> None:
     """Train, or go on training, as the configuration says; one of `ranks`, if there are several."""
     c, T = config.train, config.model.context_length

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -147,6 +147,21 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dic
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Matrix products in `dtype`, everything delicate in float32; nothing at all if `dtype` is float32."""
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def advice_if_not_compiled(otherwise: str) -> Iterator[None]:
+    """Let a TrainError say what to do where PyTorch's compiler fails, as without a C++ compiler.
+
+    A mistake in the model is none of the compiler's, and stays what it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__name__ not in ("InductorError", "BackendCompilerFailed"):  # to import them takes seconds
+            raise
+        reason = str(error).splitlines()[0]
+        raise TrainError(f"torch.compile fails here ({reason}): mend that, or go on {otherwise}") from error
 
 
 def flops_per_token(model: GPT) -> float:
