@@ -32,7 +32,7 @@ from data.tokenizer import Tokenizer, encode, load_tokenizer, text_prefix, token
 from model import ModelError
 from model.checkpoint import find_checkpoint, read_certificate
 from model.load import load_config, read_model
-from model.precision import keep_matrices_in_bfloat16
+from model.precision import keep_matrices_in_bfloat16, precision
 from model.sampling import stream
 from training.device import advice_if_not_compiled, find_device, weights_dtype
 
@@ -133,9 +133,10 @@ def main() -> None:
     prompts = [read_prompt(prompt) for prompt in options.prompt]
     directory = find_checkpoint(options.checkpoint)
     device = find_device(options.device)
-    dtype = weights_dtype(options.dtype, device, load_config(directory), len(prompts) * options.num_samples)
+    config, num_texts = load_config(directory), len(prompts) * options.num_samples
+    dtype = weights_dtype(options.dtype, device, config, config.context_length if options.no_cache else num_texts)
     model = read_model(directory, device, dtype)
-    if device.type == "cpu" and dtype == torch.bfloat16:
+    if device.type == "cpu" and dtype != precision(device) == torch.float32:
         keep_matrices_in_bfloat16(model)
     tokenizer = load_tokenizer(directory)
     if tokenizer.n_vocab > model.config.vocab_size:

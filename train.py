@@ -45,6 +45,7 @@ from training.certificate import certify
 from training.config import TrainConfig
 from training.device import (
     advice_if_not_compiled,
+    after_compiling,
     attention_kernel,
     autocast,
     choose_device,
@@ -214,7 +215,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
     # Compile the loss, not the module: the model stays a plain GPT to save, sample from and inspect.
     loss_fn = partial(torch.compile(next_token_loss, dynamic=False), dtype=dtype) if compiled else eager_loss
-    certificate = certify(model, loss_fn, dtype, c.batch_size, compiled)  # not a step with one that sees the future
+    certificate = certify(model, loss_fn, dtype, c.batch_size)  # not a step with a model that sees the future
     print(f"kernel: {(kernel := attention_kernel(model, dtype))}")
     run.start(certificate, environment(device, dtype, compiled) | {"attention": kernel, "ranks": ranks.order()})
     training_loss = ranks.sharing_gradients(model, loss_fn)
@@ -235,7 +236,8 @@ def train(config: Config, ranks: Ranks) -> None:
     if state["step"] < c.max_steps:
         seconds = rehearse(model, c, partial(backward, state["step"]), ranks.micro_batches)
         eval_batches = len(val_tokens) / T / c.batch_size
-        print(f"time:   {time_line(c, state['step'], run.evaluated, *seconds, eval_batches)}")
+        expected = time_line(c, state["step"], run.evaluated, *seconds, eval_batches)
+        print(f"time:   {expected}{after_compiling(compiled)}")
     optimizer = make_optimizer(model, c)
     run.restore(model, optimizer, scaler)
 

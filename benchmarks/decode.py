@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.record import Record, describe_machine
 from model import GPT, GPTConfig
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
-from model.precision import keep_matrices_in_bfloat16
+from model.precision import keep_matrices_in_bfloat16, precision
 from training.device import find_device
 
 Way = Callable[[Tensor, int], Tensor]
@@ -72,7 +72,7 @@ def all_ways(model: GPT) -> dict[str, Way]:
     device = model.lm_head.weight.device
     theirs, half = in_transformers(model), GPT(model.config).eval().to(device, torch.bfloat16)
     half.load_state_dict(model.state_dict())
-    if device.type == "cpu":
+    if in_part := device.type == "cpu" and precision(device) == torch.float32:  # as sample.py
         keep_matrices_in_bfloat16(half)
 
     def by_transformers(theirs: transformers.PreTrainedModel, idx: Tensor, new: int) -> Tensor:
@@ -81,7 +81,7 @@ def all_ways(model: GPT) -> dict[str, Way]:
     ways = {
         "no cache, float32": partial(model.generate, temperature=0, use_cache=False),
         "cache, float32": partial(model.generate, temperature=0),
-        "cache, bfloat16": partial(half.generate, temperature=0),
+        f"cache, {'matrices in ' * in_part}bfloat16": partial(half.generate, temperature=0),
         "transformers, float32": partial(by_transformers, theirs),
     }
     if device.type == "cuda":

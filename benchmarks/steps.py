@@ -171,7 +171,8 @@ def kind_of(kernel: str) -> str | None:
 def kinds_of_step(bench: Bench, parts: Iterator[str]) -> dict[str, float]:
     """Milliseconds of a step by kind of kernel, under the profiler; the rest is other kernels, Python and waiting."""
     steps = 1 if bench.tiny else 5
-    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * bench.cuda], acc_events=True) as profiled:
+    kinds_of_device = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * bench.cuda]
+    with profile(activities=kinds_of_device, acc_events=True) as profiled:  # else torch 2.11 warns
         seconds = bench.clock(partial(one_step, parts), steps)
     kinds = dict.fromkeys(KINDS, 0.0)
     for event in profiled.key_averages():

@@ -12,13 +12,14 @@ def precision(device: torch.device) -> torch.dtype:
 
 
 class BFloat16Linear(nn.Module):
-    """A linear layer on a CPU, with its weight in bfloat16, between layers in float32.
+    """A linear layer with its weight in bfloat16, between layers in float32, for a CPU without units for bfloat16.
 
     To continue a text is to read all weights for each token, which takes half as long if they are half as large. With
-    more rows the products are what takes time, and a CPU that has no units for bfloat16 makes them in float32.
+    more rows it is the products that take the time, and these are fast in float32 only. What goes in and comes out is
+    rounded for any number of rows: a text alone and one in a batch, with a cache and without, have the same numbers.
     """
 
-    FEW = 4  # rows, found by trying: benchmarks/decode.py
+    FEW = 4  # rows that are multiplied in bfloat16 (benchmarks/results/decode_cpu_2026-11-22.md)
 
     weight: Tensor
     bias: Tensor | None
@@ -30,14 +31,15 @@ class BFloat16Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), float32."""
-        if x.numel() > self.FEW * x.size(-1) and precision(x.device) == torch.float32:
-            return F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
-        return F.linear(x.bfloat16(), self.weight, self.bias).float()
+        x, weight, bias = x.bfloat16(), self.weight, self.bias
+        if x.numel() > self.FEW * x.size(-1):
+            x, weight, bias = x.float(), weight.float(), bias if bias is None else bias.float()
+        return F.linear(x, weight, bias).bfloat16().float()
 
 
 def keep_matrices_in_bfloat16(model: nn.Module) -> None:
-    """Exchange the linear layers for such, and let all else be float32. To continue texts only: the model can no longer
-    be trained, moved or saved."""
+    """Exchange the linear layers for such, and compute all else in float32. To continue texts only: the model can no
+    longer be trained, moved or saved."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):

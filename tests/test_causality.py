@@ -315,17 +315,3 @@ def test_the_compiled_loss_is_asked_itself(monkeypatch, n_kv_head: int, dtype: t
     certify_tiny(dtype, **changes)
     with pytest.raises(TrainError, match="position 0 sees token 1, 1 ahead of it: the loss moves by "):
         certify_tiny(dtype, torch.compile(train.next_token_loss, dynamic=False), **changes)
-
-
-def test_the_time_to_compile_is_said(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    now, slow = [0.0], [30.0, 11.0]  # the first calls, for training and for evaluation
-    monkeypatch.setattr("training.certificate.time.perf_counter", lambda: now[0])
-
-    def loss_fn(*arguments: Tensor) -> Tensor:
-        now[0] += 0.25 + (slow.pop() if slow else 0.0)
-        return train.next_token_loss(*arguments, dtype=torch.float32)
-
-    certify(make_gpt().train(), loss_fn, torch.float32, batch_size=5, compiled=True)
-    assert capsys.readouterr().out.endswith(" s, 41 of them to compile\n")
-    certify(make_gpt().train(), loss_fn, torch.float32, batch_size=5)
-    assert "compile" not in capsys.readouterr().out

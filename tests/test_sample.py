@@ -3,15 +3,17 @@
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import sample
 import train
 from data.tokenizer import make_tokenizer
-from model import GPTConfig
+from model import GPT, GPTConfig
 from sample import Text
 from tests.conftest import tiny_run
 from training.device import weights_dtype
@@ -100,19 +102,30 @@ def test_several_prompts_are_continued_as_each_alone(run, trained: Path) -> None
 
 def test_precision_is_said_and_is_that_of_the_weights(run, trained: Path, monkeypatch) -> None:
     seen, stream = [], sample.stream
-    monkeypatch.setattr(
-        sample, "stream", lambda model, *rest: seen.append(model.lm_head.weight.dtype) or stream(model, *rest)
-    )
-    for dtype in ("float32", "bfloat16"):
-        result = run(sample, trained, "--dtype", dtype, "--max_new_tokens", 3, "--device", "cpu")
-        assert result.exit_code == 0 and result.err.splitlines()[1] == f"device: cpu, weights in {dtype}"
-    assert seen == [torch.float32, torch.bfloat16]
+
+    def watch(model: GPT, *rest: object) -> Iterator[Tensor]:
+        seen.append((model.lm_head.weight.dtype, model.final_norm.weight.dtype))
+        return stream(model, *rest)
+
+    monkeypatch.setattr(sample, "stream", watch)
+    for units in (False, True):
+        have_units(monkeypatch, units)
+        for dtype in ("float32", "bfloat16"):
+            result = run(sample, trained, "--dtype", dtype, "--max_new_tokens", 3, "--device", "cpu")
+            assert result.exit_code == 0 and result.err.splitlines()[1] == f"device: cpu, weights in {dtype}"
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    assert seen == [(float32, float32), (bfloat16, float32), (float32, float32), (bfloat16, bfloat16)]
+
+
+def have_units(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    """Of the CPU, for bfloat16."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: there)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    have_units(monkeypatch, fast)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: fast)
     for device in ("cpu", "cuda"):
         chosen = weights_dtype("auto", torch.device(device), GPTConfig(n_layer=1, n_embd=12), 1)
@@ -121,24 +134,26 @@ def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, fa
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "n_layer", "num_texts", "expected"),
+    ("changes", "options", "expected"),
     [
-        ("cpu", "AVX2", 12, 1, torch.bfloat16),
-        ("cpu", "AVX512", 12, 4, torch.bfloat16),
-        ("cpu", "AVX2", 12, 5, torch.float32),  # products take the time, and have no units
-        ("cpu", "AVX2", 1, 1, torch.float32),  # little to read
-        ("cpu", "DEFAULT", 12, 1, torch.float32),  # not measured
-        ("mps", "AVX2", 12, 1, torch.float32),
+        ({}, (), "bfloat16"),
+        ({}, ("--num_samples", 4), "bfloat16"),
+        ({}, ("--num_samples", 5), "float32"),  # products take the time
+        ({}, ("--prompt", "one", "two", "--num_samples", 3), "float32"),
+        ({}, ("--no_cache",), "float32"),
+        ({"training.device.BEYOND_CACHE": 10**6}, (), "float32"),  # little to read
+        ({"torch.backends.cpu.get_cpu_capability": lambda: "DEFAULT"}, (), "float32"),  # not measured
     ],
 )
 def test_bfloat16_is_chosen_where_reading_weights_takes_the_time(
-    monkeypatch: pytest.MonkeyPatch, device: str, capability: str, n_layer: int, num_texts: int, expected: torch.dtype
+    run, trained: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, options: tuple, expected: str
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    config = GPTConfig(n_layer=n_layer, vocab_size=211)
-    assert weights_dtype("auto", torch.device(device), config, num_texts) == expected
+    have_units(monkeypatch, False)
+    usual = {"torch.backends.cpu.get_cpu_capability": lambda: "AVX2", "training.device.BEYOND_CACHE": 0}
+    for name, value in (usual | changes).items():
+        monkeypatch.setattr(name, value)
+    result = run(sample, trained, *options, "--max_new_tokens", 3, "--device", "cpu")
+    assert result.exit_code == 0 and result.err.splitlines()[1] == f"device: cpu, weights in {expected}"
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5, 16])

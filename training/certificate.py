@@ -15,18 +15,11 @@ from training.config import TrainError
 from training.device import autocast
 
 
-def certify(
-    model: GPT,
-    loss_fn: Callable[[GPT, Tensor, Tensor], Tensor],
-    dtype: torch.dtype,
-    batch_size: int,
-    compiled: bool = False,
-) -> dict:
+def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype: torch.dtype, batch_size: int) -> dict:
     """Probe the loss as it will be trained, the logits in `dtype`, and decoding with a cache; print the outcome.
 
-    loss_fn takes the model, inputs and targets, (batch_size, T) each, to the summed loss; compiled: whether its first
-    calls compile it, which is said. Returns what a checkpoint keeps of it. Raises TrainError if a token sees what it
-    may not.
+    loss_fn takes the model, inputs and targets, (batch_size, T) each, to the summed loss. Returns what a checkpoint
+    keeps of it. Raises TrainError if a token sees what it may not.
     """
     device, T = model.lm_head.weight.device, model.config.context_length
 
@@ -47,12 +40,8 @@ def certify(
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         bar.update()
-        called = time.perf_counter()
-        result = loss_fn(model, inputs, targets)
-        loss_seconds.append(time.perf_counter() - called)
-        return result
+        return loss_fn(model, inputs, targets)
 
-    loss_seconds: list[float] = []
     began = time.perf_counter()
     outcome = check_causality(
         forward,
@@ -68,6 +57,5 @@ def certify(
     if not outcome:
         meant = "; if that is meant, see `mask` in training/certificate.py" if "blind" in outcome.finding else ""
         raise TrainError(f"refusing to train: {outcome.finding}{meant}")
-    took, compiling = time.perf_counter() - began, sum(loss_seconds) - len(loss_seconds) * min(loss_seconds)
-    print(f"causal: {outcome}, {took:.1f} s" + f", {compiling:.0f} of them to compile" * compiled)
+    print(f"causal: {outcome}, {time.perf_counter() - began:.1f} s")
     return {"causal": str(outcome), "length": T, "num_asked": outcome.num_asked}

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import GPT, GPTConfig
 from model.precision import BFloat16Linear, precision
 from training.config import TrainConfig, TrainError
+from training.progress import duration
 
 # Dense peak of the matrix units in TFLOP/s, bfloat16 where there is one, else float16; from the makers' data sheets.
 # The first name found in the device's own name counts, so longer names stand before shorter ones.
@@ -32,9 +34,10 @@ PEAK_TFLOPS = {
     "T4": 65,
 }
 
-BEYOND_CACHE = (
-    10**8
-)  # bytes of weights that a CPU has to read anew for each token, which takes half as long in bfloat16
+# Bytes of weights in float32. Below, what bfloat16 gains on a CPU is little: they stay in its caches.
+BEYOND_CACHE = 10**8
+# What torch.compile says if there is no C++ compiler, no C compiler for Triton, no Triton, or a GPU it does not know.
+NO_COMPILER = re.compile("InvalidCxxCompiler|Failed to find C compiler|TritonMissing|GPUTooOldForTriton")
 
 
 def device_type(name: str) -> str:
@@ -93,17 +96,17 @@ def set_seed(device: torch.device, seed: int) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def weights_dtype(name: str, device: torch.device, config: GPTConfig, num_texts: int) -> torch.dtype:
-    """The precision of the weights to continue so many texts; auto is bfloat16 where that is faster, else float32."""
+def weights_dtype(name: str, device: torch.device, config: GPTConfig, rows: int) -> torch.dtype:
+    """The precision of the weights to continue texts, so many rows at once; auto is bfloat16 where that is faster."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    with torch.device("meta"):
-        num_bytes = 4 * sum(parameter.numel() for parameter in GPT(config).parameters())
-    is_reading = num_bytes > BEYOND_CACHE and num_texts <= BFloat16Linear.FEW  # what takes the time
-    measured = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return torch.bfloat16 if measured and is_reading else precision(device)
+    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2" and rows <= BFloat16Linear.FEW:
+        with torch.device("meta"):
+            if 4 * num_multiplied(GPT(config)) > BEYOND_CACHE:
+                return torch.bfloat16
+    return precision(device)
 
 
 class Operations(TorchDispatchMode):
@@ -151,25 +154,35 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def advice_if_not_compiled(otherwise: str) -> Iterator[None]:
-    """Let a TrainError say what to do where PyTorch's compiler fails, as without a C++ compiler.
-
-    A mistake in the model is none of the compiler's, and stays what it is.
-    """
+    """Let a TrainError say what to do where torch.compile lacks what it needs. Its other errors stay what they are."""
     try:
         yield
     except RuntimeError as error:
-        if type(error).__name__ not in ("InductorError", "BackendCompilerFailed"):  # to import them takes seconds
+        if not NO_COMPILER.search(f"{type(error).__name__}: {error}"):  # its classes take seconds to import
             raise
         reason = str(error).splitlines()[0]
         raise TrainError(f"torch.compile fails here ({reason}): mend that, or go on {otherwise}") from error
 
 
+def after_compiling(compiled: bool) -> str:
+    """What to add to a line that is printed when all has been compiled."""
+    if not compiled:
+        return ""
+    from torch._dynamo.utils import calculate_time_spent  # which takes seconds, unless there is something compiled
+
+    return f", after {duration(calculate_time_spent().get('total_wall_time', 0.0))} of compiling"
+
+
 def flops_per_token(model: GPT) -> float:
     """Training FLOPs a token, 6 N + 12 L H D T (Chowdhery et al. 2022, appendix B), N without lookup tables."""
     c = model.config
-    tables = [model.position_embedding, None if c.tied else model.token_embedding]  # are read, not multiplied
-    num_parameters = sum(p.numel() for p in model.parameters()) - sum(t.weight.numel() for t in tables if t is not None)
-    return 6 * num_parameters + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length
+    return 6 * num_multiplied(model) + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length
+
+
+def num_multiplied(model: GPT) -> int:
+    """The number of parameters that every token is multiplied by: all but lookup tables."""
+    tables = [model.position_embedding, None if model.config.tied else model.token_embedding]
+    return sum(p.numel() for p in model.parameters()) - sum(t.weight.numel() for t in tables if t is not None)
 
 
 def peak_tokens_per_second(model: GPT, device: torch.device) -> float:
