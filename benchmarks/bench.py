@@ -28,7 +28,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import nanogpt
-from benchmarks.operations import measure_attention, measure_peak
+from benchmarks.operations import measure_attention, measure_peak, measure_rows
 from benchmarks.record import Record, describe_machine
 from benchmarks.steps import measure_loader, measure_optimizer, measure_split, measure_step
 from benchmarks.timing import Bench
@@ -163,6 +163,7 @@ def measure_tokenise(bench: Bench) -> Iterator[dict]:
 
 STAGES = {
     "peak": measure_peak,
+    "rows": measure_rows,
     "attention": measure_attention,
     "step": measure_step,
     "split": measure_split,

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.timing import Bench, short
 from model.attention import Attend, attention_weights, make_causal_mask
 
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
 KERNELS |= {"cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -51,6 +52,26 @@ def measure_peak(bench: Bench) -> Iterator[dict]:
     took = bench.measure({"copy": lambda: target.copy_(source), "launch": lambda: one.add_(1)})
     yield {"what": f"copy of {size >> 10:,} KiB"} | took["copy"] | {"GB/s": 2 * size / took["copy"]["ms"] / 1e6}
     yield {"what": "adding one number"} | took["launch"] | {"us": 1e3 * took["launch"]["ms"]}
+
+
+def measure_rows(bench: Bench) -> Iterator[dict]:
+    """Milliseconds of few rows by the matrices of blocks, more than a CPU's caches hold: what decoding waits for."""
+    C, blocks = (16, 1) if bench.tiny else (768, 4)
+    shapes = ([(C, C)] * 4 + [(4 * C, C), (C, 4 * C)]) * blocks
+    weights = {dtype: [torch.randn(shape, device=bench.device).to(dtype) for shape in shapes] for dtype in PRECISIONS}
+    for rows in (1, 5) if bench.tiny else (1, 2, 4, 8, 16, 64, 512):
+        x = {size: torch.randn(rows, size, device=bench.device) for size in (C, 4 * C)}
+        works = {short(dtype): partial(multiply, x, some, dtype) for dtype, some in weights.items()}
+        works["widened"] = partial(multiply, x, weights[torch.bfloat16], torch.float32)
+        took = {way: result["ms"] for way, result in bench.measure(works, seconds=0.5).items()}
+        yield {"what": f"ms of {rows} x {len(shapes)} matrices"} | took
+
+
+@torch.no_grad()
+def multiply(x: dict[int, Tensor], weights: list[Tensor], dtype: torch.dtype) -> None:
+    """Rows by matrices of the precision `dtype`, or widened to it."""
+    for weight in weights:
+        torch.nn.functional.linear(x[weight.size(1)].to(dtype), weight.to(dtype))
 
 
 def measure_attention(bench: Bench) -> Iterator[dict]:

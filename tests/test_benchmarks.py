@@ -82,6 +82,12 @@ def measured(stage: str) -> dict[str, dict]:
     return {result.pop("what"): result for result in results}
 
 
+def test_rows_are_measured() -> None:
+    results = measured("rows")
+    assert list(results) == ["ms of 1 x 6 matrices", "ms of 5 x 6 matrices"]
+    assert all(result[way] > 0 for result in results.values() for way in ("fp32", "bf16", "fp16", "widened"))
+
+
 def test_the_peak_is_measured() -> None:
     results = measured("peak")
     cube = results["fp32 matmul 64^3"]

@@ -141,7 +141,7 @@ def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, fa
         ({}, ("--num_samples", 5), "float32"),  # products take the time
         ({}, ("--prompt", "one", "two", "--num_samples", 3), "float32"),
         ({}, ("--no_cache",), "float32"),
-        ({"training.device.BEYOND_CACHE": 10**6}, (), "float32"),  # little to read
+        ({"training.device.MUCH_TO_READ": 10**6}, (), "float32"),  # little to read
         ({"torch.backends.cpu.get_cpu_capability": lambda: "DEFAULT"}, (), "float32"),  # not measured
     ],
 )
@@ -149,7 +149,7 @@ def test_bfloat16_is_chosen_where_reading_weights_takes_the_time(
     run, trained: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, options: tuple, expected: str
 ) -> None:
     have_units(monkeypatch, False)
-    usual = {"torch.backends.cpu.get_cpu_capability": lambda: "AVX2", "training.device.BEYOND_CACHE": 0}
+    usual = {"torch.backends.cpu.get_cpu_capability": lambda: "AVX2", "training.device.MUCH_TO_READ": 0}
     for name, value in (usual | changes).items():
         monkeypatch.setattr(name, value)
     result = run(sample, trained, *options, "--max_new_tokens", 3, "--device", "cpu")

@@ -34,8 +34,8 @@ PEAK_TFLOPS = {
     "T4": 65,
 }
 
-# Bytes of weights in float32. Below, what bfloat16 gains on a CPU is little: they stay in its caches.
-BEYOND_CACHE = 10**8
+# Bytes of weights in float32. Below, a CPU is fast anyway, and the text is that which training has shown.
+MUCH_TO_READ = 10**8
 # What torch.compile says if there is no C++ compiler, no C compiler for Triton, no Triton, or a GPU it does not know.
 NO_COMPILER = re.compile("InvalidCxxCompiler|Failed to find C compiler|TritonMissing|GPUTooOldForTriton")
 
@@ -104,7 +104,7 @@ def weights_dtype(name: str, device: torch.device, config: GPTConfig, rows: int)
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2" and rows <= BFloat16Linear.FEW:
         with torch.device("meta"):
-            if 4 * num_multiplied(GPT(config)) > BEYOND_CACHE:
+            if 4 * num_multiplied(GPT(config)) > MUCH_TO_READ:
                 return torch.bfloat16
     return precision(device)
 
