@@ -136,7 +136,7 @@ def main() -> None:
     config, num_texts = load_config(directory), len(prompts) * options.num_samples
     dtype = weights_dtype(options.dtype, device, config, config.context_length if options.no_cache else num_texts)
     model = read_model(directory, device, dtype)
-    if device.type == "cpu" and dtype != precision(device) == torch.float32:
+    if dtype == torch.bfloat16 and device.type == "cpu" and precision(device) == torch.float32:
         keep_matrices_in_bfloat16(model)
     tokenizer = load_tokenizer(directory)
     if tokenizer.n_vocab > model.config.vocab_size:

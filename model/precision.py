@@ -16,7 +16,7 @@ class BFloat16Linear(nn.Module):
 
     To continue a text is to read all weights for each token, which takes half as long if they are half as large. With
     more rows it is the products that take the time, and these are fast in float32 only. What goes in and comes out is
-    rounded for any number of rows: a text alone and one in a batch, with a cache and without, have the same numbers.
+    rounded for any number of rows, so that a text alone has the numbers it has in a batch, but for a last bit at times.
     """
 
     FEW = 4  # rows that are multiplied in bfloat16 (benchmarks/results/decode_cpu_2026-11-22.md)
@@ -38,8 +38,10 @@ class BFloat16Linear(nn.Module):
 
 
 def keep_matrices_in_bfloat16(model: nn.Module) -> None:
-    """Exchange the linear layers for such, and compute all else in float32. To continue texts only: the model can no
-    longer be trained, moved or saved."""
+    """Exchange the linear layers for such, and compute all else in float32.
+
+    To continue texts only: the model can no longer be trained, moved or saved.
+    """
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
