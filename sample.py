@@ -62,9 +62,9 @@ class Options:
     seed: int | None = None
     """The same seed gives the same texts for the same prompts and num_samples. None: others each time."""
     stop: str | None = None
-    """End a text before this string."""
+    """End a text before this string; $'\\n' is the end of a line, to bash."""
     no_cache: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Recompute all keys and values for every token: slow, and the same text."""
+    """Recompute all keys and values for every token: slow, and the same text, but for rounding in bfloat16."""
     compile: tyro.conf.FlagCreatePairsOff[bool] = False
     """Compile the step from token to token: begins later, and is fast then. For long texts on a GPU."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False

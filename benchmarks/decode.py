@@ -81,7 +81,7 @@ def all_ways(model: GPT) -> dict[str, Way]:
     ways = {
         "no cache, float32": partial(model.generate, temperature=0, use_cache=False),
         "cache, float32": partial(model.generate, temperature=0),
-        f"cache, {'matrices in ' * in_part}bfloat16": partial(half.generate, temperature=0),
+        f"cache, bfloat16{' matrices' * in_part}": partial(half.generate, temperature=0),
         "transformers, float32": partial(by_transformers, theirs),
     }
     if device.type == "cuda":

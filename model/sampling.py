@@ -81,7 +81,8 @@ def stream(
 
     The model sees at most `context_length` tokens. Beyond that a window slides: a longer prompt is cut to its last
     `context_length` tokens, and when the window is full it drops its older half, so that the cache is refilled once
-    in half a context and not at every token. With and without cache the window, and so the text, is the same.
+    in half a context and not at every token. With and without cache the window, and so the text, is the same, unless
+    rounding in bfloat16 decides between two tokens.
 
     compile: let torch.compile make one program of a step, on CUDA one graph that is launched at once. That takes a
     while before the first token. Raises ModelError for an empty prompt or an option out of its range.
