@@ -187,7 +187,7 @@ def train(config: Config, ranks: Ranks) -> None:
         print(f"{run.directory} is already at step {state['step']}, of {c.max_steps}: nothing to do")
         return
     interrupt = Interrupt(state, says=ranks.is_first)
-    device, dtype = choose_device(c, ranks.local_rank)
+    device, dtype = choose_device(c, config.model.n_embd, ranks.local_rank)
     corpus = ranks.first_then_others(partial(prepare, config.data, fingerprint=state["fingerprint"], model=run.base))
     print(f"data:   {visible(str(corpus))}")
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)

@@ -31,7 +31,7 @@ from benchmarks import nanogpt
 from benchmarks.operations import measure_attention, measure_peak, measure_rows
 from benchmarks.record import Record, describe_machine
 from benchmarks.steps import measure_loader, measure_optimizer, measure_split, measure_step
-from benchmarks.timing import Bench
+from benchmarks.timing import ON_CPU, Bench
 from configs import ConfigError, parse, run_script
 from data.prepare import DataConfig, prepare
 from data.sources import files
@@ -208,7 +208,7 @@ def line(stage: str, what: str, result: dict) -> str:
 
 
 def main(options: Options) -> None:
-    device, dtype = choose_device(TrainConfig(device=options.device))
+    device, dtype = choose_device(TrainConfig(device=options.device), ON_CPU.n_embd)
     bench = Bench(device, dtype, options.tiny, options.text)
     machine = describe_machine(device.type)
     print("\n".join(f"{key:9} {value}" for key, value in machine.items()))

@@ -1,4 +1,4 @@
-"""bfloat16 matrices on a CPU: the numbers of the layers that they stand for, as nearly as bfloat16 allows."""
+"""bfloat16: where it is chosen, where it is used, and how near it stays to the numbers that it stands for."""
 
 import copy
 
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from model.families import FAMILIES
 from model.precision import BFloat16Linear, keep_matrices_in_bfloat16
 from tests.conftest import make_gpt
+from train import next_token_loss
+from training import device
+from training.config import TrainConfig
 
 FEW = BFloat16Linear.FEW
 ONE_ROUNDING = 2**-8  # relative, of bfloat16
@@ -68,3 +71,48 @@ def test_a_text_is_the_same_alone_in_a_batch_and_without_a_cache(seed: int) -> N
     together = model.generate(prompts, 30, temperature=0)
     assert torch.equal(together, model.generate(prompts, 30, temperature=0, use_cache=False))
     assert torch.equal(together[:1], model.generate(prompts[:1], 30, temperature=0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_autocast_to_bfloat16_has_the_residual_stream_in_it(family: str, checkpointing: bool) -> None:
+    model = make_gpt(family=family, n_embd=18, n_layer=5, dropout=0.0)
+    model.activation_checkpointing = checkpointing
+    inputs, targets, seen = *torch.randint(17, (2, 7, 11)), set()
+    for block in model.blocks:
+        block.register_forward_hook(lambda block, x, y: seen.update((x[0].dtype, y.dtype)))
+
+    def gradients(dtype: torch.dtype) -> tuple[float, Tensor]:
+        seen.clear()
+        model.zero_grad()
+        loss = next_token_loss(model, inputs, targets, dtype)
+        loss.backward()
+        assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+        return loss.item(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    loss, exact = gradients(torch.float32)
+    for dtype, stream in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):  # sums outgrow float16
+        rounded_loss, rounded = gradients(dtype)
+        assert seen == {stream}
+        assert abs(rounded_loss - loss) < ONE_ROUNDING * loss
+        assert (rounded - exact).norm() < 16 * ONE_ROUNDING * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("units", "n_embd", "expected"),
+    [
+        (torch.bfloat16, 128, (torch.bfloat16, "bfloat16: this CPU has units for it")),
+        (torch.bfloat16, 127, (torch.float32, "float32: nothing is known to be faster here")),
+        (torch.float32, 128, (torch.float32, "float32: nothing is known to be faster here")),
+    ],
+)
+def test_a_cpu_trains_in_bfloat16_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    units: torch.dtype,
+    n_embd: int,
+    expected: tuple[torch.dtype, str],
+) -> None:
+    monkeypatch.setattr(device, "precision", lambda _: units)
+    _, dtype = device.choose_device(TrainConfig(device="cpu"), n_embd)
+    assert (dtype, capsys.readouterr().out.strip().partition("), ")[2]) == expected

@@ -30,7 +30,7 @@ class TrainConfig:
     """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1 or mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the matrix products; weights stay float32.
-    auto: bfloat16 on a GPU that has it, else float16 on a GPU, float32 elsewhere."""
+    auto: bfloat16 where it is fast, else float16 on a GPU, float32 elsewhere."""
     compile: bool | None = None
     """Whether to torch.compile the loss. None: on CUDA, where it pays."""
     deterministic: bool = False

@@ -34,6 +34,8 @@ PEAK_TFLOPS = {
     "T4": 65,
 }
 
+# The width from which training in bfloat16 was faster on a CPU that has it (benchmarks/results/fast_cpu_2026-11-21.md).
+WIDE_ENOUGH = 128
 # Bytes of weights in float32. Below, a CPU is fast anyway, and the text is that which training has shown.
 MUCH_TO_READ = 10**8
 # What torch.compile says if there is no C++ compiler, no C compiler for Triton, no Triton, or a GPU it does not know.
@@ -60,8 +62,10 @@ def find_device(name: str) -> torch.device:
         raise TrainError(f"device {name!r} cannot be used here: {reason}") from error
 
 
-def choose_device(config: TrainConfig, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
+def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
     """The device and precision of a run, explained in one printed line; of several GPUs that of this process.
+
+    n_embd: the width of the model, as narrow ones gain nothing by bfloat16 on a CPU.
 
     Raises TrainError if it is not there.
     """
@@ -71,8 +75,10 @@ def choose_device(config: TrainConfig, local_rank: int = 0) -> tuple[torch.devic
         torch.cuda.set_device(device)
     if config.dtype != "auto":
         dtype, why = getattr(torch, config.dtype), "as asked"
+    elif device.type == "cpu" and n_embd >= WIDE_ENOUGH and precision(device) == torch.bfloat16:
+        dtype, why = torch.bfloat16, "this CPU has units for it"
     elif device.type != "cuda":
-        dtype, why = torch.float32, "lower precision is for CUDA"
+        dtype, why = torch.float32, "nothing is known to be faster here"
     elif torch.cuda.is_bf16_supported(including_emulation=False):
         dtype, why = torch.bfloat16, "this GPU has it"
     else:
