@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests are of the CPU on any machine; benchmarks/gpu.py is for GPUs
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,6 +25,9 @@ from model.checkpoint import CARD, sha256, with_own_hash
 if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30:
     os.environ["TMPDIR"], tempfile.tempdir = "/dev/shm", None  # which pytest has looked at already
 torch.set_num_threads(1)  # models this small gain nothing from two, and lose much where other work goes on
+# The first backward pass starts a thread for every GPU, and fake tensors let PyTorch believe in one: with such a thread
+# nothing can be forked.
+torch.ones((), requires_grad=True).backward()
 
 TINY = {"n_layer": 2, "n_head": 3, "n_embd": 15, "context_length": 11, "dropout": 0.1}
 

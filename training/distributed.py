@@ -143,7 +143,7 @@ class Ranks:
         mesh = dist.init_device_mesh(device.type, (self.world,))
         narrow = dtype if device.type == "cuda" and dtype != torch.float32 else None
         in_blocks = MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
-        around = MixedPrecisionPolicy(None, torch.float32)  # the residual stream begins in float32, as in ddp
+        around = MixedPrecisionPolicy(None, torch.float32)  # embeddings and head stay in float32, as in ddp
         for part in (*model.blocks, model):
             policy = around if part is model else in_blocks
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
