@@ -12,8 +12,9 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import Field, fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,12 @@ import tyro
 T = TypeVar("T")
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
+
+# What others call options of ours.
+SYNONYMS = {"lr": "learning_rate", "block_size": "context_length", "max_iters": "max_steps", "epochs": "max_steps"}
+SYNONYMS |= {"eval_interval": "eval_every", "save_every": "checkpoint_every", "d_model": "n_embd"}
+SYNONYMS |= {"precision": "dtype", "start": "prompt"}
+SYNONYMS |= dict.fromkeys(("data", "dataset", "text"), "source")
 
 
 class ConfigError(ValueError):
@@ -100,12 +107,35 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
         lines = "\n".join(line.strip("│| ") for line in page.getvalue().splitlines()[1:])  # without title and frame
         message, *more = filter(str.strip, re.split(r"\n\W*\n", f"\n{lines}\n"))
         message = re.sub(r"^Error parsing (\w+: )?", "", " ".join(message.split()))
-        option = re.search(r"(--\w\S+\.\S+|--(?!help)\w+) ?(\S*)", " ".join(more))  # the one tyro explains or suggests
-        if option and message.startswith("Unrecognized"):
-            message += f"; did you mean {option[1]}?"
-        elif option and message.startswith(option[1]):
-            message += f"; expected {option[2]}"
+        expected = re.search(r"(--\w\S+) ?(\S*)", " ".join(more))  # what tyro explains
+        if message.startswith("Unrecognized"):
+            message += nearest(options, message.split(": ")[1].split(",")[0])
+        elif expected and message.startswith(expected[1]):
+            message += f"; expected {expected[2]}"
         raise ConfigError(message) from None
+
+
+def nearest(options: type, word: str) -> str:
+    """What may have been meant by this word of a command line, as the end of a sentence; empty if nothing is near."""
+    names = {name.split(".")[-1]: name for name in option_names(options)}
+    last = word.partition("=")[0].lstrip("-").replace("-", "_").split(".")[-1]
+    if any(field.name == last and is_positional(field) for field in fields(options)):
+        return f"; give it without {word}"
+    near = get_close_matches(SYNONYMS.get(last, last), names, n=1, cutoff=0.72)  # vocab_size is not batch_size
+    return f"; did you mean --{names[near[0]]}?" if near else ""
+
+
+def option_names(options: type, table: str = "") -> Iterator[str]:
+    """train.seed, for example: all but what is given by its place."""
+    for field in fields(options):
+        if is_dataclass(field.default):
+            yield from option_names(type(field.default), f"{field.name}.")
+        elif not is_positional(field):
+            yield table + field.name
+
+
+def is_positional(field: Field) -> bool:
+    return any(str(mark) == "Positional" for mark in getattr(field.type, "__metadata__", ()))
 
 
 def read_prompt(prompt: str) -> str:

@@ -71,6 +71,12 @@ def test_every_config_builds(path: Path) -> None:
     "arguments, message",
     [
         (["--train.max_stesp", "5"], "--train.max_stesp, 5; did you mean --train.max_steps?"),
+        (["--train.lr", "1e-3"], "--train.lr, 1e-3; did you mean --train.learning_rate?"),
+        (["--model.block-size=3"], "--model.block-size=3; did you mean --model.context_length?"),
+        (["--train.dropout", "0.1"], "--train.dropout, 0.1; did you mean --model.dropout?"),
+        (["--data", "my.txt"], "--data, my.txt; did you mean --data.source?"),
+        (["--config", "some.toml"], "--config, some.toml; give it without --config$"),
+        (["--model.vocab_size", "5"], "Unrecognized options: --model.vocab_size, 5$"),
         (["--train.max_steps", "five"], "--train.max_steps: invalid literal for int() .* 'five'; expected INT"),
         (["--train.max_steps", "1.5"], "expected INT"),
         (["--train.learning_rate", "fast"], "--train.learning_rate: .*'fast'; expected FLOAT"),
