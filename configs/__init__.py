@@ -118,7 +118,8 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
 def nearest(options: type, word: str) -> str:
     """What may have been meant by this word of a command line, as the end of a sentence; empty if nothing is near."""
     names = {name.split(".")[-1]: name for name in option_names(options)}
-    last = word.partition("=")[0].lstrip("-").replace("-", "_").split(".")[-1]
+    word = word.partition("=")[0]
+    last = word.lstrip("-").replace("-", "_").split(".")[-1]
     if any(field.name == last and is_positional(field) for field in fields(options)):
         return f"; give it without {word}"
     near = get_close_matches(SYNONYMS.get(last, last), names, n=1, cutoff=0.72)  # vocab_size is not batch_size
