@@ -18,6 +18,7 @@ from model.attention import CausalSelfAttention, make_causal_mask
 from model.cache import LayerCache, StaticCache
 from model.config import GPTConfig, ModelError
 from model.families import FAMILIES, Rotary
+from model.precision import precision_of_stream
 
 
 class Block(nn.Module):
@@ -97,9 +98,7 @@ class GPT(nn.Module):
             x = x + self.position_embedding.weight[positions].view(-1, T, x.size(-1))
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        device = x.device.type
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-            x = x.bfloat16()  # all that is added to it is rounded anyway, and it is read and written in half the time
+        x = x.to(precision_of_stream(x))
         x = self.embedding_dropout(x)
         again = self.activation_checkpointing and torch.is_grad_enabled() and not caches
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):

@@ -116,3 +116,8 @@ def test_a_cpu_trains_in_bfloat16_where_that_is_faster(
     monkeypatch.setattr(device, "precision", lambda _: units)
     _, dtype = device.choose_device(TrainConfig(device="cpu"), n_embd)
     assert (dtype, capsys.readouterr().out.strip().partition("), ")[2]) == expected
+
+
+def test_a_model_of_shapes_alone_runs() -> None:
+    with torch.device("meta"):  # which has no autocast to ask for
+        assert make_gpt()(torch.zeros(2, 7, dtype=torch.long)).shape == (2, 7, 17)
