@@ -210,7 +210,7 @@ def train(config: Config, ranks: Ranks) -> None:
     if c.parallel != "fsdp":  # whose ranks share out what is counted here
         print(f"memory: {memory_line(model, c, eager_loss, device, compiled, bool(config.resume))}")
     keep_freed_memory(model, c, device)
-    ranks.join(device, state["step"])
+    ranks.join(device, dtype, state["step"])
     ranks.place(model, device, dtype)
 
     # Compile the loss, not the module: the model stays a plain GPT to save, sample from and inspect.

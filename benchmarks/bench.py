@@ -37,7 +37,7 @@ from data.prepare import DataConfig, prepare
 from data.sources import files
 from model import GPT, GPTConfig
 from training.config import TrainConfig
-from training.device import choose_device
+from training.device import choose_device, device_type
 
 ROOT = Path(__file__).parent.parent
 LIKE_TINY_SHAKESPEARE = 1_115_394  # characters
@@ -208,7 +208,8 @@ def line(stage: str, what: str, result: dict) -> str:
 
 
 def main(options: Options) -> None:
-    device, dtype = choose_device(TrainConfig(device=options.device), ON_CPU.n_embd)
+    asked = "auto" if device_type(options.device) == "cuda" else "float32"  # as nanoGPT trains on a CPU
+    device, dtype = choose_device(TrainConfig(device=options.device, dtype=asked), ON_CPU.n_embd)
     bench = Bench(device, dtype, options.tiny, options.text)
     machine = describe_machine(device.type)
     print("\n".join(f"{key:9} {value}" for key, value in machine.items()))

@@ -25,10 +25,19 @@ T = TypeVar("T")
 REGISTRY = tyro.constructors.ConstructorRegistry()
 
 # What others call options of ours.
-SYNONYMS = {"lr": "learning_rate", "block_size": "context_length", "max_iters": "max_steps", "epochs": "max_steps"}
-SYNONYMS |= {"eval_interval": "eval_every", "save_every": "checkpoint_every", "d_model": "n_embd"}
-SYNONYMS |= {"precision": "dtype", "start": "prompt"}
-SYNONYMS |= dict.fromkeys(("data", "dataset", "text"), "source")
+SYNONYMS = {
+    "block_size": "context_length",
+    "d_model": "n_embd",
+    "data": "source",
+    "dataset": "source",
+    "eval_interval": "eval_every",
+    "lr": "learning_rate",
+    "max_iters": "max_steps",
+    "precision": "dtype",
+    "save_every": "checkpoint_every",
+    "start": "prompt",
+    "text": "source",
+}
 
 
 class ConfigError(ValueError):
@@ -120,23 +129,26 @@ def nearest(options: type, word: str) -> str:
     names = {name.split(".")[-1]: name for name in option_names(options)}
     word = word.partition("=")[0]
     last = word.lstrip("-").replace("-", "_").split(".")[-1]
-    if any(field.name == last and is_positional(field) for field in fields(options)):
+    last = SYNONYMS.get(last, last)
+    if any(field.name == last and has_mark(field, tyro.conf.Positional) for field in fields(options)):
         return f"; give it without {word}"
-    near = get_close_matches(SYNONYMS.get(last, last), names, n=1, cutoff=0.72)  # vocab_size is not batch_size
+    near = get_close_matches(last, names, n=1, cutoff=0.65)  # vocab_size is not batch_size
+    near += [name for name in names if name.startswith(last)]
     return f"; did you mean --{names[near[0]]}?" if near else ""
 
 
 def option_names(options: type, table: str = "") -> Iterator[str]:
-    """train.seed, for example: all but what is given by its place."""
+    """train.seed, for example: all that a command line may name."""
     for field in fields(options):
         if is_dataclass(field.default):
             yield from option_names(type(field.default), f"{field.name}.")
-        elif not is_positional(field):
+        elif not has_mark(field, tyro.conf.Positional) and not has_mark(field, tyro.conf.Suppress):
             yield table + field.name
 
 
-def is_positional(field: Field) -> bool:
-    return any(str(mark) == "Positional" for mark in getattr(field.type, "__metadata__", ()))
+def has_mark(field: Field, mark: object) -> bool:
+    """Whether the type of an option has this mark of tyro."""
+    return mark in getattr(field.type, "__metadata__", ())
 
 
 def read_prompt(prompt: str) -> str:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import GPTConfig
+from model.precision import autocast_dtype
 
 
 class MLP(nn.Module):
@@ -94,12 +95,17 @@ class Rotary(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """PyTorch's (Zhang and Sennrich 2019), with its weight in the precision of the input: autocast leaves it alone."""
+    """PyTorch's (Zhang and Sennrich 2019), with its output in the precision of its input, also under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)."""
-        weight = self.weight if self.weight is None else self.weight.to(x.dtype)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        if autocast_dtype(x) is None:
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        with torch.autocast(x.device.type, enabled=False):  # on CUDA it returns float32, from PyTorch 2.12 on
+            if self.weight is None:
+                return F.rms_norm(x, self.normalized_shape, eps=self.eps)
+            # In bfloat16 a weight near one would be one.
+            return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 def layer_norm(width: int, config: GPTConfig) -> nn.Module:

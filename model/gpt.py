@@ -18,7 +18,7 @@ from model.attention import CausalSelfAttention, make_causal_mask
 from model.cache import LayerCache, StaticCache
 from model.config import GPTConfig, ModelError
 from model.families import FAMILIES, Rotary
-from model.precision import precision_of_stream
+from model.precision import autocast_dtype
 
 
 class Block(nn.Module):
@@ -98,8 +98,9 @@ class GPT(nn.Module):
             x = x + self.position_embedding.weight[positions].view(-1, T, x.size(-1))
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        x = x.to(precision_of_stream(x))
         x = self.embedding_dropout(x)
+        if autocast_dtype(x) == torch.bfloat16:  # the residual stream too; float16 it might outgrow
+            x = x.bfloat16()  # costs no loss: benchmarks/results/bfloat16_stream_cpu_2026-11-23.md
         again = self.activation_checkpointing and torch.is_grad_enabled() and not caches
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
             x = checkpoint(block, x, use_reentrant=False) if again else block(x, cache)

@@ -11,16 +11,12 @@ def precision(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def precision_of_stream(x: Tensor) -> torch.dtype:
-    """What the residual stream is in that begins with x: bfloat16 where autocast has products in it, else that of x.
-
-    All that is added to the stream is rounded to bfloat16 then, and half as much is read and written. The sums would
-    outgrow float16. (benchmarks/results/bfloat16_stream_cpu_2026-11-23.md)
-    """
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast makes products in where x is; None if it is off."""
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # of shapes alone PyTorch refuses to answer
-        return x.dtype
-    return torch.bfloat16 if torch.get_autocast_dtype(device) == torch.bfloat16 else x.dtype
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 class BFloat16Linear(nn.Module):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests are of the CPU on any machine; benchmarks/gpu.py is for GPUs
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests are of the CPU; benchmarks/gpu.py is for GPUs
 
 import pytest
 import torch

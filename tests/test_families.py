@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model import GPT, GPTConfig, ModelError
 from model.attention import Attend
 from model.causality import check_causality
-from model.families import FAMILIES, Rotary
+from model.families import FAMILIES, RMSNorm, Rotary
 from tests.conftest import make_gpt
 
 T, V = 11, 17
@@ -121,3 +122,15 @@ def test_capped_logits_stay_between_the_caps() -> None:
 def test_impossible_families_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         GPTConfig(**{"n_head": 3, "n_embd": 18, "vocab_size": V, **changes})
+
+
+def test_rms_norm_has_the_precision_of_its_input_and_all_of_its_weight() -> None:
+    norm, x = RMSNorm(1009), torch.randn(7, 1009).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        before = norm(x)
+        norm.weight.data += 2**-9  # which bfloat16 does not tell from one
+        after = norm(x)
+    assert before.dtype == after.dtype == torch.bfloat16
+    exact = F.rms_norm(x.double(), (1009,), norm.weight.double())
+    torch.testing.assert_close(after.double(), exact, rtol=2**-7, atol=0)
+    assert not torch.equal(before, after)

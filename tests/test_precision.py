@@ -75,7 +75,7 @@ def test_a_text_is_the_same_alone_in_a_batch_and_without_a_cache(seed: int) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_autocast_to_bfloat16_has_the_residual_stream_in_it(family: str, checkpointing: bool) -> None:
+def test_the_residual_stream_is_in_bfloat16_where_products_are(family: str, checkpointing: bool) -> None:
     model = make_gpt(family=family, n_embd=18, n_layer=5, dropout=0.0)
     model.activation_checkpointing = checkpointing
     inputs, targets, seen = *torch.randint(17, (2, 7, 11)), set()
@@ -91,30 +91,32 @@ def test_autocast_to_bfloat16_has_the_residual_stream_in_it(family: str, checkpo
         return loss.item(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     loss, exact = gradients(torch.float32)
-    for dtype, stream in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):  # sums outgrow float16
+    for dtype, stream, bound in ((torch.bfloat16, torch.bfloat16, 16), (torch.float16, torch.float32, 3)):
         rounded_loss, rounded = gradients(dtype)
         assert seen == {stream}
-        assert abs(rounded_loss - loss) < ONE_ROUNDING * loss
-        assert (rounded - exact).norm() < 16 * ONE_ROUNDING * exact.norm()
+        assert abs(rounded_loss - loss) < bound / 50 * ONE_ROUNDING * loss
+        assert (rounded - exact).norm() < bound * ONE_ROUNDING * exact.norm()
 
 
 @pytest.mark.parametrize(
-    ("units", "n_embd", "expected"),
+    ("units", "n_embd", "asked", "expected"),
     [
-        (torch.bfloat16, 128, (torch.bfloat16, "bfloat16: this CPU has units for it")),
-        (torch.bfloat16, 127, (torch.float32, "float32: nothing is known to be faster here")),
-        (torch.float32, 128, (torch.float32, "float32: nothing is known to be faster here")),
+        (torch.bfloat16, 128, "auto", (torch.bfloat16, "bfloat16: this CPU has units for it")),
+        (torch.bfloat16, 127, "auto", (torch.float32, "float32: nothing is known to be faster for this model here")),
+        (torch.float32, 128, "auto", (torch.float32, "float32: nothing is known to be faster for this model here")),
+        (torch.bfloat16, 128, "float32", (torch.float32, "float32: as asked")),
     ],
 )
-def test_a_cpu_trains_in_bfloat16_where_that_is_faster(
+def test_a_cpu_with_units_for_bfloat16_trains_in_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
     units: torch.dtype,
     n_embd: int,
+    asked: str,
     expected: tuple[torch.dtype, str],
 ) -> None:
     monkeypatch.setattr(device, "precision", lambda _: units)
-    _, dtype = device.choose_device(TrainConfig(device="cpu"), n_embd)
+    _, dtype = device.choose_device(TrainConfig(device="cpu", dtype=asked), n_embd)
     assert (dtype, capsys.readouterr().out.strip().partition("), ")[2]) == expected
 
 

@@ -113,7 +113,7 @@ def test_a_resumed_run_says_in_what_its_environment_differs(run, straight: Path,
     assert "the last bits" not in result.out
     monkeypatch.setattr(train, "environment", lambda *rest: environment(*rest) | {"threads": "64"})
     result = run(train, "--resume", straight, "--train.max_steps", 14)
-    assert "\nthe last bits will differ from those of a run without a break: threads 1 -> 64\n" in result.out
+    assert "\nthe numbers will not be those of a run without a break: threads 1 -> 64\n" in result.out
 
 
 def test_a_resumed_run_refuses_another_text(run, corpus_file: Path, tmp_path: Path) -> None:

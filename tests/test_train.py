@@ -257,8 +257,9 @@ def test_the_attention_kernel_is_named(dropout: float, kernel: str) -> None:
     assert attention_kernel(make_gpt(dropout=dropout).train(), torch.float32) == kernel
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_compiled_loss_is_one_graph_in_training_and_one_in_evaluation(family: str) -> None:
+def test_a_compiled_loss_is_one_graph_in_training_and_one_in_evaluation(family: str, dtype: torch.dtype) -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
@@ -274,9 +275,9 @@ def test_a_compiled_loss_is_one_graph_in_training_and_one_in_evaluation(family: 
         if place % 2:  # an evaluation in between
             model.eval()
             with torch.no_grad():
-                loss_fn(model, ids[:, :-1], ids[:, 1:], torch.float32)
+                loss_fn(model, ids[:, :-1], ids[:, 1:], dtype)
         model.train()
-        loss_fn(model, ids[:, :-1], ids[:, 1:], torch.float32).backward()
+        loss_fn(model, ids[:, :-1], ids[:, 1:], dtype).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert len(graphs) == 2

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 # What a resumed run may change without becoming another run. Everything else would change its numbers.
-MAY_CHANGE = {"out_dir", "device", "compile", "max_steps", "eval_every", "log_every", "checkpoint_every"}
+MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "max_steps", "eval_every", "log_every", "checkpoint_every"}
 MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "sample_tokens", "wandb", "wandb_group", "wandb_checkpoints"}
 MAY_CHANGE |= {"parallel", "rank_timeout"}
 
@@ -29,8 +29,8 @@ class TrainConfig:
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1 or mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products; weights stay float32.
-    auto: bfloat16 where it is fast, else float16 on a GPU, float32 elsewhere."""
+    """Precision of matrix products and, if bfloat16, of the residual stream; weights stay float32.
+    auto: bfloat16 where there are units for it, else float16 on a CUDA GPU, float32 elsewhere."""
     compile: bool | None = None
     """Whether to torch.compile the loss. None: on CUDA, where it pays."""
     deterministic: bool = False

@@ -34,7 +34,8 @@ PEAK_TFLOPS = {
     "T4": 65,
 }
 
-# The width from which training in bfloat16 was faster on a CPU that has it (benchmarks/results/fast_cpu_2026-11-21.md).
+# The one width at which training in bfloat16 was measured on a CPU with units for it, and was faster, in
+# benchmarks/results/fast_cpu_2026-11-21.md; what is narrower has smaller products, and as many conversions.
 WIDE_ENOUGH = 128
 # Bytes of weights in float32. Below, a CPU is fast anyway, and the text is that which training has shown.
 MUCH_TO_READ = 10**8
@@ -65,9 +66,8 @@ def find_device(name: str) -> torch.device:
 def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
     """The device and precision of a run, explained in one printed line; of several GPUs that of this process.
 
-    n_embd: the width of the model, as narrow ones gain nothing by bfloat16 on a CPU.
-
-    Raises TrainError if it is not there.
+    n_embd is the width of the model: a narrow one stays in float32 on a CPU. Raises TrainError if the device is not
+    there.
     """
     is_any_gpu = config.device in ("auto", "cuda") and torch.cuda.is_available()
     device = find_device(f"cuda:{local_rank}" if is_any_gpu else config.device)
@@ -78,7 +78,7 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
     elif device.type == "cpu" and n_embd >= WIDE_ENOUGH and precision(device) == torch.bfloat16:
         dtype, why = torch.bfloat16, "this CPU has units for it"
     elif device.type != "cuda":
-        dtype, why = torch.float32, "nothing is known to be faster here"
+        dtype, why = torch.float32, "nothing is known to be faster for this model here"
     elif torch.cuda.is_bf16_supported(including_emulation=False):
         dtype, why = torch.bfloat16, "this GPU has it"
     else:
@@ -154,7 +154,10 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dic
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Matrix products in `dtype`, everything delicate in float32; nothing at all if `dtype` is float32."""
+    """Matrix products in `dtype`, what is delicate in float32; nothing at all if `dtype` is float32.
+
+    The model has its residual stream in bfloat16 where that is `dtype`.
+    """
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
 

@@ -104,8 +104,8 @@ class Ranks:
         if self.config.device.startswith("cuda:") and self.world > 1:
             raise TrainError(f"each of {self.world} ranks has a GPU of its own: --train.device cuda, not one of them")
 
-    def join(self, device: torch.device, step: int) -> None:
-        """Meet the other ranks. Raises TrainError if they do not all begin at this step."""
+    def join(self, device: torch.device, dtype: torch.dtype, step: int) -> None:
+        """Meet the other ranks. Raises TrainError if they do not all begin at this step and in this precision."""
         if not self.started:
             return
         dist.init_process_group(
@@ -118,9 +118,13 @@ class Ranks:
         )
         self.device = device
         self.hosts = dist.new_group(backend="gloo", timeout=self.timeout) if device.type == "cuda" else dist.group.WORLD
-        steps = [0] * self.world
-        dist.all_gather_object(steps, step, self.hosts)
-        if len(set(steps)) > 1:
+        begins = [(step, dtype)] * self.world
+        dist.all_gather_object(begins, (step, dtype), self.hosts)
+        steps, dtypes = ({*values} for values in zip(*begins, strict=True))
+        if len(dtypes) > 1:
+            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise TrainError(f"the ranks would train in {names}: choose one of them with --train.dtype")
+        if len(steps) > 1:
             raise TrainError(
                 f"the ranks would begin at different steps, {min(steps)} and {max(steps)}: train.out_dir must be on a "
                 "disk that all of them see"
@@ -143,7 +147,7 @@ class Ranks:
         mesh = dist.init_device_mesh(device.type, (self.world,))
         narrow = dtype if device.type == "cuda" and dtype != torch.float32 else None
         in_blocks = MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
-        around = MixedPrecisionPolicy(None, torch.float32)  # embeddings and head stay in float32, as in ddp
+        around = MixedPrecisionPolicy(None, torch.float32)  # embeddings and head are sent in float32
         for part in (*model.blocks, model):
             policy = around if part is model else in_blocks
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -139,7 +139,7 @@ class Run:
                 f"{key} {before[key]} -> {now}" for key, now in environment.items() if before.get(key, now) != now
             ]
             if changed:
-                print(visible(f"the last bits will differ from those of a run without a break: {', '.join(changed)}"))
+                print(visible(f"the numbers will not be those of a run without a break: {', '.join(changed)}"))
         if self.writes:
             disk.replace(self.directory / "config.toml", to_toml(self.config).encode())
             # What came after the checkpoint belongs to a future that will be computed again, or to an abandoned run.
