@@ -256,11 +256,13 @@ def train(config: Config, ranks: Ranks) -> None:
             step = state["step"]
             if (step % c.eval_every == 0 or step == c.max_steps) and step != run.evaluated:
                 guard.check()
-                with progress.paused("evaluating"), autocast(device, dtype):
-                    text = sample(model, corpus.tokenizer, prompt, c.sample_tokens, partial(ranks.any, interrupt))
+                with progress.paused("evaluating"):
+                    with autocast(device, dtype):
+                        text = sample(model, corpus.tokenizer, prompt, c.sample_tokens, partial(ranks.any, interrupt))
                     val_loss = evaluate(loss_fn, model, c.batch_size, val_tokens, interrupt, ranks)
                     if val_loss is not None:
-                        heads = watch.scores(model)
+                        with autocast(device, dtype):
+                            heads = watch.scores(model)
                         bits_per_byte = val_loss * bits_per_byte_per_nat
                         progress.write(run.log_validation(val_loss, bits_per_byte, heads, text))
             stopping = step == c.max_steps or ranks.any(interrupt)

@@ -89,8 +89,10 @@ def validation_batches(
     for first in range(0, num_windows, batch_size * world):
         places = (first + rank * batch_size + np.arange(batch_size))[:, None] * context_length + columns
         inputs, targets = to_device(tokens[np.minimum(places, len(tokens) - 1)], device)
-        beyond = torch.from_numpy(places[:, 1:] >= len(tokens)).to(device)
-        yield inputs, targets.masked_fill(beyond, IGNORE)
+        beyond = places[:, 1:] >= len(tokens)
+        if beyond.any():  # in the last batches; to fill in every one would be to wait for the device every time
+            targets = targets.masked_fill(torch.from_numpy(beyond).to(device), IGNORE)
+        yield inputs, targets
 
 
 def to_device(windows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -99,4 +101,4 @@ def to_device(windows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor
     if device.type == "cuda":
         ids = ids.pin_memory()
     ids = ids.to(device, non_blocking=True).long()
-    return ids[:, :-1], ids[:, 1:]
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else the loss is compiled for these strides too

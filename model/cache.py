@@ -57,6 +57,7 @@ class StaticCache:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store (B, n_kv_head, 1, D); return the whole storage, of which a row of the mask says what is there."""
-        place = self.position[..., None].expand_as(k)
-        keys, values = k.to(self.keys.dtype), v.to(self.values.dtype)
-        return self.keys.scatter_(2, place, keys), self.values.scatter_(2, place, values)
+        rows, places = torch.arange(k.size(0), device=k.device), self.position.flatten()
+        self.keys[rows, :, places] = k.squeeze(2).to(self.keys.dtype)  # scatter_, once compiled, would copy all of it
+        self.values[rows, :, places] = v.squeeze(2).to(self.values.dtype)
+        return self.keys, self.values

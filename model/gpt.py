@@ -175,6 +175,12 @@ class GPT(nn.Module):
 
 
 def padded_linear(x: Tensor, weight: Tensor, multiple: int = 64) -> Tensor:
-    """x @ weight.T, computed with rows of zeros that round the output size up to a multiple, and cropped again."""
+    """x @ weight.T, computed with rows of zeros that round the output size up to a multiple, and cropped again.
+
+    For few rows of x, or if there is nothing to round up, they would cost more than they save.
+    """
     rows = weight.size(0)
-    return F.linear(x, F.pad(weight, (0, 0, 0, -rows % multiple)))[..., :rows]
+    missing = -rows % multiple
+    if not missing or x.numel() <= multiple * x.size(-1):
+        return F.linear(x, weight)
+    return F.linear(x, F.pad(weight, (0, 0, 0, missing)))[..., :rows]

@@ -167,8 +167,9 @@ def generate_tokens(
         caches = [StaticCache(cache, position) for cache in caches]
     next_tokens = compiled_step(caches) if compile else step
     tokens, unread = torch.stack([prompt[-1:] for prompt in windows.prompts]), rows
-    was_training = model.training
+    was_training, cudnn = model.training, torch.backends.cuda.cudnn_sdp_enabled()
     model.eval()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every number of keys
     try:
         for _ in range(max_new_tokens):
             if use_cache:
@@ -185,6 +186,7 @@ def generate_tokens(
             unread = windows.append(tokens)
             yield tokens
     finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         model.train(was_training)
 
 

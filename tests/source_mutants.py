@@ -29,7 +29,9 @@ SECONDS = 600  # a mutant may run for ever; that is noticed too
 # (line, old, new) -> why no test can notice.
 EQUIVALENT = {
     ("end = self.length + k.size(2)", "k", "v"): "keys and values have the same length",
-    ("place = self.position[..., None].expand_as(k)", "k", "v"): "keys and values have the same shape",
+    ("rows, places = torch.arange(k.size(0), device=k.device), self.position.flatten()", "k", "v"): (
+        "keys and values have the same shape and device"
+    ),
     ("scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))", "q", "k"): "queries and keys have the same width",
     ("scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))", "-2", "2"): "of four dimensions, 2 is the same as -2",
     ("square = q.size(-2) == k.size(-2)", "-2", "2"): "of four dimensions, 2 is the same as -2",

@@ -87,17 +87,18 @@ def test_dropout_acts_after_embedding_attention_and_mlp() -> None:
 
 
 def test_padding_the_head_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.randn(2, 3, 5), torch.randn(17, 5, requires_grad=True)
+    x, weight = torch.randn(5, 13, 7), torch.randn(17, 7, requires_grad=True)
     plain, padded = F.linear(x, weight), padded_linear(x, weight)
-    assert padded.shape == (2, 3, 17)
+    assert padded.shape == (5, 13, 17)
     shapes = []
     monkeypatch.setattr(F, "linear", lambda x, w: shapes.append(w.shape) or torch.zeros(*x.shape[:-1], len(w)))
-    padded_linear(x, weight)
-    assert shapes == [(64, 5)]
+    for rows, width, computed in ((65, 17, 64), (65, 128, 128), (64, 17, 17)):
+        padded_linear(torch.randn(rows, 7), torch.randn(width, 7))
+        assert shapes.pop() == (computed, 7)
     torch.testing.assert_close(padded, plain)
     for y in (plain, padded):
         (gradient,) = torch.autograd.grad(y.square().sum(), weight)
-        assert gradient.shape == (17, 5)
+        assert gradient.shape == (17, 7)
 
 
 def test_more_tokens_than_the_context_are_refused() -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -280,6 +281,27 @@ def test_a_compiled_loss_is_one_graph_in_training_and_one_in_evaluation(family: 
         loss_fn(model, ids[:, :-1], ids[:, 1:], dtype).backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_certified_is_the_program_that_trains(run, corpus_file, tmp_path, monkeypatch, dtype: str) -> None:
+    graphs, certify_it = [], train.certify
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    def certify(*arguments: object) -> dict:
+        certificate = certify_it(*arguments)
+        assert len(graphs) == 2  # one with gradients and dropout, one without
+        return certificate
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(train, "certify", certify)
+    options = {"train__compile": "true", "train__dtype": dtype, "train__max_steps": 3, "train__eval_every": 2}
+    assert run(train, *tiny_run(corpus_file, tmp_path / "out", **options)).exit_code == 0
     assert len(graphs) == 2
 
 

@@ -39,8 +39,11 @@ PEAK_TFLOPS = {
 WIDE_ENOUGH = 128
 # Bytes of weights in float32. Below, a CPU is fast anyway, and the text is that which training has shown.
 MUCH_TO_READ = 10**8
-# What torch.compile says if there is no C++ compiler, no C compiler for Triton, no Triton, or a GPU it does not know.
-NO_COMPILER = re.compile("InvalidCxxCompiler|Failed to find C compiler|TritonMissing|GPUTooOldForTriton")
+# What torch.compile says if there is no C++ compiler, no C compiler for Triton or one that fails (for want of Python.h,
+# say), no Triton, or a GPU it does not know.
+NO_COMPILER = re.compile(
+    "InvalidCxxCompiler|Failed to find C compiler|CalledProcessError|TritonMissing|GPUTooOldForTriton"
+)
 
 
 def device_type(name: str) -> str:
@@ -86,7 +89,8 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, where float32 products remain
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS if it has to be deterministic
-    torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
+    # Where it may only warn, PyTorch's attention on CUDA does so, and adds in any order.
+    torch.use_deterministic_algorithms(config.deterministic, warn_only=device.type != "cuda")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"threads: {torch.get_num_threads()}"
     print(f"device: {device} ({where}), {str(dtype).removeprefix('torch.')}: {why}")
     return device, dtype

@@ -33,6 +33,8 @@ class Progress:
         self.state, self.tokens_per_step, self.device = state, tokens_per_step, device
         self.peak_tokens_per_second = peak_tokens_per_second  # of all devices together; nan if unknown
         self.logged, self.lap_began = dict(state), time.perf_counter()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # what was before the first step does not count
         self.is_watched = sys.stderr.isatty()
         interval = 0.1 if self.is_watched else 10  # seconds between two drawings; a log file needs few
         self.line = tqdm(total=max_steps, initial=state["step"], unit="step", dynamic_ncols=True, mininterval=interval)
@@ -96,11 +98,15 @@ def rehearse(
     """
     device, optimizer = model.lm_head.weight.device, make_optimizer(model, config)  # for this alone
 
-    def seconds(work: Callable[[], object]) -> float:
-        began = time.perf_counter()
-        work()
+    def wait() -> None:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
+
+    def seconds(work: Callable[[], object]) -> float:
+        wait()
+        began = time.perf_counter()
+        work()
+        wait()
         return time.perf_counter() - began
 
     backward(next(iter(micro_batches(model))))
