@@ -107,7 +107,8 @@ class FiniteGuard:
         self.diagnose = diagnose  # from the step to what went wrong in it, in words
         self.first_bad_step = torch.full((), math.inf, device=device)
         self.found_inf = torch.zeros((), device=device)
-        optimizer.found_inf = self.found_inf  # under loss scaling the scaler puts its own in this place for each step
+        # Under loss scaling the scaler decides instead, each step by itself; `check` comes before anything is saved.
+        optimizer.found_inf = self.found_inf
 
     def watch(self, step: int, number: Tensor) -> None:
         """Look at a number of this step, before its update is made."""
