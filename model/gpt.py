@@ -100,7 +100,7 @@ class GPT(nn.Module):
             x = self.embedding_norm(x)
         x = self.embedding_dropout(x)
         if autocast_dtype(x) == torch.bfloat16:  # the residual stream too; float16 it might outgrow
-            x = x.bfloat16()  # costs no loss: benchmarks/results/bfloat16_stream_cpu_2026-11-23.md
+            x = x.bfloat16()  # what it costs: benchmarks/results/bfloat16_stream_cpu_2026-11-23.md
         again = self.activation_checkpointing and torch.is_grad_enabled() and not caches
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
             x = checkpoint(block, x, use_reentrant=False) if again else block(x, cache)

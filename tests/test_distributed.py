@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 import training.run
 from configs import ConfigError
 from tests.conftest import metrics, often, same_bits, tiny_run, weights
@@ -197,6 +198,19 @@ def test_all_wait_for_what_rank_0_saves(tmp_path: Path, corpus_file: Path, monke
     assert [end.exit_code for end in ends] == [2, 2]
     said = [line for end in ends for line in end.err.splitlines() if line.startswith("train.py:")]
     assert len(said) == 1 and "cannot save step 2" in said[0] and "No space left" in said[0]
+
+
+def test_ranks_that_choose_different_precisions_are_refused(tmp_path: Path, corpus_file: Path, monkeypatch) -> None:
+    choose = train.choose_device
+
+    def by_rank(*arguments: object) -> tuple[torch.device, torch.dtype]:
+        device, dtype = choose(*arguments)
+        return device, torch.bfloat16 if os.environ["RANK"] == "1" else dtype
+
+    monkeypatch.setattr("train.choose_device", by_rank)
+    ends = train_on(2, tmp_path / "said", tiny_run(corpus_file, tmp_path / "out", **OPTIONS)).wait()
+    assert [end.exit_code for end in ends] == [2, 2]
+    assert "the ranks would train in bfloat16 and float32" in "".join(end.err for end in ends)
 
 
 def test_ranks_that_see_different_checkpoints_are_refused(tmp_path: Path, corpus_file: Path, monkeypatch) -> None:

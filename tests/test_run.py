@@ -110,10 +110,13 @@ def test_a_longer_run_is_the_same_if_its_schedule_was_still_flat(run, corpus_fil
 
 def test_a_resumed_run_says_in_what_its_environment_differs(run, straight: Path, monkeypatch) -> None:
     result = run(train, "--resume", straight, "--train.max_steps", 13)
-    assert "the last bits" not in result.out
+    differs = "\nthe numbers will not be those of a run without a break: "
+    assert differs not in result.out
     monkeypatch.setattr(train, "environment", lambda *rest: environment(*rest) | {"threads": "64"})
     result = run(train, "--resume", straight, "--train.max_steps", 14)
-    assert "\nthe numbers will not be those of a run without a break: threads 1 -> 64\n" in result.out
+    assert f"{differs}threads 1 -> 64\n" in result.out
+    result = run(train, "--resume", straight, "--train.max_steps", 15, "--train.dtype", "bfloat16")
+    assert f"{differs}dtype float32 -> bfloat16\n" in result.out and result.exit_code == 0
 
 
 def test_a_resumed_run_refuses_another_text(run, corpus_file: Path, tmp_path: Path) -> None:
