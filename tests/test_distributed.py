@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,23 @@ def test_a_rank_that_hangs_is_given_up(tmp_path: Path, corpus_file: Path) -> Non
     os.kill(job.pids[0], signal.SIGKILL)
     ends = job.wait()
     assert ends[1].exit_code == 2 and "rank 0 of 2 is lost" in ends[1].err
+
+
+@pytest.mark.long
+def test_a_rank_that_lives_and_hangs_is_given_up(
+    tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(self: Ranks, model: object) -> Iterator[int]:
+        if not self.is_first:
+            time.sleep(99)
+        yield from micro_batches(self, model)
+
+    micro_batches = Ranks.micro_batches
+    monkeypatch.setattr(Ranks, "micro_batches", hang)
+    job = train_on(2, tmp_path / "said", tiny_run(corpus_file, tmp_path / "out", **LONG, train__rank_timeout=4))
+    code = os.waitstatus_to_exitcode(os.waitpid(job.pids[0], 0)[1])
+    os.kill(job.pids[1], signal.SIGKILL)
+    assert code == 2 and "rank 1 of 2 is lost" in (tmp_path / "said" / "0.2").read_text()
 
 
 def test_a_signal_to_one_rank_stops_all_of_them_at_the_same_step(tmp_path: Path, corpus_file: Path) -> None:
