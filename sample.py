@@ -162,6 +162,8 @@ def main() -> None:
     )
     print(f"causal: {visible(read_certificate(directory))}", file=sys.stderr)
     print(f"device: {device}, weights in {str(dtype).removeprefix('torch.')}", file=sys.stderr)
+    if options.compile:
+        print("compiling: the first token may take a minute", file=sys.stderr)
     for number, prompt_ids in enumerate(ids):
         if len(prompt_ids) > T:
             which = f"prompt {number + 1}" if len(ids) > 1 else "prompt"

@@ -11,6 +11,7 @@ What is compared is measured in turns, and medians are told; JSON has the 10th a
 share of the fastest matrix product found in the same run. nanoGPT is benchmarks/nanogpt.py.
 """
 
+import gc
 import json
 import re
 import statistics
@@ -226,6 +227,8 @@ def main(options: Options) -> None:
                 record({"stage": stage, "what": what} | result)
         except torch.OutOfMemoryError:
             print(f"{stage:9} needs more memory than there is")
+        gc.collect()
+        torch.cuda.empty_cache()  # for the next stage, which may be other processes
     if out:
         print(f"{'results':9} {out}")
 

@@ -113,7 +113,8 @@ def next_token_losses(model: GPT, hidden: Tensor, idx: Tensor) -> Tensor:
     for start in range(0, idx.size(1) - 1, POSITIONS):
         targets = idx[:, start + 1 : start + 1 + POSITIONS]
         logits = model.logits(hidden[:, start : start + targets.size(1)]).float()
-        losses.append(F.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        losses.append(loss.view(targets.shape))
     return torch.cat(losses, dim=1) if losses else hidden.new_full((len(idx), 1), torch.nan)
 
 

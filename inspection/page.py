@@ -24,6 +24,7 @@ from torch import Tensor
 
 from inspection.files import write_whole
 from inspection.metrics import DEFINITIONS
+from inspection.terminal import COLUMNS, KINDS, MUCH
 from model import ModelError
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -69,7 +70,7 @@ def write_page(
         names = [names for _, names in stored]
         data = {"title": title, "labels": labels, "heads": heads, "snapshots": [described for described, _ in stored]}
         data["metrics"] = list(dict.fromkeys(metric for described, _ in stored for metric in described["scores"]))
-        data["definitions"] = DEFINITIONS
+        data |= {"definitions": DEFINITIONS, "kinds": {name: COLUMNS[name][0] for name in KINDS}, "much": MUCH}
         for factor in range(1, T + 1):
             notes = pooling_notes(factor, T, limit)
             data |= {"notes": [text_note, *notes], "factor": factor, "small": -(-T // small_factor(factor, T))}

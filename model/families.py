@@ -55,7 +55,8 @@ class ReLUSquared(MLP):
 
     def activate(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, n_inner)."""
-        return F.relu(self.up_proj(x)).square()
+        y = F.relu(self.up_proj(x))
+        return y * y  # square() would be in float32 under CUDA's autocast
 
 
 class Rotary(nn.Module):

@@ -144,15 +144,11 @@ class Ranks:
             return
         if dtype == torch.float16:  # whose loss scaling would need a verdict of all ranks
             raise TrainError("train.parallel fsdp needs train.dtype bfloat16 or float32, got float16")
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         mesh = dist.init_device_mesh(device.type, (self.world,))
-        narrow = dtype if device.type == "cuda" and dtype != torch.float32 else None
-        in_blocks = MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
-        around = MixedPrecisionPolicy(None, torch.float32)  # embeddings and head are sent in float32
         for part in (*model.blocks, model):
-            policy = around if part is model else in_blocks
-            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0)  # the loss of a micro-batch is a share of the step's already
         for name in ("hidden", "logits"):
@@ -296,8 +292,8 @@ class Ranks:
         which = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost[:-1]))} and {lost[-1]}"
         return (
             f"{which} of {self.world} {'is' if len(lost) == 1 else 'are'} lost: killed, or silent for "
-            f"{self.config.rank_timeout} s (train.rank_timeout); "
-            "go on from the last checkpoint with --resume, or let torchrun do so with --max-restarts"
+            f"{self.config.rank_timeout} s (train.rank_timeout); go on from the last checkpoint with "
+            f"--resume {self.config.out_dir}, or let torchrun do so with --max-restarts"
         )
 
     def silent(self, word: str) -> list[int]:
