@@ -28,7 +28,7 @@ class Model:
 
     @property
     def state(self) -> float:
-        """Bytes of weights, gradients and AdamW's two moments, all in float32."""
+        """Bytes of weights, gradients and AdamW's two moments in float32: what fsdp divides."""
         return 16 * self.parameters
 
     @property
@@ -61,11 +61,12 @@ def seconds(model: Model, gpus: int, tokens: int) -> tuple[float, float]:
 
 def table() -> str:
     """The estimate as Markdown."""
-    lines = ["| model | with | GPUs | tokens a step | state per GPU | compute | communication | efficiency |"]
+    lines = ["| model | with | GPUs | tokens a step | without activations | compute | communication | efficiency |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for model in MODELS:
         for gpus, tokens in ((8, 2**19), (64, 2**19), (64, 2**22)):
-            state = model.state / (1 if model.parallel == "ddp" else gpus)
+            rounded = 2 * model.parameters  # which autocast keeps from the forward to the backward pass
+            state = rounded + model.state / (1 if model.parallel == "ddp" else gpus)
             compute, communication = seconds(model, gpus, tokens)
             worst, best = compute / (compute + communication), compute / max(compute, communication)
             lines += [

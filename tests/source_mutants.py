@@ -4,7 +4,8 @@
     python -m tests.source_mutants model/causality.py   another file
 
 Each mutant is imported in a process of its own, forked from this one after the slow imports; the tests run until one
-fails. What survives is printed with its line, and is an error unless EQUIVALENT says why it changes nothing.
+fails. What survives is printed, and is an error. EQUIVALENT says which mutants change nothing that a test could notice:
+they are printed with the reason, and not tried, which would take as long as all tests.
 """
 
 import ast
@@ -181,25 +182,35 @@ def survives(path: Path, source: bytes) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def survivors(path: Path) -> tuple[int, list[tuple[Change, str, str | None]]]:
-    """The number of mutants of a file, and those that no test notices: what the line becomes, and the reason.
+class Mutant(NamedTuple):
+    """A source with one change."""
 
-    What a reason explains is not tried: it would take as long as all tests.
-    """
-    source = path.read_bytes()
-    if not survives(path, source):
-        sys.exit(f"the tests fail on {path} as it is")
-    mutants = []
+    change: Change
+    becomes: str  # the line
+    reason: str | None  # why no test can notice
+    source: bytes
+
+
+def mutants(source: bytes) -> Iterator[Mutant]:
+    """All that are Python."""
     for change in changes(source.decode()):
         mutated = source[: change.start] + change.new.encode() + source[change.end :]
         with contextlib.suppress(SyntaxError):
-            compile(mutated, path, "exec")
+            compile(mutated, "<mutant>", "exec")
             line, becomes = (text.decode().splitlines()[change.line - 1].strip() for text in (source, mutated))
-            mutants.append(((change, becomes, EQUIVALENT.get(line, {}).get(becomes)), mutated))
+            yield Mutant(change, becomes, EQUIVALENT.get(line, {}).get(becomes), mutated)
+
+
+def survivors(path: Path) -> tuple[int, list[Mutant]]:
+    """The number of mutants of a file, and those that no test notices."""
+    source = path.read_bytes()
+    if not survives(path, source):
+        sys.exit(f"the tests fail on {path} as it is")
+    found = list(mutants(source))
     others_at_work = "PYTEST_XDIST_WORKER" in os.environ
     with ThreadPoolExecutor(1 if others_at_work else os.cpu_count()) as pool:
-        alive = pool.map(lambda mutant: mutant[0][2] is not None or survives(path, mutant[1]), mutants)
-        return len(mutants), [mutant for (mutant, _), living in zip(mutants, alive, strict=True) if living]
+        alive = pool.map(lambda mutant: mutant.reason is not None or survives(path, mutant.source), found)
+        return len(found), [mutant for mutant, living in zip(found, alive, strict=True) if living]
 
 
 def report(names: Iterable[str]) -> int:
@@ -208,9 +219,10 @@ def report(names: Iterable[str]) -> int:
     for name in names:
         number, living = survivors(ROOT / name)
         print(f"{name}: {number} mutants, {number - len(living)} killed", flush=True)
-        for change, becomes, reason in living:
+        for change, becomes, reason, _ in living:
             unexplained += reason is None
-            print(f"  {change.function}, line {change.line}: {becomes}: {reason or 'unexplained'}", flush=True)
+            what = f"{change.function}, line {change.line}, {change.new.strip()!r}: {becomes}"
+            print(f"  {what}: {reason or 'unexplained'}", flush=True)
     return unexplained
 
 

@@ -143,6 +143,7 @@ def test_a_rank_that_lives_and_hangs_is_given_up(
     job = train_on(2, tmp_path / "said", tiny_run(corpus_file, tmp_path / "out", **LONG, train__rank_timeout=4))
     code = os.waitstatus_to_exitcode(os.waitpid(job.pids[0], 0)[1])
     os.kill(job.pids[1], signal.SIGKILL)
+    os.waitpid(job.pids[1], 0)
     assert code == 2 and "rank 1 of 2 is lost" in (tmp_path / "said" / "0.2").read_text()
 
 

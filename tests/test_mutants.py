@@ -40,6 +40,12 @@ def test_the_certificate_refuses_every_leak_under_autocast(name: str, dtype: tor
         certify_tiny(dtype, n_kv_head=1, context_length=131)
 
 
+def test_every_explanation_is_of_a_mutant() -> None:
+    sources = [(source_mutants.ROOT / file).read_bytes() for file in source_mutants.FILES]
+    explained = {mutant.becomes for source in sources for mutant in source_mutants.mutants(source) if mutant.reason}
+    assert explained == {becomes for reasons in source_mutants.EQUIVALENT.values() for becomes in reasons}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("file", source_mutants.FILES[:2])  # the layer and its cache; the rest takes too long for CI
 def test_every_change_of_a_token_is_noticed_or_explained(file: str) -> None:

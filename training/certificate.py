@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from model import GPT
 from model.causality import check_causality
-from model.parts import is_part
 from training.config import TrainError
 from training.device import autocast
 
@@ -35,8 +34,7 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
         bar.update()
         caches = model.new_cache(len(idx), T)
         parts = idx.tensor_split(sorted({1, 3, T // 2, T // 2 + 1}), dim=1)  # long ones, short ones, single tokens
-        with autocast(device, dtype if is_part(model.lm_head.weight) else torch.float32):  # fsdp has no others
-            return model.logits(torch.cat([model.hidden(part, caches) for part in parts if part.size(1)], dim=1))
+        return model.logits(torch.cat([model.hidden(part, caches) for part in parts if part.size(1)], dim=1))
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         bar.update()

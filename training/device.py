@@ -147,7 +147,8 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dic
     """What besides the configuration and the attention kernel decides the last bits of a run's numbers."""
     cuda = device.type == "cuda"
     return {
-        "torch": torch.__version__ + (f", cuDNN {torch.backends.cudnn.version()}" if cuda else ""),
+        "torch": torch.__version__,
+        "cudnn": str(torch.backends.cudnn.version()) if cuda else "any",
         "device": torch.cuda.get_device_name(device) if cuda else device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "kernels": "compiled" if compiled else "eager",

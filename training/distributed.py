@@ -259,7 +259,7 @@ class Ranks:
         code, sentence = getattr(error, "exit_code", 1), f"{type(error).__name__}: {error}"
         lost = code == 1 and isinstance(error, RuntimeError) and LOST.search(str(error))
         with contextlib.suppress(RuntimeError):  # the store went with the rank that is lost
-            which = self.name_the_lost() if lost else ""
+            which = self.name_the_lost("time" in lost.group().lower()) if lost else ""
             if which:
                 code, sentence = TrainError.exit_code, which
             elif code != 1:
@@ -276,17 +276,17 @@ class Ranks:
         if self.store.check(["last words"]):
             sys.exit(int(self.store.get("last words").split()[0]))
 
-    def name_the_lost(self) -> str:
-        """Which ranks do not answer any more, in words; nothing if all do."""
+    def name_the_lost(self, timed_out: bool) -> str:
+        """Which ranks do not answer any more, in words; nothing if all do. One may also live and hang: then the others
+        have run out of time, and it has not noticed."""
         self.store.set(f"noticed {self.rank}", "")
         self.store.set(f"alive {self.rank}", "")
         self.store.set("who is alive", "")
         began, lost = time.monotonic(), list(range(self.world))
         while (took := time.monotonic() - began) < GRACE_SECONDS or (len(lost) > 1 and took < LATE_SECONDS):
             self.follow_if_one_left()
-            time.sleep(POLL_SECONDS)
-            # A process may live and hang: then the others have run out of time, and it has not noticed.
-            lost = self.silent("alive") or self.silent("noticed")
+            time.sleep(CALL_SECONDS)
+            lost = self.silent("alive") or (self.silent("noticed") if timed_out else [])
         if not lost:
             return ""
         which = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost[:-1]))} and {lost[-1]}"
