@@ -48,6 +48,14 @@ EQUIVALENT = {
             "of four dimensions, 2 is the same as -2"
         ),
     },
+    "with torch.autocast(x.device.type, enabled=False):  # on CUDA it returns float32, from PyTorch 2.12 on": {
+        "with torch.autocast(x.device.type, ):  # on CUDA it returns float32, from PyTorch 2.12 on": (
+            "autocast changes this norm on CUDA alone"
+        ),
+        "with torch.autocast(x.device.type, enabled=True):  # on CUDA it returns float32, from PyTorch 2.12 on": (
+            "autocast changes this norm on CUDA alone"
+        ),
+    },
     "nn.init.ones_(parameter)": {"pass": "LayerNorm begins with ones anyway"},
     "use_cache: bool = True,": {"use_cache: bool = False,": "the cache changes the speed alone"},
     "super()._apply(fn, recurse)": {

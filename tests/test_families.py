@@ -134,3 +134,11 @@ def test_rms_norm_has_the_precision_of_its_input_and_all_of_its_weight() -> None
     exact = F.rms_norm(x.double(), (1009,), norm.weight.double())
     torch.testing.assert_close(after.double(), exact, rtol=2**-7, atol=0)
     assert not torch.equal(before, after)
+
+
+def test_rms_norm_has_its_eps_under_autocast() -> None:
+    x = torch.randn(7, 11)
+    for affine in (False, True):
+        norm = RMSNorm(11, eps=3.0, elementwise_affine=affine)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(norm(x), x / (x.square().mean(-1, keepdim=True) + 3).sqrt())
