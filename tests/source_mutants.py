@@ -56,6 +56,30 @@ EQUIVALENT = {
             "autocast changes this norm on CUDA alone"
         ),
     },
+    "x = checkpoint(block, x, use_reentrant=False) if again else block(x, cache)": {
+        "x = checkpoint(block, x, use_reentrant=True) if again else block(x, cache)": (
+            "both ways compute again what was not kept"
+        ),
+    },
+    "for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):": {
+        "for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), ):": (
+            "the two have the same length, and strict says so"
+        ),
+        "for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=False):": (
+            "the two have the same length, and strict says so"
+        ),
+    },
+    "return [torch.cat(row) for row in zip(idx, *new, strict=True)]": {
+        "return [torch.cat(row) for row in zip(idx, *new, )]": ("the two have the same length, and strict says so"),
+        "return [torch.cat(row) for row in zip(idx, *new, strict=False)]": (
+            "the two have the same length, and strict says so"
+        ),
+    },
+    "if not missing or x.numel() <= multiple * x.size(-1):": {
+        "if not missing or x.numel() <= multiple * x.size(1):": (
+            "both are the same product, and one is faster for many rows"
+        ),
+    },
     "nn.init.ones_(parameter)": {"pass": "LayerNorm begins with ones anyway"},
     "use_cache: bool = True,": {"use_cache: bool = False,": "the cache changes the speed alone"},
     "super()._apply(fn, recurse)": {
