@@ -113,6 +113,7 @@ def next_token_losses(model: GPT, hidden: Tensor, idx: Tensor) -> Tensor:
     for start in range(0, idx.size(1) - 1, POSITIONS):
         targets = idx[:, start + 1 : start + 1 + POSITIONS]
         logits = model.logits(hidden[:, start : start + targets.size(1)]).float()
+        # As rows: CUDA's kernel for (B, V, T) is not deterministic, and refuses where that is asked for.
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         losses.append(loss.view(targets.shape))
     return torch.cat(losses, dim=1) if losses else hidden.new_full((len(idx), 1), torch.nan)

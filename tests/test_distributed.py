@@ -147,6 +147,20 @@ def test_a_rank_that_lives_and_hangs_is_given_up(
     assert code == 2 and "rank 1 of 2 is lost" in (tmp_path / "said" / "0.2").read_text()
 
 
+@pytest.mark.long
+def test_nobody_is_lost_if_all_are_alive(tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Ranks, model: object) -> Iterator[int]:
+        if self.rank == 1:
+            raise RuntimeError("connection reset by peer")
+        yield from micro_batches(self, model)
+
+    micro_batches = Ranks.micro_batches
+    monkeypatch.setattr(Ranks, "micro_batches", fail)
+    ends = train_on(3, tmp_path / "said", tiny_run(corpus_file, tmp_path / "out", **LONG)).wait()
+    assert [end.exit_code for end in ends] == [1, 1, 1]
+    assert not any("lost" in end.err for end in ends) and "RuntimeError: connection reset by peer" in ends[1].err
+
+
 def test_a_signal_to_one_rank_stops_all_of_them_at_the_same_step(tmp_path: Path, corpus_file: Path) -> None:
     job = train_on(2, tmp_path / "said", tiny_run(corpus_file, tmp_path / "out", **LONG))
     wait_for_step(tmp_path / "out", 2)
