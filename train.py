@@ -238,7 +238,7 @@ def train(config: Config, ranks: Ranks) -> None:
         eval_batches = len(val_tokens) / T / c.batch_size
         expected = time_line(c, state["step"], run.evaluated, *seconds, eval_batches)
         print(f"time:   {expected}{after_compiling(compiled)}")
-    optimizer = make_optimizer(model, c)
+    optimizer = make_optimizer(model, c, dtype)
     run.restore(model, optimizer, scaler)
 
     def diagnose(step: int) -> str:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from model.parts import is_part, local
-from model.precision import precision
 
 # Of the polynomial a x + b x^3 + c x^5, which, applied five times over, takes the singular values between 0.01 and 1 to
 # between 0.7 and 1.2: that is near enough to 1 (Jordan et al. 2024).
@@ -61,13 +60,25 @@ def all_ranks(device_type: str) -> dist.DeviceMesh:
 class Muon(torch.optim.AdamW):
     """Muon for some matrices, in stacks of equal shape, and fused AdamW for all other parameters.
 
-    Like fused AdamW, it makes no update while `found_inf` is not zero, and asks no device for that.
+    Like fused AdamW, it skips the update while `found_inf` is not zero, and decides so on the device.
+
+    Args:
+        matrices: the parameters for Muon.
+        groups: the parameter groups for AdamW.
+        precision: of the Newton-Schulz iteration, float32 or bfloat16.
     """
 
     def __init__(
-        self, matrices: list[nn.Parameter], groups: list[dict], lr: float, weight_decay: float, **options: object
+        self,
+        matrices: list[nn.Parameter],
+        groups: list[dict],
+        lr: float,
+        weight_decay: float,
+        precision: torch.dtype,
+        **options: object,
     ):
         super().__init__(groups, lr=lr, fused=True, **options)
+        self.precision = precision
         by_shape = defaultdict(list)
         for matrix in matrices:
             by_shape[matrix.shape].append(matrix)
@@ -96,8 +107,7 @@ class Muon(torch.optim.AdamW):
             gradient = gradient.where(going > 0, momentum)
             momentum.lerp_(gradient, 1 - group["momentum"])  # where nothing goes on, of itself and itself
             ahead = gradient.lerp(momentum, group["momentum"])  # (Nesterov 1983)
-            ahead = ahead.to(precision(momentum.device))
-            update = orthogonalize_together(ahead, group["params"][0]).to(momentum.dtype)
+            update = orthogonalize_together(ahead.to(self.precision), group["params"][0]).to(momentum.dtype)
             torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * going)
             # The factor makes up for what more rows than columns would lose (Jordan et al. 2024).
             torch._foreach_add_(parameters, list(update * (-rate * max(1, shape[0] / shape[1]) ** 0.5 * going)))

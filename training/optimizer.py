@@ -23,11 +23,12 @@ class NonFiniteLoss(ArithmeticError):
     exit_code = 3
 
 
-def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of a run, for what is not frozen. Matrices decay, with Muon those inside the blocks; vectors
-    (biases, norms) do not.
+def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+    """Optimizer of all parameters that are not frozen.
 
-    A group's "lr_share" is its part of the learning rate.
+    Weight decay applies to matrices, with Muon only to those inside the blocks; never to vectors (biases, norms).
+    A group's "lr_share" is its part of the learning rate. dtype is the precision of training, which Muon's iteration
+    follows: bfloat16 is enough for it, float16 has too small a range.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
@@ -44,7 +45,8 @@ def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
         {"params": [head] * (head is not embedding), "weight_decay": 0.0, "lr_share": HEAD_SHARE},
         vectors | {"lr_share": HEAD_SHARE},
     ]
-    return Muon(inside, groups, weight_decay=config.weight_decay, **options)
+    precision = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    return Muon(inside, groups, weight_decay=config.weight_decay, precision=precision, **options)
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
