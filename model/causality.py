@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelError
-from model.parts import part_of
+from model.sharded import shard_like
 
 IGNORE = -100  # a target that F.cross_entropy skips
 NUM_POSITIONS = 12  # in a probe at least so many positions are asked, if there are as many
@@ -208,7 +208,7 @@ class Probe:
                 values.normal_(std=parameter.size(-1) ** -0.5)
             if is_for_scores(name) or not by_name:
                 values.mul_(scale)
-            parameter.copy_(part_of(values, parameter))
+            parameter.copy_(shard_like(values, parameter))
 
     def positions(self, few: bool = False) -> Tensor:
         """Ascending: both ends, the last before each power of two (where tiles begin), and others at random."""

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from model import disk
 from model.config import ModelError
-from model.gpt import GPT
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
-from model.parts import whole
+from model.sharded import full
 
 FORMAT = 3
 MOST_JSON = 1 << 20  # bytes
@@ -38,10 +37,11 @@ STEP = re.compile(r"step-\d{8}")
 def save_checkpoint(
     parent: Path,
     step: int,
-    model: GPT,
+    config: object,
+    weights: dict[str, Tensor],
+    optimizer: dict[str, Tensor],
     ends_of_text: tuple[int, int],
     texts: dict[str, bytes],
-    optimizer: dict[str, Tensor],
     trainer: dict,
     about: dict,
 ) -> Path:
@@ -61,11 +61,11 @@ def save_checkpoint(
             if name != CARD:
                 files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
-        write("config.json", to_json(config_to_huggingface(model.config, *ends_of_text)))
+        write("config.json", to_json(config_to_huggingface(config, *ends_of_text)))
         for name, content in texts.items():
             write(name, content)
         places: dict[str, dict[str, str]] = defaultdict(dict)
-        for stem, name, tensors in tensor_files(model, optimizer):
+        for stem, name, tensors in tensor_files(config, weights, optimizer):
             write(name, save(tensors, metadata={"format": "pt"}))
             places[stem] |= dict.fromkeys(tensors, name)
         for stem, place in places.items():
@@ -83,19 +83,19 @@ def save_checkpoint(
     return directory
 
 
-def tensor_files(model: GPT, optimizer: dict[str, Tensor]) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
+def tensor_files(config: object, weights: dict, optimizer: dict[str, Tensor]) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
     """The tensors of a checkpoint file by file, as (model or optimizer, name of the file, tensors), whole.
 
     Where each process has a part of the tensors, all of them have to go through this together; a device has one tensor
     whole at a time, a host two files.
     """
     blocks: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in model.state_dict().items():
-        if name != "lm_head.weight" or not model.config.tied:
+    for name, tensor in weights.items():
+        if name != "lm_head.weight" or not config.tied:
             block = re.match(r"blocks\.\d+|", name)[0]  # "" for what is in none
             blocks[block or name][name] = tensor
     for name, tensors in fill_files("model", list(blocks.values())):
-        yield "model", name, tensors_to_huggingface(model.config, tensors)
+        yield "model", name, tensors_to_huggingface(config, tensors)
     for name, tensors in fill_files("optimizer", [{name: tensor} for name, tensor in optimizer.items()]):
         yield "optimizer", name, tensors
 
@@ -112,7 +112,7 @@ def fill_files(stem: str, groups: list[dict[str, Tensor]]) -> Iterator[tuple[str
         room -= size
     for number, file in enumerate(files):
         name = f"{stem}-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else f"{stem}.safetensors"
-        yield name, {name: whole(tensor).cpu() for group in file for name, tensor in group.items()}
+        yield name, {name: full(tensor).cpu() for group in file for name, tensor in group.items()}
 
 
 def keep_newest(parent: Path, step: int, count: int, best_step: int | None) -> None:

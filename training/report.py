@@ -29,8 +29,8 @@ from configs import visible
 from model import ModelError, disk
 from model.checkpoint import read_json, step_directories
 from training.config import TrainError
+from training.directory import command, next_commands, read_metrics
 from training.progress import duration
-from training.run import command, next_commands, read_metrics
 
 TEMPLATE = Path(__file__).with_name("report.html")
 CHARTS = {  # title -> name of a line -> its key in metrics.jsonl

@@ -37,10 +37,10 @@ class Tracker:
     """A run in wandb, or nothing."""
 
     def __init__(self, config: TrainConfig):
-        self.config, self.on = config, config.wandb != "disabled"
+        self.config, self.on, self.id = config, config.wandb != "disabled", None
 
     @optional
-    def begin(self, directory: Path, state: dict, tables: dict[str, dict]) -> None:
+    def begin(self, directory: Path, wandb_id: str | None, tables: dict[str, dict]) -> str | None:
         """Begin a run in wandb with these tables as its configuration, or continue that of `state["wandb_id"]`."""
         place = directory.absolute() / "wandb"
         os.environ.setdefault("WANDB_DATA_DIR", str(place))  # files wait there for their upload, not in the user's home
@@ -49,7 +49,7 @@ class Tracker:
         settings = wandb.Settings(
             init_timeout=WAIT_SECONDS,
             login_timeout=WAIT_SECONDS,  # if it asks for a key on a terminal
-            finish_timeout=UPLOAD_SECONDS if self.config.wandb_checkpoints else WAIT_SECONDS,
+            finish_timeout=WAIT_SECONDS,
             console="off",  # our output is ours
             silent=True,
             # Nobody has asked to publish the names of host and user, paths, packages or an uncommitted diff.
@@ -62,7 +62,7 @@ class Tracker:
             project="tril",
             group=self.config.wandb_group,
             name=directory.name,
-            id=state["wandb_id"],
+            id=wandb_id,
             resume="allow",
             dir=directory.absolute(),
             mode=self.config.wandb,
@@ -74,7 +74,7 @@ class Tracker:
         self.newest = place / f"{self.run.id}.json"  # the last step of each kind of line that wandb knows
         self.known = read_steps(self.newest)
         self.last = dict(self.known)
-        state["wandb_id"] = self.run.id
+        self.id = self.run.id
         print(f"wandb:  {self.run.url if self.config.wandb == 'online' else self.run.sync_dir}")
 
     @optional
