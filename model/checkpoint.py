@@ -83,7 +83,9 @@ def save_checkpoint(
     return directory
 
 
-def tensor_files(config: object, weights: dict, optimizer: dict[str, Tensor]) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
+def tensor_files(
+    config: object, weights: dict, optimizer: dict[str, Tensor]
+) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
     """The tensors of a checkpoint file by file, as (model or optimizer, name of the file, tensors), whole.
 
     Where each process has a part of the tensors, all of them have to go through this together; a device has one tensor

@@ -47,10 +47,8 @@ def make_gpt(**changes: object) -> GPT:
 
 @pytest.fixture
 def uncertified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that count the calls of the loss: no certificate asks it too, nor what memory or time it takes."""
+    """For tests that count the calls of the loss: the certificate does not call it."""
     monkeypatch.setattr("train.certify", lambda *arguments: {"causal": "not asked"})
-    monkeypatch.setattr("train.memory_line", lambda *arguments: "")
-    monkeypatch.setattr("train.rehearse", lambda *arguments: (0.0, 0.0))
 
 
 @pytest.fixture(autouse=True)

@@ -50,8 +50,10 @@ class Ranks:
         self.silence = contextlib.ExitStack()
         if self.started:
             store, _, _ = next(dist.rendezvous("env://"))
-            # One store serves all attempts of torchrun, and still has the addresses of the dead.
-            self.store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            # By default one store serves all attempts of torchrun, and still has the addresses of the dead.
+            is_new = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+            attempt = "0" if is_new else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self.store = dist.PrefixStore(attempt, store)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world)
 
@@ -71,19 +73,13 @@ class Ranks:
             if isinstance(error, RuntimeError) and "onnection" in str(error):  # as gloo and NCCL say it
                 sentence = "lost the connection to another rank; torchrun says which one ended, and how"
                 error = TrainError(f"{sentence}: go on with --resume, or let torchrun do so with --max-restarts")
-            if self.has_been_told(error):
-                sys.exit(error.exit_code)
+            code = getattr(error, "exit_code", 1)
+            with contextlib.suppress(RuntimeError):  # the store may have ended with the process that holds it
+                self.store.set("ended", str(code))
+                if code != 1 and self.store.add(f"told: {error}", 1) > 1:
+                    sys.exit(code)
             if isinstance(error, TrainError):
                 raise error
-
-    def has_been_told(self, error: BaseException) -> bool:
-        """Return whether another rank tells the user of the same error."""
-        if not hasattr(error, "exit_code"):
-            return False
-        try:
-            return self.store.add(f"told: {error}", 1) > 1
-        except RuntimeError:  # the store has ended with the process that holds it
-            return False
 
     def check(self, config: TrainConfig, step: int, dtype: torch.dtype) -> None:
         """Raise TrainError if the ranks cannot train as configured, or do not begin at the same step and precision."""
@@ -206,4 +202,6 @@ class Ranks:
         if self.is_first:
             self.store.set(here, "")
         while not self.store.check([here]):
+            if self.store.check(["ended"]):
+                sys.exit(int(self.store.get("ended")))
             time.sleep(POLL_SECONDS)
