@@ -142,13 +142,13 @@ class Ranks:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
         if self.world == 1 or is_sharded(gradients[0]):
             return
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        model.zero_grad()
-        size = -(-flat.numel() // self.world)
-        sent = nn.functional.pad(flat, (0, size * self.world - flat.numel()))
+        padding = gradients[0].new_zeros(-sum(gradient.numel() for gradient in gradients) % self.world)
+        sent = torch.cat([*(gradient.flatten() for gradient in gradients), padding])
+        del gradients
+        model.zero_grad()  # frees memory for what is received
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
-        for gradient in received.view(self.world, size):
+        for gradient in received.view(self.world, -1):
             self.total = gradient.clone() if self.total is None else self.total.add_(gradient)
 
     def share_gradients(self, model: nn.Module) -> None:
