@@ -4,9 +4,6 @@ import fcntl
 import json
 import math
 import os
-import shlex
-import shutil
-import sys
 from collections import deque
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
@@ -34,7 +31,9 @@ from model.load import read_model
 from model.parts import is_part
 from training.card import model_card
 from training.config import MAY_CHANGE, TrainConfig, TrainError
+from training.directory import command, next_commands, read_metrics
 from training.optimizer import learning_rate_at, load_optimizer_tensors, optimizer_tensors
+from training.report import write_report
 from training.tracking import Tracker
 
 JOB = ".job"  # a file with the name of what started the run
@@ -259,8 +258,6 @@ class Run:
 
     def report(self) -> None:
         """Write report.html anew. It only looks on: what fails in it costs a printed line, and no step."""
-        from training.report import write_report  # which needs this file
-
         if not self.writes:
             return
         try:
@@ -289,35 +286,6 @@ class Run:
         self.tracker.finish(exit_code)
         os.close(self.lock)
         self.report()
-
-
-def command(script: str, directory: Path) -> str:
-    """A command line that runs a script on a run directory, also where no environment is activated."""
-    here = os.path.dirname(shutil.which("python") or "") == os.path.dirname(sys.executable)
-    python = "python" if here else os.path.relpath(sys.executable)
-    if script.startswith("train.py") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        python = f"{python} -m torch.distributed.run --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 'gpu')}"
-    return f"{python} {script} {shlex.quote(str(directory))}"
-
-
-def next_commands(
-    directory: Path, saved: int, best: int | None, max_steps: int, finished: bool
-) -> list[tuple[str, str]]:
-    """What to do next with a run whose newest checkpoint is that of step `saved`, and how.
-
-    best: the step of the best checkpoint, if a validation loss was measured. finished: all steps and evaluations.
-    """
-    rose = finished and best not in (None, saved)
-    chosen = directory / "checkpoints" / f"step-{best:08d}" if rose else directory
-    found = [] if finished else [(f"Go on from step {saved:,}", command("train.py --resume", directory))]
-    if saved:
-        which = ", of the best checkpoint" if rose else ""
-        found.append((f"Sample{which}", command("sample.py", chosen) + ' --prompt "..."'))
-        found.append((f"See the heads{which}", command("inspect_attention.py", chosen) + " -o heads.html"))
-    if finished and not rose:  # a new run: one whose schedule has ended would have to raise its learning rate again
-        longer = f" --train.max_steps {2 * max_steps} --train.out_dir {shlex.quote(f'{directory}_longer')}"
-        found.append(("Train longer, from the start", command("train.py", directory / "config.toml") + longer))
-    return found
 
 
 def read_text(path: Path) -> str:
@@ -354,20 +322,6 @@ def warn_of_another_schedule(before: TrainConfig, now: TrainConfig, step: int) -
             f"planned for {before.max_steps}, was {learning_rate_at(step - 1, before):.2g} "
             f"and is {learning_rate_at(step, now):.2g} now"
         )
-
-
-def read_metrics(path: Path, step: int) -> list[dict]:
-    """The lines until `step`, or until one that is damaged: what a checkpoint relies on was synced before it."""
-    lines = []
-    for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
-        try:
-            line = json.loads(text)
-            if line["step"] <= step:
-                lines.append(line)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            print(f"{path} is damaged after its line {len(lines)}: the rest is left out")
-            break
-    return lines
 
 
 def to_line(record: dict) -> str:
