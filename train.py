@@ -39,7 +39,7 @@ from data.tokenizer import END_OF_TEXT, document_start, encode, token_bytes, tok
 from inspection.watch import HeadWatch
 from model import GPT, GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint, runs_beside
-from model.parts import is_part, whole
+from model.parts import whole
 from model.sampling import stream
 from training.certificate import certify
 from training.config import TrainConfig
@@ -302,8 +302,6 @@ def train(config: Config, ranks: Ranks) -> None:
             text = sample(model, corpus.tokenizer, prompt, 3 * c.sample_tokens)
             print(f"\nA sample of what it writes:\n{visible(text)}\n")
             run.tracker.log({"step": step, "sample": text})
-        if not is_part(model.lm_head.weight):  # else all ranks would have to draw it
-            run.tracker.log_picture(step, lambda: watch.picture(model))
     run.finish()
     if state["best_step"] not in (None, step):
         print(f"The best validation loss, {state['best_val_loss']:.4f}, was that of step {state['best_step']}.")

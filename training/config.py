@@ -6,7 +6,7 @@ from typing import Literal
 
 # What a resumed run may change without becoming another run. Everything else would change its numbers.
 MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "max_steps", "eval_every", "log_every", "checkpoint_every"}
-MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "sample_tokens", "wandb", "wandb_group", "wandb_checkpoints"}
+MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "sample_tokens", "wandb", "wandb_group"}
 MAY_CHANGE |= {"parallel", "rank_timeout"}
 
 
@@ -87,8 +87,6 @@ class TrainConfig:
     """Whether Weights & Biases gets the metrics too."""
     wandb_group: str | None = None
     """A name there for runs that belong together."""
-    wandb_checkpoints: bool = False
-    """Whether it gets the model too, at the end of the run: the last checkpoint, and the best if that is another."""
 
     def __post_init__(self) -> None:
         at_least_one = ("batch_size", "grad_accum_steps", "max_steps", "log_every", "eval_every", "eval_tokens")

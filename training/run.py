@@ -279,10 +279,6 @@ class Run:
         if not self.writes:
             return
         disk.sync(self.metrics)
-        if self.config.train.wandb_checkpoints and exit_code == 0:
-            last, best = self.state["step"], self.state["best_step"]
-            for step in sorted({best or last, last}):
-                self.tracker.log_checkpoint(self.checkpoints / f"step-{step:08d}", *["best"] * (step == best))
         self.tracker.finish(exit_code)
         os.close(self.lock)
         self.report()
