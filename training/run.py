@@ -209,7 +209,7 @@ class Run:
         """Remember and log a validation loss, metrics of the heads and a sample, if wanted; return what to print."""
         step, seconds = self.state["step"], self.state["train_seconds"]
         self.remember(val_loss)
-        self.validations[step] = {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte}
+        self.validations[step] = {"step": step, "val_loss": val_loss, "val_bits_per_byte": bits_per_byte}
         self.log(val_loss=val_loss, val_bits_per_byte=bits_per_byte, train_seconds=seconds, heads=heads)
         said = f"step {step:7d} | val loss {val_loss:7.4f} | bits/byte {bits_per_byte:6.4f} | trained {seconds:8.1f} s"
         if self.config.train.sample_tokens:
@@ -241,7 +241,8 @@ class Run:
         state = dict(self.state)
         step = state.pop("step")
         extra = {"scaler": scaler.state_dict(), "config": tables(self.config)}
-        card = model_card(self.config, model, self.corpus, self.state, self.validations, self.about)
+        lines, best = list(self.validations.values()), self.state["best_step"]
+        card = model_card(self.config, model, self.corpus, self.state, lines, best, self.about)
         files = {**self.corpus.tokenizer_files, CARD: card.encode()}
         start, end = document_start(self.corpus.tokenizer)[-1], self.corpus.tokenizer.eot_token
         trainer = {**state, **extra}
