@@ -86,7 +86,7 @@ def read_run(directory: Path) -> dict[str, object]:
         "kinds": KINDS,
         "evaluations": evaluations,
         "sections": {
-            "Samples": [(f"step {line['step']:,}", line["sample"]) for line in evaluations],
+            "Samples": [(f"step {line['step']:,}", line["sample"]) for line in evaluations if line["sample"]],
             "Next": [*commands, ("Write this page again", command("-m training.report", directory))],
             "Certificate and environment": about.items(),
             "Configuration": [("config.toml", config)],
