@@ -78,11 +78,10 @@ class Run:
         """The step of the checkpoint that this session goes on from; None if it begins a run."""
         return self.step if self.resumed_from else None
 
-    @property
-    def best_step(self) -> int | None:
-        """The step of the checkpoint with the lowest validation loss."""
-        steps = [int(path.name.removeprefix("step-")) for path in step_directories(self.checkpoints)]
-        return best_step(self.validations.values(), steps)
+    def best_step(self, step: int) -> int | None:
+        """Return the step with the lowest validation loss, of those with a checkpoint and this one, which gets one."""
+        saved = {int(path.name.removeprefix("step-")) for path in step_directories(self.checkpoints)}
+        return best_step([*self.validations.values()], saved | {step})
 
     def read_state(self, path: Path) -> None:
         """Take over the state in a checkpoint's trainer.json.
@@ -166,7 +165,7 @@ class Run:
         # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
         disk.replace(self.metrics, "".join(map(to_line, self.lines)).encode())
         self.tracker.begin(self.directory, self.wandb_id, tables(self.config))
-        self.wandb_id = self.tracker.id or self.wandb_id
+        self.wandb_id = self.tracker.run_id or self.wandb_id
         self.report()
         print(f"report: {self.directory / 'report.html'}")
 
@@ -209,8 +208,9 @@ class Run:
         if not self.writes:
             return
         state = {"train_seconds": train_seconds, "fingerprint": self.fingerprint, "wandb_id": self.wandb_id}
-        about_run = {"step": step, "train_seconds": train_seconds, "best_step": self.best_step}
-        card = model_card(self.config, model, self.corpus, about_run, self.validations, self.about)
+        best, lines = self.best_step(step), [*self.validations.values()]
+        done = {"step": step, "train_seconds": train_seconds}
+        card = model_card(self.config, model, self.corpus, done, lines, best, self.about)
         files = {**self.corpus.tokenizer_files, CARD: card.encode()}
         ends = (document_start(self.corpus.tokenizer)[-1], self.corpus.tokenizer.eot_token)
         trainer = {**state, "scaler": scaler.state_dict(), "config": tables(self.config)}
@@ -222,7 +222,7 @@ class Run:
             kept = f"{before[0]} is untouched" if before else "there is no earlier one"
             reason = error.strerror or error
             raise TrainError(f"cannot save step {step} in {self.checkpoints}: {reason}; {kept}") from error
-        keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, self.best_step)
+        keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, best)
         self.report()
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -257,7 +257,7 @@ class Run:
 
     def print_next(self, step: int) -> None:
         """Print what to do with the finished run."""
-        best = self.best_step
+        best = self.best_step(step)
         if best not in (None, step):
             print(f"The best validation loss, {self.validations[best]['val_loss']:.4f}, was that of step {best}.")
         print(f"Next, with the model in {self.directory}, where report.html shows how it went:")
