@@ -24,9 +24,9 @@ def begin_with_a_fake(monkeypatch: pytest.MonkeyPatch, directory: Path, log: Cal
     module = SimpleNamespace(init=lambda **options: run, Settings=dict, Table=lambda columns, data: (columns, data))
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setenv("WANDB_DATA_DIR", "elsewhere")
-    state, tracker = {"wandb_id": None}, Tracker(TrainConfig(wandb="offline"))
-    tracker.begin(directory, state, {})
-    assert state == {"wandb_id": "1"} and axes == [(("*",), {"step_metric": "step"})]
+    tracker = Tracker(TrainConfig(wandb="offline"))
+    tracker.begin(directory, None, {})
+    assert tracker.run_id == "1" and axes == [(("*",), {"step_metric": "step"})]
     return tracker
 
 
