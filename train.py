@@ -39,8 +39,8 @@ from data.tokenizer import END_OF_TEXT, document_start, encode, token_bytes, tok
 from inspection.watch import HeadWatch
 from model import GPT, GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint, runs_beside
-from model.parts import is_part, whole
 from model.sampling import stream
+from model.sharded import full, is_sharded
 from training.certificate import certify
 from training.config import TrainConfig
 from training.device import (
@@ -280,7 +280,7 @@ def train(config: Config, ranks: Ranks) -> None:
             losses = [backward(step, micro_batch) for micro_batch in ranks.micro_batches(model)]
             train_loss = ranks.collect(losses).sum()
             scaler.unscale_(optimizer)
-            grad_norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf))
+            grad_norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf))
             worst.watch(step, train_loss)
             guard.watch(step, train_loss if scaler.is_enabled() else train_loss + grad_norm)
             scaler.step(optimizer)
@@ -302,7 +302,7 @@ def train(config: Config, ranks: Ranks) -> None:
             text = sample(model, corpus.tokenizer, prompt, 3 * c.sample_tokens)
             print(f"\nA sample of what it writes:\n{visible(text)}\n")
             run.tracker.log({"step": step, "sample": text})
-        if not is_part(model.lm_head.weight):  # else all ranks would have to draw it
+        if not is_sharded(model.lm_head.weight):  # else all ranks would have to draw it
             run.tracker.log_picture(step, lambda: watch.picture(model))
     run.finish()
     if state["best_step"] not in (None, step):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import train
-from model.load import load_tensors
 from tests.conftest import make_gpt, metrics, tiny_run
 from training.config import TrainConfig
 from training.device import Operations, peak_tokens_per_second
@@ -73,7 +73,7 @@ def test_a_rehearsal_leaves_no_trace(run, corpus_file: Path, tmp_path: Path, mon
         assert run(train, "--resume", tmp_path / out, "--train.max_steps", 6).exit_code == 0
     checkpoints = [tmp_path / out / "checkpoints" / "step-00000006" for out in ("rehearsed", "not")]
     for file in ("model.safetensors", "optimizer.safetensors"):
-        rehearsed, not_rehearsed = (load_tensors(checkpoint / file) for checkpoint in checkpoints)
+        rehearsed, not_rehearsed = (load_file(checkpoint / file) for checkpoint in checkpoints)
         assert rehearsed.keys() == not_rehearsed.keys()
         assert all(torch.equal(rehearsed[name], not_rehearsed[name]) for name in rehearsed)
     assert metrics(tmp_path / "rehearsed", "train_loss") == metrics(tmp_path / "not", "train_loss")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, GPTConfig
-from model.precision import BFloat16Linear, precision
+from model import GPT
+from model.precision import precision
 from training.config import TrainConfig, TrainError
 from training.progress import duration
 
@@ -37,8 +37,6 @@ PEAK_TFLOPS = {
 # The one width at which training in bfloat16 was measured on a CPU with units for it, and was faster, in
 # benchmarks/results/fast_cpu_2026-11-21.md; what is narrower has smaller products, and as many conversions.
 WIDE_ENOUGH = 128
-# Bytes of weights in float32. Below, a CPU is fast anyway, and the text is that which training has shown.
-MUCH_TO_READ = 10**8
 # What torch.compile says if there is no C++ compiler, no C compiler for Triton or one that fails (for want of Python.h,
 # say), no Triton, or a GPU it does not know.
 NO_COMPILER = re.compile(
@@ -106,16 +104,12 @@ def set_seed(device: torch.device, seed: int) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def weights_dtype(name: str, device: torch.device, config: GPTConfig, rows: int) -> torch.dtype:
-    """The precision of the weights to continue texts, so many rows at once; auto is bfloat16 where that is faster."""
+def weights_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of the weights for generating text: auto is bfloat16 where the machine has units for it."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2" and rows <= BFloat16Linear.FEW:
-        with torch.device("meta"):
-            if 4 * num_multiplied(GPT(config)) > MUCH_TO_READ:
-                return torch.bfloat16
     return precision(device)
 
 

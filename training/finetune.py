@@ -4,7 +4,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from model import GPTConfig, ModelConfig
-from model.checkpoint import told
+from model.checkpoint import read_optional
 from model.load import load_config
 from training.config import TrainConfig, TrainError
 
@@ -38,7 +38,9 @@ def check_shape(asked: ModelConfig, shape: ModelConfig, tokenizer: str, init_fro
 def describe_finetuning(train: TrainConfig, base: Path) -> str:
     """How a run fine-tunes the model in `base`, if no configuration was given, in a line."""
     text = f"to fine-tune: {train.optimizer}, a learning rate of {train.learning_rate:g}, {train.max_steps:,} steps"
-    optimizer, rate = (told(base / "trainer.json", "config", "train", name) for name in ("optimizer", "learning_rate"))
+    optimizer, rate = (
+        read_optional(base / "trainer.json", "config", "train", name) for name in ("optimizer", "learning_rate")
+    )
     if optimizer == "muon" != train.optimizer and isinstance(rate, float):
         text += f" (it was made with muon: try --train.optimizer muon --train.learning_rate {rate / 2:g})"
     return text

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model.parts import is_part, local
 from model.precision import precision
+from model.sharded import is_sharded, local
 
 # Of the polynomial a x + b x^3 + c x^5, which, applied five times over, takes the singular values between 0.01 and 1 to
 # between 0.7 and 1.2: that is near enough to 1 (Jordan et al. 2024).
@@ -45,7 +45,7 @@ def orthogonalize_together(matrices: Tensor, like: Tensor) -> Tensor:
         return orthogonalize(matrices)
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh, held = (like.device_mesh, Shard(1)) if is_part(like) else (all_ranks(matrices.device.type), Replicate())
+    mesh, held = (like.device_mesh, Shard(1)) if is_sharded(like) else (all_ranks(matrices.device.type), Replicate())
     whole = torch.empty(len(matrices), *like.shape, device="meta")
     shape = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
     mine = DTensor.from_local(matrices, mesh, [held], **shape).redistribute(placements=[Shard(0)]).to_local()
@@ -105,7 +105,7 @@ class Muon(torch.optim.AdamW):
 
 def as_part(tensor: Tensor, parameter: Tensor) -> Tensor:
     """What this process has of a tensor, told to be a part if the parameter is in parts."""
-    if not is_part(parameter):
+    if not is_sharded(parameter):
         return tensor
     from torch.distributed.tensor import DTensor
 

@@ -27,11 +27,9 @@ from model.checkpoint import (
     read_json,
     save_checkpoint,
     step_directories,
-    tensor_files,
 )
 from model.huggingface import tensors_to_huggingface
-from model.load import read_model
-from model.parts import is_part
+from model.sharded import gather
 from training.card import model_card
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.optimizer import learning_rate_at, load_optimizer_tensors, optimizer_tensors
@@ -157,7 +155,7 @@ class Run:
         """
         tensors_to_huggingface(model.config, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
         if self.base:
-            weights = read_model(self.base).state_dict()
+            weights = GPT.read(self.base).state_dict()
             name, T = "position_embedding.weight", model.config.context_length
             if name in weights:
                 weights[name] = weights[name][:T]  # fewer positions may be wanted
@@ -230,14 +228,13 @@ class Run:
     def save(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Write a checkpoint of this step, then delete those that are not to be kept.
 
-        Where each process has a part of the tensors, all of them call this, and give theirs.
+        Where tensors are sharded, every rank has to call this: they are gathered first.
 
         Raises TrainError if it cannot be written; the older ones are untouched then.
         """
-        tensors = optimizer_tensors(model, optimizer)
+        weights = gather(model.state_dict(), keep=self.writes)
+        tensors = gather(optimizer_tensors(model, optimizer), keep=self.writes)
         if not self.writes:
-            for _ in tensor_files(model, tensors) if is_part(model.lm_head.weight) else ():
-                pass  # each is gathered from all
             return
         state = dict(self.state)
         step = state.pop("step")
@@ -248,7 +245,9 @@ class Run:
         trainer = {**state, **extra}
         try:
             disk.sync(self.metrics)
-            save_checkpoint(self.checkpoints, step, model, (start, end), files, tensors, trainer, self.about)
+            save_checkpoint(
+                self.checkpoints, step, model.config, weights, tensors, (start, end), files, trainer, self.about
+            )
         except OSError as error:
             before = [directory.name for directory in step_directories(self.checkpoints)]
             kept = f"{before[0]} is untouched" if before else "there is no earlier one"

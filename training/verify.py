@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from configs import to_toml
 from model import disk
 from model.checkpoint import find_checkpoint, sha256, step_directories
-from model.load import load_tensors
 from training.config import TrainError
 
 TRAIN = Path(__file__).parent.parent / "train.py"
@@ -71,8 +71,8 @@ class ShortRun:
         for file in sorted(path.name for path in find_checkpoint(self.out).glob("*.safetensors")):
             mine, its = (find_checkpoint(run.out) / file for run in (self, other))
             if sha256(mine) != sha256(its):
-                theirs = load_tensors(its)
-                pairs = [(name, tensor, theirs[name]) for name, tensor in load_tensors(mine).items()]
+                theirs = load_file(its)
+                pairs = [(name, tensor, theirs[name]) for name, tensor in load_file(mine).items()]
                 unequal = [(name, (a != b).sum().item()) for name, a, b in pairs if not torch.equal(a, b)]
                 name, count = unequal[0] if unequal else (file, "some")
                 return f"{count} numbers in {name}"
