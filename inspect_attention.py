@@ -57,8 +57,8 @@ from inspection import (
 from inspection.metrics import DEFINITIONS
 from inspection.terminal import Head
 from model import GPT, GPTConfig
-from model.checkpoint import STEP, find_checkpoint, told
-from model.load import load_config, read_model
+from model.checkpoint import STEP, find_checkpoint, read_optional
+from model.load import load_config
 from training.device import autocast, find_device
 from training.progress import Outliving
 
@@ -277,7 +277,9 @@ def choose_text(
 def validation_text(directory: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
     """Ids the model was not trained on, if its corpus is here, else of the standard library; and which these are."""
     trainer = directory / "trainer.json"
-    if corpus := find_prepared(told(trainer, "fingerprint"), str(told(trainer, "config", "data", "source"))):
+    if corpus := find_prepared(
+        read_optional(trainer, "fingerprint"), str(read_optional(trainer, "config", "data", "source"))
+    ):
         return corpus.tokens["val"], "its validation text"
     ids: list[int] = []
     for _, document in sources.documents(sources.find_shards("stdlib")):
@@ -430,18 +432,20 @@ def label(tokenizer: Tokenizer, token: int) -> str:
 
 def load(directory: Path, device: torch.device, options: Options) -> GPT:
     """The model; its weights are as they were stored, unless float32 is asked for."""
-    return read_model(directory, device, torch.float32 if options.dtype == "float32" else None)
+    return GPT.read(directory, device, torch.float32 if options.dtype == "float32" else None)
 
 
 def precision_of(directory: Path, options: Options) -> torch.dtype:
     """The precision of the products: what is asked for, else that of the training."""
-    name = told(directory / "manifest.json", "environment", "dtype") if options.dtype == "auto" else options.dtype
+    name = (
+        read_optional(directory / "manifest.json", "environment", "dtype") if options.dtype == "auto" else options.dtype
+    )
     return getattr(torch, name) if name in ("bfloat16", "float16") else torch.float32
 
 
 def step_of(directory: Path) -> int | None:
     """How long a checkpoint was trained; None if it is from elsewhere."""
-    step = told(directory / "trainer.json", "step")
+    step = read_optional(directory / "trainer.json", "step")
     return step if type(step) is int and 0 <= step < 10**9 else None
 
 

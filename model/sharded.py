@@ -1,25 +1,38 @@
-"""Tensors of which a process may have one shard only: DTensors, recognised without importing them, which is slow."""
+"""Tensors that may be sharded over ranks: PyTorch's DTensors, recognised without their import, which is slow."""
 
 from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether this process has only a shard of the tensor."""
+    """Return whether the tensor is a DTensor, of which a rank may hold only a part."""
     return hasattr(tensor, "full_tensor")
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return the whole tensor; all processes must ask for a sharded one together."""
+    """Return the whole tensor. If it is sharded this is a collective: every rank has to call it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
+def gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Return the whole tensors on the CPU, or nothing on a rank that need not `keep` them.
+
+    If a tensor is sharded this is a collective: every rank has to call it, with the same names in the same order.
+    """
+    gathered = {}
+    for name, tensor in tensors.items():
+        whole = full(tensor)
+        if keep:
+            gathered[name] = whole.cpu()
+    return gathered
+
+
 def local(tensor: Tensor) -> Tensor:
-    """Return the shard of this process, sharing its memory; the tensor itself if it is not sharded."""
+    """Return this rank's shard, or the tensor itself if it is not sharded. No memory is copied."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard a full tensor like `like`, or just move it to its device and dtype."""
+    """Shard a full tensor, which every rank holds, like `like`; or just move it to the device and dtype of `like`."""
     tensor = tensor.to(like.device, like.dtype)
     if not is_sharded(like):
         return tensor

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Attend, CausalSelfAttention, attention_weights, make_causal_mask
-from model.cache import LayerCache, StaticCache
+from model.cache import LayerCache
 from model.config import GPTConfig
 from model.gpt import Block
 
@@ -162,25 +162,6 @@ def test_cache_in_chunks_equals_one_pass(chunk: int, n_kv_head: int) -> None:
     cache.values.fill_(torch.nan)
     y = torch.cat([layer(part, cache) for part in x.split(chunk, dim=1)], dim=1)
     torch.testing.assert_close(y, layer(x), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("n_kv_head", [1, H])
-def test_sequences_at_positions_of_their_own_equal_one_pass_each(n_kv_head: int) -> None:
-    layer, x = make_layer(n_kv_head).double(), torch.randn(B, T, C, dtype=torch.float64)
-    stored, position = LayerCache(B, n_kv_head, T, D, x.dtype, x.device), torch.zeros(B, 1, 1, dtype=torch.long)
-    stored.keys.fill_(torch.nan)  # whatever was in memory must not matter
-    stored.values.fill_(torch.nan)
-    cache, lengths = StaticCache(stored, position), [3 * row for row in range(B)]
-    for row, length in enumerate(lengths):
-        read = LayerCache(1, n_kv_head, length, D, x.dtype, x.device)
-        if length:
-            layer(x[row : row + 1, :length], read)
-        cache.fill([row], read)
-    for step in range(T - max(lengths)):
-        y = layer(torch.stack([x[row, length + step] for row, length in enumerate(lengths)])[:, None], cache)
-        position += 1
-        expected = torch.stack([layer(x)[row, length + step] for row, length in enumerate(lengths)])
-        torch.testing.assert_close(y[:, 0], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_acts_in_training_only() -> None:

@@ -22,7 +22,7 @@ import training.run
 from data.prepare import DataConfig
 from model import GPT, ModelError, disk
 from model.checkpoint import keep_newest, save_checkpoint
-from tests.conftest import make_gpt, often, tiny_run
+from tests.conftest import make_gpt, often, save_gpt, tiny_run
 from tests.crash import KILLED, Disk, Effects, Recorder, Runs, die_at, in_child, put
 
 FINAL = "step-00000012"
@@ -238,7 +238,7 @@ def save_three(parent: Path) -> Iterator[int]:
     torch.manual_seed(0)
     disk.make_directories(parent)
     for step in (1, 2, 3):
-        save_checkpoint(parent, step, make_gpt(), (2, 2), {"tokenizer.json": b"{}"}, {"a.step": torch.ones(1)}, {}, {})
+        save_gpt(parent, step, make_gpt(), {"tokenizer.json": b"{}"}, optimizer={"a.step": torch.ones(1)})
         yield step
         keep_newest(parent, step, 1, None)
 

@@ -10,19 +10,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from training.finetune import describe_finetuning
 
 import sample
 import train
 from data.corpus import open_corpus
 from data.tokenizer import FILES
 from model import GPT
-from model.checkpoint import save_checkpoint
-from tests.conftest import make_gpt, metrics, often, same_bits, tiny_run, weights
+from tests.conftest import make_gpt, metrics, often, same_bits, save_gpt, tiny_run, weights
 from tests.test_huggingface import SHAPES, make
 from tests.test_huggingface import save as save_model
 from tests.test_tokenizer import train_their_bpe
 from training.config import TrainConfig
-from training.finetune import describe_finetuning
 
 
 def options(init_from: Path, source: Path, out: Path, **changes: object) -> list[str]:
@@ -207,7 +206,7 @@ def spell_with_words(path: Path) -> None:
     "trainer, more", [(None, ""), ({"config": {"train": 3}}, ""), ("muon", "(it was made with muon: try")]
 )
 def test_what_a_model_was_made_with_is_recommended(tmp_path: Path, trainer: object, more: str) -> None:
-    save_checkpoint(tmp_path, 7, make_gpt(), (0, 0), {}, {}, {}, {})
+    save_gpt(tmp_path, 7, make_gpt(), {})
     model = tmp_path / "step-00000007"
     (model / "manifest.json").rename(tmp_path / "elsewhere")
     model = model.rename(tmp_path / "model")

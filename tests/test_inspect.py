@@ -321,7 +321,7 @@ def test_generated_text_is_seen_as_it_was_decoded(run, straight: Path, tmp_path:
     )
     result = run(inspect_attention, straight, "--text", "12 i", "--generate", 7, "-o", tmp_path / "a.npz")
     assert result.exit_code == 0 and "text:   4 tokens; and 7 that it wrote\nwrote:  " in result.out
-    assert calls.count(1) == 2 * (7 + 7 + 7)  # two layers: written, seen, and asked again by the proof
+    assert calls.count(1) == 2 * (6 + 7 + 7)  # two layers: written (the first with the text), seen, and by the proof
     monkeypatch.undo()
     saved, model = files.load(tmp_path / "a.npz"), GPT.from_pretrained(straight)
     assert torch.equal(model.generate(saved.tokens[None, :4], 7, temperature=0.8, seed=0)[0], saved.tokens)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model import GPT
-from model.load import load_tensors, parts
+from model.load import load_tensors
 from model.sharded import shard_like
 from training.config import TrainConfig
 from training.muon import Muon, momentum_at
@@ -86,14 +86,13 @@ def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, directo
             shapes[f"{name}.step"] = ()
             shapes |= dict.fromkeys((f"{name}.exp_avg", f"{name}.exp_avg_sq"), tuple(parameter.shape))
     parameters = dict(model.named_parameters())
-    for file, inside in parts(directory, shapes, "optimizer").items():
-        for name, tensor in load_tensors(directory / file, inside).items():
-            name, _, key = name.rpartition(".")
-            parameter, state = parameters[name], optimizer.state[parameters[name]]
-            if key in state:
-                state[key].copy_(shard_like(tensor, state[key]))  # Muon's are views of a stack
-            else:
-                state[key] = shard_like(tensor, parameter) if tensor.dim() else tensor.to(parameter.device)
+    for name, tensor in load_tensors(directory, "optimizer", shapes).items():
+        name, _, key = name.rpartition(".")
+        parameter, state = parameters[name], optimizer.state[parameters[name]]
+        if key in state:
+            state[key].copy_(shard_like(tensor, state[key]))  # Muon's are views of a stack
+        else:
+            state[key] = shard_like(tensor, parameter) if tensor.dim() else tensor.to(parameter.device)
 
 
 class FiniteGuard:

@@ -10,7 +10,7 @@ import tyro
 from configs import ConfigError, parse
 from data.prepare import DataConfig
 from model import GPTConfig, ModelConfig
-from model.checkpoint import STEP, find_checkpoint, runs_beside, told
+from model.checkpoint import STEP, find_checkpoint, read_optional, runs_beside
 from model.load import load_config
 from training.config import TrainConfig, TrainError
 from training.device import device_type
@@ -131,7 +131,7 @@ def describe_finetuning(train: TrainConfig) -> str:
     """One line that describes a fine-tuning run for which no configuration file was given."""
     text = f"to fine-tune: {train.optimizer}, a learning rate of {train.learning_rate:g}, {train.max_steps:,} steps"
     trainer = find_checkpoint(Path(train.init_from)) / "trainer.json"
-    optimizer, rate = (told(trainer, "config", "train", name) for name in ("optimizer", "learning_rate"))
+    optimizer, rate = (read_optional(trainer, "config", "train", name) for name in ("optimizer", "learning_rate"))
     if optimizer == "muon" != train.optimizer and isinstance(rate, float):
         text += f" (it was made with muon: try --train.optimizer muon --train.learning_rate {rate / 2:g})"
     return text

@@ -8,7 +8,6 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from configs import to_toml, visible
 from data.batches import seed_for
@@ -17,8 +16,8 @@ from data.tokenizer import document_start
 from model import GPT, GPTConfig, disk
 from model.checkpoint import CARD, find_checkpoint, keep_newest, read_json, save_checkpoint, step_directories
 from model.huggingface import tensors_to_huggingface
-from model.load import load_config, read_model
-from model.sharded import full
+from model.load import load_config
+from model.sharded import gather
 from training.card import model_card
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.directory import best_step, command, next_commands, read_metrics
@@ -121,7 +120,7 @@ class Run:
         model = GPT(config).train()
         tensors_to_huggingface(config, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
         if self.base:
-            weights = read_model(self.base).state_dict()
+            weights = GPT.read(self.base).state_dict()
             if (positions := weights.get("position_embedding.weight")) is not None:
                 weights["position_embedding.weight"] = positions[: config.context_length]  # fewer may be wanted
             model.load_state_dict(weights)
@@ -203,8 +202,8 @@ class Run:
 
         Raises TrainError if it cannot be written; the older ones are untouched then.
         """
-        weights = self.gather(model.state_dict())
-        moments = self.gather(optimizer_tensors(model, optimizer))
+        weights = gather(model.state_dict(), keep=self.writes)
+        moments = gather(optimizer_tensors(model, optimizer), keep=self.writes)
         if not self.writes:
             return
         state = {"train_seconds": train_seconds, "fingerprint": self.fingerprint, "wandb_id": self.wandb_id}
@@ -224,15 +223,6 @@ class Run:
             raise TrainError(f"cannot save step {step} in {self.checkpoints}: {reason}; {kept}") from error
         keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, best)
         self.report()
-
-    def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the full tensors on the CPU, one by one; nothing on ranks that do not write, which have to help."""
-        gathered = {}
-        for name, tensor in tensors.items():
-            whole = full(tensor)
-            if self.writes:
-                gathered[name] = whole.cpu()
-        return gathered
 
     def report(self) -> None:
         """Write report.html anew. Best effort: a failure prints a line and never stops training."""
