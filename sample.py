@@ -11,11 +11,10 @@ Ways to ask:
 The text ends after max_new_tokens, at the end of a document, or before --stop.
 """
 
-import codecs
 import json
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,7 +27,7 @@ from tqdm import tqdm
 
 from configs import parse, read_prompt, run_script, visible
 from data import DataError
-from data.tokenizer import Tokenizer, encode, load_tokenizer, text_prefix, token_bytes
+from data.tokenizer import Tokenizer, load_tokenizer
 from model import ModelError
 from model.checkpoint import find_checkpoint, read_certificate
 from model.load import load_config, read_model
@@ -85,23 +84,20 @@ class Options:
 class Text:
     """A text that grows token by token and knows where it ends."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: str = ""):
-        self.tokenizer, self.stop = tokenizer, stop or ""
-        self.prefix = b"" if prompt else text_prefix(tokenizer)
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
+    def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: Sequence[int] = ()):
+        self.tokenizer, self.stop, self.stream = tokenizer, stop or "", tokenizer.stream(prompt)
         self.text, self.num_shown, self.num_tokens, self.finish = "", 0, 0, "length"
 
     def add(self, token: int) -> None:
         """Append a token, unless the text has ended or ends with it."""
         if self.ended:
             return
-        if token == self.tokenizer.eot_token:
+        if token == self.tokenizer.end_of_text:
             self.finish = "end of text"
             return
         self.num_tokens += 1
         searched = max(0, len(self.text) - len(self.stop))
-        spelled = token_bytes(self.tokenizer, token)
-        self.text += self.decoder.decode(spelled.removeprefix(self.prefix) if self.num_tokens == 1 else spelled)
+        self.text += self.stream.add(token)
         if self.stop and (end := self.text.find(self.stop, searched)) >= 0:
             self.text, self.finish = self.text[:end], "stop"
 
@@ -139,12 +135,14 @@ def main() -> None:
     if dtype == torch.bfloat16 and device.type == "cpu" and precision(device) == torch.float32:
         keep_matrices_in_bfloat16(model)
     tokenizer = load_tokenizer(directory)
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model {model.config.vocab_size}")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}")
 
     start = tokenizer.start_of_text
     first = [] if start is None else [start]
-    ids = [first + encode(tokenizer, prompt).tolist() or [tokenizer.eot_token] for prompt in prompts]
+    ids = [first + tokenizer.encode(prompt).tolist() or tokenizer.document_start for prompt in prompts]
+    if [] in ids:
+        raise DataError("this model's tokenizer has no token that begins a text: give a --prompt")
     numbers = [number for number in range(len(prompts)) for _ in range(options.num_samples)]  # of each text's prompt
     T = model.config.context_length
     seed = secrets.randbits(32) if options.seed is None else options.seed
@@ -169,7 +167,7 @@ def main() -> None:
             which = f"prompt {number + 1}" if len(ids) > 1 else "prompt"
             print(f"{which} has {len(prompt_ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
 
-    texts = [Text(tokenizer, options.stop, prompts[number]) for number in numbers]
+    texts = [Text(tokenizer, options.stop, ids[number]) for number in numbers]
     streaming = len(texts) == 1 and not options.json
     if streaming:
         show(prompts[0])

@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import tiktoken
 import torch
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
 from configs import ConfigError, parse, run_script, visible
+from data import DataError
 from data.batches import IGNORE, Batches, seed_for, validation_batches
 from data.prepare import DataConfig, prepare
-from data.tokenizer import END_OF_TEXT, document_start, encode, token_bytes, token_lengths
+from data.tokenizer import Tokenizer
 from inspection.watch import HeadWatch
 from model import GPT, GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint, runs_beside
@@ -192,14 +192,15 @@ def train(config: Config, ranks: Ranks) -> None:
     print(f"data:   {visible(str(corpus))}")
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
     val_tokens = corpus.tokens["val"][: c.eval_tokens + 1]
-    val_bytes = token_lengths(corpus.tokenizer)[val_tokens[1:]].sum()
-    bits_per_byte_per_nat = (len(val_tokens) - 1) / val_bytes / math.log(2)
-    watch = HeadWatch(val_tokens, document_start(corpus.tokenizer), T)
+    bits_per_byte_per_nat = corpus.meta["val"]["tokens"] / corpus.meta["val"]["bytes"] / math.log(2)
+    watch = HeadWatch(val_tokens, corpus.tokenizer.document_start, T)
 
-    prompt = [*document_start(corpus.tokenizer), *encode(corpus.tokenizer, c.sample_prompt).tolist()]
+    prompt = [*corpus.tokenizer.document_start, *corpus.tokenizer.encode(c.sample_prompt).tolist()]
+    if not prompt:
+        raise DataError("this tokenizer has no token that begins a text: give a --train.sample_prompt")
     run.begin(corpus)
     torch.manual_seed(seed_for(c.seed, "weights"))
-    model = GPT(config_of(config.model, run.base, corpus.tokenizer.n_vocab)).train()
+    model = GPT(config_of(config.model, run.base, corpus.tokenizer.vocab_size)).train()
     run.restore_weights(model)
     print(f"model:  {config.model.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
     model.activation_checkpointing = c.activation_checkpointing
@@ -312,19 +313,16 @@ def train(config: Config, ranks: Ranks) -> None:
         print(f"  {command}")
 
 
-def sample(
-    model: GPT, tokenizer: tiktoken.Encoding, prompt: list[int], length: int, stopped: Callable[[], bool] = bool
-) -> str:
+def sample(model: GPT, tokenizer: Tokenizer, prompt: list[int], length: int, stopped: Callable[[], bool] = bool) -> str:
     """The prompt, a list of tokens that begins with the start of a document, as the model would continue it.
 
     stopped: asked after each token whether to break off; by default never.
     """
     idx = torch.tensor([prompt], device=model.lm_head.weight.device)
-    tokens = prompt[len(document_start(tokenizer)) :]
+    tokens = prompt[len(tokenizer.document_start) :]
     with closing(stream(model, idx, length, temperature=0.8, top_k=50, seed=0)) as new:
         tokens += [token.item() for token in takewhile(lambda token: not stopped(), new)]
-    text = b"".join(token_bytes(tokenizer, token) for token in tokens).decode(errors="replace")
-    return text.split(END_OF_TEXT)[0]
+    return tokenizer.decode(list(takewhile(lambda token: token != tokenizer.end_of_text, tokens)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """From any text to batches of tokens.
 
-sources.py reads, tokenizer.py splits, tokenise.py writes, corpus.py opens, batches.py draws; prepare.py is the command.
-With parts.py and directories.py several processes share its work; hub_tokenizer.py has what tiktoken cannot be.
+sources.py reads text, tokenizer.py makes and loads tokenizers, encoding.py turns text into ids and back, tokenise.py
+writes files of ids, corpus.py opens them, batches.py draws batches. prepare.py is the command.
 """
 
 
 class DataError(ValueError):
-    """A corpus, tokenizer or prompt that cannot be used; the message is for the user."""
+    """A corpus, tokenizer or prompt that cannot be used. The message is for the user."""
 
     exit_code = 2

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import sample
 import train
-from data.tokenizer import FILES, encode, make_tokenizer, save_tokenizer
+from data.tokenizer import FILES, make_tokenizer, save_tokenizer
 from inspection import capture
 from model import GPT, GPTConfig, ModelError
 from model.attention import CausalSelfAttention
@@ -246,17 +246,17 @@ def test_their_tokenizer_and_pipeline_open_a_checkpoint(name: str, tmp_path: Pat
     text = "hey there, they are here: 123\n"
     tokenizer = make_tokenizer(name, [text * 9])
     model = GPT(
-        GPTConfig(family="llama", n_layer=1, n_head=3, n_embd=18, context_length=T, vocab_size=tokenizer.n_vocab)
+        GPTConfig(family="llama", n_layer=1, n_head=3, n_embd=18, context_length=T, vocab_size=tokenizer.vocab_size)
     )
     save_tokenizer(tokenizer, tmp_path)
     files = {file: (tmp_path / file).read_bytes() for file in FILES}
-    directory = save_checkpoint(tmp_path, 1, model.eval(), (tokenizer.eot_token,) * 2, files, {}, {}, {})
+    directory = save_checkpoint(tmp_path, 1, model.eval(), (tokenizer.end_of_text,) * 2, files, {}, {}, {})
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
-    assert theirs(text)["input_ids"] == encode(tokenizer, text).tolist()
+    assert theirs(text)["input_ids"] == tokenizer.encode(text).tolist()
     assert theirs.decode(theirs(text)["input_ids"]) == text
     pipeline = transformers.pipeline("text-generation", model=str(directory), device="cpu")
     written = pipeline("hey", max_new_tokens=3, do_sample=False, eos_token_id=-1)[0]["generated_text"]
-    ids = model.generate(torch.tensor([encode(tokenizer, "hey").tolist()]), 3, temperature=0)[0].tolist()
+    ids = model.generate(torch.tensor([tokenizer.encode("hey").tolist()]), 3, temperature=0)[0].tolist()
     assert written == tokenizer.decode(ids)
 
 

@@ -18,7 +18,6 @@ import torch
 from configs import to_toml, visible
 from data.batches import Batches
 from data.corpus import Corpus
-from data.tokenizer import document_start
 from model import GPT, disk
 from model.checkpoint import (
     CARD,
@@ -244,7 +243,7 @@ class Run:
         extra = {"scaler": scaler.state_dict(), "config": tables(self.config)}
         card = model_card(self.config, model, self.corpus, self.state, self.validations, self.about)
         files = {**self.corpus.tokenizer_files, CARD: card.encode()}
-        start, end = document_start(self.corpus.tokenizer)[-1], self.corpus.tokenizer.eot_token
+        start, end = (self.corpus.tokenizer.document_start or [None])[-1], self.corpus.tokenizer.end_of_text
         trainer = {**state, **extra}
         try:
             disk.sync(self.metrics)
