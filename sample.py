@@ -101,6 +101,11 @@ class Text:
         if self.stop and (end := self.text.find(self.stop, searched)) >= 0:
             self.text, self.finish = self.text[:end], "stop"
 
+    def close(self) -> None:
+        """Append what is left of the last token, when no more will come."""
+        if self.finish != "stop":
+            self.text += self.stream.end()
+
     @property
     def ended(self) -> bool:
         return self.finish != "length"
@@ -179,6 +184,8 @@ def main() -> None:
             show(texts[0].unseen(is_last=False))
         if all(text.ended for text in texts):
             break
+    for text in texts:
+        text.close()
     if streaming:
         show(texts[0].unseen(is_last=True) + "\n")
         return

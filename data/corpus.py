@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data import DataError
+from data import DataError, errors_as_data_error
 from data.encoding import Tokenizer
 from data.tokenizer import load_tokenizer, read_files
 
@@ -40,7 +40,7 @@ class Corpus:
 
 def open_corpus(directory: Path) -> Corpus:
     """Open a prepared corpus. Raises DataError if it is incomplete, or has changed since it was prepared."""
-    try:
+    with errors_as_data_error(f"{directory} is not a complete prepared corpus"):
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
         if not all(isinstance(meta[name], kind) for name, kind in ENTRIES.items()) or meta["dtype"] not in DTYPES:
             raise DataError(f"{directory / 'meta.json'} does not describe a prepared corpus")
@@ -50,10 +50,6 @@ def open_corpus(directory: Path) -> Corpus:
             check(path, meta[split], np.dtype(meta["dtype"]), tokenizer.vocab_size)
             tokens[split] = np.memmap(path, dtype=meta["dtype"], mode="r")
         return Corpus(directory, meta, tokenizer, read_files(directory), tokens)
-    except DataError:
-        raise
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{directory} is not a complete prepared corpus: {error!r:.200}") from error
 
 
 def check(path: Path, expected: dict, dtype: np.dtype, vocab_size: int) -> None:

@@ -6,14 +6,13 @@ HubTokenizer        any other tokenizer.json, through the library `tokenizers` t
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import tiktoken
 import tokenizers
 
-from data import DataError
+from data import DataError, errors_as_data_error
 
 END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"  # the character that stands for bytes that are not UTF-8
@@ -28,20 +27,6 @@ BYTES = {character: byte for byte, character in SPELLING.items()}
 def to_bytes(spelled: str) -> bytes:
     """Bytes from their spelling. Raises KeyError for a character that spells no byte."""
     return bytes(BYTES[character] for character in spelled)
-
-
-@contextmanager
-def errors_as_data_error(problem: str) -> Iterator[None]:
-    """Raise DataError for any error of a tokenizer library, including a panic of its Rust code."""
-    try:
-        yield
-    except DataError:
-        raise
-    except BaseException as error:
-        # A panic is no Exception, and its class cannot be imported.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise DataError(f"{problem}: {error!r:.200}") from error
 
 
 class Tokenizer(ABC):

@@ -10,12 +10,11 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data import DataError
+from data import DataError, errors_as_data_error
 
 PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of stack
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
@@ -77,7 +76,7 @@ def hub_shards(source: str, text_column: str) -> list[Shard]:
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised below, once
     name, config, revision = parts.groups()
-    with errors_named(name):
+    with errors_as_data_error(f"cannot read {name}"):
         splits = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
         if splits and "train" not in splits:
             raise DataError(f"{name} has no split 'train'; it has {', '.join(map(str, splits))}")
@@ -86,17 +85,6 @@ def hub_shards(source: str, text_column: str) -> list[Shard]:
             return [Shard(path, 0, partial(read_parquet, text_column, path)) for path in paths]
         table = datasets.load_dataset(name, config, revision=revision, split="train", streaming=True)
         return [Shard(name, 0, partial(read_rows, text_column, name, lambda: table))]
-
-
-@contextmanager
-def errors_named(name: str) -> Iterator[None]:
-    """Raise DataError, with a name, for any error of a library that reads a file or the network."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"cannot read {name}: {type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 def files(source: str) -> list[Path]:
@@ -149,7 +137,10 @@ def read_parquet(text_column: str, path: str) -> Iterator[Document]:
     import fsspec  # slow to import, like the next one
     import pyarrow.parquet
 
-    with errors_named(path), fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file:
+    with (
+        errors_as_data_error(f"cannot read {path}"),
+        fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file,
+    ):
         table = pyarrow.parquet.ParquetFile(file)
         if text_column not in table.schema_arrow.names:
             found = ", ".join(f"{field.name} ({field.type})" for field in table.schema_arrow)
@@ -171,7 +162,7 @@ def read_table(text_column: str, kind: str, path: str) -> Iterator[Document]:
 
 def read_rows(text_column: str, where: str, open_table: Callable[[], Any]) -> Iterator[Document]:
     """Yield the text column of a table that `datasets` streams, one document a row."""
-    with errors_named(where):
+    with errors_as_data_error(f"cannot read {where}"):
         for number, batch in enumerate(open_table().iter(BATCH)):
             if text_column not in batch:
                 found = ", ".join(f"{name} ({type(values[0]).__name__})" for name, values in batch.items())

@@ -17,16 +17,8 @@ import tiktoken
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from data import DataError
-from data.encoding import (
-    END_OF_TEXT,
-    SPELLING,
-    HubTokenizer,
-    TiktokenTokenizer,
-    Tokenizer,
-    errors_as_data_error,
-    to_bytes,
-)
+from data import DataError, errors_as_data_error
+from data.encoding import END_OF_TEXT, SPELLING, HubTokenizer, TiktokenTokenizer, Tokenizer, to_bytes
 
 MOST_JSON = 1 << 26  # bytes
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -123,23 +115,22 @@ def save_tokenizer(tokenizer: TiktokenTokenizer, directory: Path) -> None:
 
 
 def read_files(directory: Path) -> dict[str, bytes]:
-    """The contents of FILES by name. A tokenizer that is not ours may lack tokenizer_config.json.
+    """Read FILES, contents by name. A tokenizer that is not ours may lack tokenizer_config.json.
 
     Raises DataError if there is no tokenizer.json, or if a file is too large to be a tokenizer.
     """
-    paths = [directory / name for name in FILES if (directory / name).is_file()]
-    if directory / FILES[0] not in paths:
-        raise DataError(f"{directory} has no {FILES[0]}")
-    for path in paths:
-        if path.stat().st_size > MOST_JSON:
-            raise DataError(f"{path} has more than {MOST_JSON} bytes")
-    return {path.name: path.read_bytes() for path in paths}
+    with errors_as_data_error(f"{directory} has no tokenizer that this version can read"):
+        paths = [directory / name for name in FILES if name == FILES[0] or (directory / name).exists()]
+        for path in paths:
+            if path.stat().st_size > MOST_JSON:
+                raise ValueError(f"{path.name} has more than {MOST_JSON} bytes")
+        return {path.name: path.read_bytes() for path in paths}
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Load the tokenizer of a corpus or checkpoint. Raises DataError for one that cannot be read."""
+    files = read_files(directory)
     with errors_as_data_error(f"{directory} has no tokenizer that this version can read"):
-        files = read_files(directory)
         config = json.loads(files.get(FILES[1], b"{}"))
         if "tril_name" in config:
             return read_ours(str(config["tril_name"]), json.loads(files[FILES[0]]))
