@@ -120,7 +120,9 @@ def read_files(directory: Path) -> dict[str, bytes]:
     Raises DataError if there is no tokenizer.json, or if a file is too large to be a tokenizer.
     """
     with errors_as_data_error(f"{directory} has no tokenizer that this version can read"):
-        paths = [directory / name for name in FILES if name == FILES[0] or (directory / name).exists()]
+        paths = [directory / name for name in FILES if (directory / name).is_file()]
+        if directory / FILES[0] not in paths:
+            raise ValueError(f"there is no {FILES[0]}")
         for path in paths:
             if path.stat().st_size > MOST_JSON:
                 raise ValueError(f"{path.name} has more than {MOST_JSON} bytes")
