@@ -225,7 +225,7 @@ def test_a_document_has_the_ids_of_the_whole(
 def test_one_that_cuts_or_fills_texts_does_so_elsewhere_only(tmp_path: Path) -> None:
     theirs = llama()
     theirs.enable_truncation(3)
-    theirs.enable_padding(length=97)
+    theirs.enable_padding(length=997)
     ours = load_tokenizer(put(theirs, tmp_path / "tokenizer"))
     assert ours.encode(TEXT).tolist() == KINDS["llama"].encode(TEXT, add_special_tokens=False).ids
 
