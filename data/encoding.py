@@ -1,7 +1,9 @@
 """Text to token ids and back: one interface, and the two kinds of tokenizer behind it.
 
-TiktokenTokenizer   ours, a `tiktoken.Encoding`; data/tokenizer.py makes and saves it
-HubTokenizer        any other tokenizer.json, through the library `tokenizers` that it was written for
+    TiktokenTokenizer   ours, a `tiktoken.Encoding`; data/tokenizer.py makes and saves it
+    HubTokenizer        any other tokenizer.json, through the library `tokenizers` that it was written for
+
+Special tokens, such as the end of a text, are never made from text and have no text.
 """
 
 import re
@@ -109,7 +111,7 @@ class TextStream:
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tokenizer of ours: its tokens are bytes, and a text has the ids of its pieces (data/sources.py cuts them)."""
+    """A tokenizer of ours. Its tokens are byte strings, and text may be encoded in pieces (data/sources.py cuts it)."""
 
     start_of_text = None
 

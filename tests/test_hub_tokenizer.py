@@ -133,13 +133,6 @@ def test_a_stream_gives_the_text_that_their_decoder_writes(kind: str, ours: HubT
     check()
 
 
-def test_a_prompt_and_what_follows_read_as_one_text(ours: HubTokenizer) -> None:
-    whole, prompt = (ours.encode(text).tolist() for text in ("the cat sat on the mat", "the cat sat"))
-    assert whole[: len(prompt)] == prompt
-    stream = ours.stream(ours.document_start + prompt)
-    assert "".join(map(stream.add, whole[len(prompt) :])) == " on the mat"
-
-
 def test_special_tokens_in_a_text_are_text(kind: str, ours: HubTokenizer) -> None:
     ids = ours.encode("the <s> cat").tolist()
     if kind != "unigram":  # its model finds them by itself

@@ -102,10 +102,6 @@ def test_special_tokens_behind_a_gap_keep_their_ids(tmp_path: Path) -> None:
     assert theirs.encode(f"a{END_OF_TEXT}b<|x|>").ids == [97, 257, 98, 276]
 
 
-def test_bpe_learns_frequent_words() -> None:
-    assert make_tokenizer("bpe:400", ["banana " * 100]).encode(" banana").size == 1
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_files_give_the_same_tokenizer_to_us_and_to_transformers(name: str, tmp_path: Path) -> None:
     save_tokenizer(ALL[name], tmp_path)
