@@ -10,19 +10,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from data import DataError
+from data.config import DataConfig
 from data.corpus import SPLITS, read_blocks
 from data.encoding import HubTokenizer, Tokenizer
 from data.sources import Shard, documents, find_shards
 from data.tokenizer import FILES, load_tokenizer, make_tokenizer, read_files, save_tokenizer
-
-if TYPE_CHECKING:
-    from data.prepare import DataConfig
 
 GROUP = 1 << 20  # characters that one thread encodes at a time
 BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
@@ -49,7 +47,7 @@ class Counts:
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
 
 
-def write_corpus(config: "DataConfig", recipe: dict, directory: Path, model: Path | None = None) -> str:
+def write_corpus(config: DataConfig, recipe: dict, directory: Path, model: Path | None = None) -> str:
     """Tokenise a source into an empty directory and write meta.json last. Returns the fingerprint of the corpus.
 
     model: the directory whose tokenizer the name "model" stands for. Raises DataError if there is not enough text.
@@ -82,7 +80,7 @@ def write_corpus(config: "DataConfig", recipe: dict, directory: Path, model: Pat
     return meta["fingerprint"]
 
 
-def write_tokenizer(config: "DataConfig", shards: list[Shard], directory: Path, model: Path | None) -> None:
+def write_tokenizer(config: DataConfig, shards: list[Shard], directory: Path, model: Path | None) -> None:
     """Write the tokenizer's files: trained on the source, known by name, or those of a model."""
     if config.tokenizer == "model":
         for name, content in read_files(model).items():
@@ -96,7 +94,7 @@ def write_tokenizer(config: "DataConfig", shards: list[Shard], directory: Path, 
 
 
 def write_tokens(
-    config: "DataConfig", shards: list[Shard], tokenizer: Tokenizer, dtype: np.dtype, directory: Path
+    config: DataConfig, shards: list[Shard], tokenizer: Tokenizer, dtype: np.dtype, directory: Path
 ) -> Counts:
     """Write the ids of all documents to train.bin and val.bin, each document after the tokens that start one."""
     counts, start = Counts(), np.array(tokenizer.document_start, dtype)
@@ -123,7 +121,7 @@ def write_tokens(
     return counts
 
 
-def pieces(config: "DataConfig", shards: list[Shard], whole: bool = False) -> Iterator[Piece]:
+def pieces(config: DataConfig, shards: list[Shard], whole: bool = False) -> Iterator[Piece]:
     """Yield the source piece by piece; whole: document by document.
 
     A document goes to validation by a hash of its first piece, so equal documents are never in both splits.
