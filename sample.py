@@ -11,11 +11,10 @@ Ways to ask:
 The text ends after max_new_tokens, at the end of a document, or before --stop.
 """
 
-import codecs
 import json
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,7 +27,7 @@ from tqdm import tqdm
 
 from configs import parse, read_prompt, run_script, visible
 from data import DataError
-from data.tokenizer import Tokenizer, encode, load_tokenizer, text_prefix, token_bytes
+from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, ModelError
 from model.checkpoint import find_checkpoint, read_certificate
 from model.sampling import stream
@@ -81,24 +80,26 @@ class Options:
 class Text:
     """A text that grows token by token until it ends."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: str = ""):
-        self.tokenizer, self.stop = tokenizer, stop or ""
-        self.prefix = b"" if prompt else text_prefix(tokenizer)
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
+    def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: Sequence[int] = ()):
+        self.tokenizer, self.stop, self.stream = tokenizer, stop or "", tokenizer.stream(prompt)
         self.text, self.num_shown, self.num_tokens, self.finish = "", 0, 0, "length"
 
     def add(self, token: int) -> None:
         """Append a token, unless the text has ended already or ends here."""
         if self.ended:
             return
-        if token == self.tokenizer.eot_token:
+        if token == self.tokenizer.end_of_text:
             self.finish = "end of text"
             return
         self.num_tokens += 1
-        spelled = token_bytes(self.tokenizer, token)
-        self.text += self.decoder.decode(spelled.removeprefix(self.prefix) if self.num_tokens == 1 else spelled)
+        self.text += self.stream.add(token)
         if self.stop and self.stop in self.text:
             self.text, self.finish = self.text.partition(self.stop)[0], "stop"
+
+    def close(self) -> None:
+        """Append the rest of the last token, when no more will come."""
+        if self.finish != "stop":
+            self.text += self.stream.end()
 
     @property
     def ended(self) -> bool:
@@ -130,12 +131,14 @@ def main() -> None:
     dtype = weights_dtype(options.dtype, device)
     model = GPT.read(directory, device, dtype)
     tokenizer = load_tokenizer(directory)
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model {model.config.vocab_size}")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}")
 
     start = tokenizer.start_of_text
     first = [] if start is None else [start]
-    ids = [first + encode(tokenizer, prompt).tolist() or [tokenizer.eot_token] for prompt in prompts]
+    ids = [first + tokenizer.encode(prompt).tolist() or tokenizer.document_start for prompt in prompts]
+    if [] in ids:
+        raise DataError("this model's tokenizer has no token that begins a text: give a --prompt")
     seed = secrets.randbits(32) if options.seed is None else options.seed
     sampling = (options.temperature, options.top_k, options.top_p, options.min_p, not options.no_cache, seed)
     batches = [torch.tensor([prompt_ids] * options.num_samples, device=device) for prompt_ids in ids]
@@ -149,7 +152,7 @@ def main() -> None:
         if len(prompt_ids) > T:
             which = f"prompt {number + 1}" if len(prompts) > 1 else "prompt"
             print(f"{which} has {len(prompt_ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
-        texts = [Text(tokenizer, options.stop, prompt) for _ in range(options.num_samples)]
+        texts = [Text(tokenizer, options.stop, prompt_ids) for _ in range(options.num_samples)]
         if is_only:
             show(prompt)
         columns = read_late(tokens, READ_AT_ONCE if device.type == "cuda" else 1)
@@ -162,6 +165,7 @@ def main() -> None:
                 break
         tokens.close()  # frees the cache
         for sample, text in enumerate(texts):
+            text.close()
             if is_only:
                 show(text.unseen(is_last=True) + "\n")
             elif options.json:

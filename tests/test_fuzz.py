@@ -24,7 +24,7 @@ import train
 from configs import parse, read_prompt, run_script
 from data.corpus import open_corpus
 from data.prepare import DataConfig, prepare
-from data.tokenizer import encode, load_tokenizer, make_tokenizer
+from data.tokenizer import load_tokenizer, make_tokenizer
 from model import GPT, ModelError
 from model.checkpoint import read_certificate, with_own_hash
 from tests.conftest import TINY, make_gpt, sign
@@ -179,14 +179,14 @@ def damage_manifest(directory: Path, damage: list) -> None:
 
 def load(directory: Path) -> None:
     model = GPT.from_pretrained(directory / CHECKPOINT)
-    encode(load_tokenizer(directory / CHECKPOINT), "a b, aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac 12")
+    load_tokenizer(directory / CHECKPOINT).encode("a b, aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac 12")
     read_certificate(directory / CHECKPOINT)
     model(torch.zeros(1, 1, dtype=torch.int64))
 
 
 def look_up(directory: Path) -> None:
     corpus = open_corpus(directory / "corpus")
-    assert str(corpus) and corpus.tokens["train"].max() < corpus.tokenizer.n_vocab
+    assert str(corpus) and corpus.tokens["train"].max() < corpus.tokenizer.vocab_size
 
 
 KINDS = {  # what is damaged -> how, and who reads it
@@ -291,7 +291,7 @@ def test_any_prompt(number: int) -> None:
     @given(st.text() | st.text(st.characters(codec=None, categories=["Cs", "Cc", "Co", "L"])))
     def test(prompt: str) -> None:
         for tokenizer in tokenizers:
-            used_or_refused(lambda tokenizer=tokenizer: encode(tokenizer, prompt))
+            used_or_refused(lambda tokenizer=tokenizer: tokenizer.encode(prompt))
         used_or_refused(lambda: read_prompt("@" + prompt))
 
     with_inputs(number, test)

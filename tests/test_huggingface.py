@@ -236,7 +236,7 @@ def test_their_tokenizer_and_pipeline_open_a_checkpoint(name: str, tmp_path: Pat
     )
     save_tokenizer(tokenizer, tmp_path)
     files = {file: (tmp_path / file).read_bytes() for file in FILES}
-    directory = save_gpt(tmp_path, 1, model.eval(), files, tokenizer.eot_token)
+    directory = save_gpt(tmp_path, 1, model.eval(), files, tokenizer.end_of_text)
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     assert theirs(text)["input_ids"] == encode(tokenizer, text).tolist()
     assert theirs.decode(theirs(text)["input_ids"]) == text

@@ -12,7 +12,6 @@ import torch
 from configs import to_toml, visible
 from data.batches import seed_for
 from data.corpus import Corpus
-from data.tokenizer import document_start
 from model import GPT, GPTConfig, disk
 from model.checkpoint import CARD, find_checkpoint, keep_newest, read_json, save_checkpoint, step_directories
 from model.huggingface import tensors_to_huggingface
@@ -112,7 +111,7 @@ class Run:
         the tokenizer has more tokens than the model.
         """
         print(f"data:   {visible(str(corpus))}")
-        vocab_size, shape = corpus.tokenizer.n_vocab, asdict(self.config.model)
+        vocab_size, shape = corpus.tokenizer.vocab_size, asdict(self.config.model)
         config = replace(load_config(self.base), **shape) if self.base else GPTConfig(**shape, vocab_size=vocab_size)
         if vocab_size > config.vocab_size:
             raise TrainError(f"the tokenizer has {vocab_size} tokens, the model of {self.base} {config.vocab_size}")
@@ -211,7 +210,8 @@ class Run:
         done = {"step": step, "train_seconds": train_seconds}
         card = model_card(self.config, model, self.corpus, done, lines, best, self.about)
         files = {**self.corpus.tokenizer_files, CARD: card.encode()}
-        ends = (document_start(self.corpus.tokenizer)[-1], self.corpus.tokenizer.eot_token)
+        start = self.corpus.tokenizer.document_start
+        ends = (start[-1] if start else None, self.corpus.tokenizer.end_of_text)
         trainer = {**state, "scaler": scaler.state_dict(), "config": tables(self.config)}
         try:
             disk.sync(self.metrics)

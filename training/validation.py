@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from contextlib import closing
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from configs import visible
 from data.batches import validation_batches
 from data.corpus import Corpus
-from data.tokenizer import END_OF_TEXT, document_start, encode, token_bytes, token_lengths
 from inspection.watch import HeadWatch
 from model import GPT
 from model.sampling import stream
@@ -36,10 +35,10 @@ class Validation:
         self.config, self.T, self.dtype, self.ranks = config, context_length, dtype, ranks
         self.tokens = corpus.tokens["val"][: config.eval_tokens + 1]
         self.tokenizer = corpus.tokenizer
-        num_bytes = token_lengths(corpus.tokenizer)[self.tokens[1:]].sum()
-        self.bits_per_byte_per_nat = (len(self.tokens) - 1) / num_bytes / math.log(2)
-        start = document_start(corpus.tokenizer)
-        self.prompt = [*start, *encode(corpus.tokenizer, config.sample_prompt).tolist()]
+        val = corpus.meta["val"]
+        self.bits_per_byte_per_nat = val["tokens"] / val["bytes"] / math.log(2)
+        start = corpus.tokenizer.document_start
+        self.prompt = [*start, *corpus.tokenizer.encode(config.sample_prompt).tolist()]
         self.watch = HeadWatch(self.tokens, start, context_length)
 
     def measure(self, model: GPT, loss_fn: LossFn) -> dict:
@@ -63,14 +62,14 @@ class Validation:
         return math.fsum(ranks.collect(losses).tolist()) / (len(self.tokens) - 1)
 
     def sample(self, model: GPT, num_tokens: int) -> str:
-        """The prompt as the model continues it, up to the end of the document."""
-        device = model.lm_head.weight.device
-        idx, tokens = torch.tensor([self.prompt], device=device), self.prompt[len(document_start(self.tokenizer)) :]
+        """Return the prompt as the model continues it, up to the end of the document."""
+        device, tokenizer = model.lm_head.weight.device, self.tokenizer
         with autocast(device, self.dtype):
-            with closing(stream(model, idx, num_tokens, temperature=0.8, top_k=50, seed=0)) as new:
-                tokens += torch.cat([*new], dim=1)[0].tolist()
-        text = b"".join(token_bytes(self.tokenizer, token) for token in tokens).decode(errors="replace")
-        return text.split(END_OF_TEXT)[0]
+            new = stream(
+                model, torch.tensor([self.prompt], device=device), num_tokens, temperature=0.8, top_k=50, seed=0
+            )
+            text = self.prompt[len(tokenizer.document_start) :] + torch.cat([*new], dim=1)[0].tolist()
+        return tokenizer.decode([*takewhile(lambda token: token != tokenizer.end_of_text, text)])
 
     def print_sample(self, model: GPT) -> None:
         """Print a longer sample for the end of a run, if samples are wanted."""

@@ -67,11 +67,11 @@ def test_its_picture_of_the_last_layer(run, tmp_path: Path, monkeypatch: pytest.
     text = "the financial bank is located on river bank"
     tokenizer = make_tokenizer("bpe:300", [text + "\n", text] * 9)
     shape = {"n_layer": 3, "n_head": H, "n_kv_head": N_KV_HEAD, "n_embd": 8 * H, "n_inner": 64, "context_length": 61}
-    model = GPT(GPTConfig(family="llama", vocab_size=tokenizer.n_vocab, **shape)).eval()
+    model = GPT(GPTConfig(family="llama", vocab_size=tokenizer.vocab_size, **shape)).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     save_tokenizer(tokenizer, tmp_path)
-    (tmp_path / "config.json").write_bytes(to_json(config_to_huggingface(model.config, *[tokenizer.eot_token] * 2)))
+    (tmp_path / "config.json").write_bytes(to_json(config_to_huggingface(model.config, *[tokenizer.end_of_text] * 2)))
     save_file(tensors_to_huggingface(model.config, model.state_dict()), tmp_path / "model.safetensors")
 
     drawn = {}
