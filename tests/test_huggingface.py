@@ -232,7 +232,7 @@ def test_their_tokenizer_and_pipeline_open_a_checkpoint(name: str, tmp_path: Pat
     text = "hey there, they are here: 123\n"
     tokenizer = make_tokenizer(name, [text * 9])
     model = GPT(
-        GPTConfig(family="llama", n_layer=1, n_head=3, n_embd=18, context_length=T, vocab_size=tokenizer.n_vocab)
+        GPTConfig(family="llama", n_layer=1, n_head=3, n_embd=18, context_length=T, vocab_size=tokenizer.vocab_size)
     )
     save_tokenizer(tokenizer, tmp_path)
     files = {file: (tmp_path / file).read_bytes() for file in FILES}

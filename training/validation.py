@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from configs import visible
+from data import DataError
 from data.batches import validation_batches
 from data.corpus import Corpus
 from inspection.watch import HeadWatch
@@ -39,6 +40,8 @@ class Validation:
         self.bits_per_byte_per_nat = val["tokens"] / val["bytes"] / math.log(2)
         start = corpus.tokenizer.document_start
         self.prompt = [*start, *corpus.tokenizer.encode(config.sample_prompt).tolist()]
+        if config.sample_tokens and not self.prompt:
+            raise DataError("this tokenizer has no token that begins a text: give a --train.sample_prompt")
         self.watch = HeadWatch(self.tokens, start, context_length)
 
     def measure(self, model: GPT, loss_fn: LossFn) -> dict:
@@ -65,10 +68,9 @@ class Validation:
         """Return the prompt as the model continues it, up to the end of the document."""
         device, tokenizer = model.lm_head.weight.device, self.tokenizer
         with autocast(device, self.dtype):
-            new = stream(
-                model, torch.tensor([self.prompt], device=device), num_tokens, temperature=0.8, top_k=50, seed=0
-            )
-            text = self.prompt[len(tokenizer.document_start) :] + torch.cat([*new], dim=1)[0].tolist()
+            idx = torch.tensor([self.prompt], device=device)
+            new = torch.cat([*stream(model, idx, num_tokens, temperature=0.8, top_k=50, seed=0)], dim=1)
+        text = self.prompt[len(tokenizer.document_start) :] + new[0].tolist()
         return tokenizer.decode([*takewhile(lambda token: token != tokenizer.end_of_text, text)])
 
     def print_sample(self, model: GPT) -> None:
