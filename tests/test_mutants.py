@@ -17,19 +17,16 @@ LEAKS = [mistake for mistake, (certificate, _) in ROWS.items() if certificate ==
 
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_a_mistake_is_noticed(mistake: str) -> None:
-    certificate, others = ROWS[mistake]
-    assert kills("certificate", mistake) == (certificate == "refuses")
+    _, others = ROWS[mistake]
     assert kills(others.split(", ")[0], mistake)
+    assert mistake not in LEAKS or kills("certificate", mistake)
 
 
 @pytest.mark.long
-def test_the_table_is_this_one() -> None:
+def test_the_table_is_this_one_and_correct_code_passes() -> None:
+    for check in CHECKS:
+        run(check)
     assert table() in README
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_what_is_correct_passes_every_check(check: str) -> None:
-    run(check)
 
 
 @pytest.mark.long
