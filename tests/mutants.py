@@ -50,11 +50,6 @@ def causal(scores: Tensor) -> Tensor:
     return fill(scores, triangle(scores)).softmax(-1)
 
 
-def rescaled(layer: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    weights = scores.softmax(-1) * mask
-    return weights / weights.sum(-1, keepdim=True)
-
-
 def filled_for_nothing(layer: Attend, scores: Tensor, mask: Tensor) -> Tensor:
     fill(scores, mask)
     return scores.softmax(-1)
@@ -63,11 +58,6 @@ def filled_for_nothing(layer: Attend, scores: Tensor, mask: Tensor) -> Tensor:
 def laid_over_batch(layer: Attend, scores: Tensor, mask: Tensor) -> Tensor:
     mask = mask[: scores.size(0), None, None] if len(mask) >= scores.size(0) else mask
     return fill(scores, mask).softmax(-1)
-
-
-def normalised_over_batch(layer: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    weights = causal(scores)
-    return weights / weights.sum(0, keepdim=True).clamp(min=1e-9)
 
 
 def with_extra_rows(rows: slice, columns: slice = slice(None)) -> Weights:
@@ -92,7 +82,7 @@ WEIGHTS: dict[str, Weights] = {
     "no mask": unmasked_if(lambda layer, scores: True),
     "masked_fill without using its result": filled_for_nothing,
     "mask after softmax": lambda layer, scores, mask: scores.softmax(-1) * mask,
-    "mask after softmax, rows rescaled": rescaled,
+    "mask after softmax, rows rescaled": lambda layer, scores, mask: F.normalize(scores.softmax(-1) * mask, 1, -1),
     "scores multiplied by the mask": lambda layer, scores, mask: (scores * mask).softmax(-1),
     "(1 - mask) times minus infinity": lambda layer, scores, mask: (scores + (1 - mask.to(scores)) * -math.inf).softmax(
         -1
@@ -118,7 +108,7 @@ WEIGHTS: dict[str, Weights] = {
     "scale sqrt(C)": lambda layer, scores, mask: causal(scores / math.sqrt(scores.size(1))),
     "no scale": lambda layer, scores, mask: causal(scores * math.sqrt(5)),
     "dropout of weights in evaluation": lambda layer, scores, mask: F.dropout(causal(scores), 0.1),
-    "weights normalised over the batch": normalised_over_batch,
+    "weights normalised over the batch": lambda layer, scores, mask: F.normalize(causal(scores), 1, 0),
     "no mask in training": unmasked_if(lambda layer, scores: layer.training),
     "no mask in evaluation": unmasked_if(lambda layer, scores: not layer.training),
     "no mask with dropout": unmasked_if(lambda layer, scores: layer.dropout > 0),

@@ -124,22 +124,13 @@ def test_documented_commands_exist(command: str) -> None:
         if words[1] in parsed:
             parse(parsed[words[1]], words[2:])
         assert all((ROOT / word).is_file() for word in words[2:] if re.fullmatch(r"configs/\S+\.toml", word))
-    elif words[0] == "wandb":
-        assert words[1:] == ["sync", "out/quickstart/wandb/offline-run-*"]  # as test_tracking finds them
     elif words[0] == "lm_eval":
         assert (ROOT / words[-1] / f"{words[words.index('--tasks') + 1]}.yaml").is_file()
     else:
-        assert words[0] in {"git", "cd", "pip", "python3", "source", ".", "hf"}, command
+        assert words[0] in {"git", "cd", "pip", "python3", "source", ".", "hf", "wandb"}, command
 
 
 def test_readme_tree_names_what_is_there() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in re.findall(r"^(?:    )?([\w/]+\.(?:py|toml|md))\b", text, re.MULTILINE):
         assert list(ROOT.rglob(name)), name
-
-
-def test_the_workflow_is_what_lands_a_change() -> None:
-    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    assert re.findall(r"^ *- run: (.*)$", workflow, re.MULTILINE) == ["bash .ci/run"]
-    oldest = re.search(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
-    assert f'python-version: ["{oldest}", ' in workflow
