@@ -8,17 +8,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-import pytest
 from tqdm import tqdm
-
-import train
-from configs import run_script, to_toml
-from model import disk
-from training.run import Run
 
 tqdm.monitor_interval = 0  # a thread of its own would not survive a fork
 
@@ -102,56 +95,6 @@ def in_child(
         os.kill(child, number)
     status = os.waitpid(child, 0)[1]
     return KILLED if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
-
-
-class Runs:
-    """Runs of train.py with one configuration, each in a process of its own.
-
-    The last of them has noted in a file which steps it has saved, and from which it was resumed.
-    """
-
-    def __init__(self, directory: Path, arguments: list[str]):
-        self.config = train.read_config(arguments)  # once for all runs: reading takes as long as training
-        self.notes, self.said = directory / "notes", directory / "said"
-
-    def __call__(self, out: Path, before: Callable[[str, tuple], None] | None = None, **kill: float) -> int:
-        """Begin the run in `out`, or resume it if it has begun; return its exit code.
-
-        before: see `Effects`. kill: see `in_child`.
-        """
-        self.notes.unlink(missing_ok=True)
-        return in_child(lambda: self.here(out, before), said=self.said, **kill)
-
-    def here(self, out: Path, before: Callable[[str, tuple], None] | None = None) -> None:
-        """Do the same in this process. The children inherit what is imported and made at first use."""
-        begun = any((out / "checkpoints").glob("step-*"))
-        table = replace(self.config.train, out_dir=str(out))
-        config = replace(self.config, train=table, resume=out if begun else None)
-        assert not begun or (out / "config.toml").read_text() == to_toml(config)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["train.py"])
-            patch.setattr(train, "read_config", lambda argv: config)
-            patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})  # takes time and changes nothing
-            self.take_notes(patch)
-            if before:
-                patch.setattr(disk, "os", Effects(before))
-            run_script(train.main)
-
-    def take_notes(self, patch: pytest.MonkeyPatch) -> None:
-        """Let runs note each step that they have saved, and the step from which they are resumed."""
-        save, restore = Run.save, Run.restore
-
-        def note(word: str, step: int) -> None:
-            with open(self.notes, "a") as file:
-                file.write(f"{word} {step}\n")
-
-        patch.setattr(Run, "save", lambda run, *rest: (save(run, *rest), note("saved", run.state["step"])))
-        patch.setattr(Run, "restore", lambda run, *rest: (restore(run, *rest), note("resumed", run.state["step"])))
-
-    def noted(self, word: str) -> list[int]:
-        """The steps that the last run has noted with this word."""
-        lines = self.notes.read_text().splitlines() if self.notes.exists() else []
-        return [int(line.split()[1]) for line in lines if line.startswith(word)]
 
 
 class File:

@@ -1,13 +1,14 @@
 """A run that is stopped at any instant ends, once resumed, in the same bits; and what was said to be saved is there."""
 
 import errno
-import hashlib
 import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,62 +18,98 @@ import torch
 
 import data.prepare
 import model.checkpoint
+import train
 import training.run
+from configs import run_script, to_toml
 from data.prepare import DataConfig
 from model import GPT, ModelError, disk
 from model.checkpoint import find_checkpoint, keep_newest, save_checkpoint, step_directories
 from tests.conftest import make_gpt, tiny_run
-from tests.crash import KILLED, Directory, Disk, Effects, File, Runs, die_at, in_child, record_in
+from tests.crash import KILLED, Directory, Disk, Effects, File, die_at, in_child, record_in
+from training.run import Run
 
 STEPS = 6
 SHORT = {"max_steps": STEPS, "checkpoint_every": 2, "eval_every": 3, "keep_checkpoints": 1, "sample_tokens": 0}
 
 
 class Setting:
-    """Runs with dropout, accumulation, evaluation and checkpoints, and how the one without a break ended."""
+    """Runs with dropout, accumulation, evaluation and checkpoints, and the weights of the one without a break.
+
+    The last run has noted in a file which steps it has saved, and from which step it was resumed.
+    """
 
     def __init__(self, directory: Path):
         corpus = directory / "corpus.txt"
         corpus.write_text(" ".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}.\n" for i in range(100)))
         options = {f"train__{name}": value for name, value in SHORT.items()}
-        self.runs = Runs(directory, tiny_run(corpus, directory / "unused", **options))
+        # Read once for all runs: reading takes as long as training.
+        self.config = train.read_config(tiny_run(corpus, directory / "unused", **options))
+        self.notes, self.said = directory / "notes", directory / "said"
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        self.runs.here(directory / "straight")
+        self.train(directory / "straight")  # in this process: the others inherit what is imported at first use
         for number, handler in handlers.items():
             signal.signal(number, handler)
         self.expected = self.final_weights(directory / "straight")
         began = time.perf_counter()
-        self.runs(directory / "timed")
+        self.run(directory / "timed")
         self.seconds = time.perf_counter() - began
 
-    def final_weights(self, out: Path) -> str:
-        """The SHA-256 of the weights at the end of a run."""
-        final = out / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors"
-        return hashlib.sha256(final.read_bytes()).hexdigest()
+    def run(self, out: Path, before: Callable[[str, tuple], None] | None = None, **kill: float) -> int:
+        """Begin the run in `out`, or resume it, in a process of its own; return its exit code.
 
-    def finish(self, out: Path, saved: int) -> list[str]:
+        before: see `Effects`. kill: see `in_child`.
+        """
+        self.notes.unlink(missing_ok=True)
+        return in_child(partial(self.train, out, before), said=self.said, **kill)
+
+    def train(self, out: Path, before: Callable[[str, tuple], None] | None = None) -> None:
+        begun = any((out / "checkpoints").glob("step-*"))
+        table = replace(self.config.train, out_dir=str(out))
+        config = replace(self.config, train=table, resume=out if begun else None)
+        assert not begun or (out / "config.toml").read_text() == to_toml(config)
+        save, restore = Run.save, Run.restore
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["train.py"])
+            patch.setattr(train, "read_config", lambda argv: config)
+            patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})  # takes time and changes nothing
+            patch.setattr(Run, "save", lambda run, *rest: (save(run, *rest), self.note("saved", run)))
+            patch.setattr(Run, "restore", lambda run, *rest: (restore(run, *rest), self.note("resumed", run)))
+            if before:
+                patch.setattr(disk, "os", Effects(before))
+            run_script(train.main)
+
+    def note(self, word: str, run: Run) -> None:
+        with open(self.notes, "a") as file:
+            file.write(f"{word} {run.state['step']}\n")
+
+    def last(self, word: str) -> int | None:
+        """The last step noted with this word."""
+        lines = self.notes.read_text().splitlines() if self.notes.exists() else []
+        return max((int(line.split()[1]) for line in lines if line.startswith(word)), default=None)
+
+    def final_weights(self, out: Path) -> bytes:
+        return (out / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors").read_bytes()
+
+    def finish(self, out: Path, saved: int | None) -> list[str]:
         """Resume a run to its end; return which of the promises were broken. saved: the last step it has saved."""
-        if (exit_code := self.runs(out)) != 0:
-            return [f"the resume crashed with {exit_code}: {self.runs.said.read_text()[-1000:]}"]
-        resumed, broken = self.runs.noted("resumed"), []  # none if all was done before
-        if resumed and resumed[0] < saved:
-            broken.append(f"step {saved} was saved, and the run resumed from {resumed[0]}")
+        if (exit_code := self.run(out)) != 0:
+            return [f"the resume crashed with {exit_code}: {self.said.read_text()[-1000:]}"]
+        resumed, broken = self.last("resumed"), []
+        if saved and resumed is not None and resumed < saved:  # a finished run is not resumed
+            broken.append(f"step {saved} was saved, and the run resumed from {resumed}")
         if self.final_weights(out) != self.expected:
             broken.append("the final weights differ")
         leftovers = [path.name for path in out.rglob("*") if path.name.endswith(".tmp")]
         return broken + [f"{leftovers} left behind"] * bool(leftovers)
-
-    def last_saved(self) -> int:
-        return max(self.runs.noted("saved"), default=0)
 
     def die_everywhere(self, tmp_path: Path, every: int) -> tuple[int, list]:
         """Die at each effect on the disk, `every` apart, and resume: the number of deaths, and the promises broken."""
         broken = []
         for deaths in count():
             out = tmp_path / str(deaths)
-            if self.runs(out, before=die_at(every * deaths)) != KILLED:
+            if self.run(out, before=die_at(every * deaths)) != KILLED:
                 return deaths, broken
-            broken += [(every * deaths, promise) for promise in self.finish(out, self.last_saved())]
+            broken += [(every * deaths, promise) for promise in self.finish(out, self.last("saved"))]
             shutil.rmtree(out)
 
     def kill_at_random(self, tmp_path: Path, kills: int, seed: int) -> list:
@@ -81,9 +118,9 @@ class Setting:
         for number in count():
             out, saved, exit_code = tmp_path / f"run{number}", 0, KILLED
             while exit_code == KILLED and killed < kills:
-                exit_code = self.runs(out, after=choose.uniform(0, self.seconds))
+                exit_code = self.run(out, after=choose.uniform(0, self.seconds))
                 killed += exit_code == KILLED
-                saved = max(saved, self.last_saved())
+                saved = self.last("saved") or saved
             broken += [(number, promise) for promise in self.finish(out, saved)]
             shutil.rmtree(out)
             if killed == kills:
@@ -118,9 +155,9 @@ def test_sigterm_at_random_instants(setting: Setting, tmp_path: Path, figure: Ca
     choose, times, exit_codes = random.Random(2), 200, []
     while len(exit_codes) < times or exit_codes.count(75) < times / 8:  # until enough of them met a run
         out = tmp_path / f"run{len(exit_codes)}"
-        exit_codes.append(setting.runs(out, after=choose.uniform(0, setting.seconds), number=signal.SIGTERM))
+        exit_codes.append(setting.run(out, after=choose.uniform(0, setting.seconds), number=signal.SIGTERM))
         assert exit_codes[-1] in (0, 75, KILLED)  # killed: before the program had a handler
-        assert setting.finish(out, setting.last_saved()) == []
+        assert setting.finish(out, setting.last("saved")) == []
         shutil.rmtree(out)
     saved = exit_codes.count(75)
     figure(f"{len(exit_codes)} SIGTERM at random instants: {saved} exits with 75, all resumed to the same bits")
@@ -151,7 +188,7 @@ def test_kill_9_while_data_is_prepared(tmp_path: Path, figure: Callable) -> None
 
 # The tests of the tests: with a mistake in saving or resuming, a promise is broken.
 
-RESTORE, SAVE = training.run.Run.restore, save_checkpoint
+RESTORE, SAVE = Run.restore, save_checkpoint
 
 
 def without_optimizer(patch: pytest.MonkeyPatch) -> None:
@@ -159,11 +196,11 @@ def without_optimizer(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_step_too_many(patch: pytest.MonkeyPatch) -> None:
-    def restore(run: training.run.Run, *rest: object) -> None:
+    def restore(run: Run, *rest: object) -> None:
         RESTORE(run, *rest)
         run.state["step"] += run.resumed_from is not None
 
-    patch.setattr(training.run.Run, "restore", restore)
+    patch.setattr(Run, "restore", restore)
 
 
 def purge_before_saving(patch: pytest.MonkeyPatch) -> None:

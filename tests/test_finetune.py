@@ -125,11 +125,6 @@ def test_options_that_do_not_fit_the_weights_are_refused(
     assert result.err.count("\n") == 1 and not (tmp_path / "tuned").exists()
 
 
-def test_the_tokenizer_of_no_model_is_refused(run, corpus_file: Path, tmp_path: Path) -> None:
-    result = run(train, *tiny_run(corpus_file, tmp_path / "run", data__tokenizer="model"))
-    assert result.exit_code == 2 and "the tokenizer 'model' is that of train.init_from" in result.err
-
-
 def test_a_corpus_prepared_for_a_model_is_not_for_another(
     run, straight: Path, unsigned: Path, other_text: Path, tmp_path: Path
 ) -> None:

@@ -79,9 +79,6 @@ def test_options_win_and_the_rest_fits_them(tmp_path: Path) -> None:
     config = read("--data.source", path, "--model.n_layer", 3, "--train.max_steps", 9, "--data.tokenizer", "chars")
     assert (config.model.n_layer, config.model.n_embd, config.train.max_steps) == (3, 128, 9)
     assert config.data.tokenizer == "chars" and "3 layers of 128, chars, 9 steps" in config.why
-    path, half = text_of(0.2, tmp_path), ("--train.batch_size", 8, "--model.context_length", 64)
-    few, many = (read("--data.source", path, "--train.device", "cpu", *options) for options in ((), half))
-    assert tokens(few) == pytest.approx(tokens(many), rel=1e-2)  # in more steps, as the batches are smaller
     config = read("--data.source", path, "--depth", 8, "--train.device", "cpu")
     assert (config.model.n_layer, config.model.n_embd) == (8, 512)
 

@@ -15,14 +15,6 @@ B, H, T, D = 2, 3, 7, 5
 C = H * D
 
 
-def test_without_the_causal_switch_all_tokens_are_averaged() -> None:
-    q, k = torch.randn(2, B, H, T, D)
-    both_ways = attention_weights(q, k, torch.ones(T, T, dtype=torch.bool))
-    torch.testing.assert_close(both_ways.sum(-1), torch.ones(B, H, T))
-    assert (both_ways > 0).all()
-    torch.testing.assert_close(both_ways[:, :, -1], attention_weights(q, k, make_causal_mask(T))[:, :, -1])
-
-
 def masked_after_softmax(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     """The source's causal switch."""
     return attention_weights(q, k, torch.ones_like(mask)) * mask
