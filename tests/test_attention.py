@@ -1,16 +1,13 @@
-"""The layer: its formula, its fused kernel and PyTorch's own transformer layer are the same function."""
+"""The layer: three loops over plain numbers, its formula and its fused kernel are the same function."""
 
 import itertools
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Attend, CausalSelfAttention, attention_weights, make_causal_mask
-from model.config import GPTConfig
-from model.gpt import Block
 
 B, T, H, D = 2, 7, 3, 5  # all different, all prime
 C = H * D
@@ -74,9 +71,12 @@ def test_kernel_equals_formula(n_kv_head: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_finite(dtype: torch.dtype) -> None:
     layer, x = make_layer().to(dtype), torch.randn(B, T, C).to(dtype)
-    assert by_formula(layer, x).isfinite().all()
-    for size in (1, 300):  # large scores too
-        assert layer(size * x).isfinite().all()
+    assert layer(x).isfinite().all() and by_formula(layer, x).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_scores_in_half_precision_are_finite(dtype: torch.dtype) -> None:
+    assert make_layer().to(dtype)(300 * torch.randn(B, T, C).to(dtype)).isfinite().all()
 
 
 def test_neighbouring_query_heads_share_keys() -> None:
@@ -87,28 +87,6 @@ def test_neighbouring_query_heads_share_keys() -> None:
         alone = attention_weights(q[:, own], k[:, shared], make_causal_mask(T))
         torch.testing.assert_close(weights[:, own], alone)
         torch.testing.assert_close(y[:, own], alone @ v[:, shared])
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_block_equals_torch_transformer_layer(bias: bool) -> None:
-    block = Block(GPTConfig(n_embd=C, n_head=H, context_length=T, vocab_size=2, bias=bias), make_causal_mask(T)).eval()
-    torchs = nn.TransformerEncoderLayer(
-        C, H, 4 * C, 0.0, lambda x: F.gelu(x, approximate="tanh"), batch_first=True, norm_first=True, bias=bias
-    ).eval()
-    projections = [block.attention.q_proj, block.attention.k_proj, block.attention.v_proj]
-    torchs.self_attn.in_proj_weight.data = torch.cat([proj.weight.data for proj in projections])
-    if bias:
-        torchs.self_attn.in_proj_bias.data = torch.cat([proj.bias.data for proj in projections])
-    for theirs, ours in (
-        (torchs.self_attn.out_proj, block.attention.o_proj),
-        (torchs.norm1, block.attention_norm),
-        (torchs.norm2, block.mlp_norm),
-        (torchs.linear1, block.mlp.up_proj),
-        (torchs.linear2, block.mlp.down_proj),
-    ):
-        theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(B, T, C)
-    torch.testing.assert_close(block(x), torchs(x, src_mask=~make_causal_mask(T)), rtol=1e-6, atol=1e-6)
 
 
 def test_dropout_acts_in_training_only_on_weights_and_output() -> None:

@@ -225,8 +225,7 @@ def test_the_compiled_loss_is_asked_itself(monkeypatch: pytest.MonkeyPatch, dtyp
             mask = make_causal_mask(T + 1)[1 : len(mask) + 1, : mask.size(1)]
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, enable_gqa=True)
 
-    for length in (2, T, 131):
-        certify_compiled(length)
+    certify_compiled(131)
     assert check_causality(torch.compile(make_gpt(), dynamic=False), V, T).ok
     monkeypatch.setattr(Attend, "forward", forward)
     certify_tiny(dtype, dropout=0.1, n_kv_head=1)

@@ -44,25 +44,6 @@ def test_a_cache_changes_nothing_in_any_family(family: str) -> None:
     assert torch.equal(*(model.generate(idx, 3 * T, temperature=0, use_cache=use_cache) for use_cache in (True, False)))
 
 
-LLAMA_3_2_1B = {"n_layer": 16, "n_head": 32, "n_kv_head": 8, "n_embd": 2048, "n_inner": 8192, "vocab_size": 128_256}
-QWEN3_0_6B = {"n_layer": 28, "n_head": 16, "n_kv_head": 8, "n_embd": 1024, "head_dim": 128, "n_inner": 3072}
-NANOCHAT_D20 = {"n_layer": 20, "n_head": 10, "n_embd": 1280, "vocab_size": 65_536}
-
-
-@pytest.mark.parametrize(
-    "family, shape, size",
-    [
-        ("llama", LLAMA_3_2_1B, 1_235_814_400),
-        ("qwen3", QWEN3_0_6B | {"vocab_size": 151_936}, 596_049_920),
-        ("nanochat", NANOCHAT_D20, 560_988_160),
-    ],
-)
-def test_published_sizes(family: str, shape: dict, size: int) -> None:
-    with torch.device("meta"):
-        model = GPT(GPTConfig(family=family, **shape))
-    assert sum(parameter.numel() for parameter in model.parameters()) == size
-
-
 def test_rotary_positions_turn_and_only_their_distance_counts() -> None:
     rotary = Rotary(GPTConfig(family="llama", n_embd=12, n_head=2, context_length=29, vocab_size=2)).double()
 
@@ -87,12 +68,6 @@ def test_rotary_tables_stay_exact_wherever_the_model_goes() -> None:
         assert torch.equal(moved.rotary.cos, expected) and moved.rotary.cos.dtype == torch.float32
         assert all(block.attention.rotary is moved.rotary for block in moved.blocks)
     assert not any("cos" in name for name in model.state_dict())
-
-
-def test_capped_logits_stay_between_the_caps() -> None:
-    model = make_family("nanochat")
-    torch.nn.init.normal_(model.lm_head.weight, std=100)
-    assert 14.9 < model(torch.randint(V, (2, T))).abs().max() <= 15
 
 
 def test_rms_norm_has_the_precision_of_its_input_and_all_of_its_weight() -> None:

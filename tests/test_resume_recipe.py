@@ -20,7 +20,7 @@ SMALL = {  # lines of configs/quickstart.toml, and what they become so that a st
 
 @pytest.mark.long
 def test_the_recipe_kills_resumes_and_finds_the_same_bits(corpus_file: Path, tmp_path: Path) -> None:
-    (recipe,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "resume.md").read_text(encoding="utf-8"), re.DOTALL)
+    (recipe,) = re.findall(r"```shell\n(.*?)```", (ROOT / "docs" / "resume.md").read_text(encoding="utf-8"), re.DOTALL)
     config = (ROOT / "configs" / "quickstart.toml").read_text(encoding="utf-8")
     for line, small in SMALL.items():
         assert line in config
