@@ -15,7 +15,7 @@ import train
 from data.corpus import open_corpus
 from data.tokenizer import FILES
 from model import GPT
-from tests.conftest import metrics, often, same_bits, tiny_run, weights
+from tests.conftest import metrics, same_bits, tiny_run, weights
 from tests.test_huggingface import SHAPES, make
 from tests.test_huggingface import save as save_model
 from tests.test_tokenizer import train_their_bpe
@@ -63,7 +63,8 @@ def test_a_run_begins_with_the_weights_of_another(run, straight: Path, other_tex
     assert losses[0] == pytest.approx(total / (len(val) - 1), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", often("llama 3", *[(name,) for name in SHAPES if name != "llama 3"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHAPES)
 def test_a_model_of_others_is_tuned_resumed_and_sampled(run, name: str, corpus_file: Path, tmp_path: Path) -> None:
     """Resuming needs no file of the base. A checkpoint keeps the bytes of its tokenizer and all of its config.json."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(save_model(make(name), tmp_path))

@@ -71,7 +71,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     assert same_bits(weights(straight, 4), weights(tmp_path / "nan", 4))
 
 
-def test_gradients_are_clipped_to_their_norm(run, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
+def test_gradients_are_clipped_to_their_norm(run, uncertified, corpus_file, tmp_path, monkeypatch) -> None:
     norms, clip = [], torch.nn.utils.clip_grad_norm_
     spy = lambda parameters, norm: norms.append(norm) or clip(parameters, norm)  # noqa: E731
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
@@ -80,6 +80,7 @@ def test_gradients_are_clipped_to_their_norm(run, corpus_file: Path, tmp_path: P
     assert norms == [0.25, math.inf]
 
 
+@pytest.mark.long
 def test_loss_scaling_in_float16_resumes_to_the_same_bits(run, corpus_file, tmp_path, monkeypatch) -> None:
     half = {"train__dtype": "float16", "train__schedule": "wsd", "train__decay_fraction": 0}
     run(train, *tiny_run(corpus_file, tmp_path / "straight", **half))

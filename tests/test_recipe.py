@@ -90,11 +90,12 @@ def test_a_prepared_text_keeps_its_tokenizer(tmp_path: Path, corpus_file: Path) 
 
 def test_the_choice_is_printed_and_kept(run, tmp_path: Path, corpus_file: Path) -> None:
     options = ("--data.source", corpus_file, "--train.out_dir", tmp_path / "run", "--train.max_steps", 1)
-    result = run(train, *options, "--model.n_embd", 40, "--model.context_length", 16, "--train.device", "cpu")
-    line = "for a text of 3.9 kB: 4 layers of 40, bytes, 1 steps, which read a part of it"
+    shape = "--model.n_layer 2 --model.n_embd 40 --model.context_length 16".split()
+    result = run(train, *options, *shape, "--train.device", "cpu")
+    line = "for a text of 3.9 kB: 2 layers of 40, bytes, 1 steps, which read a part of it"
     assert result.out.startswith(f"config: {line}\n")
     again = parse(train.Config, [], tmp_path / "run" / "config.toml")
-    assert (again.model.n_layer, again.model.n_embd, again.data.tokenizer) == (4, 40, "bytes") and not again.why
+    assert (again.model.n_layer, again.model.n_embd, again.data.tokenizer) == (2, 40, "bytes") and not again.why
 
 
 def test_impossible_choices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
