@@ -1,70 +1,50 @@
 """Options: file under command line, strict, and wrong ones answered in one sentence."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
 
 import sample
 import train
 from configs import ConfigError, parse, to_toml
+from model import GPT, GPTConfig
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 
-@pytest.fixture
-def toml(tmp_path: Path) -> Path:
-    path = tmp_path / "some.toml"
-    path.write_text(
-        '[model]\nn_layer = 3\nbias = false\n[train]\nlearning_rate = 6e-4\n[data]\nsource = "my \\"own\\" text.txt"\n'
+def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "some.toml"
+    file.write_text(
+        '[model]\nn_layer = 3\nbias = false\n[train]\nlearning_rate = 6e-4\n[data]\nsource = "my text.txt"\n'
     )
-    return path
-
-
-def test_command_line_over_file_over_defaults(toml: Path) -> None:
-    config = train.read_config([str(toml), "--model.n_layer", "5", "--train.max-steps", "7"])
+    config = train.read_config([str(file), "--model.n_layer", "5", "--train.max-steps", "7"])
     assert (config.model.n_layer, config.model.bias, config.model.n_head) == (5, False, 12)
     assert (config.train.learning_rate, config.train.max_steps) == (6e-4, 7)
-    before = train.read_config(["--model.n_layer", "5", "--train.max_steps", "7", str(toml)])
+    before = train.read_config(["--model.n_layer", "5", "--train.max_steps", "7", str(file)])
     assert before == config  # wherever the file stands
 
 
-def test_resolved_config_reads_back(toml: Path, tmp_path: Path) -> None:
-    config = train.read_config([str(toml), "--train.compile", "true"])
-    (tmp_path / "resolved.toml").write_text(to_toml(config))
-    again = train.read_config([str(tmp_path / "resolved.toml")])
-    assert (again.model, again.data, again.train) == (config.model, config.data, config.train)
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"])))
-@settings(deadline=None, max_examples=50)
-def test_any_text_reads_back(text: str) -> None:
-    config = replace(train.Config(), train=replace(train.Config().train, sample_prompt=text))
-    with TemporaryDirectory() as directory:
-        file = Path(directory) / "config.toml"
-        file.write_bytes(to_toml(config).encode())
-        assert parse(train.Config, [], file).train.sample_prompt == text
+def test_a_resolved_config_reads_back(tmp_path: Path) -> None:
+    table = replace(train.TrainConfig(), compile=True, sample_prompt="".join(map(chr, range(0x3000))) + "\U0001f600")
+    config = replace(train.Config(), train=table)
+    (tmp_path / "config.toml").write_bytes(to_toml(config).encode())
+    assert parse(train.Config, [], tmp_path / "config.toml") == config
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_builds(path: Path) -> None:
-    import torch
-
-    from model import GPT
-
     config = parse(train.Config, [], path)
     assert config.train.out_dir == f"out/{path.stem}"
-    if config.train.init_from:
-        return  # the shape is that model's
-    assert train.read_config([str(path)]).model == config.model
-    with torch.device("meta"):
-        GPT(train.GPTConfig(**vars(config.model), vocab_size=257))
+    if not config.train.init_from:  # else the shape is that model's
+        with torch.device("meta"):
+            GPT(GPTConfig(**vars(config.model), vocab_size=257))
 
 
 @pytest.mark.parametrize(
@@ -72,50 +52,36 @@ def test_every_config_builds(path: Path) -> None:
     [
         (["--train.max_stesp", "5"], "--train.max_stesp, 5; did you mean --train.max_steps?"),
         (["--train.lr", "1e-3"], "--train.lr, 1e-3; did you mean --train.learning_rate?"),
-        (["--model.block-size=3"], "--model.block-size=3; did you mean --model.context_length?"),
-        (["--train.dropout", "0.1"], "--train.dropout, 0.1; did you mean --model.dropout?"),
-        (["--data", "my.txt"], "--data, my.txt; did you mean --data.source?"),
         (["--train.warmup", "5"], "--train.warmup, 5; did you mean --train.warmup_steps?"),
-        (["--train.save_every", "5"], "did you mean --train.checkpoint_every?"),
-        (["--wh", "5"], "Unrecognized options: --wh, 5$"),
-        (["--config", "some.toml"], "--config, some.toml; give it without --config$"),
-        (["--model.vocab_size", "5"], "Unrecognized options: --model.vocab_size, 5$"),
-        (["--train.max_steps", "five"], "--train.max_steps: invalid literal for int() .* 'five'; expected INT"),
-        (["--train.max_steps", "1.5"], "expected INT"),
-        (["--train.learning_rate", "fast"], "--train.learning_rate: .*'fast'; expected FLOAT"),
-        (["--train.schedule", "cosin"], "invalid choice 'cosin' .* Expected one of \\('cosine', 'wsd'\\)"),
+        (["--config", "some.toml"], "--config, some.toml; give it without --config\n"),
+        (["--train.max_steps", "five"], "'five'; expected INT"),
         (["--train.compile", "yes"], "invalid choice 'yes' for argument '--train.compile'"),
         (["--train.max_steps"], "Missing value for argument '--train.max_steps'"),
         (["--train.max_steps", "0"], "max_steps must be at least 1, got 0"),
-        (["--train.beta2", "2"], "beta2 must be between 0 and 1, got 2.0"),
-        (["--data.val_fraction", "1"], "val_fraction must be between 0 and 1, got 1.0"),
         (["nowhere.toml"], "nowhere.toml: no such file"),
         (["configs/quickstart.toml", "--resume", "out/x"], "--resume takes configuration and directory from the run"),
         (["--resume", "nowhere"], "nowhere is not the directory of a run: it has no config.toml"),
     ],
 )
 def test_wrong_options_get_one_sentence(run, arguments: list[str], message: str) -> None:
-    import re
-
     result = run(train, *arguments)
-    assert result.exit_code == 2
-    assert re.search(message.replace("()", r"\(\)").replace("?", r"\?"), result.err), result.err
+    assert result.exit_code == 2 and message in result.err
     assert result.err.count("\n") == 1 and not result.out
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("[train]\nmax_stesp = 5", "some.toml: .*--train.max_stesp=5; did you mean --train.max_steps?"),
-        ('[train]\nmax_steps = "five"', "some.toml: .*'five'; expected INT"),
-        ("[model]\nvocab_size = 5", "some.toml: .*--model.vocab_size"),
-        ("max_steps = 5", "some.toml: max_steps must be inside a table such as \\[train\\]"),
-        ("max_steps == 5", "some.toml: not a TOML file"),
+        ("[train]\nmax_stesp = 5", "--train.max_stesp=5; did you mean --train.max_steps"),
+        ('[train]\nmax_steps = "five"', "'five'; expected INT"),
+        ("[model]\nvocab_size = 5", "--model.vocab_size"),  # the tokenizer's
+        ("max_steps = 5", "max_steps must be inside a table such as [train]"),
+        ("max_steps == 5", "not a TOML file"),
     ],
 )
 def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "some.toml").write_text(content)
-    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+    with pytest.raises(ConfigError, match=f"some.toml: .*{re.escape(message)}"):
         train.read_config([str(tmp_path / "some.toml"), "--train.max_steps", "3"])
 
 
@@ -124,19 +90,13 @@ def test_help_explains_every_option(run, script) -> None:
     result = run(script, "--help")
     assert result.exit_code == 0
     assert "(default:" in result.out and script.__doc__.splitlines()[0] in result.out
-    for line in result.out.splitlines():
-        assert len(line) <= 80
+    assert all(len(line) <= 80 for line in result.out.splitlines())
 
 
 @pytest.mark.parametrize("file, layers", [([], 4), (["configs/shakespeare_char.toml"], 6)])
 def test_help_shows_the_defaults_that_would_apply(run, monkeypatch, file: list[str], layers: int) -> None:
-    monkeypatch.chdir(train.QUICKSTART.parent.parent)
+    monkeypatch.chdir(ROOT)
     assert f"Number of transformer blocks. (default: {layers})" in run(train, *file, "-h").out
-
-
-def test_options_take_dashes_or_underscores() -> None:
-    options = parse(sample.Options, ["out/x", "--max-new-tokens", "5", "--no_cache", "--top_k", "3"])
-    assert (options.max_new_tokens, options.no_cache, options.top_k) == (5, True, 3)
 
 
 PRINTS = """
@@ -146,10 +106,11 @@ run_script(lambda: print("a line") or print("a note", file=sys.stderr) or sys.st
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("closed, out", [("", b"a line\nthe end"), ("2>&-", b"a line\nthe end"), (">&-", b"")])
 def test_a_pipe_has_each_line_at_once_and_notes_stay_apart(closed: str, out: bytes) -> None:
     command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, PRINTS]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, env=environment, capture_output=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
     assert (done.returncode, done.stdout) == (0, out)
     assert done.stderr == (b"" if closed == "2>&-" else b"a note\n")

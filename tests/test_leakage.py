@@ -28,7 +28,7 @@ def autocast(model: GPT, idx: Tensor) -> Tensor:
 
 
 class GrowingCache:
-    """A cache that autograd can follow: it concatenates, where the real one writes in place."""
+    """A cache through which gradients flow: it concatenates, where the real one writes in place."""
 
     def __init__(self) -> None:
         self.keys, self.values, self.length = [], [], 0
@@ -51,7 +51,7 @@ def cached(chunk: int) -> Callable[[GPT, Tensor], Tensor]:
 
 
 def by_weights(model: GPT, idx: Tensor) -> Tensor:
-    """The model with the written-out formula in the place of the kernel."""
+    """The logits with the written-out formula in place of the kernel."""
 
     def formula(module: torch.nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         q, k, v, mask, _ = inputs
@@ -114,7 +114,7 @@ def test_sequences_of_a_batch_do_not_see_each_other() -> None:
 @HEADS
 @torch.no_grad()
 def test_extreme_scores_hide_no_leak(n_kv_head: int) -> None:
-    """A mask of -10,000 is causal until a model learns scores that are larger."""
+    """A mask of -10,000 is causal until a model learns larger scores."""
     model, idx = make_gpt(n_kv_head=n_kv_head).eval(), torch.randint(V, (5, T))
     for block in model.blocks:
         for proj in (block.attention.q_proj, block.attention.k_proj):
@@ -125,9 +125,10 @@ def test_extreme_scores_hide_no_leak(n_kv_head: int) -> None:
         assert torch.equal(before[:, :cut], model(changed)[:, :cut])
 
 
+@HEADS
 @torch.no_grad()
-def test_logits_through_the_cache_are_those_of_one_pass() -> None:
-    model, idx = make_gpt(n_kv_head=1).double().eval(), torch.randint(V, (B, T))
+def test_logits_through_the_cache_are_those_of_one_pass(n_kv_head: int) -> None:
+    model, idx = make_gpt(n_kv_head=n_kv_head).double().eval(), torch.randint(V, (B, T))
     for chunk in (1, 2, 3, T - 1):
         torch.testing.assert_close(cached(chunk)(model, idx), model(idx), rtol=1e-12, atol=1e-12)
 

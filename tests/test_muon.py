@@ -1,4 +1,4 @@
-"""Muon: its update is orthogonal, equals a plain loop over matrices, and stops, resumes and scales like AdamW's."""
+"""Muon: its update is orthogonal, equals a plain loop over matrices, and its state is saved and stops like AdamW's."""
 
 import pytest
 import torch
@@ -6,23 +6,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-import train
 from model import GPT, GPTConfig
 from model.families import FAMILIES
-from tests.conftest import make_gpt, often, same_bits, tiny_run, weights
+from tests.conftest import make_gpt, same_bits
 from training.config import TrainConfig
-from training.muon import A, B, C, momentum_at, orthogonalize
+from training.muon import A, B, C, orthogonalize
 from training.optimizer import load_optimizer_tensors, make_optimizer, optimizer_tensors, set_schedule
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(1, 3), st.integers(2, 23), st.integers(2, 23), st.integers(0, 2**32))
 def test_an_update_is_nearly_orthogonal_and_keeps_its_directions(n: int, rows: int, columns: int, seed: int) -> None:
     torch.manual_seed(seed)
     u, _ = torch.linalg.qr(torch.randn(n, rows, rows, dtype=torch.float64))
     v, _ = torch.linalg.qr(torch.randn(n, columns, columns, dtype=torch.float64))
     r = min(rows, columns)
-    sizes = torch.rand(n, r, dtype=torch.float64) + 0.1  # of very different directions
+    sizes = torch.rand(n, r, dtype=torch.float64) + 0.1  # very different ones
     made = orthogonalize(u[..., :r] @ sizes.diag_embed() @ v[..., :r].mT * 7)
     inside = u[..., :r].mT @ made @ v[..., :r]
     diagonal = inside.diagonal(dim1=-2, dim2=-1)
@@ -30,14 +29,10 @@ def test_an_update_is_nearly_orthogonal_and_keeps_its_directions(n: int, rows: i
     assert 0.6 < diagonal.min() and diagonal.max() < 1.3  # now of one size
 
 
-def test_a_stack_is_as_its_matrices() -> None:
-    stack = torch.randn(5, 7, 3)
-    torch.testing.assert_close(orthogonalize(stack), torch.stack([orthogonalize(matrix) for matrix in stack]))
-
-
 def make(family: str = "nanochat", **changes: object) -> tuple[GPT, TrainConfig]:
     model = GPT(GPTConfig(family=family, n_layer=3, n_head=5, n_embd=30, context_length=11, vocab_size=17))
-    return model, TrainConfig(optimizer="muon", **{"learning_rate": 0.02, "warmup_steps": 2, **changes})
+    options = {"learning_rate": 0.02, "warmup_steps": 2, "dtype": "float32"}
+    return model, TrainConfig(optimizer="muon", **{**options, **changes})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,9 +47,9 @@ def test_every_parameter_has_one_optimizer(family: str) -> None:
 
 
 def plain_step(parameter: torch.Tensor, momentum: torch.Tensor, rate: float, beta: float, decay: float) -> None:
-    """One matrix at a time, as Jordan et al. write it, in float64."""
+    """Update one float64 matrix as Jordan et al. (2024) write it."""
     momentum.mul_(beta).add_(parameter.grad.double(), alpha=1 - beta)
-    x = (parameter.grad.double() * (1 - beta) + momentum * beta).clone()
+    x = parameter.grad.double() * (1 - beta) + momentum * beta
     tall = x.size(0) > x.size(1)
     x = x.T if tall else x
     x = x / x.norm()
@@ -85,20 +80,6 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
         torch.testing.assert_close(matrices[name].double(), copy, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("units", [torch.float32, torch.bfloat16])
-def test_the_iteration_has_the_precision_of_training_on_every_machine(units: torch.dtype, monkeypatch) -> None:
-    monkeypatch.setattr("model.precision.precision", lambda device: units)  # of the machine
-    model, config = make()
-    for dtype, expected in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
-        seen = []
-        monkeypatch.setattr("training.muon.orthogonalize", lambda x, seen=seen: seen.append(x.dtype) or x)
-        optimizer = make_optimizer(model, config, dtype)
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-        assert {*seen} == {expected}
-
-
 def test_nothing_moves_after_a_number_that_is_not_finite() -> None:
     model, config = make()
     optimizer = make_optimizer(model, config)
@@ -115,35 +96,16 @@ def test_nothing_moves_after_a_number_that_is_not_finite() -> None:
         assert all(map(torch.equal, momenta, optimizer.momenta)) == bool(bad)
 
 
-def test_the_momentum_grows() -> None:
-    assert [momentum_at(step) for step in (0, 150, 300, 9999)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
-
-
-@pytest.mark.parametrize("family, dtype", often(("nanochat", "float32"), ("gpt2", "bfloat16"), ("llama", "float16")))
-def test_a_run_with_muon_learns_and_resumes_to_the_same_bits(run, family, dtype, corpus_file, tmp_path) -> None:
-    options = {"train__optimizer": "muon", "model__family": family, "train__dtype": dtype, "train__learning_rate": 0.02}
-    options |= {"model__n_embd": 18, "train__schedule": "wsd", "train__decay_fraction": 0.0}
-    result = run(train, *tiny_run(corpus_file, tmp_path / "whole", **options))
-    assert result.exit_code == 0, result.err
-    assert run(train, *tiny_run(corpus_file, tmp_path / "parts", **options, train__max_steps=5)).exit_code == 0
-    assert run(train, "--resume", tmp_path / "parts", "--train.max_steps", 12).exit_code == 0
-    assert same_bits(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
-    optimizers = [tmp_path / name / "checkpoints/step-00000012/optimizer.safetensors" for name in ("whole", "parts")]
-    assert optimizers[0].read_bytes() == optimizers[1].read_bytes()
-
-
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_what_is_frozen_stays_and_a_run_goes_on_with_the_rest(optimizer: str, tmp_path) -> None:
-    model = make_gpt(family="nanochat", n_embd=18)
+def test_frozen_parameters_stay_and_need_no_state(optimizer: str, tmp_path) -> None:
+    model, config = make_gpt(family="nanochat", n_embd=18), TrainConfig(optimizer=optimizer)
     model.blocks[0].requires_grad_(False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    adapted = make_optimizer(model, TrainConfig(optimizer=optimizer))
+    first, second = make_optimizer(model, config), make_optimizer(model, config)
     model(torch.arange(5)[None]).sum().backward()
-    adapted.step()
+    first.step()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]) == name.startswith("blocks.0."), name
-    save_file(optimizer_tensors(model, adapted), tmp_path / "optimizer.safetensors")
-    again = make_optimizer(model, TrainConfig(optimizer=optimizer))
-    load_optimizer_tensors(model, again, tmp_path)
-    same_tensors = zip(optimizer_tensors(model, adapted).items(), optimizer_tensors(model, again).items(), strict=True)
-    assert all(name == other and torch.equal(a, b) for (name, a), (other, b) in same_tensors)
+    save_file(optimizer_tensors(model, first), tmp_path / "optimizer.safetensors")
+    load_optimizer_tensors(model, second, tmp_path)
+    assert same_bits(optimizer_tensors(model, first), optimizer_tensors(model, second))

@@ -1,4 +1,4 @@
-"""Groups and schedule of the optimizer, and the guard against numbers that are none."""
+"""Groups and schedule of the optimizer, loss scaling, and the guard against numbers that are not finite."""
 
 import json
 import math
@@ -15,13 +15,12 @@ from training.optimizer import FiniteGuard, NonFiniteLoss, learning_rate_at, mak
 
 
 def test_learning_rates() -> None:
-    cosine = TrainConfig(learning_rate=1.0, warmup_steps=10, max_steps=110, final_lr_fraction=0.1)
+    common = {"learning_rate": 1.0, "warmup_steps": 10}
+    cosine = TrainConfig(**common, max_steps=110, final_lr_fraction=0.1)
     rates = [learning_rate_at(step, cosine) for step in range(111)]
     assert rates[:2] == [0.1, 0.2] and rates[9] == rates[10] == 1.0
     assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
-    wsd = TrainConfig(
-        learning_rate=1.0, warmup_steps=10, max_steps=100, schedule="wsd", decay_fraction=0.4, final_lr_fraction=0.0
-    )
+    wsd = TrainConfig(**common, max_steps=100, schedule="wsd", decay_fraction=0.4, final_lr_fraction=0.0)
     rates = [learning_rate_at(step, wsd) for step in range(101)]
     assert rates[10:61] == [1.0] * 51
     assert rates[80] == pytest.approx(0.5) and rates[100] == 0.0
@@ -42,11 +41,10 @@ def test_the_guard_freezes_weights_from_the_first_bad_number_on(bad: float) -> N
     model = make_gpt()
     optimizer = make_optimizer(model, TrainConfig())
     guard = FiniteGuard(optimizer, torch.device("cpu"), str)
-    before = None
     for step, number in enumerate([1.0, 2.0, bad, 3.0]):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        if not math.isfinite(number):
+        if number is bad:
             before = [parameter.clone() for parameter in model.parameters()]
             guard.check()
         guard.watch(step, torch.tensor(number))
@@ -59,68 +57,37 @@ def test_the_guard_freezes_weights_from_the_first_bad_number_on(bad: float) -> N
 def test_a_loss_that_is_not_finite_stops_before_the_update(
     run, uncertified, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss = train.next_token_loss
+    loss, steps = train.next_token_loss, []
 
-    def broken(model: GPT, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def broken(model: GPT, *rest: object, **options: object) -> torch.Tensor:
         steps.append(model.training)
-        return loss(model, inputs, targets, dtype) * (math.nan if sum(steps) > 2 * 6 else 1)
+        return loss(model, *rest, **options) * (math.nan if sum(steps) > 2 * 6 else 1)
 
-    steps = []
     monkeypatch.setattr(train, "next_token_loss", broken)
     result = run(train, *tiny_run(corpus_file, tmp_path / "nan", train__log_every=100))
     assert result.exit_code == 3
-    assert "not finite in step 6 (micro-batch 0: the loss itself): its update was not" in result.err.splitlines()[-1]
-    names = sorted(path.name for path in (tmp_path / "nan" / "checkpoints").iterdir())
-    assert names == ["step-00000004"]
+    assert "not finite in step 6" in result.err.splitlines()[-1]
+    assert [path.name for path in (tmp_path / "nan" / "checkpoints").iterdir()] == ["step-00000004"]
     assert same_bits(weights(straight, 4), weights(tmp_path / "nan", 4))
 
 
-def test_what_is_not_finite_is_named(run, uncertified, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
-    loss, calls = train.next_token_loss, []
-
-    def weights_break(model: GPT, *rest: object, **options: object) -> torch.Tensor:
-        calls.append(model.training)
-        if sum(calls) == 2 * 6 + 2:
-            model.blocks[1].mlp.up_proj.weight.data[0] = math.inf
-        return loss(model, *rest, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "next_token_loss", weights_break)
-        result = run(train, *tiny_run(corpus_file, tmp_path / "output"))
-    assert result.exit_code == 3
-    assert "in step 6 (micro-batch 0: the output of blocks.1.mlp.up_proj): " in result.err.splitlines()[-1]
-
-    def gradients_break(model: GPT, *rest: object, **options: object) -> torch.Tensor:
-        return loss(model, *rest, **options) + (0 * model.final_norm.bias.sum()).sqrt()  # whose derivative is infinite
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "next_token_loss", gradients_break)
-        result = run(train, *tiny_run(corpus_file, tmp_path / "gradient"))
-    assert "in step 0 (micro-batch 0: the gradient of final_norm.bias): " in result.err.splitlines()[-1]
-
-
-def test_gradients_are_clipped_to_their_norm(run, corpus_file: Path, tmp_path: Path) -> None:
+def test_gradients_are_clipped_to_their_norm(run, uncertified, corpus_file, tmp_path, monkeypatch) -> None:
     norms, clip = [], torch.nn.utils.clip_grad_norm_
-
-    def spy(parameters: object, max_norm: float) -> torch.Tensor:
-        norms.append(max_norm)
-        return clip(parameters, max_norm)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
-        run(train, *tiny_run(corpus_file, tmp_path / "clipped", train__grad_clip=0.25, train__max_steps=2))
-        run(train, *tiny_run(corpus_file, tmp_path / "free", train__grad_clip=0, train__max_steps=2))
-    assert norms == [0.25, 0.25, math.inf, math.inf]
+    spy = lambda parameters, norm: norms.append(norm) or clip(parameters, norm)  # noqa: E731
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
+    for grad_clip in (0.25, 0.0):  # 0: as it is
+        run(train, *tiny_run(corpus_file, tmp_path / f"{grad_clip}", train__grad_clip=grad_clip, train__max_steps=1))
+    assert norms == [0.25, math.inf]
 
 
+@pytest.mark.long
 def test_loss_scaling_in_float16_resumes_to_the_same_bits(run, corpus_file, tmp_path, monkeypatch) -> None:
     half = {"train__dtype": "float16", "train__schedule": "wsd", "train__decay_fraction": 0}
     run(train, *tiny_run(corpus_file, tmp_path / "straight", **half))
     run(train, *tiny_run(corpus_file, tmp_path / "broken", **half, train__max_steps=5))
     trainer = json.loads((tmp_path / "broken" / "checkpoints" / "step-00000005" / "trainer.json").read_text())
     assert trainer["scaler"]["_growth_tracker"] == 5
-    restored = []
-    load = torch.amp.GradScaler.load_state_dict
+    restored, load = [], torch.amp.GradScaler.load_state_dict
     spy = lambda scaler, state: restored.append(state) or load(scaler, state)  # noqa: E731
     monkeypatch.setattr(torch.amp.GradScaler, "load_state_dict", spy)
     run(train, "--resume", tmp_path / "broken", "--train.max_steps", 12)

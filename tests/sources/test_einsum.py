@@ -21,29 +21,21 @@ def einsum_attention(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tens
     return torch.einsum("bhqk,bhkd,chd->bqc", weights, v, w_o.unflatten(1, (H, -1)))
 
 
-def formula_attention(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor, mask: Tensor) -> Tensor:
-    q, k, v = ((x @ w.T).unflatten(-1, (H, -1)).transpose(1, 2) for w in (w_q, w_k, w_v))
-    return (attention_weights(q, k, mask) @ v).transpose(1, 2).flatten(2) @ w_o.T
-
-
-def layer_attention(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor, mask: Tensor) -> Tensor:
-    layer = CausalSelfAttention(C, H, H, C // H, mask, bias=False).to(x.dtype)
-    for proj, weight in ((layer.q_proj, w_q), (layer.k_proj, w_k), (layer.v_proj, w_v), (layer.o_proj, w_o)):
-        proj.weight = nn.Parameter(weight)
-    return layer(x)
-
-
 @pytest.mark.parametrize("dtype", BARS, ids=str)
-@pytest.mark.parametrize(
-    "attention, causal",
-    [(formula_attention, False), (formula_attention, True), (layer_attention, True), (einsum_attention, True)],
-)
-def test_equals_torch_multihead_attention(attention: object, causal: bool, dtype: torch.dtype) -> None:
+@torch.no_grad()
+def test_equals_torch_multihead_attention(dtype: torch.dtype) -> None:
     theirs = nn.MultiheadAttention(C, H, bias=False, batch_first=True).to(dtype)
-    x = torch.randn(B, T, C, dtype=dtype)
-    mask = make_causal_mask(T) if causal else torch.ones(T, T, dtype=torch.bool)
-    with torch.no_grad():
-        expected, _ = theirs(x, x, x, attn_mask=~mask)
-        actual = attention(x, *theirs.in_proj_weight.chunk(3), theirs.out_proj.weight, mask)
-    error = (actual - expected).norm() / expected.norm()
-    assert error <= BARS[dtype]
+    x, mask = torch.randn(B, T, C, dtype=dtype), make_causal_mask(T)
+    matrices = [*theirs.in_proj_weight.chunk(3), theirs.out_proj.weight]
+    layer = CausalSelfAttention(C, H, H, C // H, mask, bias=False).to(dtype)
+    for proj, weight in zip((layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj), matrices, strict=True):
+        proj.weight.copy_(weight)
+    expected, expected_weights = theirs(x, x, x, attn_mask=~mask, average_attn_weights=False)
+    for actual in (layer(x), einsum_attention(x, *matrices, mask)):
+        assert (actual - expected).norm() / expected.norm() <= BARS[dtype]
+
+    q, k = layer.split_heads(layer.q_proj(x)), layer.split_heads(layer.k_proj(x))
+    torch.testing.assert_close(attention_weights(q, k, mask), expected_weights)
+    everything = torch.ones_like(mask)  # not causal, as in the source
+    _, expected_weights = theirs(x, x, x, average_attn_weights=False)
+    torch.testing.assert_close(attention_weights(q, k, everything), expected_weights)

@@ -9,18 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import inspect_attention
-from data.tokenizer import make_tokenizer, save_tokenizer
-from inspection import capture, files, plots
+from inspection import plots
 from model import GPT, GPTConfig
 from model.attention import Attend, CausalSelfAttention, attention_weights, make_causal_mask
-from model.checkpoint import to_json
-from model.huggingface import config_to_huggingface, tensors_to_huggingface
+from tests.test_huggingface import save
 
-H, N_KV_HEAD, D, T = 24, 8, 128, 9
-C = 3072
+TEXT = "the financial bank is located on river bank"
+H, N_KV_HEAD, D, T, C = 24, 8, 128, 9, 3072
 
 
 def test_matrices_of_nine_tokens() -> None:
@@ -32,12 +29,10 @@ def test_matrices_of_nine_tokens() -> None:
     (q, k, v, mask, _), output = seen[0]
     weights = attention_weights(q, k, mask)
     assert weights.shape == (1, H, T, T)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(1, H, T))
     torch.testing.assert_close(weights @ v.repeat_interleave(H // N_KV_HEAD, dim=1), output)
 
 
 def test_splitting_and_combining_heads_are_inverse() -> None:
-    """`CausalSelfAttention` combines by transposing and flattening; if the values are kept, so is everything."""
     layer = CausalSelfAttention(15, 3, 3, 5, make_causal_mask(T), bias=False)
     for proj in (layer.v_proj, layer.o_proj):
         torch.nn.init.eye_(proj.weight)
@@ -50,45 +45,20 @@ def test_splitting_and_combining_heads_are_inverse() -> None:
 def test_half_precision_stays_finite_and_sums_to_one(dtype: torch.dtype) -> None:
     q, k, v = (30 * torch.randn(1, heads, T, D).to(dtype) for heads in (H, N_KV_HEAD, N_KV_HEAD))
     weights = attention_weights(q, k, make_causal_mask(T))
-    assert weights.isfinite().all() and Attend()(q, k, v, make_causal_mask(T)).isfinite().all()
+    assert Attend()(q, k, v, make_causal_mask(T)).isfinite().all()
     torch.testing.assert_close(weights.float().sum(-1), torch.ones(1, H, T), rtol=0, atol=1e-2)
     assert torch.equal(weights.triu(1), torch.zeros_like(weights))
-
-
-def test_its_minus_infinity_does_not_fit_half_precision() -> None:
-    scores = torch.randn(T, T, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="overflow"):
-        scores.masked_fill(~make_causal_mask(T), -1e9)
+        torch.zeros(T, T, dtype=torch.float16).masked_fill(~make_causal_mask(T), -1e9)
 
 
 def test_its_picture_of_the_last_layer(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random weights of its shape, scaled down, as a directory from elsewhere: one command draws every head."""
+    """With random weights of its number of heads, one command draws every head of the last layer."""
     pytest.importorskip("matplotlib")
-    text = "the financial bank is located on river bank"
-    tokenizer = make_tokenizer("bpe:300", [text + "\n", text] * 9)
     shape = {"n_layer": 3, "n_head": H, "n_kv_head": N_KV_HEAD, "n_embd": 8 * H, "n_inner": 64, "context_length": 61}
-    model = GPT(GPTConfig(family="llama", vocab_size=tokenizer.vocab_size, **shape)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    save_tokenizer(tokenizer, tmp_path)
-    (tmp_path / "config.json").write_bytes(to_json(config_to_huggingface(model.config, *[tokenizer.end_of_text] * 2)))
-    save_file(tensors_to_huggingface(model.config, model.state_dict()), tmp_path / "model.safetensors")
-
+    checkpoint = save(GPT(GPTConfig(family="llama", vocab_size=257, **shape)), tmp_path)
     drawn = {}
-
-    def draw(path, title, labels, heads, pattern, scores) -> None:
-        drawn.update(labels=labels, weights={head: pattern(head) for head in heads})
-        original(path, title, labels, heads, pattern, scores)
-
-    original = plots.draw_heads
-    monkeypatch.setattr(plots, "draw_heads", draw)
-    outputs = ("-o", tmp_path / "heads.png", "-o", tmp_path / "heads.npz")
-    result = run(inspect_attention, tmp_path, "--text", text, "--heads", "last.*", *outputs)
+    monkeypatch.setattr(plots, "draw_heads", lambda path, title, labels, heads, *rest: drawn.update(heads=heads))
+    result = run(inspect_attention, checkpoint, "--text", TEXT, "--heads", "last.*", "-o", tmp_path / "heads.png")
     assert result.exit_code == 0, result.err
-    assert drawn["labels"] == ["the", *("␣" + word for word in text.split()[1:])]
-    assert list(drawn["weights"]) == [(2, head) for head in range(H)]
-    assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
-    with capture(model, [-1]) as att, torch.no_grad():
-        model(files.load(tmp_path / "heads.npz").tokens[None])
-    for (layer, head), weights in drawn["weights"].items():
-        torch.testing.assert_close(weights, att.pattern(layer, head)[0], rtol=0, atol=1e-6)
+    assert list(drawn["heads"]) == [(2, head) for head in range(H)]

@@ -29,7 +29,7 @@ def weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
 
 
 def printed(actual: Tensor, expected: list) -> None:
-    """Equal to the four decimals that the source prints."""
+    """Assert that numbers equal the four decimals that the source prints."""
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=0, atol=0.5001e-4)
 
 
@@ -38,15 +38,8 @@ def test_weights_and_contexts_without_a_mask() -> None:
     q, k, v = (TOKENS @ torch.rand(3, 2) for _ in range(3))
     everything = weights(q, k, torch.ones(6, 6, dtype=torch.bool))
     printed(everything[1], [0.1500, 0.2264, 0.2199, 0.1311, 0.0906, 0.1820])
-    contexts = [
-        [0.2996, 0.8053],
-        [0.3061, 0.8210],
-        [0.3058, 0.8203],
-        [0.2948, 0.7939],
-        [0.2927, 0.7891],
-        [0.2990, 0.8040],
-    ]
-    printed(everything @ v, contexts)
+    contexts = [[0.2996, 0.3061, 0.3058, 0.2948, 0.2927, 0.2990], [0.8053, 0.8210, 0.8203, 0.7939, 0.7891, 0.8040]]
+    printed((everything @ v).T, contexts)
 
 
 def test_causal_weights() -> None:
@@ -69,44 +62,34 @@ def test_our_layer_prints_what_the_two_head_layer_prints() -> None:
     q_proj, k_proj, v_proj = (nn.Linear(6, 6, bias=False) for _ in range(3))
     o_proj = nn.Linear(6, 6)
     layer = CausalSelfAttention(n_embd=6, n_head=2, n_kv_head=2, head_dim=3, mask=make_causal_mask(3))
-    for ours, theirs in (
-        (layer.q_proj, q_proj),
-        (layer.k_proj, k_proj),
-        (layer.v_proj, v_proj),
-        (layer.o_proj, o_proj),
-    ):
-        ours.weight, ours.bias = theirs.weight, theirs.bias
-    output = layer(TOKENS.view(1, 3, 6))[0].detach()
-    printed(
-        output,
-        [
-            [0.1569, -0.0873, 0.0210, 0.0215, -0.3243, -0.2518],
-            [0.1117, -0.0547, 0.0406, -0.0213, -0.3251, -0.2993],
-            [0.1196, -0.0491, 0.0318, -0.0635, -0.2788, -0.2578],
-        ],
-    )
+    ours = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
+    for proj, theirs in zip(ours, (q_proj, k_proj, v_proj, o_proj), strict=True):
+        proj.weight, proj.bias = theirs.weight, theirs.bias
+    rows = [
+        [0.1569, -0.0873, 0.0210, 0.0215, -0.3243, -0.2518],
+        [0.1117, -0.0547, 0.0406, -0.0213, -0.3251, -0.2993],
+        [0.1196, -0.0491, 0.0318, -0.0635, -0.2788, -0.2578],
+    ]
+    printed(layer(TOKENS.view(1, 3, 6))[0].detach(), rows)
 
 
 def test_large_scores_make_softmax_choose_one() -> None:
-    """Through our formula: a query of 1 and these keys, D = 1, so that the scores are the keys."""
-    scores = torch.tensor([0.1, -0.2, 0.3, -0.2, 0.5])
+    """With a query of 1 and D = 1, the scores of our formula are the keys."""
+    scores, everything = torch.tensor([0.1, -0.2, 0.3, -0.2, 0.5]), torch.ones(1, 5, dtype=torch.bool)
     for scale, expected in (
         (1, [0.1925, 0.1426, 0.2351, 0.1426, 0.2872]),
         (8, [0.0326, 0.0030, 0.1615, 0.0030, 0.8000]),
     ):
-        everything = torch.ones(1, 5, dtype=torch.bool)
         printed(weights(torch.ones(1, 1), scale * scores[:, None], everything)[0], expected)
 
 
-@pytest.mark.parametrize("d", [5, 53, 503])
-def test_dividing_by_sqrt_d_keeps_the_variance_of_a_score_at_one(d: int) -> None:
-    """Read off our formula: with two keys, the logarithm of the ratio of weights is the difference of scores."""
-    q, k = torch.randn(20_000, 1, 1, d, dtype=torch.float64), torch.randn(20_000, 1, 2, d, dtype=torch.float64)
-    dots = (q @ k.mT)[:, 0, 0]
-    assert dots.var().item() == pytest.approx(d, rel=0.05)
-    both = attention_weights(q, k, torch.ones(1, 2, dtype=torch.bool))[:, 0, 0].log()
-    scores_apart = both[:, 0] - both[:, 1]
-    assert scores_apart.var().item() / 2 == pytest.approx(1, rel=0.05)
+def test_dividing_by_sqrt_d_keeps_the_variance_of_a_score_at_one() -> None:
+    """With two keys, the logarithm of the ratio of their weights is the difference of two scores of our formula."""
+    for d in (5, 53):
+        q, k = torch.randn(20_000, 1, 1, d), torch.randn(20_000, 1, 2, d)
+        assert (q @ k.mT).var().item() == pytest.approx(d, rel=0.05)
+        first, second = attention_weights(q, k, torch.ones(1, 2, dtype=torch.bool))[:, 0, 0].log().unbind(-1)
+        assert (first - second).var().item() / 2 == pytest.approx(1, rel=0.05)
 
 
 class DiscardsTheMaskedScores(nn.Module):
