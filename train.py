@@ -36,10 +36,10 @@ from configs import ConfigError, parse, run_script, visible
 from data.batches import IGNORE, Batches, seed_for, validation_batches
 from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, document_start, encode, token_bytes, token_lengths
-from inspection.watch import HeadWatch
+from inspection import as_json, head_scores, repeat_probe
 from model import GPT, GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint, runs_beside
-from model.parts import is_part, whole
+from model.parts import whole
 from model.sampling import stream
 from training.certificate import certify
 from training.config import TrainConfig
@@ -63,6 +63,7 @@ from training.recipe import choose_shape, choose_steps, describe, measure
 from training.run import Run
 from training.verify import verify_resume
 
+HEADS_TOKENS = 256  # of validation text on which heads are measured at each evaluation
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 QUICKSTART, FINETUNE = (Path(__file__).parent / "configs" / f"{name}.toml" for name in ("quickstart", "finetune"))
 
@@ -161,6 +162,17 @@ def evaluate(
     return None if stopped else math.fsum(ranks.collect([*losses]).tolist()) / (len(tokens) - 1)
 
 
+def measure_heads(model: GPT, val_tokens: np.ndarray, start: list[int]) -> dict[str, list[list[float | None]]]:
+    """Measure every head on one text and one probe of the validation tokens: metric -> L rows of H numbers.
+
+    start: the ids between two documents.
+    """
+    T = model.config.context_length
+    text = torch.from_numpy(val_tokens[: min(T, HEADS_TOKENS)].astype(np.int64))[None]
+    words = torch.from_numpy(np.setdiff1d(val_tokens, start).astype(np.int64))
+    return as_json(head_scores(model, text, repeat_probe(words, start[-1], T, num=1), verify=False))
+
+
 def main() -> None:
     with said_by_first():
         config = read_config(sys.argv[1:])
@@ -194,7 +206,6 @@ def train(config: Config, ranks: Ranks) -> None:
     val_tokens = corpus.tokens["val"][: c.eval_tokens + 1]
     val_bytes = token_lengths(corpus.tokenizer)[val_tokens[1:]].sum()
     bits_per_byte_per_nat = (len(val_tokens) - 1) / val_bytes / math.log(2)
-    watch = HeadWatch(val_tokens, document_start(corpus.tokenizer), T)
 
     prompt = [*document_start(corpus.tokenizer), *encode(corpus.tokenizer, c.sample_prompt).tolist()]
     run.begin(corpus)
@@ -262,7 +273,7 @@ def train(config: Config, ranks: Ranks) -> None:
                     val_loss = evaluate(loss_fn, model, c.batch_size, val_tokens, interrupt, ranks)
                     if val_loss is not None:
                         with autocast(device, dtype):
-                            heads = watch.scores(model)
+                            heads = measure_heads(model, val_tokens, document_start(corpus.tokenizer))
                         bits_per_byte = val_loss * bits_per_byte_per_nat
                         progress.write(run.log_validation(val_loss, bits_per_byte, heads, text))
             stopping = step == c.max_steps or ranks.any(interrupt)
@@ -302,8 +313,6 @@ def train(config: Config, ranks: Ranks) -> None:
             text = sample(model, corpus.tokenizer, prompt, 3 * c.sample_tokens)
             print(f"\nA sample of what it writes:\n{visible(text)}\n")
             run.tracker.log({"step": step, "sample": text})
-        if not is_part(model.lm_head.weight):  # else all ranks would have to draw it
-            run.tracker.log_picture(step, lambda: watch.picture(model))
     run.finish()
     if state["best_step"] not in (None, step):
         print(f"The best validation loss, {state['best_val_loss']:.4f}, was that of step {state['best_step']}.")

@@ -70,8 +70,7 @@ class Session:
         rows = [record.history.item for record in self.records if record.HasField("history")]
         rows = [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in rows]
         rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
-        self.lines = [row for row in rows if "sample._type" not in row and "heads._type" not in row]
-        self.pictures = [row for row in rows if "heads._type" in row]
+        self.lines = [row for row in rows if "sample._type" not in row]
         self.samples = [row for row in rows if "sample._type" in row]
         self.exit_codes = [record.exit.exit_code for record in self.records if record.HasField("exit")]
 
@@ -129,10 +128,6 @@ def test_an_offline_run_says_what_metrics_jsonl_says(run, corpus_file: Path, tmp
     assert (session.run.project, session.run.display_name) == ("tril", "some run")
     assert session.exit_codes == [0] and not session.models()
 
-    (picture,) = session.pictures
-    assert picture["step"] == 12 and picture["heads._type"] == "image-file"
-    assert (session.files / picture["heads.path"]).read_bytes().startswith(b"\x89PNG")
-
     tables = [json.loads((session.files / row["sample.path"]).read_text()) for row in session.samples]
     assert all(table["columns"] == ["step", "prompt", "text"] for table in tables)
     rows = [row for table in tables for row in table["data"]]
@@ -153,7 +148,7 @@ def test_nothing_leaves_the_run_directory_and_no_name_gets_in(run, corpus_file, 
     assert not any(record.HasField("environment") or record.HasField("stats") for record in session.records)
     said = b"".join(record.SerializeToString() for record in session.records)
     assert sys.executable.encode() not in said and b"train.py" not in said
-    sent = {*(row["sample.path"] for row in session.samples), session.pictures[0]["heads.path"]}
+    sent = {row["sample.path"] for row in session.samples}
     assert {str(path.relative_to(session.files)) for path in session.files.rglob("*") if path.is_file()} == sent
 
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 
-import numpy as np
-
 from training.config import TrainConfig
 
 WAIT_SECONDS = 15  # for wandb, at the beginning of a session and at its end; `wandb sync` sends what was left then
@@ -101,11 +99,6 @@ class Tracker:
             temporary = self.newest.with_suffix(".tmp")
             temporary.write_text(json.dumps(self.last))
             temporary.replace(self.newest)
-
-    @optional
-    def log_picture(self, step: int, draw: Callable[[], np.ndarray]) -> None:
-        """What the heads look at; draw makes a picture, (height, width) uint8."""
-        self.run.log({"step": step, "heads": self.wandb.Image(draw())})
 
     @optional
     def log_checkpoint(self, directory: Path, *aliases: str) -> None:

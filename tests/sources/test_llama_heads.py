@@ -7,13 +7,14 @@ financial bank is located on river bank" --heads "last.*" -o heads.png
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import inspect_attention
 from data.tokenizer import make_tokenizer, save_tokenizer
-from inspection import capture, files, plots
+from inspection import capture, plots
 from model import GPT, GPTConfig
 from model.attention import Attend, CausalSelfAttention, attention_weights, make_causal_mask
 from model.checkpoint import to_json
@@ -76,9 +77,9 @@ def test_its_picture_of_the_last_layer(run, tmp_path: Path, monkeypatch: pytest.
 
     drawn = {}
 
-    def draw(path, title, labels, heads, pattern, scores) -> None:
-        drawn.update(labels=labels, weights={head: pattern(head) for head in heads})
-        original(path, title, labels, heads, pattern, scores)
+    def draw(path, inspection, heads, labels) -> None:
+        drawn.update(labels=labels, weights={head: inspection.att.pattern(*head)[0] for head in heads})
+        original(path, inspection, heads, labels)
 
     original = plots.draw_heads
     monkeypatch.setattr(plots, "draw_heads", draw)
@@ -89,6 +90,6 @@ def test_its_picture_of_the_last_layer(run, tmp_path: Path, monkeypatch: pytest.
     assert list(drawn["weights"]) == [(2, head) for head in range(H)]
     assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
     with capture(model, [-1]) as att, torch.no_grad():
-        model(files.load(tmp_path / "heads.npz").tokens[None])
+        model(torch.from_numpy(np.load(tmp_path / "heads.npz")["tokens"])[None])
     for (layer, head), weights in drawn["weights"].items():
         torch.testing.assert_close(weights, att.pattern(layer, head)[0], rtol=0, atol=1e-6)
