@@ -318,31 +318,28 @@ def decode(model: GPT, inputs: Inputs, device: torch.device) -> Captured:
 
 
 def explain(model: GPT, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `influence` as (T, T), for as many rows as INFLUENCE_FLOPS allow, nan in the others; and predictions."""
+    """Compute `influence` for as many rows as INFLUENCE_FLOPS allow, evenly spread, the last among them."""
     T = inputs.shown.size(1)
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
     num_rows = T if model.lm_head.weight.is_cuda else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
-    rows = np.linspace(T - 1, 0, num_rows).astype(int)[::-1].copy()
-    shares, tokens, probabilities = influence(model, inputs.shown, rows.tolist())
-    return torch.full((T, T), torch.nan).index_copy(0, torch.from_numpy(rows), shares), tokens, probabilities
+    return influence(model, inputs.shown, np.linspace(T - 1, 0, num_rows).astype(int).tolist())
 
 
 def write(path: Path, inputs: Inputs, labels: list[str], heads: list[Head], inspections: list[Inspection]) -> None:
     """Write one output in the format of its suffix."""
-    first, last, suffix = inspections[0], inspections[-1], path.suffix.lower()
+    last, suffix = inspections[-1], path.suffix.lower()
     if suffix in (".csv", ".json"):
         about = {"text": inputs.note, "tokens": inputs.shown[0].tolist(), "labels": labels}
         files.write_scores(path, inspections, heads, about)
     elif suffix in (".npz", ".safetensors"):
         files.write_tensors(path, last, inputs.shown[0], labels)
     elif suffix == ".html":
-        title = f"Heads of {last.name if len(inspections) == 1 else f'{first.name} to {last.name}'}"
         note = f"text: {inputs.note}"
         if not torch.equal(inputs.measured, inputs.shown):
             note = f"scores: means over {inputs.note}; pictures: the first {inputs.prompt_length} tokens of these"
             if num_new := len(labels) - inputs.prompt_length:
                 note += f", and {num_new} that it wrote"
-        page.write_page(path, title, note, labels, heads, inspections)
+        page.write_page(path, note, labels, heads, inspections)
     elif len(inspections) > 1:
         plots.draw_timeline(path, inspections, heads)
     else:

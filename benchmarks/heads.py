@@ -13,7 +13,6 @@ was when the model stood there. Eager is `transformers` with output_attentions, 
 import resource
 import statistics
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -33,10 +32,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.record import Record, describe_machine
 from data.tokenizer import encode, load_tokenizer
-from inspection import capture, influence, rollout
+from inspection import HeadScores, Inspection, as_json, capture, head_scores, influence, repeat_probe
 from inspection.metrics import measure
-from inspection.page import Snapshot, write_page
-from inspection.watch import HeadWatch
+from inspection.page import write_page
 from model import GPT, GPTConfig
 from model.checkpoint import find_checkpoint
 from train import next_token_loss, read_config
@@ -196,7 +194,8 @@ def train_and_look(config: GPTConfig, options: TrainConfig, device: str, repeats
     loss_fn = torch.compile(next_token_loss, dynamic=False) if device != "cpu" else next_token_loss
     size = (2, options.batch_size, config.context_length)
     inputs, targets = torch.randint(config.vocab_size, size, device=device)
-    watch = HeadWatch(inputs.flatten().cpu().numpy(), [config.vocab_size - 1], config.context_length)
+    text, words = inputs.cpu().flatten()[None, : min(config.context_length, 256)], inputs.cpu().unique()
+    probe = repeat_probe(words[words < config.vocab_size - 1], config.vocab_size - 1, config.context_length, num=1)
 
     def step() -> None:
         (loss_fn(model, inputs, targets, dtype) / targets.numel()).backward()
@@ -206,7 +205,7 @@ def train_and_look(config: GPTConfig, options: TrainConfig, device: str, repeats
 
     def summary() -> None:
         with autocast(where, dtype):
-            watch.scores(model)
+            as_json(head_scores(model, text, probe, verify=False))
 
     rounds = []
     for _ in range(repeats + 1):
@@ -237,35 +236,19 @@ def page_sizes(shape: dict | None, T: int) -> dict:
     with capture(model) as att, torch.no_grad():
         model.hidden(idx)
     L, H = model.config.n_layer, model.config.n_head
-    scores = att.scores()
-    tables = {name: values for name, values in scores.items() if values.dim() == 2}
+    samples = att.measured()
     _, tokens, probabilities = influence(model, idx, rows=[])
     predictions = [(f"token{t}", p) for t, p in zip(tokens.tolist(), probabilities.tolist(), strict=True)]
-    heads = [f"{layer}.{head}" for layer in range(L) for head in range(H)]
+    heads = [(layer, head) for layer in range(L) for head in range(H)]
     weights = L * H * T * (T + 1) // 2
-    result = {"heads": len(heads), "tokens": T, "weights": weights, "mean_entropy": scores["entropy"].mean().item()}
+    result = {"heads": len(heads), "tokens": T, "weights": weights, "mean_entropy": samples["entropy"].mean().item()}
 
-    def written(limit: int | None) -> tuple[int, float, list[str]]:
-        look = Snapshot(
-            name="step-00000000",
-            step=0,
-            loss=None,
-            note="",
-            scores=tables,
-            errors={},
-            pattern=lambda head: att.pattern(*map(int, head.split(".")))[0],
-            rollout=rollout(att)[0],
-            influence=None,
-            predictions=predictions,
-        )
-        with TemporaryDirectory() as directory:
-            path, began = Path(directory) / "page.html", time.perf_counter()
-            notes = write_page(path, "heads", "", labels, heads, [look], **({"limit": limit} if limit else {}))
-            return path.stat().st_size, time.perf_counter() - began, notes
-
-    size, seconds, notes = written(None)
-    result |= {"page_bytes": size, "page_seconds": seconds, "notes": notes}
-    result["whole_page_bytes"] = written(2**40)[0] if notes else size
+    scores = HeadScores(samples, torch.zeros(1), 0.0)
+    inspection = Inspection("step-00000000", 0, "", {}, scores, att, predictions=predictions)
+    with TemporaryDirectory() as directory:
+        path, began = Path(directory) / "page.html", time.perf_counter()
+        write_page(path, "", labels, heads, [inspection], limit=2**40)
+        result |= {"page_seconds": time.perf_counter() - began, "page_bytes": path.stat().st_size}
     if find_spec("bertviz"):
         import bertviz
 
@@ -354,19 +337,17 @@ def tabulate_pages(record: Record, tiny: bool) -> None:
         cases.insert(0, ("trained", None, 128))
     print(f"\nHTML pages in MB, of {shape['n_layer']} x {shape['n_head']} heads of random weights (matrices of queries")
     print(f"and keys {SHARPER:g} times as large as usual), and of out/quickstart, if it is there:")
-    print("weights       T  entropy     ours     whole   B/weight  head_view  model_view")
+    print("weights       T  entropy     ours   B/weight  head_view  model_view")
     for weights, of, T in cases:
         result = record({"what": "pages", "from": weights} | alone(page_sizes, of, T))
-        whole, ours = result["whole_page_bytes"], f"{result['page_bytes'] / 1e6:.2f}"
-        sizes = (result.get(f"{view}_bytes") for view in ("head_view", "model_view"))
-        theirs = [f"{size / 1e6:.2f}" if size else "-" for size in sizes]
+        size = result["page_bytes"]
+        others = (result.get(f"{view}_bytes") for view in ("head_view", "model_view"))
+        theirs = [f"{other / 1e6:.2f}" if other else "-" for other in others]
         print(
-            f"{weights:9} {T:5} {result['mean_entropy']:8.2f} {ours:>8} {whole / 1e6:9.2f} "
-            f"{whole / result['weights']:10.2f} {theirs[0]:>10} {theirs[1]:>11}",
+            f"{weights:9} {T:5} {result['mean_entropy']:8.2f} {size / 1e6:8.2f} "
+            f"{size / result['weights']:10.2f} {theirs[0]:>10} {theirs[1]:>11}",
             flush=True,
         )
-        for note in result["notes"]:
-            print(textwrap.fill(note, 80, initial_indent="    ", subsequent_indent="    "))
     if not find_spec("bertviz"):
         print("head_view, model_view: BertViz is not here (pip install bertviz 'ipython<9')")
 

@@ -192,8 +192,8 @@ def influence(model: GPT, idx: Tensor, rows: Sequence[int]) -> tuple[Tensor, Ten
     """Measure how much each token influences a prediction: the gradient of its log-probability by the embedding.
 
     idx is (1, T); rows are the positions whose predictions are explained. Returns the norms of the gradients (Simonyan
-    et al. 2014) as shares of their sum, (rows, T); and for all T positions the likeliest next token, (T,), and its
-    probability, (T,).
+    et al. 2014) as shares of their sum, (T, T), nan in all other rows; and for every position the likeliest next token,
+    (T,), and its probability, (T,).
     """
     embedded = []
 
@@ -211,12 +211,12 @@ def influence(model: GPT, idx: Tensor, rows: Sequence[int]) -> tuple[Tensor, Ten
                 for part in hidden.split(POSITIONS, dim=1):
                     likeliest.append(model.logits(part)[0].float().softmax(-1).max(-1))
             probabilities, tokens = (torch.cat(parts).cpu() for parts in zip(*likeliest, strict=True))
-            shares = torch.empty(len(rows), idx.size(1))
-            for number, row in enumerate(rows):
+            shares = torch.full((idx.size(1), idx.size(1)), torch.nan)
+            for row in rows:
                 log_probability = model.logits(hidden[0, row]).float().log_softmax(-1)[tokens[row]]
                 (gradient,) = torch.autograd.grad(log_probability, embedded, retain_graph=True)
                 norms = gradient[0].float().norm(dim=-1)
-                shares[number] = (norms / norms.sum()).cpu()
+                shares[row] = (norms / norms.sum()).cpu()
     finally:
         handle.remove()
         model.train(was_training)

@@ -32,19 +32,19 @@ UNSAFE = str.maketrans({sign: f"\\u{ord(sign):04x}" for sign in "<>&=("})  # JSO
 
 def write_page(
     path: Path,
-    title: str,
     note: str,
     labels: Sequence[str],
     heads: Sequence[Head],
     inspections: Sequence[Inspection],
     limit: int = LIMIT,
 ) -> None:
-    """Write the page. labels: the T tokens; heads: those with a picture; inspections: at least one, in order.
+    """Write the page.
 
+    note: says what was measured; labels: the T tokens; heads: those with a picture; inspections: in order, not empty.
     Raises ModelError if the page would have more than `limit` bytes.
     """
     data = {
-        "title": title,
+        "title": "Heads of " + " to ".join(dict.fromkeys((inspections[0].name, inspections[-1].name))),
         "note": note,
         "labels": labels,
         "heads": [name_of(head) for head in heads],

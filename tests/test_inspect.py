@@ -85,11 +85,18 @@ def test_pictures_pool_by_the_largest_and_spell_what_the_font_lacks() -> None:
     assert grid_columns([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]) == 3 and grid_columns([(0, 0), (1, 2)]) == 2
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     write_whole(tmp_path / "link", b"old")
-    with pytest.raises(TypeError):
-        write_whole(tmp_path / "a", None)
+
+    def fill_the_disk(path: Path, content: bytes) -> None:
+        with open(path, "wb") as file:
+            file.write(content[:1])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_bytes", fill_the_disk)
+    with pytest.raises(OSError, match="no space left"):
+        write_whole(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "a").read_bytes() == b"old"
     assert {path.name for path in tmp_path.iterdir()} == {"a", "link"}
 

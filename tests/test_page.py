@@ -74,7 +74,7 @@ def inspected(step: int = 400) -> Inspection:
 
 
 def write(path: Path, *inspections: Inspection, **options: object) -> None:
-    options = {"title": "Heads", "note": "a text", "heads": HEADS, "labels": [f"␣w{i}" for i in range(T)]} | options
+    options = {"note": "a text", "heads": HEADS, "labels": [f"␣w{i}" for i in range(T)]} | options
     write_page(path, inspections=inspections or [inspected()], **options)
 
 
@@ -94,11 +94,11 @@ def data_of(path: Path) -> dict:
 
 def test_file_names_no_address_and_loads_nothing(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    write(path, labels=HOSTILE, title=HOSTILE[0], note=HOSTILE[7])
+    write(path, replace(inspected(), name=HOSTILE[0]), labels=HOSTILE, note=HOSTILE[7])
     text = path.read_text(encoding="ascii", errors="ignore").lower()
     assert not [word for word in FORBIDDEN if word in text]
     assert "default-src 'none'" in text and "unsafe" not in text
-    assert data_of(path)["labels"] == HOSTILE and data_of(path)["title"] == HOSTILE[0]
+    assert data_of(path)["labels"] == HOSTILE and data_of(path)["title"] == f"Heads of {HOSTILE[0]}"
     assert text.count("</script>") == 2 + len(HEADS) + 1  # data, code, heads, influence
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 
@@ -294,8 +294,8 @@ def test_slider_travels_through_checkpoints(show: Callable) -> None:
 
 @pytest.mark.long
 def test_hostile_tokens_are_text(show: Callable) -> None:
-    page = show(labels=HOSTILE, title=HOSTILE[0], note=HOSTILE[0])
-    assert page.locator("h1").inner_text() == HOSTILE[0]
+    page = show(replace(inspected(), name=HOSTILE[0]), labels=HOSTILE, note=HOSTILE[0])
+    assert page.locator("h1").inner_text() == f"Heads of {HOSTILE[0]}"
     assert [part.text_content() for part in page.locator("#attention bdi").all()] == HOSTILE
     assert page.locator("img").count() == 0 and page.locator("script").count() == 2 + len(HEADS) + 1
 
