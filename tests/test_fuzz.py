@@ -24,10 +24,11 @@ import sample
 import train
 from configs import parse, read_prompt, run_script
 from data.corpus import open_corpus
-from data.tokenizer import encode, load_tokenizer, make_tokenizer
+from data.tokenizer import load_tokenizer, make_tokenizer
 from model import GPT, ModelError
 from model.checkpoint import read_certificate, with_own_hash
 from tests.conftest import make_gpt, sign
+from training.distributed import Ranks
 from training.run import Run
 
 SECONDS, GIB = 10, 1 << 30
@@ -130,7 +131,7 @@ def copy_of(intact: Path) -> Path:
 def load(directory: Path) -> None:
     """Read what sample.py reads of a checkpoint."""
     model = GPT.from_pretrained(directory / CHECKPOINT)
-    encode(load_tokenizer(directory / CHECKPOINT), "a b, aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac 12")
+    load_tokenizer(directory / CHECKPOINT).encode("a b, aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac 12")
     read_certificate(directory / CHECKPOINT)
     model(torch.zeros(1, 1, dtype=torch.int64))
 
@@ -142,17 +143,16 @@ def resumed_config(run: Path) -> train.Config:
 
 def resume(directory: Path) -> None:
     """Read what a resumed run reads of its directory."""
-    run, gpt = Run(resumed_config(directory / "run")), make_gpt(vocab_size=257)
-    run.begin(open_corpus(directory / "corpus"))
+    run, gpt = Run(resumed_config(directory / "run"), Ranks()), make_gpt(vocab_size=257)
     run.restore(gpt, torch.optim.AdamW(gpt.parameters()), torch.amp.GradScaler("cpu", enabled=False))
-    run.start({}, {"torch": "2"})
+    run.begin(open_corpus(directory / "corpus"), {}, {"torch": "2"})
     run.finish()
 
 
 def look_up(directory: Path) -> None:
     """Read what training reads of a prepared corpus."""
     corpus = open_corpus(directory / "corpus")
-    assert str(corpus) and corpus.tokens["train"].max() < corpus.tokenizer.n_vocab
+    assert str(corpus) and corpus.tokens["train"].max() < corpus.tokenizer.vocab_size
 
 
 def damage_header(name: str, directory: Path, damage: list) -> None:
