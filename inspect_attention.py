@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Show what the attention heads of a checkpoint do, with weights proved to be those of its kernel.
 
-Examples:
+Ways to run:
     python inspect_attention.py out/quickstart                                a table of every head
     python inspect_attention.py out/quickstart --text "def f(x):" --heads 2.1 last.*
     python inspect_attention.py out/quickstart --text @a.py -o heads.png -o page.html

@@ -334,3 +334,8 @@ def test_bad_input_is_refused_in_one_sentence(run, straight: Path, tmp_path: Pat
     result = run(inspect_attention, *(word.format(**names) for word in words))
     assert result.exit_code == 2 and len(result.err.strip().splitlines()) == 1
     assert message.format(**names) in result.err and not result.out
+
+
+def test_help_defines_every_metric(run) -> None:
+    shown = run(inspect_attention, "--help").out
+    assert all(f"{name}: {meaning}" in shown for name, meaning in DEFINITIONS.items())
