@@ -30,14 +30,9 @@ from configs import ConfigError, parse, read_prompt, run_script, visible
 from data import DataError, sources
 from data.prepare import find_prepared
 from data.tokenizer import (
-    FILES,
     Tokenizer,
-    document_start,
-    encode,
     load_tokenizer,
-    special_tokens,
-    token_bytes,
-    token_lengths,
+    read_files,
 )
 from inspection import (
     Captured,
@@ -57,8 +52,8 @@ from inspection import (
 from inspection.metrics import DEFINITIONS
 from inspection.terminal import Head
 from model import GPT, GPTConfig
-from model.checkpoint import STEP, find_checkpoint, told
-from model.load import load_config, read_model
+from model.checkpoint import STEP, find_checkpoint, read_optional
+from model.load import load_config
 from training.device import autocast, find_device
 from training.progress import Outliving
 
@@ -205,10 +200,10 @@ def in_order(directories: list[Path]) -> list[Path]:
 def same_shape(directories: list[Path]) -> tuple[GPTConfig, Tokenizer]:
     """The shape and the tokenizer of all these checkpoints. Raises ConfigError if they differ."""
     tokenizer, config = load_tokenizer(directories[0]), load_config(directories[0])
-    if tokenizer.n_vocab > config.vocab_size:
-        raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model {config.vocab_size}")
+    if tokenizer.vocab_size > config.vocab_size:
+        raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
     for directory in directories[1:]:
-        same_tokenizer = all((directory / name).read_bytes() == (directories[0] / name).read_bytes() for name in FILES)
+        same_tokenizer = read_files(directory) == read_files(directories[0])
         if replace(load_config(directory), dropout=config.dropout) != config or not same_tokenizer:
             raise ConfigError(
                 f"a timeline has checkpoints of one shape and tokenizer: those of {directory} are not those of "
@@ -253,7 +248,7 @@ def choose_text(
         measured = torch.from_numpy(tokens[starts[:, None] + np.arange(T)].astype(np.int64))
         pictured, note = measured[:1, : min(PICTURED, room)], f"{len(measured)} x {T} tokens of {note}"
     else:
-        ids = encode(tokenizer, read_prompt(options.text)).tolist()
+        ids = tokenizer.encode(read_prompt(options.text)).tolist()
         if not ids:
             raise ConfigError("the text is empty")
         note, cut = f"{len(ids)} tokens", len(ids) - room
@@ -277,12 +272,14 @@ def choose_text(
 def validation_text(directory: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
     """Ids the model was not trained on, if its corpus is here, else of the standard library; and which these are."""
     trainer = directory / "trainer.json"
-    if corpus := find_prepared(told(trainer, "fingerprint"), str(told(trainer, "config", "data", "source"))):
+    if corpus := find_prepared(
+        read_optional(trainer, "fingerprint"), str(read_optional(trainer, "config", "data", "source"))
+    ):
         return corpus.tokens["val"], "its validation text"
     ids: list[int] = []
-    for _, document in sources.documents(sources.find_shards("stdlib")):
+    for document in sources.documents(sources.find_shards("stdlib")):
         try:
-            ids += [*document_start(tokenizer), *encode(tokenizer, "".join(document)).tolist()]
+            ids += [*tokenizer.document_start, *tokenizer.encode("".join(document)).tolist()]
         except DataError as error:
             raise DataError(f"the model's validation text is not here, and {error}: give a text with --text") from error
         if len(ids) > WINDOWS * LONGEST:
@@ -292,11 +289,12 @@ def validation_text(directory: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, 
 
 def make_probe(tokenizer: Tokenizer, text: Text, config: GPTConfig, seed: int) -> Probe | None:
     """A probe of the tokens that the text has, if they are many: the model may never have seen some of the others."""
-    ordinary = torch.from_numpy(token_lengths(tokenizer) > 0).nonzero().flatten()
+    ordinary = torch.from_numpy(tokenizer.ordinary_tokens())
     seen = text.measured.unique()
     seen = seen[torch.isin(seen, ordinary)]
     tokens = seen if 2 * len(seen) > min(len(ordinary), 200) else ordinary
-    return repeat_probe(tokens, document_start(tokenizer)[-1], config.context_length, seed=seed)
+    start = tokenizer.document_start[-1:] or tokens[:1].tolist()
+    return repeat_probe(tokens, start[0], config.context_length, seed=seed)
 
 
 def look(
@@ -422,26 +420,28 @@ def snapshot(look: Look) -> page.Snapshot:
 
 def label(tokenizer: Tokenizer, token: int) -> str:
     """A token, every character of it visible; special ones in brackets, and ids that stand for nothing by number."""
-    names = {number: name for name, number in special_tokens(tokenizer).items()}
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
     if token in names:
         return f"⟦{terminal.label(names[token].encode())}⟧"
-    return terminal.label(token_bytes(tokenizer, token)) or f"⟦{token}⟧"
+    return terminal.label(tokenizer.token_bytes(token)) or f"⟦{token}⟧"
 
 
 def load(directory: Path, device: torch.device, options: Options) -> GPT:
     """The model; its weights are as they were stored, unless float32 is asked for."""
-    return read_model(directory, device, torch.float32 if options.dtype == "float32" else None)
+    return GPT.read(directory, device, torch.float32 if options.dtype == "float32" else None)
 
 
 def precision_of(directory: Path, options: Options) -> torch.dtype:
     """The precision of the products: what is asked for, else that of the training."""
-    name = told(directory / "manifest.json", "environment", "dtype") if options.dtype == "auto" else options.dtype
+    name = (
+        read_optional(directory / "manifest.json", "environment", "dtype") if options.dtype == "auto" else options.dtype
+    )
     return getattr(torch, name) if name in ("bfloat16", "float16") else torch.float32
 
 
 def step_of(directory: Path) -> int | None:
     """How long a checkpoint was trained; None if it is from elsewhere."""
-    step = told(directory / "trainer.json", "step")
+    step = read_optional(directory / "trainer.json", "step")
     return step if type(step) is int and 0 <= step < 10**9 else None
 
 

@@ -3,19 +3,18 @@
 
 Ways to ask:
     python sample.py out/quickstart --prompt "def"       continue a text
-    python sample.py out/quickstart --prompt @story.txt  ... of a file
-    python sample.py out/quickstart --prompt "def" "if"  several at once
+    python sample.py out/quickstart --prompt @story.txt  ... read from a file
+    python sample.py out/quickstart --prompt "def" "if"  several texts
     python sample.py out/quickstart --num_samples 5      five texts each
     python sample.py out/quickstart --temperature 0      the likeliest tokens
 
 The text ends after max_new_tokens, at the end of a document, or before --stop.
 """
 
-import codecs
 import json
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,15 +27,13 @@ from tqdm import tqdm
 
 from configs import parse, read_prompt, run_script, visible
 from data import DataError
-from data.tokenizer import Tokenizer, encode, load_tokenizer, text_prefix, token_bytes
-from model import ModelError
+from data.tokenizer import Tokenizer, load_tokenizer
+from model import GPT, ModelError
 from model.checkpoint import find_checkpoint, read_certificate
-from model.load import load_config, read_model
-from model.precision import keep_matrices_in_bfloat16, precision
 from model.sampling import stream
-from training.device import advice_if_not_compiled, find_device, weights_dtype
+from training.device import find_device, weights_dtype
 
-READ_AT_ONCE = 16  # tokens, from a GPU
+READ_AT_ONCE = 16  # tokens that a GPU computes before they are read
 
 
 @dataclass(frozen=True)
@@ -44,35 +41,33 @@ class Options:
     __doc__ = __doc__
 
     checkpoint: tyro.conf.Positional[Path]
-    """A checkpoint; a run directory, whose newest one is taken; or a model OWNER/NAME of the Hugging Face hub."""
+    """A checkpoint, a run directory (its newest checkpoint), or a model OWNER/NAME of the Hugging Face hub."""
     prompt: tuple[str, ...] = ("",)
-    """Texts to continue; @FILE reads a file, - standard input. Empty: the beginning of a document."""
+    """Texts to continue; @FILE reads a file, - standard input. An empty text begins a document."""
     max_new_tokens: int = 256
     """The most tokens to generate; may be more than the context length."""
     temperature: float = 0.8
-    """Below 1 more careful, above 1 more daring; 0 always takes the likeliest token."""
+    """Divides the logits: below 1 the text is more predictable, above 1 less; 0 always takes the likeliest token."""
     top_k: int | None = None
     """Choose among the k likeliest tokens only."""
     top_p: float | None = None
-    """Choose among the fewest likeliest tokens that have this probability together."""
+    """Choose among the fewest likeliest tokens whose probabilities sum to this."""
     min_p: float | None = None
     """Forbid tokens less than this times as likely as the likeliest."""
     num_samples: int = 1
-    """How many texts to generate for each prompt."""
+    """Number of texts to generate for each prompt."""
     seed: int | None = None
-    """The same seed gives the same texts for the same prompts and num_samples. None: others each time."""
+    """The same seed gives the same texts for the same prompt and num_samples. None: different texts each time."""
     stop: str | None = None
     """End a text before this string; $'\\n' is the end of a line, to bash."""
     no_cache: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Recompute all keys and values for every token: slow, and the same text, but for rounding in bfloat16."""
-    compile: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Compile the step from token to token: begins later, and is fast then. For long texts on a GPU."""
+    """Recompute all keys and values for every token: slow. The text is the same, except for rounding in bfloat16."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print one JSON object a sample instead of text."""
+    """Print one JSON object per sample instead of text."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the weights. auto: bfloat16 where that is faster, else float32."""
+    """Precision of the weights. auto: bfloat16 if the machine has units for it, else float32."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "num_samples"):
@@ -83,115 +78,102 @@ class Options:
 
 
 class Text:
-    """A text that grows token by token and knows where it ends."""
+    """A text that grows token by token until it ends."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: str = ""):
-        self.tokenizer, self.stop = tokenizer, stop or ""
-        self.prefix = b"" if prompt else text_prefix(tokenizer)
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
+    def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: Sequence[int] = ()):
+        self.tokenizer, self.stop, self.stream = tokenizer, stop or "", tokenizer.stream(prompt)
         self.text, self.num_shown, self.num_tokens, self.finish = "", 0, 0, "length"
 
     def add(self, token: int) -> None:
-        """Append a token, unless the text has ended or ends with it."""
+        """Append a token, unless the text has ended already or ends here."""
         if self.ended:
             return
-        if token == self.tokenizer.eot_token:
+        if token == self.tokenizer.end_of_text:
             self.finish = "end of text"
             return
         self.num_tokens += 1
-        searched = max(0, len(self.text) - len(self.stop))
-        spelled = token_bytes(self.tokenizer, token)
-        self.text += self.decoder.decode(spelled.removeprefix(self.prefix) if self.num_tokens == 1 else spelled)
-        if self.stop and (end := self.text.find(self.stop, searched)) >= 0:
-            self.text, self.finish = self.text[:end], "stop"
+        self.text += self.stream.add(token)
+        if self.stop and self.stop in self.text:
+            self.text, self.finish = self.text.partition(self.stop)[0], "stop"
+
+    def close(self) -> None:
+        """Append the rest of the last token, when no more will come."""
+        if self.finish != "stop":
+            self.text += self.stream.end()
 
     @property
     def ended(self) -> bool:
         return self.finish != "length"
 
     def unseen(self, is_last: bool) -> str:
-        """What was not returned before; what may become the stop text is held back until that is known."""
+        """Return the characters that were not returned before. Those that may begin the stop text are held back."""
         end = len(self.text) if is_last or self.ended else max(self.num_shown, len(self.text) - len(self.stop))
         start, self.num_shown = self.num_shown, end
         return self.text[start:end]
 
 
 def read_late(tokens: Iterator[Tensor], at_once: int) -> Iterator[list[int]]:
-    """The (B, 1) tensors as numbers. A GPU is waited for once in `at_once` tokens, and works ahead until then."""
+    """Yield each (B, 1) tensor as a list of B numbers. A GPU computes `at_once` tensors before they are read."""
     while columns := list(islice(tokens, at_once)):
         yield from torch.cat(columns, dim=1).T.tolist()
 
 
 def show(text: str) -> None:
-    """Print now, without commands to a terminal."""
+    """Print at once. On a terminal, control characters are made visible and have no effect."""
     print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
-@advice_if_not_compiled("without --compile")
 def main() -> None:
     options = parse(Options, sys.argv[1:])
     prompts = [read_prompt(prompt) for prompt in options.prompt]
     directory = find_checkpoint(options.checkpoint)
     device = find_device(options.device)
-    config, num_texts = load_config(directory), len(prompts) * options.num_samples
-    dtype = weights_dtype(options.dtype, device, config, config.context_length if options.no_cache else num_texts)
-    model = read_model(directory, device, dtype)
-    if dtype == torch.bfloat16 and device.type == "cpu" and precision(device) == torch.float32:
-        keep_matrices_in_bfloat16(model)
+    dtype = weights_dtype(options.dtype, device)
+    model = GPT.read(directory, device, dtype)
     tokenizer = load_tokenizer(directory)
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise DataError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model {model.config.vocab_size}")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}")
 
     start = tokenizer.start_of_text
     first = [] if start is None else [start]
-    ids = [first + encode(tokenizer, prompt).tolist() or [tokenizer.eot_token] for prompt in prompts]
-    numbers = [number for number in range(len(prompts)) for _ in range(options.num_samples)]  # of each text's prompt
-    T = model.config.context_length
+    ids = [first + tokenizer.encode(prompt).tolist() or tokenizer.document_start for prompt in prompts]
+    if [] in ids:
+        raise DataError("this model's tokenizer has no token that begins a text: give a --prompt")
     seed = secrets.randbits(32) if options.seed is None else options.seed
-    tokens = stream(
-        model,
-        [torch.tensor(ids[number], device=device) for number in numbers],
-        options.max_new_tokens,
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        options.min_p,
-        not options.no_cache,
-        seed,
-        options.compile,
-    )
+    sampling = (options.temperature, options.top_k, options.top_p, options.min_p, not options.no_cache, seed)
+    batches = [torch.tensor([prompt_ids] * options.num_samples, device=device) for prompt_ids in ids]
+    streams = [stream(model, idx, options.max_new_tokens, *sampling) for idx in batches]
     print(f"causal: {visible(read_certificate(directory))}", file=sys.stderr)
     print(f"device: {device}, weights in {str(dtype).removeprefix('torch.')}", file=sys.stderr)
-    if options.compile:
-        print("compiling: the first token may take a minute", file=sys.stderr)
-    for number, prompt_ids in enumerate(ids):
-        if len(prompt_ids) > T:
-            which = f"prompt {number + 1}" if len(ids) > 1 else "prompt"
-            print(f"{which} has {len(prompt_ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
 
-    texts = [Text(tokenizer, options.stop, prompts[number]) for number in numbers]
-    streaming = len(texts) == 1 and not options.json
-    if streaming:
-        show(prompts[0])
-    columns = read_late(tokens, READ_AT_ONCE if device.type == "cuda" else 1)
-    for column in tqdm(columns, total=options.max_new_tokens, unit="token", leave=False, disable=streaming or None):
-        for text, token in zip(texts, column, strict=True):
-            text.add(token)
-        if streaming:
-            show(texts[0].unseen(is_last=False))
-        if all(text.ended for text in texts):
-            break
-    if streaming:
-        show(texts[0].unseen(is_last=True) + "\n")
-        return
-    for index, (number, text) in enumerate(zip(numbers, texts, strict=True)):
-        sample, prompt = index % options.num_samples, prompts[number]
-        if options.json:
-            record = {"prompt_number": number, "sample": sample, "seed": seed, "prompt": prompt, "text": text.text}
-            print(json.dumps(record | {"tokens": text.num_tokens, "finish": text.finish}))
-        else:
-            which = f"prompt {number + 1} of {len(prompts)}, " if len(prompts) > 1 else ""
-            show(f"--- {which}sample {sample + 1} of {options.num_samples}\n{prompt}{text.text}\n")
+    T = model.config.context_length
+    is_only = len(prompts) == options.num_samples == 1 and not options.json
+    for number, (prompt, prompt_ids, tokens) in enumerate(zip(prompts, ids, streams, strict=True)):
+        if len(prompt_ids) > T:
+            which = f"prompt {number + 1}" if len(prompts) > 1 else "prompt"
+            print(f"{which} has {len(prompt_ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
+        texts = [Text(tokenizer, options.stop, prompt_ids) for _ in range(options.num_samples)]
+        if is_only:
+            show(prompt)
+        columns = read_late(tokens, READ_AT_ONCE if device.type == "cuda" else 1)
+        for column in tqdm(columns, total=options.max_new_tokens, unit="token", leave=False, disable=is_only or None):
+            for text, token in zip(texts, column, strict=True):
+                text.add(token)
+            if is_only:
+                show(text.unseen(is_last=False))
+            if all(text.ended for text in texts):
+                break
+        tokens.close()  # frees the cache
+        for sample, text in enumerate(texts):
+            text.close()
+            if is_only:
+                show(text.unseen(is_last=True) + "\n")
+            elif options.json:
+                record = {"prompt_number": number, "sample": sample, "seed": seed, "prompt": prompt, "text": text.text}
+                print(json.dumps(record | {"tokens": text.num_tokens, "finish": text.finish}))
+            else:
+                which = f"prompt {number + 1} of {len(prompts)}, " if len(prompts) > 1 else ""
+                show(f"--- {which}sample {sample + 1} of {options.num_samples}\n{prompt}{text.text}\n")
 
 
 if __name__ == "__main__":

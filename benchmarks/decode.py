@@ -1,8 +1,8 @@
-"""How fast a text is continued: without a cache, with one, in bfloat16, compiled, and by `transformers`.
+"""Speed of generating text: without a cache, with one, in bfloat16, and by `transformers`.
 
 Ways to run:
     python benchmarks/decode.py                      GPT-2 small on a CPU, a few minutes
-    python benchmarks/decode.py --device cuda        batches of 1 and 64, with a compiled step
+    python benchmarks/decode.py --device cuda        batches of 1 and 64
     python benchmarks/decode.py --out results.jsonl  one JSON object a measurement
     python benchmarks/decode.py --tiny               everything small, to see that the script works
 
@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.record import Record, describe_machine
 from model import GPT, GPTConfig
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
-from model.precision import keep_matrices_in_bfloat16, precision
 from training.device import find_device
 
 Way = Callable[[Tensor, int], Tensor]
@@ -72,8 +71,6 @@ def all_ways(model: GPT) -> dict[str, Way]:
     device = model.lm_head.weight.device
     theirs, half = in_transformers(model), GPT(model.config).eval().to(device, torch.bfloat16)
     half.load_state_dict(model.state_dict())
-    if in_part := device.type == "cpu" and precision(device) == torch.float32:  # as sample.py
-        keep_matrices_in_bfloat16(half)
 
     def by_transformers(theirs: transformers.PreTrainedModel, idx: Tensor, new: int) -> Tensor:
         return theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=new, do_sample=False)
@@ -81,11 +78,10 @@ def all_ways(model: GPT) -> dict[str, Way]:
     ways = {
         "no cache, float32": partial(model.generate, temperature=0, use_cache=False),
         "cache, float32": partial(model.generate, temperature=0),
-        f"cache, bfloat16{' matrices' * in_part}": partial(half.generate, temperature=0),
+        "cache, bfloat16": partial(half.generate, temperature=0),
         "transformers, float32": partial(by_transformers, theirs),
     }
     if device.type == "cuda":
-        ways["cache, bfloat16, compiled"] = partial(half.generate, temperature=0, compile=True)
         ways["transformers, bfloat16"] = partial(by_transformers, in_transformers(model).bfloat16())
     return ways
 

@@ -32,7 +32,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.record import Record, describe_machine
-from data.tokenizer import encode, load_tokenizer
+from data.tokenizer import load_tokenizer
 from inspection import capture, influence, rollout
 from inspection.metrics import measure
 from inspection.page import Snapshot, write_page
@@ -225,7 +225,7 @@ def page_sizes(shape: dict | None, T: int) -> dict:
     torch.manual_seed(0)
     if shape is None:
         model, tokenizer = GPT.from_pretrained(QUICKSTART), load_tokenizer(find_checkpoint(QUICKSTART))
-        idx = torch.from_numpy(encode(tokenizer, Path(__file__).read_text(encoding="utf-8")).astype("int64"))[None, :T]
+        idx = torch.from_numpy(tokenizer.encode(Path(__file__).read_text(encoding="utf-8")).astype("int64"))[None, :T]
         labels = [tokenizer.decode([token]) for token in idx[0].tolist()]
     else:
         model = GPT(GPTConfig(**shape, context_length=T)).eval()

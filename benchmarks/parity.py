@@ -42,7 +42,7 @@ def main() -> None:
             directory = Path(name)
             save_tokenizer(make_tokenizer("bytes", []), directory)
             files = {file: (directory / file).read_bytes() for file in FILES}
-            checkpoint = save_checkpoint(directory, 1, ours, (256, 256), files, {}, {}, {})
+            checkpoint = save_checkpoint(directory, 1, ours.config, ours.state_dict(), {}, (256, 256), files, {}, {})
             theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
         idx = torch.randint(1009, (4, 256))
         with capture(ours) as att:

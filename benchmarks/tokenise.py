@@ -24,7 +24,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import datasets
-import tiktoken
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.record import Record, cpu_name, describe_machine
 from data.prepare import DataConfig, prepare
 from data.sources import files
-from data.tokenizer import load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 
 DOCUMENT = 3000  # characters
 
@@ -60,8 +59,8 @@ def documents(megabytes: float) -> list[str]:
     return [f"{i} {text}" for i, text in enumerate(islice(cycle(whole), number))]  # no two are the same
 
 
-def count(tokenizer: tiktoken.Encoding, group: list[str]) -> int:
-    return sum(len(tokenizer.encode_to_numpy(text, disallowed_special=())) for text in group)
+def count(tokenizer: Tokenizer, group: list[str]) -> int:
+    return sum(len(tokenizer.encode(text)) for text in group)
 
 
 def measure(name: str, megabytes: float, repeats: int) -> Iterator[dict]:

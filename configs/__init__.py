@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import Field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -61,24 +61,31 @@ def booleans_as_in_toml(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.const
     )
 
 
-def parse(options: type[T], argv: list[str], file: Path | None = None, defaults: T | None = None) -> T:
+def parse(
+    options: type[T],
+    argv: list[str],
+    file: Path | None = None,
+    defaults: T | None = None,
+    ignored: Collection[str] = (),
+) -> T:
     """Build the dataclass `options` from a TOML file and a command line. --help prints and exits.
 
-    defaults: what holds where neither says anything; None: those of the dataclass.
+    defaults: values where neither says anything; None: those of the dataclass. ignored: options that the file may have
+    and the dataclass has no more, such as train.seed.
 
     Raises ConfigError, in one sentence, for an unknown or ill-typed option or an unreadable file.
     """
     if file is None:
         return run_tyro(options, argv, defaults)
     try:
-        from_file = options_in(file)
+        from_file = options_in(file, ignored)
         run_tyro(options, from_file, defaults)  # alone, so that its faults are not laid to the command line
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     return run_tyro(options, from_file + argv, defaults)
 
 
-def options_in(file: Path) -> list[str]:
+def options_in(file: Path, ignored: Collection[str] = ()) -> list[str]:
     """The tables of a TOML file as command line options."""
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -92,6 +99,8 @@ def options_in(file: Path) -> list[str]:
         if not isinstance(content, dict):
             raise ConfigError(f"{table} must be inside a table such as [train]")
         for key, value in content.items():
+            if f"{table}.{key}" in ignored:
+                continue
             options += [f"--{table}.{key}={str(value).lower() if isinstance(value, bool) else value}"]
     return options
 

@@ -1,11 +1,30 @@
 """From any text to batches of tokens.
 
-sources.py reads, tokenizer.py splits, tokenise.py writes, corpus.py opens, batches.py draws; prepare.py is the command.
-With parts.py and directories.py several processes share its work; hub_tokenizer.py has what tiktoken cannot be.
+sources.py reads text, tokenizer.py makes and loads tokenizers, encoding.py turns text into ids and back, tokenise.py
+writes files of ids, corpus.py opens them, batches.py draws batches. The command is prepare.py, with the
+options of config.py.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class DataError(ValueError):
-    """A corpus, tokenizer or prompt that cannot be used; the message is for the user."""
+    """A corpus, tokenizer or prompt that cannot be used. The message is for the user."""
 
     exit_code = 2
+
+
+@contextmanager
+def errors_as_data_error(problem: str) -> Iterator[None]:
+    """Raise DataError, "problem: kind: message", for any error of a library, including a panic of its Rust code."""
+    try:
+        yield
+    except DataError:
+        raise
+    except BaseException as error:
+        # A panic is no Exception, and its class cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DataError(f"{problem}: {reason:.300}") from error

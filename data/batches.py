@@ -1,4 +1,4 @@
-"""Batches as a function of their place in the run: no loader, no workers, no state to save or lose."""
+"""Batches as a function of their number: no loader, no workers, no state to save or lose."""
 
 import hashlib
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ IGNORE = -100  # a target that F.cross_entropy skips
 
 
 def seed_for(*place: int | str) -> int:
-    """A 63-bit seed for one purpose at one place of a run, as in seed_for(seed, "dropout", step, micro_batch)."""
+    """Return a 63-bit seed for one purpose at one place of a run: (seed, "dropout", step, micro_batch)."""
     return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest()) >> 1
 
 
 def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """A permutation of range(size), evaluated at any indices without storing it.
+    """Evaluate a random permutation of range(size) at the given indices, without storing it.
 
-    A Feistel network shuffles the numbers of an even number of bits (Luby and Rackoff 1988); a result outside of the
-    range is shuffled again until it is inside ("cycle walking", Black and Rogaway 2002).
+    A Feistel network permutes all numbers of an even number of bits (Luby and Rackoff 1988). A result outside of the
+    range is permuted again until it is inside ("cycle walking", Black and Rogaway 2002).
     """
     half = max(1, (int(size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -40,14 +40,14 @@ def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 class Batches:
-    """Training batches: an epoch reads no token twice, and each has its own order and offset of the windows.
+    """Training batches. An epoch reads no token twice, and each epoch has its own order and offset of the windows.
 
     Args:
-        tokens: (n,) ids, memory-mapped; read as a ring, since every document starts with its own token.
+        tokens: (n,) ids, memory-mapped. They are read as a ring: the last window may go on at the beginning.
         batch_size, context_length: B and T of a batch.
-        seed: of the order.
+        seed: decides the order.
 
-    Raises DataError if there are not context_length + 1 tokens.
+    Raises DataError if there are fewer than context_length + 1 tokens.
     """
 
     def __init__(self, tokens: np.ndarray, batch_size: int, context_length: int, seed: int):
@@ -60,7 +60,7 @@ class Batches:
         self.windows_per_epoch = len(tokens) // context_length
 
     def starts(self, batch: int) -> np.ndarray:
-        """(B,) where the windows of the batch with this number begin."""
+        """Return where the windows of the batch with this number begin, (B,)."""
         place = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
         epochs, windows = np.divmod(place, self.windows_per_epoch)
         starts = np.empty_like(place)
@@ -72,7 +72,7 @@ class Batches:
         return starts
 
     def __call__(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The inputs and targets of the batch with this number, both (B, T) int64: targets are one token ahead."""
+        """Return inputs and targets of the batch with this number, both (B, T) int64. Targets are one token ahead."""
         places = self.starts(batch)[:, None] + np.arange(self.context_length + 1)
         return to_device(self.tokens[places % len(self.tokens)], device)
 
@@ -80,9 +80,9 @@ class Batches:
 def validation_batches(
     tokens: np.ndarray, batch_size: int, context_length: int, device: torch.device, rank: int = 0, world: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """All of `tokens` once, in order, always in the same batches: inputs (B, T) and targets, padded with IGNORE.
+    """Yield all of `tokens` once, in order: inputs and targets, both (B, T) int64. Targets are padded with IGNORE.
 
-    Of `world` ranks each has every world-th batch; all have as many, the last of which may be nothing but padding.
+    Each of `world` ranks gets every world-th batch. All get equally many, so a last one may be nothing but padding.
     """
     num_windows = -(-(len(tokens) - 1) // context_length)
     columns = np.arange(context_length + 1)
@@ -90,15 +90,15 @@ def validation_batches(
         places = (first + rank * batch_size + np.arange(batch_size))[:, None] * context_length + columns
         inputs, targets = to_device(tokens[np.minimum(places, len(tokens) - 1)], device)
         beyond = places[:, 1:] >= len(tokens)
-        if beyond.any():  # in the last batches; to fill in every one would be to wait for the device every time
+        if beyond.any():  # only then, because the mask has to be copied to the device
             targets = targets.masked_fill(torch.from_numpy(beyond).to(device), IGNORE)
         yield inputs, targets
 
 
 def to_device(windows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(B, T + 1) ids -> inputs and targets, (B, T) int64 each. Narrow ids travel, wide ones are made on the device."""
+    """Turn (B, T + 1) ids into inputs and targets, both (B, T) int64. The narrow ids are copied and widened there."""
     ids = torch.from_numpy(np.ascontiguousarray(windows))
     if device.type == "cuda":
         ids = ids.pin_memory()
     ids = ids.to(device, non_blocking=True).long()
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else the loss is compiled for these strides too
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else a compiled loss is compiled again for these strides

@@ -1,6 +1,6 @@
-"""A prepared corpus: train.bin and val.bin (flat token ids), tokenizer.json, and meta.json, which says what they are.
+"""A prepared corpus: train.bin and val.bin (flat token ids), the tokenizer's files, and meta.json, a description.
 
-Ids are little-endian, of 16 bits where the vocabulary allows. What meta.json says is checked when a corpus is opened.
+Ids are little-endian, of 16 bits where the vocabulary allows. A corpus is checked against meta.json when it is opened.
 """
 
 import hashlib
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data import DataError
-from data.tokenizer import FILES, Tokenizer, load_tokenizer
+from data import DataError, errors_as_data_error
+from data.encoding import Tokenizer
+from data.tokenizer import load_tokenizer, read_files
 
 SPLITS, DTYPES = ("train", "val"), ("<u2", "<u4")
 ENTRIES = {"source": str, "tokenizer": str, "fingerprint": str, "train": dict, "val": dict}
@@ -20,7 +21,7 @@ ENTRIES = {"source": str, "tokenizer": str, "fingerprint": str, "train": dict, "
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus, opened: what may happen to its directory later does not touch it."""
+    """A prepared corpus, opened. Later changes to its directory do not affect it."""
 
     directory: Path
     meta: dict
@@ -38,34 +39,28 @@ class Corpus:
 
 
 def open_corpus(directory: Path) -> Corpus:
-    """Open a prepared corpus. Raises DataError if it is not complete, or is not what was prepared."""
-    try:
+    """Open a prepared corpus. Raises DataError if it is incomplete, or has changed since it was prepared."""
+    with errors_as_data_error(f"{directory} is not a complete prepared corpus"):
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
         if not all(isinstance(meta[name], kind) for name, kind in ENTRIES.items()) or meta["dtype"] not in DTYPES:
             raise DataError(f"{directory / 'meta.json'} does not describe a prepared corpus")
-        tokenizer = load_tokenizer(directory)
-        files = {name: (directory / name).read_bytes() for name in FILES}
-        tokens = {}
+        tokenizer, tokens = load_tokenizer(directory), {}
         for split in SPLITS:
             path = directory / f"{split}.bin"
-            check(path, meta[split], np.dtype(meta["dtype"]), tokenizer.n_vocab)
+            check(path, meta[split], np.dtype(meta["dtype"]), tokenizer.vocab_size)
             tokens[split] = np.memmap(path, dtype=meta["dtype"], mode="r")
-        return Corpus(directory, meta, tokenizer, files, tokens)
-    except DataError:
-        raise
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{directory} is not a complete prepared corpus: {error!r:.200}") from error
+        return Corpus(directory, meta, tokenizer, read_files(directory), tokens)
 
 
 def check(path: Path, expected: dict, dtype: np.dtype, vocab_size: int) -> None:
-    """Compare a file of ids with what meta.json says of it: its size, and its content if it was touched since.
+    """Compare a file of ids with its entry in meta.json: its size, and its content if it was touched since.
 
     Raises DataError for a file that has changed, or an id that the vocabulary does not have.
     """
     stat, size = path.stat(), expected["tokens"] * dtype.itemsize
-    if stat.st_size != size or expected["tokens"] < 2 or expected["bytes"] < 0:
+    if stat.st_size != size or expected["tokens"] < 2 or not expected["bytes"] > 0:
         raise DataError(f"{path} has {stat.st_size} bytes instead of {size}")
-    if stat.st_ctime_ns == expected.get("ctime_ns"):  # which no program can set
+    if stat.st_ctime_ns == expected.get("ctime_ns"):  # no program can set this time
         return
     digest, read = hashlib.sha256(), 0
     for block in read_blocks(path, dtype):
@@ -80,7 +75,7 @@ def check(path: Path, expected: dict, dtype: np.dtype, vocab_size: int) -> None:
 
 
 def read_blocks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """A file of ids, some millions at a time."""
+    """Yield a file of ids, four million at a time."""
     with open(path, "rb") as file:
         while len(block := np.fromfile(file, dtype, count=1 << 22)):
             yield block

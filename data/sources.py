@@ -4,7 +4,6 @@ A corpus is a stream of documents, and a document is a stream of pieces of bound
 corpus nor one long line ever has to fit in memory.
 """
 
-import codecs
 import glob
 import hashlib
 import os
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data import DataError
+from data import DataError, errors_as_data_error
 
 PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of stack
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
@@ -28,25 +27,24 @@ Document = Iterator[str]
 
 
 class Shard(NamedTuple):
-    """A part of a source that can be read alone."""
+    """One file of a source, or one data set of the hub."""
 
     name: str
-    stamp: str  # another one if the content is
-    size: int  # bytes; 0 where only the hub knows
+    size: int  # bytes; 0 on the hub, where it is not known
     read: Callable[[], Iterator[Document]]
 
 
-def documents(shards: list[Shard], first: int = 0) -> Iterator[tuple[int, Document]]:
-    """The documents of the shards from the first on, each with the number of its shard.
+def documents(shards: list[Shard]) -> Iterator[Document]:
+    """Yield the documents of all shards. Read each one before asking for the next.
 
-    Read each document before asking for the next. Raises DataError for what is not text.
+    Raises DataError for a file that holds no text.
     """
-    for number in range(first, len(shards)):
-        yield from ((number, document) for document in shards[number].read())
+    for shard in shards:
+        yield from shard.read()
 
 
 def find_shards(source: str, text_column: str = "text") -> list[Shard]:
-    """The parts of a source, in a fixed order: its files, or those of a hub data set.
+    """The shards of a source, in a fixed order.
 
     source: "stdlib"; a file, folder or glob of text or tables (JSON lines, Parquet, CSV); or a hub data set, as in
     hf:NAME[:CONFIG][@REVISION]. Raises DataError if there is nothing of this name.
@@ -62,41 +60,35 @@ def find_shards(source: str, text_column: str = "text") -> list[Shard]:
             read = partial(read_parquet, text_column, path)
         else:
             read = partial(read_table, text_column, kind, path)
-        shards += [Shard(path, stamp(file), file.stat().st_size, read)]
+        shards.append(Shard(path, file.stat().st_size, read))
     return shards
 
 
 def hub_shards(source: str, text_column: str) -> list[Shard]:
-    """The files of a hub data set's training split, where they are; no Parquet is read as its card says."""
+    """The training split of a hub data set, read over the network: its Parquet files, or else one shard.
+
+    Raises DataError for a name that cannot be one, or if the hub cannot be read.
+    """
     parts = re.fullmatch(r"hf:([\w./-]+)(?::([^@]+))?(?:@(.+))?", source)
     if not parts:
         raise DataError(f"{source!r} does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
     import datasets  # slow to import
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, once
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised below, once
     name, config, revision = parts.groups()
-    try:
+    with errors_as_data_error(f"cannot read {name}"):
         splits = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
         if splits and "train" not in splits:
             raise DataError(f"{name} has no split 'train'; it has {', '.join(map(str, splits))}")
         paths = list(map(str, splits.get("train", ())))
         if paths and all(path.endswith(".parquet") for path in paths):
-            return [Shard(path, "", 0, partial(read_parquet, text_column, path)) for path in paths]  # with their commit
+            return [Shard(path, 0, partial(read_parquet, text_column, path)) for path in paths]
         table = datasets.load_dataset(name, config, revision=revision, split="train", streaming=True)
-        count = table.num_shards
-        names = paths if len(paths) == count else [f"{name}, part {number}" for number in range(count)]
-        return [
-            Shard(name, str(count), 0, partial(read_rows, text_column, name, partial(table.shard, count, number)))
-            for number, name in enumerate(names)
-        ]
-    except DataError:
-        raise
-    except Exception as error:  # whatever the network or the hub make of it
-        raise DataError(f"cannot read {name}: {type(error).__name__}: {error}".splitlines()[0]) from error
+        return [Shard(name, 0, partial(read_rows, text_column, name, lambda: table))]
 
 
 def files(source: str) -> list[Path]:
-    """The files of a local source, sorted. Hidden files and Python's caches are left out, if not named themselves."""
+    """The files of a local source, sorted. Hidden files and Python's caches are left out, unless named themselves."""
     if source == "stdlib":
         return standard_library()
     path = Path(source).expanduser()
@@ -114,7 +106,7 @@ def files(source: str) -> list[Path]:
 
 
 def standard_library() -> list[Path]:
-    """The Python standard library on this machine, without its tests: real text that is everywhere, also offline."""
+    """The Python standard library on this machine, without its tests: real text, available everywhere and offline."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = re.compile(r"^(test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*)$")
     found = [p for p in root.rglob("*.py") if not any(skip.match(part) for part in p.relative_to(root).parts)]
@@ -127,44 +119,38 @@ def signature(source: str) -> str:
     """A cheap fingerprint that changes when a local source does: names, sizes and times of its files."""
     if source.startswith("hf:"):
         return source
-    return hashlib.sha256("\n".join(map(stamp, files(source))).encode(errors="surrogateescape")).hexdigest()
-
-
-def stamp(path: Path) -> str:
-    """A file's name, size and time."""
-    stat = path.stat()
-    return f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
+    stats = [(path.resolve(), path.stat()) for path in files(source)]
+    stamps = "\n".join(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats)
+    return hashlib.sha256(stamps.encode(errors="surrogateescape")).hexdigest()
 
 
 def table_kind(path: str | Path) -> str | None:
-    """The kind of table that a file is, None for plain text; compressed tables count too."""
+    """The kind of table that a file is by its name, None for plain text. Compressed tables count too."""
     return TABLES.get(Path(re.sub(r"\.(gz|bz2|xz|zst)$", "", str(path).lower())).suffix)
 
 
 def read_parquet(text_column: str, path: str) -> Iterator[Document]:
-    """The text column of a Parquet file, here or on the hub, one document a row.
+    """Yield the text column of a Parquet file, local or on the hub, one document a row.
 
-    By `pyarrow` itself: through `datasets` it decodes the whole file into memory, however slowly that is used.
+    With `pyarrow` itself, because `datasets` decodes the whole file into memory, even when it streams.
     """
-    import fsspec  # slow to import, as the next one
+    import fsspec  # slow to import, like the next one
     import pyarrow.parquet
 
-    try:
-        with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file:
-            table = pyarrow.parquet.ParquetFile(file)
-            if text_column not in table.schema_arrow.names:
-                found = ", ".join(f"{field.name} ({field.type})" for field in table.schema_arrow)
-                raise DataError(f"{path} has no column {text_column!r}; it has {found}")
-            for number, batch in enumerate(table.iter_batches(BATCH, columns=[text_column])):
-                yield from as_documents(batch.column(0).to_pylist(), number, f"{path}, column {text_column!r}")
-    except DataError:
-        raise
-    except Exception as error:  # whatever a reader makes of a bad file or a missing network
-        raise DataError(f"cannot read {path}: {type(error).__name__}: {error}".splitlines()[0]) from error
+    with (
+        errors_as_data_error(f"cannot read {path}"),
+        fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file,
+    ):
+        table = pyarrow.parquet.ParquetFile(file)
+        if text_column not in table.schema_arrow.names:
+            found = ", ".join(f"{field.name} ({field.type})" for field in table.schema_arrow)
+            raise DataError(f"{path} has no column {text_column!r}; it has {found}")
+        for number, batch in enumerate(table.iter_batches(BATCH, columns=[text_column])):
+            yield from as_documents(batch.column(0).to_pylist(), number, f"{path}, column {text_column!r}")
 
 
 def read_table(text_column: str, kind: str, path: str) -> Iterator[Document]:
-    """The text column of another table here, one document a row."""
+    """Yield the text column of a local table that is not Parquet, one document a row."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -175,21 +161,17 @@ def read_table(text_column: str, kind: str, path: str) -> Iterator[Document]:
 
 
 def read_rows(text_column: str, where: str, open_table: Callable[[], Any]) -> Iterator[Document]:
-    """The text column of a table that `datasets` streams, one document a row."""
-    try:
+    """Yield the text column of a table that `datasets` streams, one document a row."""
+    with errors_as_data_error(f"cannot read {where}"):
         for number, batch in enumerate(open_table().iter(BATCH)):
             if text_column not in batch:
                 found = ", ".join(f"{name} ({type(values[0]).__name__})" for name, values in batch.items())
                 raise DataError(f"{where} has no column {text_column!r}; it has {found}")
             yield from as_documents(batch[text_column], number, f"{where}, column {text_column!r}")
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"cannot read {where}: {type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 def as_documents(texts: list, number: int, where: str) -> Iterator[Document]:
-    """The rows of a batch of this number; a null is an empty document."""
+    """Yield the rows of the batch with this number. A null is an empty document."""
     for row, text in enumerate(texts):
         if not isinstance(text, str | None):
             raise DataError(f"{where}, row {number * BATCH + row} is no text, but {type(text).__name__}")
@@ -197,36 +179,29 @@ def as_documents(texts: list, number: int, where: str) -> Iterator[Document]:
 
 
 def read_text(path: str) -> Iterator[Document]:
-    """A UTF-8 file, which is one document."""
+    """Yield a UTF-8 file as one document."""
     yield pieces_of(path)
 
 
 def pieces_of(path: str) -> Document:
-    """A UTF-8 file in pieces. Raises DataError naming the byte that is not UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    offset, rest = 0, ""
-    with open(path, "rb") as file:
-        while True:
-            block = file.read(PIECE)
-            try:
-                rest += decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                at = offset + len(block) - len(error.object) + error.start  # what was decoded ends where the block does
-                byte = error.object[error.start]
-                raise DataError(
-                    f"{path} is not UTF-8: byte 0x{byte:02x} at offset {at}; if it is no text, leave it out with a glob"
-                ) from None
-            offset += len(block)
-            if not block:
-                break
-            if len(rest) >= PIECE:
-                *pieces, rest = split(rest)
+    """Yield a UTF-8 file in pieces. Raises DataError naming the byte that is not UTF-8."""
+    rest = ""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        try:
+            while block := file.read(PIECE):
+                *pieces, rest = split(rest + block)
                 yield from pieces
+        except UnicodeDecodeError as error:
+            # Python decodes block by block, and the bad block ends where the file was read to.
+            byte, offset = error.object[error.start], file.buffer.tell() - len(error.object) + error.start
+            raise DataError(
+                f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}; if it is no text, leave it out with a glob"
+            ) from None
     yield rest
 
 
 def split(text: str) -> Iterator[str]:
-    """Cut text into pieces of about PIECE characters at harmless places."""
+    """Cut text into pieces of about PIECE characters, at harmless places if there are any."""
     start = 0
     while len(text) - start > PIECE:
         cut = CUT.search(text, start + PIECE - PIECE // 16, start + PIECE)

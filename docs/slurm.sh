@@ -26,6 +26,7 @@ trap again USR1 TERM
 
 main_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # nodes count their restarts by themselves
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150  # seconds that torchrun gives a rank to save; 30 by default
 
 source .venv/bin/activate  # on a disk that all nodes see

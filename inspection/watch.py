@@ -22,7 +22,7 @@ class HeadWatch:
         """tokens: (n,) validation ids; start: the ids between two documents, the last of which begins one."""
         self.text = torch.from_numpy(tokens[: min(context_length, LONGEST)].astype(np.int64))[None]
         words = torch.from_numpy(np.setdiff1d(tokens, start).astype(np.int64))
-        self.probe = repeat_probe(words, start[-1], context_length, num=1)
+        self.probe = repeat_probe(words, (start or words.tolist())[-1], context_length, num=1)
 
     def scores(self, model: GPT) -> dict[str, list[list[float | None]]]:
         """Metric -> L rows of H numbers, for JSON: four digits, None for what cannot be measured."""

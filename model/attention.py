@@ -20,23 +20,23 @@ from torch import Tensor, nn
 
 
 def make_causal_mask(context_length: int, device: torch.device | None = None) -> Tensor:
-    """(T, T) bool, True where the query (row) may attend to the key (column): itself and everything before it."""
+    """Return (T, T) bool, True where the query (row) may attend to the key (column): to itself and all before it."""
     return torch.ones(context_length, context_length, dtype=torch.bool, device=device).tril()
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    """How well each query matches each key, -inf where it may not attend. Shapes as in `attention_weights`."""
+    """Return Q K^T / sqrt(D), -inf where a query may not attend. Shapes as in `attention_weights`."""
     k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)  # the query heads of a group share its keys
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
     return scores.masked_fill(~mask, float("-inf"))
 
 
 def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    """How much each query looks at each key; every row sums to one.
+    """Return how much each query looks at each key, before dropout; every row sums to one.
 
-    q is (B, H, T_query, D), the last positions of k, (B, n_kv_head, T_key, D); mask is (T_query, T_key), True = may
-    attend. Returns (B, H, T_query, T_key): row = query, column = key, before dropout. The training does not call this,
-    but inspection does: a change belongs here and in `Attend`.
+    q is (B, H, T_query, D), k is (B, n_kv_head, T_key, D), and the queries belong to the last T_query positions of k.
+    mask is (T_query, T_key), True = may attend. The result is (B, H, T_query, T_key): row = query, column = key.
+    Inspection calls this function, training does not: make a change here in `Attend` too.
     """
     return attention_scores(q, k, mask).softmax(dim=-1)
 
@@ -45,11 +45,8 @@ class Attend(nn.Module):
     """The one fused call. It has no parameters: a forward hook on it sees q, k, v and mask as the kernel does."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
-        """(B, H, T_query, D), twice (B, n_kv_head, T_key, D), (T_query, T_key) -> (B, H, T_query, D).
-
-        The mask may be (B, 1, 1, T_key) instead, for sequences of which each is at a position of its own.
-        """
-        # The kernel's own causal flag is faster than a mask, but counts rows from the top: right only for a square.
+        """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D)."""
+        # The kernel's causal flag is faster than a mask. It aligns the triangle top-left: right only for a square.
         square = q.size(-2) == k.size(-2)
         return F.scaled_dot_product_attention(
             q,
@@ -63,28 +60,27 @@ class Attend(nn.Module):
 
 
 class Cache(Protocol):
-    """What the layer asks of a key-value cache (model/cache.py)."""
+    """The interface of a key-value cache (model/cache.py)."""
 
-    def positions(self, T: int) -> slice | Tensor:
-        """Where the next T tokens belong: the same for all sequences, or (B, 1, 1), if T is 1 and each has its own."""
+    length: int  # the number of positions stored
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store this call's keys and values; return those of every position so far."""
+        """Store the keys and values of one call; return those of all positions so far."""
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a token sees itself and the tokens before it.
+    """Multi-head attention in which each token sees itself and the tokens before it.
 
     Args:
         n_embd: C, the width of the input and the output.
         n_head: H, the number of query heads.
-        n_kv_head: the number of key and value heads; each is shared by H / n_kv_head query heads (Ainslie et al. 2023).
+        n_kv_head: the number of key and value heads; H / n_kv_head query heads share each (Ainslie et al. 2023).
         head_dim: D, the width of one head.
         mask: (context_length, context_length) from `make_causal_mask`; the layers of a model share one tensor.
         dropout: probability of dropping a weight (inside the kernel) and an element of the output.
-        bias: whether the four projections have one.
-        q_norm, k_norm: modules that normalise queries and keys, (B, heads, T, D) -> the same; both or none.
-        rotary: a module that gives queries and keys their positions: (x, a slice or (B, 1, 1)) -> the same shape.
+        bias: whether the four projections have biases.
+        q_norm, k_norm: modules that normalise queries and keys, (B, heads, T, D) -> the same shape; both or none.
+        rotary: a module that rotates queries and keys by their positions: (x, slice of T positions) -> x's shape.
 
     Raises ValueError if n_head is not a multiple of n_kv_head.
     """
@@ -114,21 +110,22 @@ class CausalSelfAttention(nn.Module):
         self.q_norm, self.k_norm, self.rotary = q_norm, k_norm, rotary
         self.attend = Attend()
         self.attention_dropout = dropout
-        self.o_proj = nn.Linear(n_head * head_dim, n_embd, bias=bias)  # mixes what the heads gathered
+        self.o_proj = nn.Linear(n_head * head_dim, n_embd, bias=bias)  # mixes the outputs of the heads
         self.residual_dropout = nn.Dropout(dropout)
-        self.register_buffer("causal_mask", mask, persistent=False)  # rebuilt, never loaded: not in any checkpoint
+        self.register_buffer("causal_mask", mask, persistent=False)  # never in a checkpoint
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C). With a cache, x continues the positions already stored there."""
+        """(B, T, C) -> (B, T, C). With a cache, x continues the positions stored there."""
         q, k, v = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        positions = cache.positions(x.size(1)) if cache is not None else slice(x.size(1))
+        start = 0 if cache is None else cache.length
+        positions = slice(start, start + x.size(1))
         if self.rotary is not None:
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         if cache is not None:
             k, v = cache.append(k, v)
-        mask = self.causal_mask[positions, : k.size(-2)]  # the rows of the triangle that belong to x
+        mask = self.causal_mask[positions, : k.size(-2)]  # x's rows of the triangle
         y = self.attend(q, k, v, mask, self.attention_dropout if self.training else 0.0)
         return self.residual_dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # (B, H, T, D) -> (B, T, H * D) -> C
 

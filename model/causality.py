@@ -1,19 +1,19 @@
-"""Can a model see the future? Probes of the very function that is to be trained, answered to the last bit.
+"""Proof of causality: probes of the very function that is to be trained, compared bit by bit.
 
 A language model is trained to predict tokens that are in its own input, one place further on. If a position can see
-them, however faintly, the loss falls and means nothing. So nothing here is compared with a tolerance:
+them, however faintly, the loss falls and means nothing. So the probes compare without a tolerance:
 
     hidden      replace all tokens that a position may not see: no bit of its logits may change
-    seen        replace one token: all positions that should see it must change, or the first probe proves nothing
+    seen        replace one token: all positions that should see it must change, or the probe "hidden" proves nothing
     gradient    the same two as derivatives: exactly zero, and not zero
-    alone       a sequence may not change when the others of its batch do
+    alone       a sequence must not change when the others of its batch do
     repeatable  the same tokens must give the same logits again, also after other tokens in between
 
-A module is probed in evaluation and in training; with its own weights, with random ones (a layer whose first weights
-are zero hides every leak), and with huge ones (a mask of -10,000 leaks only where scores are larger). Its weights,
-buffers and mode, and the caller's random numbers, are put back afterwards.
+A module is probed in evaluation and in training mode. It is probed with its own weights, with random ones (a layer
+initialised to zero hides every leak), and with huge ones (a mask of -10,000 leaks only where scores are larger). Its
+weights, buffers and mode, and the caller's random state, are restored afterwards.
 
-Shapes are named as in model/attention.py, from which nothing is imported: what is right is not asked of the suspect.
+Shapes are named as in model/attention.py. Nothing is imported from there: the suspect must not define what is right.
 """
 
 import re
@@ -24,29 +24,29 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelError
-from model.parts import part_of
+from model.sharded import shard_like
 
 IGNORE = -100  # a target that F.cross_entropy skips
-NUM_POSITIONS = 12  # in a probe at least so many positions are asked, if there are as many
-EXTREME = 100.0  # queries and keys times this make scores of 1e4 and more, beside which a mask of -1e4 is nothing
+NUM_POSITIONS = 12  # the least number of positions that a probe asks, if the length allows
+EXTREME = 100.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
 
 
 @dataclass(frozen=True)
 class Causality:
-    """What the probes found: `ok`, or the first thing that is wrong; `str` says it in words, `bool` in one."""
+    """The result of the probes: `ok`, or the first fault found. `str` describes it, `bool` is `ok`."""
 
     length: int
-    """The number of tokens probed with."""
+    """The number of tokens in a probed sequence."""
     num_asked: int
-    """The number of different positions asked."""
+    """The number of different positions probed."""
     finding: str | None = None
-    """What is wrong."""
+    """A description of the fault."""
     query: int | None = None
-    """The first position found that sees, or misses, a token it should not."""
+    """The position that sees a token it must not see, or misses one it must see."""
     key: int | None = None
-    """That token."""
+    """The position of that token."""
     size: float = 0.0
-    """The largest change of a number that should not have changed."""
+    """The largest change of a number that must not change."""
 
     @property
     def ok(self) -> bool:
@@ -61,7 +61,7 @@ class Causality:
 
 
 class Finding(Exception):
-    """Ends the probing; its arguments are the last four of `Causality`."""
+    """Ends the probing. Its arguments are the last four fields of `Causality`."""
 
 
 def check_causality(
@@ -77,64 +77,64 @@ def check_causality(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Causality:
-    """Whether each position of `forward` sees exactly the tokens that it may see.
+    """Check that each position of `forward` sees exactly the tokens that it may see.
 
     Args:
         forward: (B, T) int64 -> logits (B, T, V); any callable.
         vocab_size: V, at least 2.
-        length: T. Kernels may differ by length: take that of the training.
-        module: what has the weights of `forward`, if that is not a module itself; called alone, it is like `forward`.
-            Without one, weights and mode are left as they are: no derivatives, no random and no extreme weights.
+        length: T. Kernels may differ by length: give the length of the training.
+        module: the module that has the weights of `forward`, if `forward` is not a module itself; module(idx) must
+            return the same logits. Without a module there are no derivatives, and no random and no extreme weights.
         others: more functions of the module like `forward`, such as one that decodes with a cache.
         loss_fn: a loss of the module that hides its logits, such as a compiled one: inputs and targets, (B, T) int64
-            each -> the sum over all targets but those of -100. Called with autograd in training, without in evaluation.
-        batch_size: B, the most sequences in a call, and their number for `loss_fn`. None: as many as there are probes.
+            each -> the sum over all targets except those of -100. It is called with autograd in training mode only.
+        batch_size: B, the most sequences in a call, and the exact number in a call of `loss_fn`. None: T.
         mask: (T, T) bool, True where the position (row) may depend on the token (column), through all layers: windows
-            of w tokens in L layers reach L (w - 1) back. None: itself and everything before it. What should be seen
-            and is too faint for the precision counts as not seen.
-        device: where the tokens are put. None: to the module's weights, or the CPU.
-        seed: of the tokens, the positions asked and the random weights.
+            of w tokens in L layers reach L (w - 1) back. None: itself and everything before it. A dependence too faint
+            for the precision counts as none.
+        device: the device of the tokens. None: that of the module's weights, or the CPU.
+        seed: the seed of the tokens, of the positions and of the random weights.
 
-    Raises ModelError if there is nothing to ask, or the answer is not logits.
+    Raises ModelError if length, vocab_size or mask are impossible, or if `forward` does not return logits.
     """
     module = forward if module is None and isinstance(forward, nn.Module) else module
-    probe = Probe(vocab_size, length, module, batch_size, mask, device, seed)
+    prober = Prober(vocab_size, length, module, batch_size, mask, device, seed)
 
     def probes() -> None:
         if module is not None:
             module.eval()
         with torch.no_grad():
-            probe.alone(forward, "with the weights as they are")
-            probe.hidden(forward, "with the weights as they are", seen=module is None, few=module is not None)
+            prober.alone(forward, "with the weights as they are")
+            prober.hidden(forward, "with the weights as they are", seen=module is None, few=module is not None)
         if module is None:
             return
-        probe.randomize()
+        prober.randomize()
         module.eval()
         with torch.no_grad():
             for function in (forward, *others):
-                probe.alone(function, "in evaluation")
-                probe.hidden(function, "in evaluation", seen=True)
+                prober.alone(function, "in evaluation")
+                prober.hidden(function, "in evaluation", seen=True)
             if loss_fn:
-                probe.hidden_from_loss(loss_fn, "in evaluation")
-        probe.gradient()
+                prober.hidden_from_loss(loss_fn, "in evaluation")
+        prober.gradient()
         module.train()
-        probe.alone(forward, "in training")
-        probe.hidden(forward, "in training")
+        prober.alone(forward, "in training")
+        prober.hidden(forward, "in training")
         if loss_fn:
-            probe.hidden_from_loss(loss_fn, "in training")
+            prober.hidden_from_loss(loss_fn, "in training")
 
-        probe.randomize(EXTREME)  # asked of the module itself: under autocast to float16 it would overflow
-        probe.hidden(module, "in training, with extreme weights", few=True)
+        prober.randomize(EXTREME)  # probes the module without autocast: float16 would overflow
+        prober.hidden(module, "in training, with extreme weights", few=True)
         module.eval()
         with torch.no_grad():
             for function in (module, *others):
-                probe.hidden(function, "in evaluation, with extreme weights", few=True)
+                prober.hidden(function, "in evaluation, with extreme weights", few=True)
 
-    return probe.run(probes)
+    return prober.run(probes)
 
 
-class Probe:
-    """The tokens, positions and weights to probe with. Each probe raises `Finding` if something is wrong."""
+class Prober:
+    """The tokens, positions and weights to probe with. Each probe raises `Finding` if it finds a fault."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Probe:
         self.asked: set[int] = set()
 
     def run(self, probes: Callable[[], None]) -> Causality:
-        """The outcome of `probes`, after which the module and the random numbers are what they were before."""
+        """Call `probes` and return the result; restore the module and the random state."""
         parts = [] if self.module is None else list(self.module.modules())
         modes = [(part, part.training) for part in parts]
         weights = [] if self.module is None else [(p, p.detach().clone()) for p in self.module.parameters()]
@@ -188,7 +188,7 @@ class Probe:
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
-        """Give each buffer the value it had, also where the module has put another tensor in its place."""
+        """Give each buffer its first tensor and value, also if the module has assigned another tensor."""
         for part, name, buffer, value in self.buffers:
             part._buffers[name] = buffer
             if not torch.equal(buffer, value):
@@ -196,7 +196,7 @@ class Probe:
 
     @torch.no_grad()
     def randomize(self, scale: float = 1.0) -> None:
-        """Give every weight a random value with which each part of the model matters; scale what makes the scores."""
+        """Give every weight a random value, so that each part of the model matters. Scale those of queries and keys."""
         torch.manual_seed(int(torch.randint(2**31, (), generator=self.random)))
         named = [(name, p) for name, p in self.module.named_parameters() if p.is_floating_point()]
         by_name = any(is_for_scores(name) for name, _ in named)
@@ -208,10 +208,10 @@ class Probe:
                 values.normal_(std=parameter.size(-1) ** -0.5)
             if is_for_scores(name) or not by_name:
                 values.mul_(scale)
-            parameter.copy_(part_of(values, parameter))
+            parameter.copy_(shard_like(values, parameter))
 
     def positions(self, few: bool = False) -> Tensor:
-        """Ascending: both ends, the last before each power of two (where tiles begin), and others at random."""
+        """Return ascending positions: both ends, the last before each power of two (a tile's edge), and random ones."""
         ends = {0, self.length - 2, self.length - 1}
         chosen = ends if few else ends | {2**n - 1 for n in range(self.length.bit_length())}
         chosen &= set(range(self.length))
@@ -221,28 +221,28 @@ class Probe:
         return torch.tensor(sorted(chosen), device=self.device)
 
     def tokens(self, num_sequences: int) -> tuple[Tensor, Tensor]:
-        """Two (num_sequences, T) of random tokens that differ at every place; the first sequence is all the same."""
+        """Return two (num_sequences, T) of random tokens that differ everywhere. The first sequence is all zeros."""
         idx = torch.randint(self.vocab_size, (num_sequences, self.length), generator=self.random)
         idx[0] = 0
         other = (idx + torch.randint(1, self.vocab_size, idx.shape, generator=self.random)) % self.vocab_size
         return idx.to(self.device), other.to(self.device)
 
     def call(self, function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
-        """What it returns; in training with the same dropout, and the same buffers, each time."""
+        """Call a function; in training mode with the same dropout and the same buffers each time."""
         if self.module is not None and self.module.training:
             torch.manual_seed(0)
             self.restore_buffers()
         return function(*arguments).detach()
 
     def logits(self, forward: Callable[[Tensor], Tensor], idx: Tensor) -> Tensor:
-        """(B, T) -> (B, T, V)."""
+        """Call `forward`: (B, T) -> (B, T, V). Raises ModelError for another shape."""
         logits, expected = self.call(forward, idx), (*idx.shape, self.vocab_size)
         if logits.shape != expected:
             raise ModelError(f"expected logits of shape {expected}, got {tuple(logits.shape)}")
         return logits
 
     def alone(self, forward: Callable[[Tensor], Tensor], where: str) -> None:
-        """The probes alone and repeatable."""
+        """Run the probes "alone" and "repeatable"."""
         idx, other = self.tokens(2)
         before = self.logits(forward, idx)
         if not before.isfinite().all():
@@ -254,7 +254,7 @@ class Probe:
             raise Finding(f"a sequence changes when the others of its batch do ({where})")
 
     def hidden(self, forward: Callable[[Tensor], Tensor], where: str, seen: bool = False, few: bool = False) -> None:
-        """The probe hidden, and perhaps seen: there is a sequence for each position that is asked."""
+        """Run the probe "hidden", and "seen" if asked to. Each position probed has a sequence of its own."""
         for positions in self.positions(few).split(self.batch_size):
             hide = ~self.mask[positions]  # (B, T)
             idx, other = self.tokens(len(hide))
@@ -269,15 +269,15 @@ class Probe:
                 size, share = largest_change(before, after), largest_change(before.softmax(-1), after.softmax(-1))
                 effect = f"moves its logits by up to {size:.2g} and a probability by up to {share:.2g}"
                 raise Finding(f"{sees(query, key)}, which {effect} ({where})", query, key, size)
-            if seen and before.dtype.itemsize >= 4:  # in half precision one token among many is lost in rounding
+            if seen and before.dtype.itemsize >= 4:  # half precision rounds away one token among many
                 replaced = torch.where(self.one_hot(positions), other, idx)
                 moved = ~same_bits(before, self.logits(forward, replaced))  # (key, query)
                 refuse_blindness(self.mask[:, positions] & ~moved.T, torch.arange(self.length), positions)
 
     def gradient(self) -> None:
-        """The probe gradient, if the tokens go through an nn.Embedding, whose output can be watched."""
-        plain = getattr(self.module, "_orig_mod", self.module)  # a compiled module would not notice new hooks
-        for queries in self.positions().split(max(1, self.batch_size // 4)):  # without autocast, it takes more memory
+        """Run the probe "gradient", if an nn.Embedding reads the tokens: its output is the input of the derivative."""
+        plain = getattr(self.module, "_orig_mod", self.module)  # a compiled module would ignore new hooks
+        for queries in self.positions().split(max(1, self.batch_size // 4)):  # autograd without autocast takes memory
             idx, _ = self.tokens(len(queries))
             logits, embedded = watch_embedding(plain, idx)
             if not embedded:
@@ -294,13 +294,16 @@ class Probe:
             refuse_blindness((influence == 0) & allowed, queries, torch.arange(self.length))
 
     def hidden_from_loss(self, loss_fn: Callable[[Tensor, Tensor], Tensor], where: str) -> None:
-        """The probe hidden, in the one sum over a batch: in each sequence a position, and a few that see no more."""
+        """Run the probe "hidden" on a loss, whose one sum over a batch counts few targets.
+
+        Each sequence counts the target of one position, and of some positions that see none of the replaced tokens.
+        """
         for positions in self.positions().split(self.batch_size):
             positions = positions.repeat(self.batch_size)[: self.batch_size]
             hide = ~self.mask[positions]
             (idx, other), (targets, _) = self.tokens(self.batch_size), self.tokens(self.batch_size)
             some = torch.rand(targets.shape, generator=self.random).to(self.device) < 4 / self.length
-            counted = self.one_hot(positions) | some & ~self.sees_any(hide)  # some: a small sum shows small changes
+            counted = self.one_hot(positions) | some & ~self.sees_any(hide)  # a small sum shows small changes
             targets = targets.masked_fill(~counted, IGNORE)
             changed = torch.where(hide, other, idx)
 
@@ -318,35 +321,36 @@ class Probe:
             raise Finding(f"the loss does not depend on the tokens ({where})")
 
     def one_hot(self, positions: Tensor) -> Tensor:
-        """(B,) -> (B, T) bool, True at the position of each sequence."""
+        """Mark the position of each sequence: (B,) -> (B, T) bool."""
         return torch.arange(self.length, device=self.device) == positions[:, None]
 
     def sees_any(self, tokens: Tensor) -> Tensor:
-        """Which positions may see at least one of the marked tokens: (B, T) -> (B, T), both bool."""
+        """Mark the positions that may see at least one of the marked tokens: (B, T) -> (B, T), both bool."""
         return tokens.float() @ self.mask.float().T > 0
 
 
 def is_for_scores(name: str) -> bool:
-    """Whether the weight of this name makes queries or keys, as far as names tell."""
+    """Return whether a weight makes queries or keys, judging by its name."""
     return (
         bool({"q", "k", "qkv", "query", "key"} & set(re.split("[._]", name))) or "c_attn" in name or "in_proj" in name
     )
 
 
 def sees(query: int, key: int) -> str:
+    """Describe the fault that a position sees a token."""
     where = f"{key - query} ahead of it" if key > query else "which its mask hides"
     return f"position {query} sees token {key}, {where}"
 
 
 def refuse_blindness(blind: Tensor, queries: Tensor, keys: Tensor) -> None:
-    """Raise the first finding in a (query, key) matrix of what should be seen and is not."""
+    """Raise `Finding` for the first True in `blind`, (queries, keys): a token that should be seen and is not."""
     for query, key in blind.nonzero()[:1].tolist():
         query, key = queries[query].item(), keys[key].item()
         raise Finding(f"position {query} is blind to token {key}, which it may see", query, key)
 
 
 def watch_embedding(module: nn.Module, idx: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The logits of idx (B, T), and the (B, T, C) from which they were computed, where an nn.Embedding had read idx."""
+    """Return module(idx), and each output (B, T, C) of an nn.Embedding that read idx, (B, T), as a leaf of autograd."""
     embedded = []
 
     def watch(part: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
@@ -363,16 +367,20 @@ def watch_embedding(module: nn.Module, idx: Tensor) -> tuple[Tensor, list[Tensor
 
 
 def same_bits(before: Tensor, after: Tensor) -> Tensor:
-    """(..., V), twice -> (...,) bool, whether all V numbers are the same; what is not a number is like its kind."""
+    """Return whether all V numbers are the same: (..., V) twice -> (...,) bool. nan counts as equal to nan."""
     return ((before == after) | (before.isnan() & after.isnan())).all(-1)
 
 
 def largest_change(before: Tensor, after: Tensor) -> float:
+    """Return the largest absolute difference."""
     return (after.float() - before.float()).abs().max().item()
 
 
 def first_cause(read: Callable[[Tensor], Tensor], idx: Tensor, changed: Tensor) -> tuple[int, int]:
-    """(sequence, token) of the first place where replacing idx by `changed`, from the beginning on, moves `read`."""
+    """Return (sequence, position) of the first token whose replacement changes `read`, found by bisection.
+
+    The tokens of idx, (B, T), are replaced by those of `changed` in their order, as many as it takes.
+    """
     places = (idx != changed).nonzero()
     before, low, high = read(idx), 0, len(places)  # replacing the first `low` places moves nothing, `high` does
     while high - low > 1:

@@ -1,11 +1,11 @@
 """Checkpoints: a directory without pickle, in the layout of a Hugging Face model, that is complete or not there at all.
 
 config.json  model.safetensors  tokenizer.json  tokenizer_config.json    the model, as `transformers` reads it
-README.md                                                                what it is, for people, who may edit it
+README.md                                                                the model card, which people may edit
 optimizer.safetensors  trainer.json                                      the rest of a training run
-manifest.json                            size and SHA-256 of each, and the certificate of causality; written last
+manifest.json                       size and SHA-256 of every file, and the certificate of causality; written last
 
-Tensors of more than 5 GB are in several files, with an index that says which is where.
+Tensors of more than 5 GB are split over several files, with an index of which tensor is where.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ import json
 import os
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from model import disk
-from model.config import ModelError
-from model.gpt import GPT
+from model.config import GPTConfig, ModelError
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
-from model.parts import whole
 
 FORMAT = 3
 MOST_JSON = 1 << 20  # bytes
-MOST_IN_A_FILE = 5 * 10**9  # bytes, as `transformers` has it
+MOST_IN_A_FILE = 5 * 10**9  # bytes, as in `transformers`
 CARD = "README.md"
 STEP = re.compile(r"step-\d{8}")
 
@@ -38,44 +36,41 @@ STEP = re.compile(r"step-\d{8}")
 def save_checkpoint(
     parent: Path,
     step: int,
-    model: GPT,
+    config: GPTConfig,
+    weights: dict[str, Tensor],
+    optimizer: dict[str, Tensor],
     ends_of_text: tuple[int, int],
     texts: dict[str, bytes],
-    optimizer: dict[str, Tensor],
     trainer: dict,
     about: dict,
 ) -> Path:
-    """Write parent/step-00000000 and return it once it is on the disk; an OSError leaves nothing behind.
+    """Write parent/step-00000000 and return it once it is on the disk. After an OSError nothing of it is left.
 
-    `ends_of_text` are the ids that a text begins and ends with, `texts` the tokenizer's files and the model card,
-    `trainer` is what a resumed run needs, `about` what the manifest says of the model: certificate and environment.
+    `weights` is the state dict of the model, `optimizer` the state of its optimizer; no tensor is sharded.
+    `ends_of_text` are the token ids that begin and end a text. `texts` are the files of the tokenizer and the model
+    card, by name. `trainer` is the state that a resumed run needs, `about` the certificate and the environment.
     """
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
-    disk.remove(temporary)  # of a session that was killed
+    contents = chain(
+        [("config.json", to_json(config_to_huggingface(config, *ends_of_text)))],
+        texts.items(),
+        tensor_files("model", tensors_to_huggingface(config, weights)),
+        tensor_files("optimizer", optimizer),
+        [("trainer.json", to_json({"step": step, **trainer}))],
+    )
+    disk.remove(temporary)  # of a killed session
     disk.make_directory(temporary)
     try:
         files = {}
-
-        def write(name: str, content: bytes) -> None:
+        for name, content in contents:
             disk.write(temporary / name, content)
             if name != CARD:
                 files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-        write("config.json", to_json(config_to_huggingface(model.config, *ends_of_text)))
-        for name, content in texts.items():
-            write(name, content)
-        places: dict[str, dict[str, str]] = defaultdict(dict)
-        for stem, name, tensors in tensor_files(model, optimizer):
-            write(name, save(tensors, metadata={"format": "pt"}))
-            places[stem] |= dict.fromkeys(tensors, name)
-        for stem, place in places.items():
-            if len(set(place.values())) > 1:
-                write(f"{stem}.safetensors.index.json", to_json({"metadata": {}, "weight_map": place}))
-        write("trainer.json", to_json({"step": step, **trainer}))
-        manifest = {"format": FORMAT, "step": step, **about, "files": files}
-        disk.write(temporary / "manifest.json", with_own_hash(manifest))
+        disk.write(
+            temporary / "manifest.json", with_own_hash({"format": FORMAT, "step": step, **about, "files": files})
+        )
         disk.sync(temporary)
-        disk.remove(directory)  # a damaged one, whose step has come again
+        disk.remove(directory)  # a damaged checkpoint of this step
         disk.rename(temporary, directory)
     except BaseException:
         disk.remove(temporary)
@@ -83,40 +78,31 @@ def save_checkpoint(
     return directory
 
 
-def tensor_files(model: GPT, optimizer: dict[str, Tensor]) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
-    """The tensors of a checkpoint file by file, as (model or optimizer, name of the file, tensors), whole.
-
-    Where each process has a part of the tensors, all of them have to go through this together; a device has one tensor
-    whole at a time, a host two files.
-    """
-    blocks: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in model.state_dict().items():
-        if name != "lm_head.weight" or not model.config.tied:
-            block = re.match(r"blocks\.\d+|", name)[0]  # "" for what is in none
-            blocks[block or name][name] = tensor
-    for name, tensors in fill_files("model", list(blocks.values())):
-        yield "model", name, tensors_to_huggingface(model.config, tensors)
-    for name, tensors in fill_files("optimizer", [{name: tensor} for name, tensor in optimizer.items()]):
-        yield "optimizer", name, tensors
-
-
-def fill_files(stem: str, groups: list[dict[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Groups of tensors, which stay together, in as few files as their size allows: (name, all its tensors)."""
-    files, room = [[]], MOST_IN_A_FILE
-    for group in groups:
-        size = sum(tensor.nbytes for tensor in group.values())
-        if size > room and files[-1]:
-            files.append([])
+def tensor_files(stem: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, bytes]]:
+    """Yield (name, content) of the safetensors file of a model or an optimizer, or of several files and their index."""
+    files, room = [{}], MOST_IN_A_FILE
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and files[-1]:
+            files.append({})
             room = MOST_IN_A_FILE
-        files[-1].append(group)
-        room -= size
-    for number, file in enumerate(files):
-        name = f"{stem}-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else f"{stem}.safetensors"
-        yield name, {name: whole(tensor).cpu() for group in file for name, tensor in group.items()}
+        files[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(files) == 1:
+        yield f"{stem}.safetensors", save(tensors, metadata={"format": "pt"})
+        return
+    places = {}
+    for number, file in enumerate(files, start=1):
+        name = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
+        yield name, save(file, metadata={"format": "pt"})
+        places |= dict.fromkeys(file, name)
+    yield f"{stem}.safetensors.index.json", to_json({"metadata": {}, "weight_map": places})
 
 
 def keep_newest(parent: Path, step: int, count: int, best_step: int | None) -> None:
-    """Delete all checkpoints before `step` but the newest `count` and the best; what is later is damaged, and stays."""
+    """Delete the checkpoints up to `step`, except the newest `count` and the best.
+
+    Checkpoints of later steps are damaged, or the run would have resumed from them. They stay.
+    """
     past = [directory for directory in step_directories(parent) if directory.name <= f"step-{step:08d}"]
     for directory in past[count:]:
         if directory.name != f"step-{best_step or 0:08d}":
@@ -124,7 +110,10 @@ def keep_newest(parent: Path, step: int, count: int, best_step: int | None) -> N
 
 
 def find_checkpoint(path: Path) -> Path:
-    """A checkpoint itself, or the newest intact one of a run, or a model OWNER/NAME of the Hugging Face hub.
+    """Return the directory of a verified checkpoint.
+
+    `path` is a checkpoint, a run directory (its newest intact checkpoint is taken), a Hugging Face model directory, or
+    the name OWNER/NAME of a model on the Hugging Face hub, which is downloaded unless it is in the cache.
 
     Raises ModelError if there is none.
     """
@@ -143,40 +132,40 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def runs_beside(path: Path) -> str:
-    """For a message: which runs there are in the directory in which there is nothing of this name."""
+    """Return the end of an error message: the latest runs beside a path that does not exist, if there are any."""
     runs = sorted(path.absolute().parent.glob("*/checkpoints"), key=os.path.getmtime)
     names = ", ".join(found.parent.name for found in runs[-5:])
     return f"; the latest runs beside it are {names}" if runs and not path.exists() else ""
 
 
 def is_hub_name(path: str | Path) -> bool:
-    """Whether this is OWNER/NAME, and nothing here."""
-    here = Path(path).exists() or Path(path).parent.exists()
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))) and not here
+    """Return whether a path has the form OWNER/NAME, and neither it nor its parent exists."""
+    exists = Path(path).exists() or Path(path).parent.exists()
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))) and not exists
 
 
 def download(name: str) -> Path:
-    """A directory with a model of the Hugging Face hub, downloaded unless it is cached. Raises ModelError if not."""
-    from huggingface_hub import snapshot_download  # slow to import, and few need it
+    """Return a directory with a model of the Hugging Face hub. Raises ModelError if it cannot be downloaded."""
+    from huggingface_hub import snapshot_download  # slow to import, and seldom needed
 
     files = ["config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer*.json"]
     try:
         return Path(snapshot_download(name, allow_patterns=files))
-    except Exception as error:  # whatever the network, the hub or the cache make of it
+    except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ModelError(f"{name} is not here, and not to be had from the Hugging Face hub: {reason:.200}") from error
 
 
 def step_directories(parent: Path) -> list[Path]:
-    """The checkpoints of a run, newest first."""
+    """Return the checkpoints of a run, newest first."""
     found = [path for path in parent.iterdir() if STEP.fullmatch(path.name)] if parent.is_dir() else []
     return sorted(found, reverse=True)
 
 
 def verify(directory: Path) -> None:
-    """Compare a checkpoint with its manifest, if it has one (a model from elsewhere has none).
+    """Compare a checkpoint with its manifest. A foreign model has no manifest, and passes.
 
-    Raises ModelError naming the first file that differs, is missing, is too many, or is a link to somewhere else.
+    Raises ModelError naming the first file that differs, is missing, is not in the manifest, or is a link.
     """
     if STEP.fullmatch(directory.name) and not (directory / "manifest.json").is_file():
         raise ModelError(f"{directory} has no manifest.json: it was not written to the end")
@@ -192,7 +181,7 @@ def verify(directory: Path) -> None:
         raise ModelError(f"{directory / 'manifest.json'} does not say which files there are")
     paths = {path.name: path for path in directory.iterdir() if path.name not in ("manifest.json", CARD)}
     paths = {name: path for name, path in paths.items() if name in files or not name.startswith(".")}  # .DS_Store
-    for name in sorted(paths.keys() | files.keys()):  # a name from the manifest alone is never opened
+    for name in sorted(paths.keys() | files.keys()):  # only names found in the directory are opened
         if name not in files:
             raise ModelError(f"{directory} has {name!r}, which is not in the manifest: it does not belong there")
         if name not in paths:
@@ -207,29 +196,26 @@ def verify(directory: Path) -> None:
 
 
 def read_certificate(directory: Path) -> str:
-    """What training had found of the causality of this checkpoint's model, and where, in a line."""
-    path = directory / "manifest.json"
+    """Return the certificate of causality in a checkpoint: one line with the finding and where it was made."""
     try:
-        return describe_certificate(read_json(path) if path.is_file() else {})
+        return describe_certificate(read_optional(directory / "manifest.json"))
     except (KeyError, TypeError, AttributeError):
         return "unknown, the checkpoint has no certificate"
 
 
 def describe_certificate(manifest: dict) -> str:
-    """The certificate and where it was given, from a manifest, in a line. Raises KeyError where there is none."""
+    """Return the line of `read_certificate`. Raises KeyError if the manifest has no certificate."""
     return "{}, {dtype} on {device}, torch {torch}".format(manifest["certificate"]["causal"], **manifest["environment"])
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object. Raises ModelError if the file holds something else."""
+    """Return the JSON object in a file. Raises ModelError if the file cannot be read or holds something else."""
+    if not path.is_file():
+        raise ModelError(f"{path} is not a file")
+    if path.stat().st_size > MOST_JSON:
+        raise ModelError(f"{path} has {path.stat().st_size} bytes, at most {MOST_JSON} are read")
     try:
-        if not path.is_file():
-            raise ModelError(f"{path} is not a file")
-        if path.stat().st_size > MOST_JSON:
-            raise ModelError(f"{path} has {path.stat().st_size} bytes, at most {MOST_JSON} are read")
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ModelError:
-        raise
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
@@ -237,8 +223,8 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def told(path: Path, *keys: str) -> Any:
-    """What training has left beside a model, or None: one from elsewhere has none of it, or something else."""
+def read_optional(path: Path, *keys: str) -> Any:
+    """Return the value under nested keys of a JSON file beside a model; None if the file or a key is missing."""
     value = None
     with contextlib.suppress(ModelError):
         value = read_json(path)
@@ -248,14 +234,16 @@ def told(path: Path, *keys: str) -> Any:
 
 
 def to_json(content: dict) -> bytes:
+    """Return the content of a JSON file as it is written here."""
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def with_own_hash(manifest: dict) -> bytes:
-    """A manifest as it is written, with the SHA-256 of what it would be without one."""
+    """Return the content of manifest.json: the manifest, and the SHA-256 of the file without this last entry."""
     return to_json({**manifest, "sha256": hashlib.sha256(to_json(manifest)).hexdigest()})
 
 
 def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

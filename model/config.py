@@ -1,16 +1,16 @@
-"""What a GPT may look like: the `[model]` table of a run, and the error that says why something is not one."""
+"""The configuration of a GPT: the `[model]` table of a run, the fields that a checkpoint adds, and their checks."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-# Larger than anything there is, and small enough to say no before memory is asked for.
+# Larger than any model there is, so that a damaged or hostile config.json is refused before memory is allocated.
 LARGEST = {"n_layer": 2**9, "n_head": 2**16, "n_kv_head": 2**16, "n_embd": 2**20, "head_dim": 2**20}
 LARGEST |= {"n_inner": 2**22, "vocab_size": 2**24, "context_length": 2**15}  # the mask has its square in bytes
 
 
 class ModelError(ValueError):
-    """A configuration, checkpoint or request that no GPT can serve; the message is for the user."""
+    """An impossible configuration, checkpoint or request; the message is for the user."""
 
     exit_code = 2
 
@@ -22,7 +22,7 @@ class ModelConfig:
     # The defaults are those of GPT-2 small.
 
     family: Literal["gpt2", "llama", "qwen3", "nanochat"] = "gpt2"
-    """Kind of transformer, as the model types of `transformers`: see model/families.py."""
+    """Kind of transformer, named as in the library `transformers`: see model/families.py."""
     n_layer: int = 12
     """Number of transformer blocks."""
     n_head: int = 12
@@ -34,31 +34,29 @@ class ModelConfig:
     head_dim: int | None = None
     """Width of a head. None: n_embd / n_head."""
     n_inner: int | None = None
-    """Width of the MLP. None: 4 n_embd; with a gate 8/3 of it, in steps of 64, for as many parameters."""
+    """Width of the MLP. None: 4 n_embd; in llama and qwen3 8/3 n_embd, rounded up to a multiple of 64."""
     context_length: int = 1024
-    """The most tokens the model can look at."""
+    """The most tokens that the model can attend to."""
     dropout: float = 0.0
-    """Probability of dropping an activation in training; 0 is best unless the corpus is read many times."""
+    """Probability of dropping an activation in training; 0 is best unless training reads the text many times."""
     bias: bool | None = None
-    """Whether linear layers and layer norms have biases. None: those of gpt2 do; those of the others never do."""
+    """Biases in linear layers and layer norms. None: true in gpt2; the other families have none."""
     tied: bool | None = None
-    """Whether the head is the embedding. None: not in nanochat."""
+    """Share one matrix between embedding and head. None: true, but false in nanochat."""
     rope_theta: float = 10_000.0
-    """Base of the rotary positions: their longest wave, in tokens / 2 pi."""
+    """Base of the rotary positions: the slowest pair of channels turns once in about 2 pi times as many tokens."""
 
 
 @dataclass(frozen=True)
 class GPTConfig(ModelConfig):
-    """A `ModelConfig` with what only a checkpoint says: the vocabulary is the tokenizer's, the rest of other models.
-
-    Raises ModelError if no such model can be built.
-    """
+    """A `ModelConfig` and the fields that only a checkpoint sets. Raises ModelError if no such model can be built."""
 
     vocab_size: int = 50257
+    """Number of tokens, that of the tokenizer."""
     norm_eps: float | None = None
     """Added to the variance by a norm. None: 1e-5 in gpt2 and llama, 1e-6 in the others."""
     rope_scaling: tuple[float, float, float, int] | None = None
-    """Llama 3's: factor, low and high frequency factor, context length before it."""
+    """Llama 3's scaling of rotary positions: factor, low and high frequency factor, original context length."""
 
     def __post_init__(self) -> None:
         family, gated = self.family, self.family in ("llama", "qwen3")
@@ -102,7 +100,7 @@ class GPTConfig(ModelConfig):
             )
 
     def check_whole(self, *names: str) -> None:
-        """Raise ModelError unless these are whole numbers of a sensible size."""
+        """Raise ModelError unless these fields are whole numbers from 1 to `LARGEST`."""
         for name in names:
             value, most = getattr(self, name), LARGEST[name]
             if type(value) is not int or not 1 <= value <= most:

@@ -1,7 +1,7 @@
-"""All that a run does to the disk, in one place, so that a test can stop the program at each effect, or let it fail.
+"""Every change that a run makes on the disk, in one place: a test can kill the program at each, or make each fail.
 
-What has been written here and returned is on the disk, not in a cache of the system: it survives a power cut. (Only
-`append` does not wait for that.)
+A file written here is on the disk when the function returns, not only in the system's cache: it survives a power cut.
+(`append` alone does not wait for the disk.)
 """
 
 import os
@@ -11,12 +11,12 @@ WRITE_SIZE = 1 << 24  # bytes
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory that was not there."""
+    """Create a directory. Raises OSError if it exists."""
     os.mkdir(path)
 
 
 def make_directories(path: Path) -> None:
-    """Create a directory, and those above it that were not there."""
+    """Create a directory and its missing parents."""
     if not path.is_dir():
         make_directories(path.parent)
         make_directory(path)
@@ -24,7 +24,7 @@ def make_directories(path: Path) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Write at the end of a file, which is there. Whoever needs it on the disk calls `sync`."""
+    """Append to an existing file. It may stay in the system's cache until `sync` is called."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
         while content:
@@ -34,19 +34,19 @@ def append(path: Path, content: bytes) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Create a file that was not there. Raises OSError, and may leave a part of it then."""
+    """Create a file. Raises OSError if it exists or cannot be written, and may leave a part of it then."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         rest = memoryview(content)
         while rest:
-            rest = rest[os.write(descriptor, rest[:WRITE_SIZE]) :]  # the system may take less than it is given
+            rest = rest[os.write(descriptor, rest[:WRITE_SIZE]) :]  # may write less than asked
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Create a file or put another in its place: at any time there is the old one or the new one, as a whole."""
+    """Create or replace a file atomically: at any time either the old content is there or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")
     remove(temporary)
     write(temporary, content)
@@ -54,13 +54,13 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Give a file or directory another name in the same directory."""
+    """Rename a file or directory within its directory, replacing a file of that name."""
     os.rename(path, target)
     sync(target.parent)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or the list of names in a directory, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -69,7 +69,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a directory and all in it, or nothing if it is not there. Links are deleted, never followed."""
+    """Delete a file or a directory with its content, if it exists. Links are deleted, never followed."""
     if path.is_symlink() or path.is_file():
         os.unlink(path)
     elif path.is_dir():

@@ -1,4 +1,4 @@
-"""The parts in which families of GPTs differ: norms, MLPs, positions, and which of them a family has.
+"""The parts in which families of GPTs differ (norms, MLPs, positions), and the choice that each family makes.
 
     gpt2      LayerNorm, learned positions, GELU, dropout, a tied head    Radford et al. 2019
     llama     RMSNorm, rotary positions, SwiGLU, grouped heads            Touvron et al. 2023, Grattafiori et al. 2024
@@ -21,7 +21,7 @@ from model.precision import autocast_dtype
 
 
 class MLP(nn.Module):
-    """What a block does to each token by itself: two linear layers around a GELU."""
+    """The part of a block that works on each token alone: two linear layers around a GELU."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -35,11 +35,11 @@ class MLP(nn.Module):
 
     def activate(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, n_inner)."""
-        return F.gelu(self.up_proj(x), approximate="tanh")  # GPT-2's
+        return F.gelu(self.up_proj(x), approximate="tanh")  # the approximation of GPT-2
 
 
 class SwiGLU(MLP):
-    """One more linear layer is the gate of the others (Shazeer 2020)."""
+    """An MLP with a third linear layer that gates the first (Shazeer 2020)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__(config)
@@ -51,18 +51,18 @@ class SwiGLU(MLP):
 
 
 class ReLUSquared(MLP):
-    """max(0, x)^2 (So et al. 2021)."""
+    """An MLP around max(0, x)^2 (So et al. 2021)."""
 
     def activate(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, n_inner)."""
         y = F.relu(self.up_proj(x))
-        return y * y  # square() would be in float32 under CUDA's autocast
+        return y * y  # under autocast on CUDA, square() would compute in float32
 
 
 class Rotary(nn.Module):
-    """Rotary positions: each pair of channels is turned by an angle that grows with the position (Su et al. 2021).
+    """Rotary positions: rotate each pair of channels by an angle proportional to the position (Su et al. 2021).
 
-    A product of a query and a key then depends on how far apart they are. The layers of a model share one.
+    The product of a query and a key then depends on their distance alone. The layers of a model share one module.
     """
 
     cos: Tensor
@@ -74,38 +74,38 @@ class Rotary(nn.Module):
         self.fill()
 
     def fill(self, device: torch.device | None = None) -> None:
-        """Compute the tables anew, (context_length, D / 2) float32, whatever the model has been turned into."""
+        """Compute both tables, (context_length, D / 2) in float32, also after the model has changed device or dtype."""
         c = self.config
         frequencies = 1 / c.rope_theta ** (torch.arange(0, c.head_dim, 2, device=device).float() / c.head_dim)
-        if c.rope_scaling:  # Llama 3: slow waves, which do not end in the first context, are made slower
+        if c.rope_scaling:  # Llama 3 slows rotations that are not complete within the original context
             factor, low, high, original = c.rope_scaling
-            waves = original * frequencies / (2 * math.pi)  # in the first context
+            waves = original * frequencies / (2 * math.pi)  # full rotations within the original context
             kept = ((waves - low) / (high - low)).clamp(0, 1)
             frequencies = frequencies * (kept + (1 - kept) / factor)
         if c.family == "nanochat":
-            frequencies = -frequencies  # turns the other way
+            frequencies = -frequencies  # nanochat rotates in the other direction
         angles = torch.arange(c.context_length, device=device).float()[:, None] * frequencies
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
-        """(B, heads, T, D) at these positions, of all sequences or, (B, 1, 1), of each -> (B, heads, T, D)."""
+    def forward(self, x: Tensor, positions: slice) -> Tensor:
+        """(B, heads, T, D), at these T positions -> (B, heads, T, D)."""
         cos, sin = (table[positions].to(x.dtype) for table in (self.cos, self.sin))
-        a, b = x.chunk(2, dim=-1)  # a pair is a channel of the first half and its fellow in the second
+        a, b = x.chunk(2, dim=-1)  # channel i of the first half and channel i of the second are a pair
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class RMSNorm(nn.RMSNorm):
-    """PyTorch's (Zhang and Sennrich 2019), with its output in the precision of its input, also under autocast."""
+    """PyTorch's RMSNorm (Zhang and Sennrich 2019), whose output keeps the dtype of its input also under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)."""
         if autocast_dtype(x) is None:
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        with torch.autocast(x.device.type, enabled=False):  # on CUDA it returns float32, from PyTorch 2.12 on
+        with torch.autocast(x.device.type, enabled=False):  # from PyTorch 2.12 on, it returns float32 on CUDA
             if self.weight is None:
                 return F.rms_norm(x, self.normalized_shape, eps=self.eps)
-            # In bfloat16 a weight near one would be one.
+            # In bfloat16, weights near one would all round to one.
             return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
 
@@ -123,7 +123,7 @@ def plain_rms_norm(width: int, config: GPTConfig) -> nn.Module:
 
 @dataclass(frozen=True)
 class Family:
-    """A choice of parts."""
+    """The choice of parts that makes a family."""
 
     norm: Callable[[int, GPTConfig], nn.Module]
     mlp: type[nn.Module]

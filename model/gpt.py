@@ -1,6 +1,6 @@
 """The GPT: token and position embeddings, a stack of blocks, and a head that predicts the next token.
 
-What differs between families (gpt2, llama, qwen3, nanochat) is in model/families.py. Shapes are named as in
+The differences between families (gpt2, llama, qwen3, nanochat) are in model/families.py. Shapes are named as in
 model/attention.py.
 """
 
@@ -15,14 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 from model import sampling
 from model.attention import CausalSelfAttention, make_causal_mask
-from model.cache import LayerCache, StaticCache
+from model.cache import LayerCache
+from model.checkpoint import find_checkpoint
 from model.config import GPTConfig, ModelError
 from model.families import FAMILIES, Rotary
+from model.load import load_config, load_weights
 from model.precision import autocast_dtype
 
 
 class Block(nn.Module):
-    """Tokens talk (attention), then each thinks (MLP); both add to the residual stream of a pre-norm transformer."""
+    """A block of a pre-norm transformer: attention, then an MLP, each normed first and added to the residual stream."""
 
     def __init__(self, config: GPTConfig, mask: Tensor, rotary: nn.Module | None = None):
         super().__init__()
@@ -35,7 +37,7 @@ class Block(nn.Module):
         self.mlp_norm = family.norm(c.n_embd, c)
         self.mlp = family.mlp(c)
 
-    def forward(self, x: Tensor, cache: LayerCache | StaticCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         x = x + self.attention(self.attention_norm(x), cache)
         return x + self.mlp(self.mlp_norm(x))
@@ -45,7 +47,7 @@ class GPT(nn.Module):
     """A decoder-only transformer: token ids in, a score for every possible next token out."""
 
     activation_checkpointing = False
-    """Whether to forget what is inside the blocks, and compute it again for the gradients (Chen et al. 2016)."""
+    """Store only the inputs of the blocks, and compute the rest again for the gradients (Chen et al. 2016)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -64,9 +66,9 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """GPT-2's initialisation; what feeds the residual stream is scaled by its number of additions.
+        """Initialise as GPT-2: std 0.02, and less for the layers whose outputs are added to the residual stream.
 
-        Raises ModelError for a vector of which this does not know how it begins.
+        Raises ModelError for a vector that is neither a bias nor the weight of a norm.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -81,47 +83,49 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Scores of the next token at every position: (B, T) int64 -> (B, T, V).
+        """Return the logits of the next token at every position: (B, T) int64 -> (B, T, V).
 
         Raises ModelError if T is more than the context length.
         """
-        return GPT.logits(self, GPT.hidden(self, idx))  # by the class: fsdp puts its own in their places
+        return GPT.logits(self, GPT.hidden(self, idx))  # called on the class: FSDP2 replaces the bound methods
 
-    def hidden(self, idx: Tensor, caches: Sequence[LayerCache | StaticCache] = ()) -> Tensor:
-        """The last hidden state: (B, T) -> (B, T, C). With caches, idx continues what they have stored."""
-        T = idx.size(1)
-        positions = caches[0].positions(T) if caches else slice(T)
-        if isinstance(positions, slice) and positions.stop > self.config.context_length:
-            raise ModelError(f"{positions.stop} tokens do not fit the context length of {self.config.context_length}")
+    def hidden(self, idx: Tensor, caches: Sequence[LayerCache] = ()) -> Tensor:
+        """Return the last hidden state: (B, T) -> (B, T, C). With caches, idx continues the positions stored there."""
+        start = caches[0].length if caches else 0
+        end = start + idx.size(1)
+        if end > self.config.context_length:
+            raise ModelError(f"{end} tokens do not fit the context length of {self.config.context_length}")
         x = self.token_embedding(idx)
         if self.position_embedding is not None:
-            x = x + self.position_embedding.weight[positions].view(-1, T, x.size(-1))
+            x = x + self.position_embedding.weight[start:end]
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x = self.embedding_dropout(x)
-        if autocast_dtype(x) == torch.bfloat16:  # the residual stream too; float16 it might outgrow
-            x = x.bfloat16()  # what it costs: benchmarks/results/bfloat16_stream_cpu_2026-11-23.md
-        again = self.activation_checkpointing and torch.is_grad_enabled() and not caches
+        if autocast_dtype(x) == torch.bfloat16:  # the residual stream as well; it might overflow float16
+            x = x.bfloat16()  # its cost in loss: benchmarks/results/bfloat16_stream_cpu_2026-11-23.md
+        recompute = self.activation_checkpointing and torch.is_grad_enabled() and not caches
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-            x = checkpoint(block, x, use_reentrant=False) if again else block(x, cache)
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head: (..., C) -> (..., V). On a GPU the weight is padded for the length of the product only, because
-        matrix kernels are slow at odd sizes: no parameter, logit or checkpoint ever has a token that does not exist.
+        """Apply the head: (..., C) -> (..., V).
+
+        Matrix kernels of a GPU are slow at odd sizes, so there the weight is padded, for this product only: parameters,
+        logits and checkpoints have the tokens of the vocabulary and no others.
         """
         logits = padded_linear(hidden, self.lm_head.weight) if hidden.is_cuda else self.lm_head(hidden)
         cap = self.family.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def new_cache(self, B: int, capacity: int) -> list[LayerCache]:
-        """An empty key-value cache for B sequences of up to `capacity` tokens, one entry per layer."""
+        """Return an empty key-value cache per layer, for B sequences of up to `capacity` tokens."""
         weight, c = self.token_embedding.weight, self.config
         return [LayerCache(B, c.n_kv_head, capacity, c.head_dim, weight.dtype, weight.device) for _ in range(c.n_layer)]
 
     def generate(
         self,
-        idx: Tensor | Sequence[Tensor],
+        idx: Tensor,
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int | None = None,
@@ -129,41 +133,57 @@ class GPT(nn.Module):
         min_p: float | None = None,
         use_cache: bool = True,
         seed: int | None = None,
-        compile: bool = False,
-    ) -> Tensor | list[Tensor]:
-        """Continue each row of idx: (B, T), T >= 1 -> (B, T + max_new_tokens). Any length is allowed.
+    ) -> Tensor:
+        """Continue each row of idx: (B, T), T >= 1 -> (B, T + max_new_tokens). Neither length is limited.
 
-        A list of B prompts, (T,) each of its own length, becomes a list of B texts, (T + max_new_tokens,) each.
-        temperature divides the logits, 0 takes the likeliest token; top_k, top_p and min_p forbid unlikely tokens;
-        the same seed gives the same tokens; compile pays for long texts on a GPU; see model/sampling.py. Raises
-        ModelError for impossible arguments.
+        Args:
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: choose among the k likeliest tokens.
+            top_p: choose among the fewest likeliest tokens whose probabilities sum to this.
+            min_p: choose among tokens at least this times as likely as the likeliest.
+            use_cache: store keys and values, and compute those of new tokens only.
+            seed: the same seed gives the same tokens for the same idx; None draws from PyTorch's own generator.
+
+        Raises ModelError if idx is empty or an option out of its range. `model.sampling.stream` yields the tokens one
+        by one, and says what happens beyond the context length.
         """
-        new = sampling.stream(self, idx, max_new_tokens, temperature, top_k, top_p, min_p, use_cache, seed, compile)
-        if isinstance(idx, Tensor):
-            return torch.cat((idx, *new), dim=1)
-        return [torch.cat(row) for row in zip(idx, *new, strict=True)]
+        new = sampling.stream(self, idx, max_new_tokens, temperature, top_k, top_p, min_p, use_cache, seed)
+        return torch.cat((idx, *new), dim=1)
 
     @classmethod
     def from_pretrained(
         cls, path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> "GPT":
-        """Load a checkpoint directory, or the newest checkpoint of a run directory, in eval mode.
+        """Load a model in eval mode.
 
-        path: ours, another of the four families, or a model OWNER/NAME of the Hugging Face hub. dtype None keeps the
-        checkpoint's. Raises ModelError if the directory is not an intact checkpoint.
+        Args:
+            path: a checkpoint of ours, a run directory (its newest intact checkpoint), a Hugging Face model directory
+                of one of the four families, or the name OWNER/NAME of such a model on the Hugging Face hub.
+            device: the device to load to.
+            dtype: the dtype of the weights; None keeps that of the checkpoint.
+
+        Raises ModelError if there is no intact checkpoint.
         """
-        from model.load import load_model  # which needs this class
+        return cls.read(find_checkpoint(Path(path)), device, dtype)
 
-        return load_model(path, device, dtype)
+    @classmethod
+    def read(cls, directory: Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> "GPT":
+        """Load the model in a directory that `find_checkpoint` returned, without verifying its files once more."""
+        with torch.device("meta"):  # neither time nor memory for initial weights
+            model = cls(load_config(directory))
+        weights = load_weights(directory, model.config, model.state_dict(), device, dtype)
+        model.load_state_dict(weights, assign=True)
+        model.fill_buffers()
+        return model.eval()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT":
-        """Moving a module moves each registration of a tensor separately, and `to_empty` fills none: tie them anew."""
+        """Apply fn to all tensors, then tie and fill again: a move unties shared tensors, `to_empty` fills none."""
         super()._apply(fn, recurse)
         self.fill_buffers()
         return self
 
     def fill_buffers(self) -> None:
-        """Put mask and rotary tables where the weights are, and tie what is shared."""
+        """Compute the mask and the rotary tables on the device of the weights, and tie the shared tensors."""
         if self.config.tied:
             self.lm_head.weight = self.token_embedding.weight
         device = self.lm_head.weight.device
@@ -175,9 +195,9 @@ class GPT(nn.Module):
 
 
 def padded_linear(x: Tensor, weight: Tensor, multiple: int = 64) -> Tensor:
-    """x @ weight.T, computed with rows of zeros that round the output size up to a multiple, and cropped again.
+    """Return x @ weight.T, computed with rows of zeros that round the output size up to a multiple.
 
-    For few rows of x, or if there is nothing to round up, they would cost more than they save.
+    For few rows of x the zeros would cost more than they save.
     """
     rows = weight.size(0)
     missing = -rows % multiple

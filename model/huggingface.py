@@ -1,4 +1,4 @@
-"""Our configurations and tensors under the names and shapes of `transformers`, so that a checkpoint opens there too."""
+"""Our configurations and tensors under the names and shapes of `transformers`, so that checkpoints open there too."""
 
 import re
 from dataclasses import asdict
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from model.config import GPTConfig, ModelError
 
-MOST_CONTEXT = 8192  # tokens of a model from elsewhere: the mask has the square of it in bytes
+MOST_CONTEXT = 8192  # tokens; a longer context of a foreign model is cut, because the mask has its square in bytes
 
-# Ours -> theirs. GPT-2 keeps q, k and v in one matrix, c_attn, and stores every matrix transposed ("Conv1D").
+# Our module -> theirs. GPT-2 has q, k and v in one matrix, c_attn, and stores every matrix transposed ("Conv1D").
 GPT2 = {
     "token_embedding": "transformer.wte",
     "position_embedding": "transformer.wpe",
@@ -47,8 +47,8 @@ TRANSPOSED = ("attention.o_proj", "mlp.up_proj", "mlp.down_proj")
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ARCHITECTURES |= {"nanochat": "NanoChatForCausalLM"}
-# What a config.json of the family may say besides the shape; the first is what ours say, and what is meant if it is not
-# there. Models that compute something else are refused.
+# Accepted values of the keys in config.json that change the computation. We write the first; a missing key means the
+# first. A model with another value is refused.
 EXPECTED = {
     "gpt2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -63,7 +63,7 @@ SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 
 
 def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: int) -> dict:
-    """config.json of the model type that has the family's name; what it cannot say stands under "tril"."""
+    """Return config.json for the model type with the family's name. Our own configuration is in it, under "tril"."""
     c = config
     content = {
         "architectures": [ARCHITECTURES[c.family]],
@@ -73,13 +73,13 @@ def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: in
         "tie_word_embeddings": c.tied,
         "bos_token_id": start_of_text,
         "eos_token_id": end_of_text,
-        "pad_token_id": None,  # else theirs may take a token of ours for it, and not train it
+        "pad_token_id": None,  # else `transformers` may take a real token as padding, and not train it
         "tril": asdict(c),
     }
     if c.family == "gpt2":
         return content | {
             "n_positions": c.context_length,
-            "n_ctx": c.context_length,  # the same, as llama.cpp asks for it
+            "n_ctx": c.context_length,  # the name that llama.cpp reads
             "n_embd": c.n_embd,
             "n_layer": c.n_layer,
             "n_head": c.n_head,
@@ -106,7 +106,7 @@ def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: in
 
 
 def config_from_huggingface(content: dict) -> GPTConfig:
-    """The configuration in a config.json, ours or another's. Raises ModelError if no family of ours computes that."""
+    """Return the configuration in a config.json, ours or foreign. Raises ModelError if no family computes the same."""
     family = content.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
         raise ModelError(f"config.json has model_type {family!r}, this version reads {', '.join(ARCHITECTURES)}")
@@ -116,10 +116,10 @@ def config_from_huggingface(content: dict) -> GPTConfig:
     try:
         if "tril" in content:
             ours = GPTConfig(**content["tril"])
-            said = config_to_huggingface(ours, 0, 0)
-            del said["tril"]  # which it was made from
-            if all(content.get(key, value) == value for key, value in said.items() if not key.endswith("_token_id")):
-                return ours  # else it was changed there, where nobody knows of ours
+            written = config_to_huggingface(ours, 0, 0)
+            del written["tril"]
+            if all(content.get(key, value) == value for key, value in written.items() if "_token_id" not in key):
+                return ours  # else other software has changed a key, and kept "tril" as it was
         if family == "gpt2":
             return GPTConfig(
                 n_layer=content["n_layer"],
@@ -159,11 +159,11 @@ def config_from_huggingface(content: dict) -> GPTConfig:
 
 
 def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of GPT as that of their model. A GPT-2 without biases gets biases of zero.
+    """Return the state dict of a GPT under the names of `transformers`. A GPT-2 without biases gets biases of zero.
 
     Raises ModelError for a tensor that has no name there.
     """
-    tensors, left = {}, set(state) - {"lm_head.weight"}  # which may be the embedding
+    tensors, left = {}, set(state) - {"lm_head.weight"}  # a tied head has no name there
     for parameter in ("weight", "bias"):
         for ours, theirs in names(config):
             if f"{ours}.{parameter}" in state:
@@ -186,7 +186,7 @@ def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[
 
 
 def tensors_from_huggingface(config: GPTConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse, of tensors that have the names and shapes of `tensors_to_huggingface`."""
+    """Return the state dict of a GPT, without a tied head: the inverse of `tensors_to_huggingface`."""
     state = {}
     widths = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
     for parameter in ("weight", "bias") if config.bias else ("weight",):
@@ -197,13 +197,11 @@ def tensors_from_huggingface(config: GPTConfig, tensors: dict[str, Tensor]) -> d
             qkv = transpose(tensors[f"transformer.h.{layer}.attn.c_attn.{parameter}"])
             for x, part in zip("qkv", qkv.split(widths), strict=True):
                 state[f"blocks.{layer}.attention.{x}_proj.{parameter}"] = part
-    if config.tied:
-        state["lm_head.weight"] = state["token_embedding.weight"]
     return state
 
 
 def names(config: GPTConfig) -> list[tuple[str, str]]:
-    """(our module, their module) for every module that maps one to one, if the family has it."""
+    """Return (our module, their module) for every module of the family that maps one to one."""
     pairs = []
     for ours, theirs in NAMES[config.family].items():
         layers = range(config.n_layer) if "{}" in ours else [0]
@@ -213,10 +211,10 @@ def names(config: GPTConfig) -> list[tuple[str, str]]:
 
 
 def turned(config: GPTConfig, ours: str, tensor: Tensor) -> Tensor:
-    """A tensor of one of our modules as the other side has it; its own inverse."""
+    """Return a tensor of our module as `transformers` stores it, or the other way round: it is its own inverse."""
     return transpose(tensor) if config.family == "gpt2" and ours.endswith(TRANSPOSED) else tensor
 
 
 def transpose(tensor: Tensor) -> Tensor:
-    """A matrix transposed, a vector as it is. A view would save memory, but products of views round differently."""
+    """Transpose a matrix; return a vector unchanged. A copy, because products of transposed views round differently."""
     return tensor.T.contiguous() if tensor.dim() == 2 else tensor

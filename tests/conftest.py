@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
-from model.checkpoint import CARD, sha256, with_own_hash
+from model.checkpoint import CARD, save_checkpoint, sha256, with_own_hash
 
 # Where temporary files are in memory, waiting for the disk costs nothing; a killed process loses as much, or as little.
 if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30:
@@ -45,12 +45,16 @@ def make_gpt(**changes: object) -> GPT:
     return model
 
 
+def save_gpt(parent: Path, step: int, gpt: GPT, files: dict[str, bytes], end: int = 256, **rest: dict) -> Path:
+    """Save a checkpoint of a model as a run does. `rest` may have `optimizer`, `trainer` and `about`."""
+    rest = {"optimizer": {}, "trainer": {}, "about": {}, **rest}
+    return save_checkpoint(parent, step, gpt.config, gpt.state_dict(), ends_of_text=(end, end), texts=files, **rest)
+
+
 @pytest.fixture
 def uncertified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that count the calls of the loss: no certificate asks it too, nor what memory or time it takes."""
+    """For tests that count the calls of the loss: the certificate does not call it."""
     monkeypatch.setattr("train.certify", lambda *arguments: {"causal": "not asked"})
-    monkeypatch.setattr("train.memory_line", lambda *arguments: "")
-    monkeypatch.setattr("train.rehearse", lambda *arguments: (0.0, 0.0))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from data.batches import IGNORE, Batches, permute, seed_for, validation_batches
 CPU = torch.device("cpu")
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1))
 def test_permute_is_a_permutation(size: int, seed: int) -> None:
     assert sorted(permute(np.arange(size), size, seed)) == list(range(size))
@@ -24,7 +24,7 @@ def test_permute_shuffles_and_depends_on_the_seed() -> None:
     assert abs(np.corrcoef(np.arange(1000), first)[0, 1]) < 0.1
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(num_tokens=st.integers(8, 500), batch_size=st.integers(1, 9), seed=st.integers(0, 99))
 def test_an_epoch_reads_no_token_twice(num_tokens: int, batch_size: int, seed: int) -> None:
     T = 7
@@ -78,7 +78,7 @@ def test_a_short_text_is_refused() -> None:
         Batches(np.arange(7), 1, 7, 0)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(num_tokens=st.integers(2, 200), batch_size=st.integers(1, 5))
 def test_validation_predicts_every_token_once(num_tokens: int, batch_size: int) -> None:
     T = 7

@@ -24,7 +24,7 @@ import sample
 import train
 from configs import parse, read_prompt, run_script
 from data.corpus import open_corpus
-from data.tokenizer import encode, load_tokenizer, make_tokenizer
+from data.tokenizer import load_tokenizer, make_tokenizer
 from model import GPT, ModelError
 from model.checkpoint import read_certificate, with_own_hash
 from tests.conftest import make_gpt, sign
@@ -130,7 +130,7 @@ def copy_of(intact: Path) -> Path:
 def load(directory: Path) -> None:
     """Read what sample.py reads of a checkpoint."""
     model = GPT.from_pretrained(directory / CHECKPOINT)
-    encode(load_tokenizer(directory / CHECKPOINT), "a b, aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac 12")
+    load_tokenizer(directory / CHECKPOINT).encode("a b, aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac 12")
     read_certificate(directory / CHECKPOINT)
     model(torch.zeros(1, 1, dtype=torch.int64))
 
@@ -152,7 +152,7 @@ def resume(directory: Path) -> None:
 def look_up(directory: Path) -> None:
     """Read what training reads of a prepared corpus."""
     corpus = open_corpus(directory / "corpus")
-    assert str(corpus) and corpus.tokens["train"].max() < corpus.tokenizer.n_vocab
+    assert str(corpus) and corpus.tokens["train"].max() < corpus.tokenizer.vocab_size
 
 
 def damage_header(name: str, directory: Path, damage: list) -> None:
@@ -268,7 +268,7 @@ def test_any_prompt(number: int) -> None:
     @given(st.text() | st.text(st.characters(codec=None, categories=["Cs", "Cc", "Co", "L"])))
     def test(prompt: str) -> None:
         for tokenizer in tokenizers:
-            used_or_refused(lambda tokenizer=tokenizer: encode(tokenizer, prompt))
+            used_or_refused(partial(tokenizer.encode, prompt))
         used_or_refused(lambda: read_prompt("@" + prompt))
 
     with_inputs(number, test)

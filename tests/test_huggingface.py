@@ -17,8 +17,8 @@ from data.tokenizer import FILES, encode, make_tokenizer, save_tokenizer
 from inspection import capture
 from model import GPT, GPTConfig, ModelError
 from model.attention import CausalSelfAttention
-from model.checkpoint import save_checkpoint
 from model.huggingface import config_from_huggingface, config_to_huggingface
+from tests.conftest import often, save_gpt
 
 V, T = 263, 13
 SHAPES = {  # all different, and odd where a family allows it
@@ -33,7 +33,10 @@ SHAPES = {  # all different, and odd where a family allows it
     "qwen3": {"n_layer": 2, "n_head": 6, "n_kv_head": 3, "n_embd": 35, "head_dim": 14, "n_inner": 47, "tied": False},
     "nanochat": {"n_layer": 3, "n_head": 5, "n_kv_head": 1, "n_embd": 70, "n_inner": 59, "rope_theta": 97.0},
 }  # fmt: skip
-MODELS = pytest.mark.parametrize("name", SHAPES)
+FAMILIES = ("gpt2", "llama", "qwen3", "nanochat")
+MODELS = pytest.mark.parametrize(
+    "name", [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.long) for name in SHAPES]
+)
 
 
 def make(name: str) -> GPT:
@@ -50,7 +53,7 @@ def save(model: GPT, directory: Path) -> Path:
     directory.mkdir(exist_ok=True)
     save_tokenizer(make_tokenizer("bytes", []), directory)
     files = {name: (directory / name).read_bytes() for name in FILES}
-    return save_checkpoint(directory, 1, model, (256, 256), files, {"a.step": torch.ones(())}, {}, {})
+    return save_gpt(directory, 1, model, files)
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
@@ -59,14 +62,13 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 @MODELS
-def test_transformers_open_our_checkpoint(name: str, tmp_path: Path) -> None:
-    model = make(name)
+def test_the_model_is_the_same_there_and_back(name: str, tmp_path: Path) -> None:
+    model, idx = make(name), torch.randint(V, (3, 11))
     theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
         save(model, tmp_path), output_loading_info=True, attn_implementation="eager"
     )
     assert not any(loading.values()), loading  # nothing missing, unexpected, or of another shape
-    assert type(theirs).__name__ == transformers.AutoConfig.from_pretrained(tmp_path / "step-00000001").architectures[0]
-    idx = torch.randint(V, (3, 11))
+    assert theirs.config.architectures == [type(theirs).__name__]
     with capture(model) as att:
         logits = model(idx)
     expected = theirs.eval()(idx, output_attentions=True)
@@ -75,47 +77,36 @@ def test_transformers_open_our_checkpoint(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(att.patterns(layer), weights, rtol=1e-4, atol=1e-6)
     assert max(att.verify().values()) < 1e-5
 
-    model.train()
-    idx[0, :2] = torch.tensor([0, 1])  # which are padding to some
-    targets = torch.randint(V, (3, 11))
-    torch.nn.functional.cross_entropy(model(idx).flatten(0, 1), targets.flatten()).backward()
-    torch.nn.functional.cross_entropy(theirs(idx).logits.flatten(0, 1), targets.flatten()).backward()
-    embeddings = theirs.get_input_embeddings().weight.grad
-    assert difference(model.token_embedding.weight.grad, embeddings) < 1e-4
-
-
-def test_llama_cpp_finds_the_context_of_a_gpt2(tmp_path: Path) -> None:
-    """Its converter asks `transformers` for the name that published models have beside n_positions."""
-    config = transformers.AutoConfig.from_pretrained(save(make("gpt2"), tmp_path)).to_dict()
-    assert (config["n_ctx"], config["n_positions"]) == (T, T)
-
-
-@MODELS
-def test_greedy_text_is_theirs(name: str, tmp_path: Path) -> None:
-    model, prompt = make(name), torch.randint(V, (2, 4))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(save(model, tmp_path)).eval()
     theirs.generation_config.eos_token_id = None
-    expected = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=7, do_sample=False)
-    for use_cache in (True, False):
-        assert torch.equal(model.generate(prompt, 7, temperature=0, use_cache=use_cache), expected)
+    prompt = idx[:, :4]
+    text = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=7, do_sample=False)
+    assert torch.equal(model.generate(prompt, 7, temperature=0), text)
 
-
-@MODELS
-@pytest.mark.parametrize("shards", [False, True])
-def test_we_open_theirs(name: str, tmp_path: Path, shards: bool) -> None:
-    ours = make(name)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(save(ours, tmp_path)).eval()
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB" if shards else "1GB")
-    assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file() == shards
-    model, idx = GPT.from_pretrained(tmp_path / "theirs"), torch.randint(V, (3, 11))
-    assert difference(model(idx), theirs(idx).logits) < 1e-5
-    assert model.config == ours.config  # which they keep, though they do not know it
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file()
+    back = GPT.from_pretrained(tmp_path / "theirs")
+    assert back.config == model.config  # "tril" in config.json, which `transformers` keeps
+    assert torch.equal(back(idx), logits)
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     del config["tril"]
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
-    assert difference(GPT.from_pretrained(tmp_path / "theirs")(idx), theirs(idx).logits) < 1e-5
+    assert difference(GPT.from_pretrained(tmp_path / "theirs")(idx), logits) < 1e-5
+
+    idx[0, :2] = torch.tensor([0, 1])  # padding in some models
+    targets = torch.randint(V, (3, 11))
+    torch.nn.functional.cross_entropy(model.train()(idx).flatten(0, 1), targets.flatten()).backward()
+    torch.nn.functional.cross_entropy(theirs(idx).logits.flatten(0, 1), targets.flatten()).backward()
+    gradient = theirs.get_input_embeddings().weight.grad
+    assert difference(model.token_embedding.weight.grad, gradient) < 1e-4
 
 
+def test_llama_cpp_finds_the_context_of_a_gpt2() -> None:
+    """Its converter reads n_ctx, which published models have beside n_positions."""
+    content = config_to_huggingface(make("gpt2").config, 0, 0)
+    assert (content["n_ctx"], content["n_positions"]) == (T, T)
+
+
+@pytest.mark.long
 def test_what_was_changed_there_counts(tmp_path: Path) -> None:
     idx = torch.randint(V, (3, 11))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(save(make("llama"), tmp_path)).eval()
@@ -142,6 +133,7 @@ def test_what_was_changed_there_counts(tmp_path: Path) -> None:
 SMALL = {"hidden_size": 24, "intermediate_size": 31, "num_hidden_layers": 2, "vocab_size": V}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config",
     [
@@ -159,18 +151,12 @@ def test_their_own_configurations_are_understood(config: transformers.PreTrained
         torch.nn.init.normal_(parameter, std=0.3)
     theirs.save_pretrained(tmp_path)
     idx = torch.randint(V, (3, 11))
-    assert difference(GPT.from_pretrained(tmp_path)(idx), theirs(idx).logits) < 1e-5
-
-
-@MODELS
-def test_half_precision_is_theirs(name: str, tmp_path: Path) -> None:
-    directory = save(make(name), tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
-    ours = GPT.from_pretrained(directory, dtype=torch.bfloat16)
-    exact = GPT.from_pretrained(directory)
-    idx = torch.randint(V, (3, 11))
-    error = (theirs(idx).logits.float() - exact(idx)).abs().mean()
-    assert (ours(idx).float() - exact(idx)).abs().mean() < 1.3 * error  # as near to the truth as they are
+    exact = GPT.from_pretrained(tmp_path)(idx)
+    assert difference(exact, theirs(idx).logits) < 1e-5
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    error = (half(idx).logits.float() - exact).abs().mean()
+    ours = GPT.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert (ours(idx).float() - exact).abs().mean() < 1.3 * error  # as near to the exact logits as theirs
 
 
 def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +219,7 @@ def test_missing_unexpected_and_displaced_tensors_are_named(tmp_path: Path) -> N
     with pytest.raises(ModelError, match="has no tensor model.layers.1.mlp.gate_proj.weight"):
         GPT.from_pretrained(directory)
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, path)
-    assert GPT.from_pretrained(directory).config.family == "llama"  # as saved without a head
+    assert GPT.from_pretrained(directory).config.family == "llama"  # so `transformers` saves a model without a head
     path.unlink()
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../../secret.safetensors")}))
@@ -241,16 +227,16 @@ def test_missing_unexpected_and_displaced_tensors_are_named(tmp_path: Path) -> N
         GPT.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("name", ["bytes", "chars", "bpe:300"])
+@pytest.mark.parametrize("name", often("bpe:300", "bytes", "chars"))
 def test_their_tokenizer_and_pipeline_open_a_checkpoint(name: str, tmp_path: Path) -> None:
     text = "hey there, they are here: 123\n"
     tokenizer = make_tokenizer(name, [text * 9])
     model = GPT(
-        GPTConfig(family="llama", n_layer=1, n_head=3, n_embd=18, context_length=T, vocab_size=tokenizer.n_vocab)
+        GPTConfig(family="llama", n_layer=1, n_head=3, n_embd=18, context_length=T, vocab_size=tokenizer.vocab_size)
     )
     save_tokenizer(tokenizer, tmp_path)
     files = {file: (tmp_path / file).read_bytes() for file in FILES}
-    directory = save_checkpoint(tmp_path, 1, model.eval(), (tokenizer.eot_token,) * 2, files, {}, {}, {})
+    directory = save_gpt(tmp_path, 1, model.eval(), files, tokenizer.end_of_text)
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     assert theirs(text)["input_ids"] == encode(tokenizer, text).tolist()
     assert theirs.decode(theirs(text)["input_ids"]) == text
@@ -260,6 +246,7 @@ def test_their_tokenizer_and_pipeline_open_a_checkpoint(name: str, tmp_path: Pat
     assert written == tokenizer.decode(ids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_shards_without_a_prefix_open(name: str, tmp_path: Path) -> None:
     ours, idx = make(name), torch.randint(V, (3, 11))
@@ -270,7 +257,7 @@ def test_shards_without_a_prefix_open(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="Linux says how much memory is not a file's")
-@pytest.mark.parametrize("family", ["gpt2", "llama"])  # GPT-2's matrices are transposed
+@pytest.mark.parametrize("family", often("gpt2", "llama"))  # GPT-2's matrices are transposed
 def test_there_is_one_copy_of_the_weights(family: str, tmp_path: Path) -> None:
     def anonymous() -> int:
         return int(re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
@@ -292,9 +279,9 @@ def test_a_context_that_was_stretched_is_kept() -> None:
     assert config_from_huggingface(content) == config
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize(
-    "shape, reason", [((3,), "give {} its first value in GPT.init_weights"), ((3, 1), "no checkpoint could hold {}")]
+    "family, shape, reason",
+    [("gpt2", (3,), "give {} its first value in GPT.init_weights"), ("llama", (3, 1), "no checkpoint could hold {}")],
 )
 def test_a_weight_that_nobody_knows_is_refused_before_training(
     family: str, shape: tuple[int, ...], reason: str, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ import torch
 
 import inspect_attention
 from data.prepare import find_prepared
-from data.tokenizer import load_tokenizer
+from data.tokenizer import TiktokenTokenizer, load_tokenizer
 from inspection import HeadScores, ablate, capture, files, head_scores, influence, plots, rollout
 from inspection.metrics import DEFINITIONS, PICTURE
 from inspection.plots import drawable, pool
@@ -121,7 +121,7 @@ def test_what_is_written_is_what_the_model_did(run, straight: Path, tmp_path: Pa
     def draw(path, title, labels, heads, pattern, scores) -> None:
         opened = GPT.from_pretrained(straight)
         with capture(opened) as att, torch.no_grad():
-            opened(torch.tensor([load_tokenizer(straight / LAST).encode(TEXT)[:11]]))
+            opened(torch.tensor([load_tokenizer(straight / LAST).encode(TEXT)[:11].tolist()]))
         for head in heads:
             drawn.add(head)
             torch.testing.assert_close(pattern(head), att.pattern(*head)[0], rtol=0, atol=1e-6)
@@ -138,7 +138,7 @@ def test_what_is_written_is_what_the_model_did(run, straight: Path, tmp_path: Pa
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "a.svg").read_text()
 
     model, tokenizer = GPT.from_pretrained(straight), load_tokenizer(straight / LAST)
-    idx = torch.tensor([tokenizer.encode(TEXT)[:11]])
+    idx = torch.tensor([tokenizer.encode(TEXT)[:11].tolist()])
     assert "the first 11 of 13 tokens: a context of 11 has no room for the last 2" in result.out
     assert drawn == {(1, 0), (1, 1), (1, 2), (0, 2)}
     page = (tmp_path / "a.html").read_text()
@@ -321,7 +321,7 @@ def test_generated_text_is_seen_as_it_was_decoded(run, straight: Path, tmp_path:
     )
     result = run(inspect_attention, straight, "--text", "12 i", "--generate", 7, "-o", tmp_path / "a.npz")
     assert result.exit_code == 0 and "text:   4 tokens; and 7 that it wrote\nwrote:  " in result.out
-    assert calls.count(1) == 2 * (7 + 7 + 7)  # two layers: written, seen, and asked again by the proof
+    assert calls.count(1) == 2 * (6 + 7 + 7)  # two layers: written (the first with the text), seen, and by the proof
     monkeypatch.undo()
     saved, model = files.load(tmp_path / "a.npz"), GPT.from_pretrained(straight)
     assert torch.equal(model.generate(saved.tokens[None, :4], 7, temperature=0.8, seed=0)[0], saved.tokens)
@@ -417,9 +417,10 @@ def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
 
 
 def test_special_tokens_cannot_command_a_terminal() -> None:
-    tokenizer = tiktoken.Encoding(
+    encoding = tiktoken.Encoding(
         "any", pat_str=r"[\s\S]", mergeable_ranks={bytes([b]): b for b in range(256)}, special_tokens={"e2\x1b[2J": 256}
     )
+    tokenizer = TiktokenTokenizer(encoding)
     assert inspect_attention.label(tokenizer, 256) == "⟦e2⟨u+001b⟩[2J⟧"
     assert inspect_attention.label(tokenizer, 0xE2) == "⟨e2⟩"
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import train
-from model import GPT
 from tests.conftest import metrics, same_bits, sign, tiny_run, weights
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.device import environment
@@ -184,30 +183,6 @@ def test_damaged_metrics_do_not_end_a_run(run, straight: Path, damage: bytes | N
     assert list(metrics(straight, "train_loss")) == [*range(1, left + 1), 14]
 
 
-def test_a_loss_spike_is_logged_with_its_windows(run, uncertified, corpus_file, tmp_path, monkeypatch) -> None:
-    loss, calls, seen = train.next_token_loss, [], []
-
-    def spiking(model: GPT, inputs: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
-        calls.append(model.training)
-        second_half_of_step_52 = model.training and sum(calls) == 106
-        seen.extend([inputs] * second_half_of_step_52)
-        return loss(model, inputs, *rest, **options) * (9 if second_half_of_step_52 else 1)
-
-    monkeypatch.setattr(train, "next_token_loss", spiking)
-    out, options = tmp_path / "run", {"train__max_steps": 60, "train__log_every": 2, "train__checkpoint_every": 53}
-    result = run(train, *tiny_run(corpus_file, out, **options, train__eval_every=100))
-    assert "loss spike: " in result.out and "in step 52, lately" in result.out
-    assert list(metrics(out, "loss_spike")) == [53]
-    windows = metrics(out, "windows")[53]
-    tokens = next((tmp_path / "prepared").glob("*/train.bin")).read_bytes()[::2]
-    assert seen[0].tolist() == [[tokens[(start + i) % len(tokens)] for i in range(11)] for start in windows[1]]
-
-    spikes = metrics(out, "loss_spike")  # it was in no line yet when the checkpoint of step 53 was written
-    shutil.rmtree(out / "checkpoints" / "step-00000060")
-    assert run(train, "--resume", out).exit_code == 0
-    assert metrics(out, "loss_spike") == spikes
-
-
 def test_numbers_that_json_cannot_say_are_null(run, corpus_file, tmp_path, monkeypatch) -> None:
     scaler = torch.amp.GradScaler
     huge = lambda device, enabled: scaler(device, enabled=enabled, init_scale=2.0**40)  # noqa: E731
@@ -254,8 +229,7 @@ def test_what_to_do_next(saved: int, best: int | None, finished: bool, looked_at
 def test_the_longer_run_that_is_recommended_begins(run, corpus_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "a"
     assert run(train, *tiny_run(corpus_file, out, train__max_steps=2)).exit_code == 0
-    best = json.loads((out / "checkpoints" / "step-00000002" / "trainer.json").read_text())["best_step"]
-    _, longer = next_commands(out, 2, best, 2, finished=True)[-1]
+    _, longer = next_commands(out, 2, 2, 2, finished=True)[-1]
     result = run(train, *shlex.split(longer)[2:])
     assert result.exit_code == 0 and (tmp_path / "a_longer" / "checkpoints" / "step-00000004").is_dir()
 

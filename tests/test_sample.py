@@ -3,17 +3,14 @@
 import io
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import sample
 import train
 from data.tokenizer import make_tokenizer
-from model import GPT, GPTConfig
 from sample import Text
 from tests.conftest import tiny_run
 from training.device import weights_dtype
@@ -83,77 +80,36 @@ def test_a_long_prompt_is_said_once(run, trained: Path) -> None:
 
 
 def test_several_prompts_are_continued_as_each_alone(run, trained: Path) -> None:
-    prompts = ("one", "", "one two thre", "fi")
-    arguments = (trained, "--temperature", 0, "--max_new_tokens", 20, "--num_samples", 2)
+    prompts, arguments = ("one", "", "one two thre"), (trained, "--seed", 5, "--max_new_tokens", 12, "--num_samples", 2)
     alone = [text for prompt in prompts for text in texts(run, *arguments, "--prompt", prompt)]
-    assert texts(run, *arguments, "--prompt", *prompts) == alone
-    result = run(sample, *arguments, "--json", "--prompt", *prompts)
-    numbers = [(line["prompt_number"], line["sample"]) for line in map(json.loads, result.out.splitlines())]
-    assert numbers == [(prompt, number) for prompt in range(4) for number in range(2)]
-    out = run(sample, *arguments, "--prompt", *prompts, "--dtype", "float32").out
-    assert (
-        "".join(
-            f"--- prompt {1 + index // 2} of 4, sample {1 + index % 2} of 2\n{prompts[index // 2]}{text}\n"
-            for index, text in enumerate(alone)
-        )
-        == out
-    )
+    result = run(sample, *arguments, "--json", "--dtype", "float32", "--prompt", *prompts)
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    assert [line["text"] for line in lines] == alone and len(set(alone)) > 2
+    assert [(line["prompt_number"], line["sample"]) for line in lines] == [(p, n) for p in range(3) for n in range(2)]
+    expected = [
+        f"--- prompt {1 + index // 2} of 3, sample {1 + index % 2} of 2\n{prompts[index // 2]}{text}\n"
+        for index, text in enumerate(alone)
+    ]
+    assert run(sample, *arguments, "--prompt", *prompts, "--dtype", "float32").out == "".join(expected)
 
 
-def test_precision_is_said_and_is_that_of_the_weights(run, trained: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_precision_is_said_and_is_that_of_the_weights(run, trained: Path, monkeypatch, dtype: str) -> None:
     seen, stream = [], sample.stream
-
-    def watch(model: GPT, *rest: object) -> Iterator[Tensor]:
-        seen.append((model.lm_head.weight.dtype, model.final_norm.weight.dtype))
-        return stream(model, *rest)
-
-    monkeypatch.setattr(sample, "stream", watch)
-    for units in (False, True):
-        have_units(monkeypatch, units)
-        for dtype in ("float32", "bfloat16"):
-            result = run(sample, trained, "--dtype", dtype, "--max_new_tokens", 3, "--device", "cpu")
-            assert result.exit_code == 0 and result.err.splitlines()[1] == f"device: cpu, weights in {dtype}"
-    float32, bfloat16 = torch.float32, torch.bfloat16
-    assert seen == [(float32, float32), (bfloat16, float32), (float32, float32), (bfloat16, bfloat16)]
-
-
-def have_units(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-    """Of the CPU, for bfloat16."""
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: there)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(sample, "stream", lambda model, *rest: seen.append(model) or stream(model, *rest))
+    result = run(sample, trained, "--dtype", dtype, "--max_new_tokens", 3, "--device", "cpu")
+    assert result.exit_code == 0 and result.err.splitlines()[1] == f"device: cpu, weights in {dtype}"
+    assert {parameter.dtype for parameter in seen[0].parameters()} == {getattr(torch, dtype)}
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    have_units(monkeypatch, fast)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: fast)
-    for device in ("cpu", "cuda"):
-        chosen = weights_dtype("auto", torch.device(device), GPTConfig(n_layer=1, n_embd=12), 1)
-        assert chosen == (torch.bfloat16 if fast else torch.float32)
-        assert weights_dtype("float32", torch.device(device), GPTConfig(), 1) == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "expected"),
-    [
-        ({}, (), "bfloat16"),
-        ({}, ("--num_samples", 4), "bfloat16"),
-        ({}, ("--num_samples", 5), "float32"),  # products take the time
-        ({}, ("--prompt", "one", "two", "--num_samples", 3), "float32"),
-        ({}, ("--no_cache",), "float32"),
-        ({"training.device.MUCH_TO_READ": 10**6}, (), "float32"),  # little to read
-        ({"torch.backends.cpu.get_cpu_capability": lambda: "DEFAULT"}, (), "float32"),  # not measured
-    ],
-)
-def test_bfloat16_is_chosen_where_reading_weights_takes_the_time(
-    run, trained: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, options: tuple, expected: str
-) -> None:
-    have_units(monkeypatch, False)
-    usual = {"torch.backends.cpu.get_cpu_capability": lambda: "AVX2", "training.device.MUCH_TO_READ": 0}
-    for name, value in (usual | changes).items():
-        monkeypatch.setattr(name, value)
-    result = run(sample, trained, *options, "--max_new_tokens", 3, "--device", "cpu")
-    assert result.exit_code == 0 and result.err.splitlines()[1] == f"device: cpu, weights in {expected}"
+    for device in map(torch.device, ("cpu", "cuda")):
+        assert weights_dtype("auto", device) == (torch.bfloat16 if fast else torch.float32)
+        assert weights_dtype("float32", device) == torch.float32
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5, 16])
@@ -213,7 +169,7 @@ def test_a_terminal_is_not_commanded(monkeypatch: pytest.MonkeyPatch, capsys: py
         (["{run}", "--prompt", "@{tmp}/latin1.txt"], "the text is not UTF-8: byte 0xe9 at 3"),
         (["{run}", "--temprature", "1"], "did you mean --temperature?"),
         (["{run}", "--prompt"], "--prompt must be followed by a text"),
-        (["{run}", "--compile", "--no_cache"], "only a step with a cache can be compiled"),
+        (["{run}", "--compile"], "--compile"),
         ([], "checkpoint"),
     ],
 )

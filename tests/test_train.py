@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from model import GPT
 from model.families import FAMILIES
 from tests.conftest import make_gpt, metrics, often, same_bits, tiny_run, weights
 from training.config import TrainConfig
-from training.device import attention_kernel, set_seed
+from training.device import set_seed
 from training.optimizer import make_optimizer
 
 
@@ -165,21 +164,6 @@ def test_a_family_compiles(run, family: str, corpus_file: Path, tmp_path: Path) 
     assert result.exit_code == 0, result.err
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("script", ["train.py", "sample.py"])
-def test_without_a_compiler_there_is_advice(script: str, straight: Path, corpus_file: Path, tmp_path: Path) -> None:
-    words = {
-        "train.py": [*tiny_run(corpus_file, tmp_path / "run"), "--train.compile", "true"],
-        "sample.py": [str(straight), "--compile", "--max_new_tokens", "3", "--device", "cpu"],
-    }[script]
-    nowhere = {"CC": "/none", "CXX": "/none", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, script, *words]
-    result = subprocess.run(command, env=os.environ | nowhere, capture_output=True, text=True, timeout=300)
-    said = result.stderr.splitlines()[-1]
-    assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert said.startswith(f"{script}: torch.compile fails here (InvalidCxxCompiler") and "go on with" in said
-
-
 def test_what_is_drawn_on_host_and_device_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     seeded = []
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(manual_seed=seeded.append))
@@ -218,31 +202,6 @@ def test_no_setting_of_the_process_changes_a_bit(corpus_file: Path, tmp_path: Pa
         assert metrics(tmp_path / "0", key) == metrics(tmp_path / "1", key)
 
 
-@pytest.mark.long
-def test_a_user_can_verify_that_a_resume_changes_no_bit(run, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
-    arguments = ["--verify_resume", *tiny_run(corpus_file, tmp_path / "run", model__n_embd=150)]
-    result = run(train, *arguments)
-    assert result.exit_code == 0, result.err
-    assert result.out.count("  killed after step ") >= 1 and "\nthe same bits: weights (SHA-256 " in result.out
-    assert not (tmp_path / "run").exists()
-
-    forgetful = tmp_path / "forgetful.py"
-    forgetful.write_text(
-        f"import sys; sys.path.insert(0, {str(Path(train.__file__).parent)!r})\n"
-        "import train, training.run\n"
-        "training.run.load_optimizer_tensors = lambda *rest: None\n"
-        "train.run_script(train.main)\n"
-    )
-    monkeypatch.setattr("training.verify.TRAIN", forgetful)
-    result = run(train, *arguments)
-    assert result.exit_code == 2
-    assert "the resumed run is another: " in result.err and "(a bug of tril)" in result.err
-
-    (tmp_path / "short.txt").write_text("x")
-    result = run(train, "--verify_resume", *tiny_run(tmp_path / "short.txt", tmp_path / "run"))
-    assert result.exit_code == 2 and re.search("a run failed: .*short.txt is too short", result.err.splitlines()[-1])
-
-
 def test_deterministic_kernels_are_asked_for_and_noted(run, corpus_file: Path, tmp_path: Path) -> None:
     try:
         assert run(train, *tiny_run(corpus_file, tmp_path / "run", train__deterministic="true")).exit_code == 0
@@ -251,11 +210,6 @@ def test_deterministic_kernels_are_asked_for_and_noted(run, corpus_file: Path, t
         assert manifest["environment"]["deterministic"] == "true"
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("dropout, kernel", [(0.0, "flash_attention_for_cpu"), (0.1, "not fused")])
-def test_the_attention_kernel_is_named(dropout: float, kernel: str) -> None:
-    assert attention_kernel(make_gpt(dropout=dropout).train(), torch.float32) == kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

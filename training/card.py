@@ -16,9 +16,10 @@ pipeline_tag: text-generation
 tags: [tril]{base_model}
 ---
 
-# {name}
+# {config.train.out_dir}
 
-{origin} on {source}: {train[tokens]:,} tokens ({train[bytes]:,} bytes), read {epochs:.2f} times in {step:,} steps.
+A {config.model.family} of {num_parameters:,} parameters, {origin} on {source}: {text[tokens]:,} tokens
+({text[bytes]:,} bytes), read {epochs:.2f} times in {state[step]:,} steps.
 {validation}
 
 Causal: {causal}.
@@ -32,55 +33,43 @@ output = model.generate(**tokenizer("A text", return_tensors="pt"), do_sample=Tr
 print(tokenizer.decode(output[0]))
 ```
 
-It looks at {context:,} tokens at most. It repeats what is in its text, true or not, and has not been taught to answer.
+It sees {config.model.context_length:,} tokens at most. It repeats its text, true or not: it was not taught to answer.
 
 ## How it was made
 
-{seconds:,.0f} seconds of training, with these options (names of files are without their folders):
+{state[train_seconds]:,.0f} seconds of training, with these options (names of files without their folders):
 
 ```toml
 {options}```
 """
+LOSS = "Validation loss at step {step:,}: {val_loss:.4f} nats a token, {val_bits_per_byte:.4f} bits a byte."
 
 
-def model_card(config: Any, model: GPT, corpus: Corpus, state: dict, losses: dict[int, dict], about: dict) -> str:
-    """The text of the card.
+def model_card(
+    config: Any, model: GPT, corpus: Corpus, state: dict, lines: list[dict], best: int | None, about: dict
+) -> str:
+    """Return the text of the card. It names files without their folders, which would describe the user's machine.
 
-    config: the tables of the run; losses: the lines of metrics that have a validation loss, by step; about: certificate
-    and environment, as in the manifest.
+    config: the tables of the run. state: its `step` and `train_seconds`. lines: those of metrics.jsonl; the card names
+    the latest validation loss, and that of step `best`. about: certificate and environment, as in the manifest.
     """
-    c, T, base = config.train, config.model.context_length, config.train.init_from
-    is_hub = base is not None and is_hub_name(base)
-    size = f"{config.model.family} of {sum(p.numel() for p in model.parameters()):,} parameters"
-    source = config.data.source if config.data.source.startswith("hf:") else Path(config.data.source).name
-    text = "the Python standard library" if source == "stdlib" else source
-    made = replace(
-        config,
-        data=replace(config.data, source=source),
-        train=replace(c, out_dir=Path(c.out_dir).name, init_from=base if is_hub or not base else Path(base).name),
-    )
+    c, text, origin = config.train, corpus.meta["train"], config.data.source
+    source = origin if origin.startswith("hf:") else Path(origin).name
+    base = c.init_from if not c.init_from or is_hub_name(c.init_from) else Path(c.init_from).name
+    train = replace(c, out_dir=Path(c.out_dir).absolute().name, init_from=base)
+    public = replace(config, data=replace(config.data, source=source), train=train)
+    tokens_read = state["step"] * c.batch_size * c.grad_accum_steps * config.model.context_length
+    losses = [line for line in lines if line.get("val_loss") is not None]
     return CARD.format(
-        base_model=f"\nbase_model: {base}" if is_hub else "",
-        name=Path(c.out_dir).absolute().name,
-        origin=f"A {size}, fine-tuned from {made.train.init_from}," if base else f"A {size}, trained from nothing",
-        source=visible(text),
-        train=corpus.meta["train"],
-        epochs=state["step"] * c.batch_size * c.grad_accum_steps * T / corpus.meta["train"]["tokens"],
-        step=state["step"],
-        validation=" ".join(validation_sentence(step, losses[step]) for step in chosen(state, losses)),
+        config=public,
+        state=state,
+        text=text,
+        base_model=f"\nbase_model: {base}" if base and is_hub_name(c.init_from) else "",
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        origin=f"fine-tuned from {base}," if base else "trained from nothing",
+        source=visible("the Python standard library" if source == "stdlib" else source),
+        epochs=tokens_read / text["tokens"],
+        validation=" ".join(LOSS.format(**line) for line in losses if line["step"] in (losses[-1]["step"], best)),
         causal=describe_certificate(about),
-        context=T,
-        seconds=state["train_seconds"],
-        options=to_toml(made),
+        options=to_toml(public),
     )
-
-
-def chosen(state: dict, losses: dict[int, dict]) -> list[int]:
-    """The steps whose losses a reader wants: the latest, and the best if that is another."""
-    latest = max(losses, default=None)
-    return [step for step in dict.fromkeys((latest, state["best_step"])) if step in losses]
-
-
-def validation_sentence(step: int, line: dict) -> str:
-    loss, bits = line["val_loss"], line["val_bits_per_byte"]
-    return f"Validation loss at step {step:,}: {loss:.4f} nats a token, {bits:.4f} bits a byte."

@@ -1,4 +1,4 @@
-"""The certificate of a run: what it is about to train was asked whether it sees the future, and it does not."""
+"""The certificate of a run: the model that is about to be trained was probed, and does not see the future."""
 
 import sys
 import time
@@ -17,8 +17,8 @@ from training.device import autocast
 def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype: torch.dtype, batch_size: int) -> dict:
     """Probe the loss as it will be trained, the logits in `dtype`, and decoding with a cache; print the outcome.
 
-    loss_fn takes the model, inputs and targets, (batch_size, T) each, to the summed loss. Returns what a checkpoint
-    keeps of it. Raises TrainError if a token sees what it may not.
+    loss_fn: (model, inputs, targets) -> the summed loss; inputs and targets are (batch_size, T). Returns a record for
+    checkpoints. Raises TrainError if a position sees a token that it may not see.
     """
     device, T = model.lm_head.weight.device, model.config.context_length
 
@@ -33,8 +33,8 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
     def decode(idx: Tensor) -> Tensor:
         bar.update()
         caches = model.new_cache(len(idx), T)
-        parts = idx.tensor_split(sorted({1, 3, T // 2, T // 2 + 1}), dim=1)  # long ones, short ones, single tokens
-        return model.logits(torch.cat([model.hidden(part, caches) for part in parts if part.size(1)], dim=1))
+        chunks = idx.tensor_split(sorted({1, 3, T // 2, T // 2 + 1}), dim=1)  # long ones, short ones, single tokens
+        return model.logits(torch.cat([model.hidden(chunk, caches) for chunk in chunks if chunk.size(1)], dim=1))
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         bar.update()

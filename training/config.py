@@ -6,8 +6,7 @@ from typing import Literal
 
 # What a resumed run may change without becoming another run. Everything else would change its numbers.
 MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "max_steps", "eval_every", "log_every", "checkpoint_every"}
-MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "sample_tokens", "wandb", "wandb_group", "wandb_checkpoints"}
-MAY_CHANGE |= {"parallel", "rank_timeout"}
+MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "sample_tokens", "wandb", "wandb_group", "parallel"}
 
 
 class TrainError(ValueError):
@@ -34,19 +33,17 @@ class TrainConfig:
     compile: bool | None = None
     """Whether to torch.compile the loss. None: on CUDA, where it pays."""
     deterministic: bool = False
-    """Use kernels that give the same bits every time, where there are any: slower on a GPU. On a CPU all ours do."""
+    """Use kernels that give the same bits every time. They are slower on a GPU; on a CPU all kernels do."""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What several processes share: ddp, the work; fsdp, the parameters too, for a model too large for one device."""
-    rank_timeout: int = 600
-    """Seconds after which a process that does not answer the others is given up."""
+    """How several processes share the run: ddp divides the work; fsdp also the parameters, for large models."""
 
     batch_size: int = 32
     """Sequences in a micro-batch: what is in memory at once."""
     grad_accum_steps: int = 1
     """Micro-batches in a step; their gradients are averaged."""
     activation_checkpointing: bool = False
-    """Keep less in memory and compute it again instead: what is inside the blocks, and most of the logits."""
+    """Save memory: compute activations inside the blocks, and most logits, again in the backward pass."""
     max_steps: int = 2000
     """Optimizer updates in the run."""
 
@@ -87,12 +84,10 @@ class TrainConfig:
     """Whether Weights & Biases gets the metrics too."""
     wandb_group: str | None = None
     """A name there for runs that belong together."""
-    wandb_checkpoints: bool = False
-    """Whether it gets the model too, at the end of the run: the last checkpoint, and the best if that is another."""
 
     def __post_init__(self) -> None:
         at_least_one = ("batch_size", "grad_accum_steps", "max_steps", "log_every", "eval_every", "eval_tokens")
-        for name in (*at_least_one, "checkpoint_every", "keep_checkpoints", "rank_timeout"):
+        for name in (*at_least_one, "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise TrainError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("warmup_steps", "weight_decay", "grad_clip", "sample_tokens"):

@@ -1,18 +1,13 @@
-"""The machine: which device and precision to use, and what fraction of its speed a run reaches."""
+"""The machine: the device and precision of a run, and how fast that device could be."""
 
 import contextlib
 import math
 import os
-import re
-from collections.abc import Callable, Iterator
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, GPTConfig
-from model.precision import BFloat16Linear, precision
+from model import GPT
 from training.config import TrainConfig, TrainError
-from training.progress import duration
 
 # Dense peak of the matrix units in TFLOP/s, bfloat16 where there is one, else float16; from the makers' data sheets.
 # The first name found in the device's own name counts, so longer names stand before shorter ones.
@@ -34,30 +29,23 @@ PEAK_TFLOPS = {
     "T4": 65,
 }
 
-# The one width at which training in bfloat16 was measured on a CPU with units for it, and was faster, in
-# benchmarks/results/fast_cpu_2026-11-21.md; what is narrower has smaller products, and as many conversions.
+# Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
+# one width at which bfloat16 was measured, and was faster (benchmarks/results/fast_cpu_2026-11-21.md).
 WIDE_ENOUGH = 128
-# Bytes of weights in float32. Below, a CPU is fast anyway, and the text is that which training has shown.
-MUCH_TO_READ = 10**8
-# What torch.compile says if there is no C++ compiler, no C compiler for Triton or one that fails (for want of Python.h,
-# say), no Triton, or a GPU it does not know.
-NO_COMPILER = re.compile(
-    "InvalidCxxCompiler|Failed to find C compiler|CalledProcessError|TritonMissing|GPUTooOldForTriton"
-)
 
 
 def device_type(name: str) -> str:
-    """cuda, mps or cpu; auto is the first of them that is there."""
+    """Return cuda, mps or cpu; for auto the first of them that this machine has."""
     if name != "auto":
         return name.split(":")[0]
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def find_device(name: str) -> torch.device:
-    """The device of this name; auto is CUDA, else MPS, else CPU. Raises TrainError if it is not there."""
+    """Return the device of this name; auto is CUDA, else MPS, else CPU. Raises TrainError if it cannot be used."""
     try:
         there = torch.empty(1, device=device_type(name) if name == "auto" else name)
-        there.cpu()  # which the device "meta" cannot do
+        there.cpu()  # fails on the device "meta"
         return there.device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0][:80]
@@ -66,30 +54,34 @@ def find_device(name: str) -> torch.device:
         raise TrainError(f"device {name!r} cannot be used here: {reason}") from error
 
 
-def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
-    """The device and precision of a run, explained in one printed line; of several GPUs that of this process.
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether the device has units for bfloat16, so that matrix products in it are fast."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
-    n_embd is the width of the model: a narrow one stays in float32 on a CPU. Raises TrainError if the device is not
-    there.
+
+def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
+    """Choose device and precision of a run, and print a line that says why.
+
+    n_embd is the width of the model; local_rank the number of the GPU where each process has its own. Raises TrainError
+    if the device cannot be used.
     """
     is_any_gpu = config.device in ("auto", "cuda") and torch.cuda.is_available()
     device = find_device(f"cuda:{local_rank}" if is_any_gpu else config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     if config.dtype != "auto":
         dtype, why = getattr(torch, config.dtype), "as asked"
-    elif device.type == "cpu" and n_embd >= WIDE_ENOUGH and precision(device) == torch.bfloat16:
-        dtype, why = torch.bfloat16, "this CPU has units for it"
-    elif device.type != "cuda":
-        dtype, why = torch.float32, "nothing is known to be faster for this model here"
-    elif torch.cuda.is_bf16_supported(including_emulation=False):
-        dtype, why = torch.bfloat16, "this GPU has it"
-    else:
+    elif has_bfloat16(device) and (device.type == "cuda" or n_embd >= WIDE_ENOUGH):
+        dtype, why = torch.bfloat16, f"this {'GPU' if device.type == 'cuda' else 'CPU'} has units for it"
+    elif device.type == "cuda":
         dtype, why = torch.float16, "with loss scaling, as this GPU has no bfloat16"
+    else:
+        dtype, why = torch.float32, "nothing is known to be faster for this model here"
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, where float32 products remain
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS if it has to be deterministic
-    # Where it may only warn, PyTorch's attention on CUDA does so, and adds in any order.
+    # On CUDA a warning would not do: PyTorch's attention then adds in any order.
     torch.use_deterministic_algorithms(config.deterministic, warn_only=device.type != "cuda")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"threads: {torch.get_num_threads()}"
     print(f"device: {device} ({where}), {str(dtype).removeprefix('torch.')}: {why}")
@@ -97,54 +89,27 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
 
 
 def set_seed(device: torch.device, seed: int) -> None:
-    """Seed what is drawn on the host and on this device.
+    """Seed the random numbers of the host and of this device.
 
-    As torch.manual_seed, which takes milliseconds: it writes down a stack for every kind of device that is not there.
+    torch.manual_seed does the same, but takes milliseconds: it looks at every kind of device.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
 
-def weights_dtype(name: str, device: torch.device, config: GPTConfig, rows: int) -> torch.dtype:
-    """The precision of the weights to continue texts, so many rows at once; auto is bfloat16 where that is faster."""
+def weights_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the precision of the weights for generating text; auto is bfloat16 where the device has units for it."""
     if name != "auto":
         return getattr(torch, name)
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2" and rows <= BFloat16Linear.FEW:
-        with torch.device("meta"):
-            if 4 * num_multiplied(GPT(config)) > MUCH_TO_READ:
-                return torch.bfloat16
-    return precision(device)
+    return torch.bfloat16 if has_bfloat16(device) else torch.float32
 
 
-class Operations(TorchDispatchMode):
-    """Notes the names of the operations that PyTorch makes while it is on."""
+def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradients: str) -> dict[str, str]:
+    """Everything besides the configuration that decides the last bits of a run's numbers, for its checkpoints.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
-        self.names.add(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-def attention_kernel(model: GPT, dtype: torch.dtype) -> str:
-    """The fused kernel that PyTorch chooses for the attention, by its name, or "not fused".
-
-    Others may be chosen with dropout and for gradients: the model is asked as it will be trained.
+    gradients: the order in which they are added, in words.
     """
-    device = model.lm_head.weight.device
-    with Operations() as seen, autocast(device, dtype):
-        model(torch.zeros(1, model.config.context_length, dtype=torch.long, device=device))
-    fused = sorted(name for name in seen.names if "scaled_dot_product" in name and "math" not in name)
-    return ", ".join(name.removeprefix("aten::_scaled_dot_product_") for name in fused) or "not fused"
-
-
-def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dict[str, str]:
-    """What besides the configuration and the attention kernel decides the last bits of a run's numbers."""
     cuda = device.type == "cuda"
     return {
         "torch": torch.__version__,
@@ -155,56 +120,24 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dic
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
         "threads": "any" if cuda else str(torch.get_num_threads()),
         "instructions": "any" if cuda else torch.backends.cpu.get_cpu_capability(),
+        "gradients": gradients,
     }
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Matrix products in `dtype`, what is delicate in float32; nothing at all if `dtype` is float32.
-
-    The model has its residual stream in bfloat16 where that is `dtype`.
-    """
+    """Context for mixed precision: matrix products in `dtype`, sensitive operations in float32; none for float32."""
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def advice_if_not_compiled(otherwise: str) -> Iterator[None]:
-    """Let a TrainError say what to do where torch.compile lacks what it needs. Its other errors stay what they are."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not NO_COMPILER.search(f"{type(error).__name__}: {error}"):  # its classes take seconds to import
-            raise
-        reason = str(error).splitlines()[0]
-        raise TrainError(f"torch.compile fails here ({reason}): mend that, or go on {otherwise}") from error
-
-
-def after_compiling(compiled: bool) -> str:
-    """What to add to a line that is printed when all has been compiled."""
-    if not compiled:
-        return ""
-    from torch._dynamo.utils import calculate_time_spent  # which takes seconds, unless there is something compiled
-
-    return f", after {duration(calculate_time_spent().get('total_wall_time', 0.0))} of compiling"
-
-
-def flops_per_token(model: GPT) -> float:
-    """Training FLOPs a token, 6 N + 12 L H D T (Chowdhery et al. 2022, appendix B), N without lookup tables."""
-    c = model.config
-    return 6 * num_multiplied(model) + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length
-
-
-def num_multiplied(model: GPT) -> int:
-    """The number of parameters that every token is multiplied by: all but lookup tables."""
-    tables = [model.position_embedding, None if model.config.tied else model.token_embedding]
-    return sum(p.numel() for p in model.parameters()) - sum(t.weight.numel() for t in tables if t is not None)
-
-
 def peak_tokens_per_second(model: GPT, device: torch.device) -> float:
-    """How many tokens a device could train on if its matrix units never waited, nan where unknown."""
-    return peak_flops(device) / flops_per_token(model)
+    """Tokens a second that the device could train on if its matrix units never waited; nan where unknown.
 
-
-def peak_flops(device: torch.device) -> float:
-    """FLOP/s the matrix units could do, nan where unknown."""
+    A token takes 6 N + 12 L H D T FLOPs (Chowdhery et al. 2022, appendix B), N without lookup tables.
+    """
+    c = model.config
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if known in name), math.nan)
+    peak = next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if known in name), math.nan)
+    tables = [model.position_embedding, None if c.tied else model.token_embedding]
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_multiplied = num_parameters - sum(table.weight.numel() for table in tables if table is not None)
+    return peak / (6 * num_multiplied + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length)

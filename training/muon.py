@@ -1,7 +1,7 @@
-"""Muon: an update whose directions are all of the same size (Jordan et al. 2024), for the matrices inside the blocks.
+"""Muon: orthogonalized updates for the matrices inside the blocks (Jordan et al. 2024).
 
 The momentum of a matrix is dominated by a few directions. Muon replaces it by the nearest orthogonal matrix, so that
-rare directions are learned as fast. Embeddings, head and vectors are no such matrices, and have AdamW.
+rare directions are learned as fast. Embeddings, head and vectors are trained with AdamW.
 """
 
 from collections import defaultdict
@@ -12,22 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model.parts import is_part, local
-from model.precision import precision
+from model.sharded import is_sharded, local
 
-# Of the polynomial a x + b x^3 + c x^5, which, applied five times over, takes the singular values between 0.01 and 1 to
-# between 0.7 and 1.2: that is near enough to 1 (Jordan et al. 2024).
+# Coefficients of a x + b x^3 + c x^5. Applied five times, this polynomial takes singular values from 0.01 to 1 to
+# values between 0.7 and 1.2, which is near enough to 1 (Jordan et al. 2024).
 A, B, C = 3.4445, -4.7750, 2.0315
 FIRST_MOMENTUM, LAST_MOMENTUM, MOMENTUM_STEPS = 0.85, 0.95, 300
 
 
 def momentum_at(step: int) -> float:
-    """The momentum of a step: at first there is little to remember."""
+    """The momentum of a step, which begins lower: at first there is little to remember."""
     return FIRST_MOMENTUM + (LAST_MOMENTUM - FIRST_MOMENTUM) * min(1.0, step / MOMENTUM_STEPS)
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Nearly the nearest orthogonal matrices, (..., rows, columns), by a Newton-Schulz iteration in that precision."""
+    """Return nearly the nearest orthogonal matrices, (..., rows, columns), by a Newton-Schulz iteration.
+
+    The iteration has the precision of its input.
+    """
     x = matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices  # the products are of the shorter side
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
@@ -37,17 +39,17 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 def orthogonalize_together(matrices: Tensor, like: Tensor) -> Tensor:
-    """`orthogonalize`, with the work shared if there are several processes.
+    """`orthogonalize`, with the work shared out if there are several processes.
 
-    matrices: (n, rows, columns), of which each process has all, or, if the parameter `like` is in parts, some rows.
+    matrices: (n, rows, columns). Each process has all of them, or some rows of each if the parameter `like` is sharded.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return orthogonalize(matrices)
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh, held = (like.device_mesh, Shard(1)) if is_part(like) else (all_ranks(matrices.device.type), Replicate())
-    whole = torch.empty(len(matrices), *like.shape, device="meta")
-    shape = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    mesh, held = (like.device_mesh, Shard(1)) if is_sharded(like) else (all_ranks(matrices.device.type), Replicate())
+    stacked = torch.empty(len(matrices), *like.shape, device="meta")
+    shape = {"run_check": False, "shape": stacked.shape, "stride": stacked.stride()}
     mine = DTensor.from_local(matrices, mesh, [held], **shape).redistribute(placements=[Shard(0)]).to_local()
     done = DTensor.from_local(orthogonalize(mine), mesh, [Shard(0)], **shape)
     return done.redistribute(placements=[held]).to_local()
@@ -61,13 +63,25 @@ def all_ranks(device_type: str) -> dist.DeviceMesh:
 class Muon(torch.optim.AdamW):
     """Muon for some matrices, in stacks of equal shape, and fused AdamW for all other parameters.
 
-    Like fused AdamW, it makes no update while `found_inf` is not zero, and asks no device for that.
+    Like fused AdamW, it skips the update while `found_inf` is not zero, and decides so on the device.
+
+    Args:
+        matrices: the parameters for Muon.
+        groups: the parameter groups for AdamW.
+        precision: of the Newton-Schulz iteration, float32 or bfloat16.
     """
 
     def __init__(
-        self, matrices: list[nn.Parameter], groups: list[dict], lr: float, weight_decay: float, **options: object
+        self,
+        matrices: list[nn.Parameter],
+        groups: list[dict],
+        lr: float,
+        weight_decay: float,
+        precision: torch.dtype,
+        **options: object,
     ):
         super().__init__(groups, lr=lr, fused=True, **options)
+        self.precision = precision
         by_shape = defaultdict(list)
         for matrix in matrices:
             by_shape[matrix.shape].append(matrix)
@@ -77,7 +91,7 @@ class Muon(torch.optim.AdamW):
             self.add_param_group({"params": alike, "weight_decay": weight_decay, "momentum": FIRST_MOMENTUM})
             self.momenta.append(torch.stack([torch.zeros_like(local(matrix)) for matrix in alike]))
             for parameter, momentum in zip(alike, self.momenta[-1], strict=True):
-                self.state[parameter]["momentum"] = as_part(momentum, parameter)  # a view of the stack
+                self.state[parameter]["momentum"] = as_shard(momentum, parameter)  # a view of the stack
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -96,16 +110,15 @@ class Muon(torch.optim.AdamW):
             gradient = gradient.where(going > 0, momentum)
             momentum.lerp_(gradient, 1 - group["momentum"])  # where nothing goes on, of itself and itself
             ahead = gradient.lerp(momentum, group["momentum"])  # (Nesterov 1983)
-            ahead = ahead.to(precision(momentum.device))
-            update = orthogonalize_together(ahead, group["params"][0]).to(momentum.dtype)
+            update = orthogonalize_together(ahead.to(self.precision), group["params"][0]).to(momentum.dtype)
             torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * going)
             # The factor makes up for what more rows than columns would lose (Jordan et al. 2024).
             torch._foreach_add_(parameters, list(update * (-rate * max(1, shape[0] / shape[1]) ** 0.5 * going)))
 
 
-def as_part(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """What this process has of a tensor, told to be a part if the parameter is in parts."""
-    if not is_part(parameter):
+def as_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Wrap this process's shard of a tensor as a DTensor like the parameter, if that is sharded."""
+    if not is_sharded(parameter):
         return tensor
     from torch.distributed.tensor import DTensor
 

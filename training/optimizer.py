@@ -1,20 +1,18 @@
-"""The optimizer of a run: groups, schedule, its state as named tensors, and the guard against numbers that are none."""
+"""The optimizer of a run: parameter groups, schedule, state as named tensors, and the guard against inf and nan."""
 
 import math
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model import GPT
-from model.load import load_tensors, parts
-from model.parts import part_of
+from model.load import load_tensors
+from model.sharded import shard_like
 from training.config import TrainConfig
 from training.muon import Muon, momentum_at
 
-HEAD_SHARE = 1 / 3  # of Muon's learning rate, for the head and vectors under AdamW; found by trying, and flat around it
+HEAD_SHARE = 1 / 3  # of Muon's learning rate, for the head and for vectors; found by trying, and not sensitive
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -23,11 +21,12 @@ class NonFiniteLoss(ArithmeticError):
     exit_code = 3
 
 
-def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of a run, for what is not frozen. Matrices decay, with Muon those inside the blocks; vectors
-    (biases, norms) do not.
+def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+    """Optimizer of all parameters that are not frozen.
 
-    A group's "lr_share" is its part of the learning rate.
+    Weight decay applies to matrices, with Muon only to those inside the blocks; never to vectors (biases, norms).
+    A group's "lr_share" is its part of the learning rate. dtype is the precision of training, which Muon's iteration
+    follows: bfloat16 is enough for it, float16 has too small a range.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
@@ -44,11 +43,12 @@ def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
         {"params": [head] * (head is not embedding), "weight_decay": 0.0, "lr_share": HEAD_SHARE},
         vectors | {"lr_share": HEAD_SHARE},
     ]
-    return Muon(inside, groups, weight_decay=config.weight_decay, **options)
+    precision = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    return Muon(inside, groups, weight_decay=config.weight_decay, precision=precision, **options)
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
-    """The learning rate of a step: a straight line up, then cosine decay, or stable and a straight line down."""
+    """The learning rate of a step: linear warmup, then cosine decay, or constant with a linear decay at the end."""
     final = config.final_lr_fraction
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -60,7 +60,7 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> None:
-    """Give every group what it has at this step: its share of the learning rate, and Muon its momentum."""
+    """Set each group's learning rate for this step, and the momentum of Muon's."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, config) * group.get("lr_share", 1.0)
         if "momentum" in group:
@@ -86,32 +86,30 @@ def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, directo
             shapes[f"{name}.step"] = ()
             shapes |= dict.fromkeys((f"{name}.exp_avg", f"{name}.exp_avg_sq"), tuple(parameter.shape))
     parameters = dict(model.named_parameters())
-    for file, inside in parts(directory, shapes, "optimizer").items():
-        for name, tensor in load_tensors(directory / file, inside).items():
-            name, _, key = name.rpartition(".")
-            parameter, state = parameters[name], optimizer.state[parameters[name]]
-            if key in state:
-                state[key].copy_(part_of(tensor, state[key]))  # Muon's are views of a stack
-            else:
-                state[key] = part_of(tensor, parameter) if tensor.dim() else tensor.to(parameter.device)
+    for name, tensor in load_tensors(directory, "optimizer", shapes).items():
+        name, _, key = name.rpartition(".")
+        parameter, state = parameters[name], optimizer.state[parameters[name]]
+        if key in state:
+            state[key].copy_(shard_like(tensor, state[key]))  # Muon's are views of a stack
+        else:
+            state[key] = shard_like(tensor, parameter) if tensor.dim() else tensor.to(parameter.device)
 
 
 class FiniteGuard:
-    """From the first number that is not finite on, no update is made: the weights stay those of the step before.
+    """Skips every update after the first non-finite loss or gradient, so that the weights stay those before it.
 
-    The decision is taken on the device, through fused AdamW's own `found_inf`, so that no step waits for the host;
-    `check` asks the device, and is called where the host waits anyway.
+    The decision is taken on the device, through the `found_inf` of fused AdamW, so that no step waits for the host.
+    `check` reads the device, and is called where the host waits anyway.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, diagnose: Callable[[int], str]):
-        self.diagnose = diagnose  # from the step to what went wrong in it, in words
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
         self.first_bad_step = torch.full((), math.inf, device=device)
         self.found_inf = torch.zeros((), device=device)
-        # Under loss scaling the scaler decides instead, each step by itself; `check` comes before anything is saved.
+        # Under loss scaling the scaler decides instead, for each step alone; `check` comes before anything is saved.
         optimizer.found_inf = self.found_inf
 
     def watch(self, step: int, number: Tensor) -> None:
-        """Look at a number of this step, before its update is made."""
+        """Note whether a number of this step is finite, before the update is made."""
         bad_step = torch.where(number.isfinite(), math.inf, float(step))
         self.first_bad_step.copy_(torch.minimum(self.first_bad_step, bad_step))
         self.found_inf.copy_(self.first_bad_step.isfinite())
@@ -121,31 +119,6 @@ class FiniteGuard:
         step = self.first_bad_step.item()
         if math.isfinite(step):
             raise NonFiniteLoss(
-                f"the loss or its gradient is not finite in step {int(step)} ({self.diagnose(int(step))}): its update "
-                "was not made, no checkpoint has it; begin again with a lower --train.learning_rate or a longer warmup"
+                f"the loss or its gradient is not finite in step {int(step)}: its update was not made, no checkpoint "
+                "has it; begin again with a lower --train.learning_rate or a longer warmup"
             )
-
-
-def where_it_broke(model: nn.Module, micro_batch_loss: Callable[[int], Tensor], num_micro_batches: int) -> str:
-    """Compute the loss of a step again: the first module whose output is not finite, else the first gradient."""
-    broken = []
-
-    def watch(name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        if not output.isfinite().all():
-            broken.append(f"the output of {name or 'the model'}")
-
-    hooks = [module.register_forward_hook(partial(watch, name)) for name, module in model.named_modules()]
-    model.zero_grad()
-    for micro_batch in range(num_micro_batches):
-        loss = micro_batch_loss(micro_batch)
-        loss.backward()
-        broken += ["the loss itself"] * (not loss.isfinite())
-        gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-        broken += [f"the gradient of {name}" for name, gradient in gradients if not gradient.isfinite().all()]
-        if broken:
-            break
-    for hook in hooks:
-        hook.remove()
-    return (
-        f"micro-batch {micro_batch}: {broken[0]}" if broken else "not seen again when the step was computed once more"
-    )

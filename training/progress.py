@@ -1,43 +1,48 @@
-"""What a person sees and does while a run is going: the progress line, its clock, and Ctrl-C."""
+"""The progress line of a run, its clock, and the signals that stop it."""
 
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TextIO
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
-
-from model import GPT
-from training.config import TrainConfig
-from training.optimizer import make_optimizer
 
 
 class Progress:
-    """Counts the steps and the training seconds in a run's `state`; measuring and saving do not count as training."""
+    """The progress line, which counts the steps and the training seconds: measuring and saving are not training.
+
+    Args:
+        step, train_seconds: what earlier sessions have done.
+        max_steps: of the run.
+        tokens_per_step: over all micro-batches.
+        peak_tokens_per_second: what all devices could do; nan if unknown.
+        device: whose memory is reported.
+    """
 
     def __init__(
         self,
-        state: dict,
+        step: int,
+        train_seconds: float,
         max_steps: int,
         tokens_per_step: int,
         peak_tokens_per_second: float,
         device: torch.device,
     ):
-        self.state, self.tokens_per_step, self.device = state, tokens_per_step, device
-        self.peak_tokens_per_second = peak_tokens_per_second  # of all devices together; nan if unknown
-        self.logged, self.lap_began = dict(state), time.perf_counter()
+        self.step, self.train_seconds = step, train_seconds
+        self.tokens_per_step, self.peak_tokens_per_second, self.device = tokens_per_step, peak_tokens_per_second, device
+        self.logged_step, self.logged_seconds = step, train_seconds
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)  # what was before the first step does not count
+            torch.cuda.reset_peak_memory_stats(device)  # of the certificate
         self.is_watched = sys.stderr.isatty()
         interval = 0.1 if self.is_watched else 10  # seconds between two drawings; a log file needs few
-        self.line = tqdm(total=max_steps, initial=state["step"], unit="step", dynamic_ncols=True, mininterval=interval)
+        self.line = tqdm(total=max_steps, initial=step, unit="step", dynamic_ncols=True, mininterval=interval)
+        self.lap_began = time.perf_counter()
 
     def __enter__(self) -> "Progress":
         return self
@@ -47,7 +52,7 @@ class Progress:
 
     @contextmanager
     def paused(self, doing: str) -> Iterator[None]:
-        """Stop the clock for a while, and tell who watches what is done meanwhile."""
+        """Stop the clock for a while, and show what is done meanwhile."""
         self.lap()
         self.line.set_description_str(doing, refresh=self.is_watched)
         yield
@@ -61,19 +66,19 @@ class Progress:
     def lap(self) -> None:
         """Add the time since the last lap to the training seconds."""
         now = time.perf_counter()
-        self.state["train_seconds"] += now - self.lap_began
+        self.train_seconds += now - self.lap_began
         self.lap_began = now
 
-    def step(self) -> None:
-        """One step is done."""
-        self.state["step"] += 1
+    def made_step(self) -> None:
+        """Count a step."""
+        self.step += 1
         self.line.update()
 
     def speed(self, loss: float) -> dict[str, float]:
-        """Tokens so far and per second since last asked, model FLOPs utilisation and memory where they are known."""
+        """Tokens so far and per second since the last call; utilisation (MFU) and GPU memory where they are known."""
         self.lap()
-        tokens = (self.state["step"] - self.logged["step"]) * self.tokens_per_step
-        speed = {"tokens_per_second": tokens / (self.state["train_seconds"] - self.logged["train_seconds"])}
+        tokens = (self.step - self.logged_step) * self.tokens_per_step
+        speed = {"tokens_per_second": tokens / (self.train_seconds - self.logged_seconds)}
         text = f"loss {loss:.3f}, {speed['tokens_per_second']:,.0f} tokens/s"
         if math.isfinite(self.peak_tokens_per_second):
             speed["mfu"] = speed["tokens_per_second"] / self.peak_tokens_per_second
@@ -81,63 +86,12 @@ class Progress:
         if self.device.type == "cuda":
             speed["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         self.line.set_postfix_str(text, refresh=False)
-        self.logged = dict(self.state)
-        return {"tokens": self.state["step"] * self.tokens_per_step, **speed}
+        self.logged_step, self.logged_seconds = self.step, self.train_seconds
+        return {"tokens": self.step * self.tokens_per_step, **speed}
 
     def write(self, text: str) -> None:
-        """A line that stays, above the progress line."""
+        """Print above the progress line."""
         self.line.write(text)
-
-
-def rehearse(
-    model: GPT, config: TrainConfig, backward: Callable[[int], object], micro_batches: Callable[[GPT], Iterable[int]]
-) -> tuple[float, float]:
-    """How many seconds the gradients of a step take, and its update; no trace is left of either.
-
-    backward: computes the gradients of a micro-batch. One of them and an update are made before the clock runs.
-    """
-    device, optimizer = model.lm_head.weight.device, make_optimizer(model, config)  # for this alone
-
-    def wait() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-
-    def seconds(work: Callable[[], object]) -> float:
-        wait()
-        began = time.perf_counter()
-        work()
-        wait()
-        return time.perf_counter() - began
-
-    backward(next(iter(micro_batches(model))))
-    watched = tqdm(micro_batches(model), "time:   rehearsing", config.grad_accum_steps, leave=False, delay=1)
-    gradients = seconds(lambda: [backward(micro_batch) for micro_batch in watched])
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.zero_()  # it may not even be finite
-    optimizer.step()
-    update = seconds(optimizer.step)
-    model.zero_grad()
-    return gradients, update
-
-
-def time_line(
-    config: TrainConfig, step: int, evaluated: int | None, gradients: float, update: float, eval_batches: float
-) -> str:
-    """How long a run will take from `step` on, in words, with what was rehearsed.
-
-    evaluated: the last step whose validation loss is known. eval_batches: how many batches such a loss takes.
-    """
-    c = config
-    training = (c.max_steps - step) * (gradients + update)
-    forward = gradients / c.grad_accum_steps / (4 if c.activation_checkpointing else 3)  # backward takes twice as long
-    left = {*range(-(-step // c.eval_every) * c.eval_every, c.max_steps, c.eval_every), c.max_steps} - {evaluated}
-    return (
-        f"about {duration(training)} for {c.max_steps - step:,} more steps, "
-        f"and {duration(len(left) * eval_batches * forward)} to evaluate {len(left)} times"
-    )
 
 
 def duration(seconds: float) -> str:
@@ -148,26 +102,8 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
-class WorstLoss:
-    """The step with the highest loss since last asked, found on the device: no step waits for the host."""
-
-    def __init__(self, device: torch.device):
-        self.step, self.loss = torch.zeros((), device=device), torch.full((), -math.inf, device=device)
-
-    def watch(self, step: int, loss: Tensor) -> None:
-        """Look at the loss of a step."""
-        self.step.copy_(torch.where(loss > self.loss, step, self.step))
-        self.loss.copy_(torch.maximum(loss, self.loss))
-
-    def take(self) -> tuple[int, float]:
-        """The step and its loss; the next one is sought from here on."""
-        found = int(self.step.item()), self.loss.item()
-        self.loss.fill_(-math.inf)
-        return found
-
-
 class Outliving:
-    """An output stream whose reader may go away: a closed pipe or terminal does not end a training."""
+    """An output stream that survives its reader: a closed pipe or terminal does not end a training."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -189,7 +125,7 @@ class Outliving:
             self.silence()
 
     def silence(self) -> None:
-        """Let what is written from now on go nowhere."""
+        """Discard everything from now on."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
@@ -200,21 +136,20 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupt:
-    """True after a SIGINT, SIGTERM or SIGHUP, to be obeyed after the step; another one later stops at once.
+    """True after a SIGINT, SIGTERM or SIGHUP, which ask the run to stop after the step; a second one stops at once.
 
-    Until this session has made a step there is nothing to save, and the first signal raises Interrupted wherever it
-    finds the program: preparing data, loading, compiling. Of several processes one `says` so.
+    As long as `worth_saving` is false, the first signal raises Interrupted wherever it finds the program: preparing
+    data, loading, compiling. says: whether this process prints.
     """
 
-    def __init__(self, state: dict, says: bool = True):
-        self.state, self.first_step, self.received, self.name = state, state["step"], 0.0, ""
-        self.says = says
+    def __init__(self, says: bool = True):
+        self.says, self.worth_saving, self.received, self.name = says, False, 0.0, ""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler. What stops a group of processes may send the same signal twice, moments apart."""
+        """Handle a signal. A group of processes may be sent the same one twice, moments apart: that counts once."""
         again = self.received and time.monotonic() - self.received > 1
         if again:
             signal.signal(number, signal.SIG_DFL)
@@ -222,12 +157,12 @@ class Interrupt:
         elif not self.received:
             self.received, self.name = time.monotonic(), signal.Signals(number).name
             self.stop_if_nothing_is_made()
-            with suppress(OSError):  # no lock and no buffer, which the program may just be using
+            with suppress(OSError):  # no lock and no buffer: the program may just be using them
                 os.write(2, f"\n{self.name}: saving after this step; once more to stop at once\n".encode() * self.says)
 
     def stop_if_nothing_is_made(self) -> None:
         """Raise Interrupted if this session has not made a step."""
-        if self.state["step"] == self.first_step:
+        if not self.worth_saving:
             raise Interrupted(f"{self.name} before a step was made: nothing to save, the same command starts again")
 
     def __bool__(self) -> bool:

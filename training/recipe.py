@@ -1,9 +1,9 @@
-"""What to train on a text when no configuration says: one number, the depth, decides the rest.
+"""A configuration for a text where no file gives one: a single number, the depth, decides the rest.
 
-A model is as deep as the text can fill, with TOKENS_PER_PARAMETER (Hoffmann et al. 2022), each read EPOCHS times at
-most (Muennighoff et al. 2023), but for FEWEST_STEPS. Without CUDA it is the smallest, for no more tokens than the
-quickstart reads. The learning rate is the quickstart's for all: as far as was tried (64 to 256 wide, 1 to 8 layers,
-benchmarks/results/rates_cpu_2026-11-22.md), it hardly depends on the shape.
+With CUDA the model is as deep as the text can fill at TOKENS_PER_PARAMETER (Hoffmann et al. 2022), read at most EPOCHS
+times (Muennighoff et al. 2023). Without CUDA it is the smallest, and reads no more tokens than the quickstart. The
+learning rate is always the quickstart's: it hardly depended on the shape in benchmarks/results/rates_cpu_2026-11-22.md
+(64 to 256 wide, 1 to 8 layers).
 """
 
 import math
@@ -20,7 +20,7 @@ from training.config import TrainConfig, TrainError
 
 
 class Shape(NamedTuple):
-    """What a depth brings with it."""
+    """Everything that follows from a depth."""
 
     n_embd: int
     n_head: int
@@ -43,9 +43,9 @@ BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:1024": 2.5}  # in English or
 
 
 def measure(data: DataConfig) -> tuple[float, str | None]:
-    """Bytes of the text, nan where only a hub knows, and the tokenizer that it was prepared with, if it was.
+    """Bytes of the text, and its tokenizer if it was prepared before.
 
-    Raises DataError if there is no text.
+    The bytes are nan for a hub data set. Raises DataError if there is no text.
     """
     if data.source.startswith("hf:"):
         return math.nan, None
@@ -56,13 +56,13 @@ def measure(data: DataConfig) -> tuple[float, str | None]:
 
 
 def count_tokens(num_bytes: float, data: DataConfig) -> float:
-    """About how many tokens there are to read; nan if nobody knows."""
+    """Estimate the number of tokens in the text; nan if its size is not known."""
     num_tokens = num_bytes / BYTES_PER_TOKEN.get(data.tokenizer, 3.5)
     return num_tokens if data.max_tokens is None else min(data.max_tokens, num_tokens)
 
 
 def tokens_for(n_layer: int, n_embd: int) -> int:
-    """How many tokens such a model should see: its blocks have 12 n_layer n_embd^2 parameters."""
+    """Tokens that a model should be trained on: its blocks have 12 n_layer n_embd^2 parameters."""
     return TOKENS_PER_PARAMETER * 12 * n_layer * n_embd**2
 
 
@@ -75,9 +75,9 @@ def choose_shape(
     device_type: str,
     depth: int | None,
 ) -> dict[str, object]:
-    """The tables of a run with what a depth brings, and a tokenizer and a directory for its text.
+    """Change the tables of a run for a depth, and give them a tokenizer and a directory for the text.
 
-    tokenizer: None: what fits. depth: one of SHAPES; None: what fits. Raises TrainError if there is no such depth.
+    tokenizer, depth: None for those that fit the text. Raises TrainError for a depth that is not in SHAPES.
     """
     if tokenizer is None:
         most = num_bytes if device_type == "cuda" else min(num_bytes, 500_000_000)
@@ -98,9 +98,14 @@ def choose_shape(
 def choose_steps(
     model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float, device_type: str, quick: bool
 ) -> TrainConfig:
-    """The [train] table with steps for this model and text. quick: a CPU gets no more than the quickstart's tokens."""
+    """Change the [train] table to as many steps as this model and text are worth.
+
+    quick: a CPU gets no more than the quickstart's tokens.
+    """
     tokens = tokens_for(model.n_layer, model.n_embd)
-    if (num_tokens := count_tokens(num_bytes, data)) > 0:  # nobody knows, or nothing: the preparation will say
+    if (
+        num_tokens := count_tokens(num_bytes, data)
+    ) > 0:  # else it is not known, or empty, which the preparation will say
         tokens = min(tokens, EPOCHS * num_tokens)
     if quick and device_type != "cuda":
         tokens = min(tokens, TOKENS_ON_CPU)
@@ -111,7 +116,7 @@ def choose_steps(
 
 
 def describe(model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float) -> str:
-    """A run on a text in a line."""
+    """One line that describes a run."""
     num_tokens = count_tokens(num_bytes, data)
     times = train.max_steps * step_tokens(model, train) / num_tokens if num_tokens else math.nan
     size = f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.1f} kB"
@@ -130,7 +135,7 @@ def step_tokens(model: ModelConfig, train: TrainConfig) -> int:
 
 
 def name_of(source: str) -> str:
-    """A directory's name for a run on this source."""
+    """Name of the directory for a run on this source."""
     hub = re.fullmatch("hf:(?:.*/)?([^/:@]+).*", source)
     name = hub[1] if hub else Path(source).expanduser().resolve().stem
     return re.sub(r"\W+", "-", name).strip("-") or "text"

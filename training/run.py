@@ -4,263 +4,228 @@ import fcntl
 import json
 import math
 import os
-import shlex
-import shutil
-import sys
-from collections import deque
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 
 from configs import to_toml, visible
-from data.batches import Batches
+from data.batches import seed_for
 from data.corpus import Corpus
-from data.tokenizer import document_start
-from model import GPT, disk
-from model.checkpoint import (
-    CARD,
-    find_checkpoint,
-    keep_newest,
-    read_json,
-    save_checkpoint,
-    step_directories,
-    tensor_files,
-)
+from model import GPT, GPTConfig, disk
+from model.checkpoint import CARD, find_checkpoint, keep_newest, read_json, save_checkpoint, step_directories
 from model.huggingface import tensors_to_huggingface
-from model.load import read_model
-from model.parts import is_part
+from model.load import load_config
+from model.sharded import gather
 from training.card import model_card
 from training.config import MAY_CHANGE, TrainConfig, TrainError
+from training.directory import best_step, command, next_commands, read_metrics
+from training.distributed import Ranks
 from training.optimizer import learning_rate_at, load_optimizer_tensors, optimizer_tensors
+from training.options import Config
+from training.report import write_report
 from training.tracking import Tracker
-
-JOB = ".job"  # a file with the name of what started the run
-STATE = {"step": int, "train_seconds": float, "val_loss": float | None}
-STATE |= {"best_val_loss": float | None, "best_step": int | None, "wandb_id": str | None, "fingerprint": str | None}
 
 SAMPLE_WIDTH = 100  # characters of a sample that are printed; metrics.jsonl has all
 
 
 class Run:
-    """One training run on disk. What it must remember between sessions is in `state`."""
+    """One training run on disk, in three acts: it is found (constructed), restored, and begun.
 
-    def __init__(self, config: Any, writes: bool = True, job: str | None = None):
-        """Look at the run directory of a configuration with [model], [data] and [train] tables; write nothing yet.
+    Nothing is written before `begin`. Of several ranks all read, and the first one writes.
+    """
 
-        writes: whether this process is the one that writes; every other only reads. job: what has the same name when it
-        starts this run again by itself (training/distributed.py), and may then go on without --resume.
+    def __init__(self, config: Config, ranks: Ranks):
+        """Find the newest intact checkpoint of a run, or see that the run is new.
 
-        Raises TrainError if it holds another run, or cannot be written.
+        Raises TrainError if the directory holds another run and --resume was not asked for, or cannot be written.
         """
-        self.config, self.writes, self.job = config, writes, job
+        self.config, self.writes = config, ranks.is_first
         self.directory = Path(config.train.out_dir)
         self.checkpoints, self.metrics = self.directory / "checkpoints", self.directory / "metrics.jsonl"
-        self.state = {**dict.fromkeys(STATE), "step": 0, "train_seconds": 0.0}
-        self.base: Path | None = None  # the checkpoint that the weights of this session come from
-        self.resumed_from: Path | None = None
-        self.resumed_step: int | None = None
-        self.evaluated: int | None = None  # the last step whose validation loss is known
-        self.lines: list[dict] = []  # the metrics of the steps before this session
-        self.validations: dict[int, dict] = {}  # the lines that have a validation loss, by step
-        self.tracker = Tracker(config.train if writes else replace(config.train, wandb="disabled"))
+        self.step, self.train_seconds = 0, 0.0  # as this session finds them
+        self.fingerprint: str | None = None  # of the corpus
+        self.wandb_id: str | None = None
         self.found = step_directories(self.checkpoints)
-        begun = bool(self.found)  # a run killed before its first checkpoint has not
-        if begun and writes and not config.resume and not (job and read_text(self.directory / JOB) == job):
+        self.resumed_from: Path | None = None
+        self.base: Path | None = None  # the checkpoint that the weights of this session come from
+        self.lines: list[dict] = []  # metrics of earlier sessions, up to that checkpoint
+        self.validations: dict[int, dict] = {}  # all lines with a validation loss, by step
+        self.lock: int | None = None
+        self.corpus: Corpus | None = None
+        self.about: dict = {}  # certificate and environment
+        self.tracker = Tracker(config.train if self.writes else replace(config.train, wandb="disabled"))
+        if self.found and not config.resume and not ranks.may_continue:
             raise TrainError(
                 f"{self.directory} already holds a run: continue it with --resume {self.directory}, "
                 "or give another --train.out_dir"
             )
-        if begun:
-            self.resumed_from = find_checkpoint(self.directory)
-            self.state = self.read_state(self.resumed_from / "trainer.json")
-            self.resumed_step = self.state["step"]
-            self.lines = read_metrics(self.metrics, self.resumed_step)
+        if self.found:
+            self.base = self.resumed_from = find_checkpoint(self.directory)
+            self.read_state(self.resumed_from / "trainer.json")
+            self.lines = read_metrics(self.metrics, self.step)
             self.validations = {line["step"]: line for line in self.lines if line.get("val_loss") is not None}
-            for line in self.lines:
-                if "val_loss" in line and line["step"] == self.resumed_step:  # perhaps after this checkpoint
-                    self.remember(line["val_loss"])
-            self.base = self.resumed_from
         elif config.train.init_from:
             self.base = find_checkpoint(Path(config.train.init_from))
         exists = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
         if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
             raise TrainError(f"cannot write to {self.directory}: {exists} is not a directory one may write to")
 
-    def read_state(self, path: Path) -> dict:
-        """The state in a checkpoint. Raises TrainError if it is none, or that of a run with another configuration."""
+    @property
+    def resumed_step(self) -> int | None:
+        """The step of the checkpoint that this session goes on from; None if it begins a run."""
+        return self.step if self.resumed_from else None
+
+    def best_step(self, step: int) -> int | None:
+        """Return the step with the lowest validation loss, of those with a checkpoint and this one, which gets one."""
+        saved = {int(path.name.removeprefix("step-")) for path in step_directories(self.checkpoints)}
+        return best_step([*self.validations.values()], saved | {step})
+
+    def read_state(self, path: Path) -> None:
+        """Take over the state in a checkpoint's trainer.json.
+
+        Raises TrainError if the file holds no state, or that of a run with another configuration.
+        """
         trainer = read_json(path)
         try:
-            state = {name: trainer[name] for name in STATE}
-            wrong = [name for name, kind in STATE.items() if not isinstance(state[name], kind)]
-            if wrong or not isinstance(trainer["scaler"], dict) or path.parent.name != f"step-{state['step']:08d}":
-                raise TypeError(f"{wrong or 'step'} not understood")
+            self.step, self.train_seconds = int(trainer["step"]), float(trainer["train_seconds"])
+            self.fingerprint, self.wandb_id = trainer["fingerprint"], trainer["wandb_id"]
+            texts = (self.fingerprint, self.wandb_id)
+            if path.parent.name != f"step-{self.step:08d}" or not all(isinstance(text, str | None) for text in texts):
+                raise TypeError("step, fingerprint or wandb_id not understood")
             refuse_changes(trainer["config"], tables(self.config))
-            warn_of_another_schedule(TrainConfig(**trainer["config"]["train"]), self.config.train, state["step"])
-        except (KeyError, TypeError, AttributeError) as error:
+            known = {field.name for field in fields(TrainConfig)}
+            before = {name: value for name, value in trainer["config"]["train"].items() if name in known}
+            warn_of_another_schedule(TrainConfig(**before), self.config.train, self.step)
+        except TrainError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TrainError(f"{path} is not the state of a run of this version: {error!r:.200}") from error
-        return state
 
-    def begin(self, corpus: Corpus) -> None:
-        """Take the run directory for this process, before anything in it is read or written.
+    def make_model(self, corpus: Corpus) -> GPT:
+        """Make the model on the CPU, and print text and model.
 
-        Raises TrainError if another process has it, or the resumed run began with another text.
+        Its weights are random, those of the checkpoint, or those of train.init_from.
+
+        Raises ModelError for a parameter that no checkpoint could hold (now, not when it is to be saved), TrainError if
+        the tokenizer has more tokens than the model.
         """
-        before, now = self.state["fingerprint"], corpus.meta["fingerprint"]
-        if before not in (None, now):
-            source, fingerprints = corpus.meta["source"], f"its fingerprint was {before[:12]}, now {now[:12]}"
-            raise TrainError(f"{source} is not the text this run began with ({fingerprints})")
-        self.corpus, self.state["fingerprint"] = corpus, now
+        print(f"data:   {visible(str(corpus))}")
+        vocab_size, shape = corpus.tokenizer.vocab_size, asdict(self.config.model)
+        config = replace(load_config(self.base), **shape) if self.base else GPTConfig(**shape, vocab_size=vocab_size)
+        if vocab_size > config.vocab_size:
+            raise TrainError(f"the tokenizer has {vocab_size} tokens, the model of {self.base} {config.vocab_size}")
+        torch.manual_seed(seed_for(self.config.train.seed, "weights"))
+        model = GPT(config).train()
+        tensors_to_huggingface(config, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
+        if self.base:
+            weights = GPT.read(self.base).state_dict()
+            if (positions := weights.get("position_embedding.weight")) is not None:
+                weights["position_embedding.weight"] = positions[: config.context_length]  # fewer may be wanted
+            model.load_state_dict(weights)
+            print(f"{'resumed' if self.resumed_from else 'weights'} from {self.base}")
+        model.activation_checkpointing = self.config.train.activation_checkpointing
+        print(f"model:  {config.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
+        return model
+
+    def restore(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Give optimizer and scaler the state they have in the checkpoint, if there is one."""
+        if self.resumed_from:
+            load_optimizer_tensors(model, optimizer, self.resumed_from)
+            if scaling := read_json(self.resumed_from / "trainer.json")["scaler"]:  # empty without loss scaling
+                scaler.load_state_dict(scaling)
+
+    def begin(self, corpus: Corpus, certificate: dict, environment: dict) -> None:
+        """Lock the directory; write config.toml and the metrics so far; print how the environment has changed.
+
+        Raises TrainError if another process has the directory, or has written to it meanwhile.
+        """
+        self.corpus, self.fingerprint = corpus, corpus.meta["fingerprint"]
+        self.about = {"certificate": certificate, "environment": environment}
+        if self.resumed_from:
+            before = read_json(self.resumed_from / "manifest.json").get("environment", {})
+            changed = [
+                f"{key} {before[key]} -> {now}" for key, now in environment.items() if before.get(key, now) != now
+            ]
+            if changed:
+                print(visible(f"the numbers will not be those of a run without a break: {', '.join(changed)}"))
         if not self.writes:
             return
         disk.make_directories(self.checkpoints)
-        self.lock = os.open(self.directory, os.O_RDONLY)  # the system lets go of it when the process ends, however
+        self.lock = os.open(self.directory, os.O_RDONLY)  # the system unlocks it when the process ends, however
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TrainError(f"{self.directory} is in use by another training process") from None
         if step_directories(self.checkpoints) != self.found:
             raise TrainError(f"another training process has written to {self.directory} meanwhile")
-        if self.job and read_text(self.directory / JOB) != self.job:
-            disk.replace(self.directory / JOB, self.job.encode())
-
-    def start(self, certificate: dict, environment: dict) -> None:
-        """Write what the run is, and say in what the environment is not the one it began in.
-
-        Its checkpoints will hold both arguments (training/certificate.py and device.py).
-        """
-        self.about = {"certificate": certificate, "environment": environment}
-        if self.resumed_from:
-            before = read_json(self.resumed_from / "manifest.json").get("environment")
-            before = before if isinstance(before, dict) else {}
-            changed = [
-                f"{key} {before[key]} -> {now}" for key, now in environment.items() if before.get(key, now) != now
-            ]
-            if changed:
-                print(visible(f"the numbers will not be those of a run without a break: {', '.join(changed)}"))
-        if self.writes:
-            disk.replace(self.directory / "config.toml", to_toml(self.config).encode())
-            # What came after the checkpoint belongs to a future that will be computed again, or to an abandoned run.
-            disk.replace(self.metrics, "".join(map(to_line, self.lines)).encode())
-        losses = (line.get("train_loss") for line in self.lines)
-        self.recent_losses = deque((loss for loss in losses if loss is not None), maxlen=100)
-        self.tracker.begin(self.directory, self.state, tables(self.config))
+        disk.replace(self.directory / "config.toml", to_toml(self.config).encode())
+        # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
+        disk.replace(self.metrics, "".join(map(to_line, self.lines)).encode())
+        self.tracker.begin(self.directory, self.wandb_id, tables(self.config))
+        self.wandb_id = self.tracker.run_id or self.wandb_id
         self.report()
         print(f"report: {self.directory / 'report.html'}")
 
-    def restore_weights(self, model: GPT) -> None:
-        """Give the model the weights of the checkpoint that the run is resumed from, or is to begin with.
+    def log(self, step: int, **values: object) -> None:
+        """Write a line of metrics to metrics.jsonl and wandb."""
+        if self.writes:
+            finite = {name: None if is_not_finite(value) else value for name, value in values.items()}
+            record = {"step": step, **finite}
+            disk.append(self.metrics, to_line(record).encode())
+            self.tracker.log(record)
 
-        Raises ModelError if there is a weight that no checkpoint could hold: now, and not when it is to be saved.
-        """
-        tensors_to_huggingface(model.config, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
-        if self.base:
-            weights = read_model(self.base).state_dict()
-            name, T = "position_embedding.weight", model.config.context_length
-            if name in weights:
-                weights[name] = weights[name][:T]  # fewer positions may be wanted
-            model.load_state_dict(weights)
-            print(f"{'resumed' if self.resumed_from else 'weights'} from {self.base}")
-
-    def restore(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Give optimizer and scaler the state of the checkpoint that the run is resumed from."""
-        if self.resumed_from:
-            load_optimizer_tensors(model, optimizer, self.resumed_from)
-            if scaling := read_json(self.resumed_from / "trainer.json")["scaler"]:  # empty if none was needed there
-                scaler.load_state_dict(scaling)
-
-    def log(self, **values: float | dict | str) -> None:
-        """One line of metrics for this step, to metrics.jsonl and wandb."""
-        for name, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                values[name] = None  # JSON has no inf
-        if values.get("train_loss") is not None:
-            self.recent_losses.append(values["train_loss"])
-        self.write({"step": self.state["step"], **values})
-
-    def write(self, record: dict) -> None:
-        """A line of metrics, unless another process writes them."""
-        if not self.writes:
-            return
-        disk.append(self.metrics, to_line(record).encode())
-        self.tracker.log(record)
-
-    def log_spike(self, step: int, loss: float, batches: Batches) -> str:
-        """Log the loss of a step, with the windows it was made of, if it stands out; return a line to print.
-
-        What stands out is far above the median of the last losses: by eight times their median distance from it (five
-        standard deviations, were they normal) and by a tenth.
-        """
-        if len(self.recent_losses) < self.recent_losses.maxlen // 5:
-            return ""
-        typical = median(self.recent_losses)
-        distance = median(abs(recent - typical) for recent in self.recent_losses)
-        if loss <= typical + max(8 * distance, 0.1 * typical):
-            return ""
-        accum = self.config.train.grad_accum_steps
-        windows = [batches.starts(step * accum + micro_batch).tolist() for micro_batch in range(accum)]
-        self.write({"step": step + 1, "loss_spike": loss, "median_loss": typical, "windows": windows})
-        return (
-            f"loss spike: {loss:.3f} in step {step}, lately {typical:.3f}; metrics.jsonl has the windows of train.bin"
-        )
-
-    def log_validation(self, val_loss: float, bits_per_byte: float, heads: dict[str, list], text: str) -> str:
-        """Remember and log a validation loss, metrics of the heads and a sample, if wanted; return what to print."""
-        step, seconds = self.state["step"], self.state["train_seconds"]
-        self.remember(val_loss)
-        self.validations[step] = {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte}
-        self.log(val_loss=val_loss, val_bits_per_byte=bits_per_byte, train_seconds=seconds, heads=heads)
-        said = f"step {step:7d} | val loss {val_loss:7.4f} | bits/byte {bits_per_byte:6.4f} | trained {seconds:8.1f} s"
-        if self.config.train.sample_tokens:
-            self.log(sample=text)
-            said += f"\n{'':12} | {visible(' '.join(text.split()))[:SAMPLE_WIDTH]}"
+    def log_validation(self, step: int, train_seconds: float, record: dict) -> str:
+        """Log what `Validation.measure` has found, and return lines to print."""
+        sample = record.pop("sample", None)
+        record["train_seconds"] = train_seconds
+        self.validations[step] = {"step": step, **record}
+        self.log(step, **record)
+        text = f"step {step:7d} | val loss {record['val_loss']:7.4f} | bits/byte {record['val_bits_per_byte']:6.4f}"
+        text += f" | trained {train_seconds:8.1f} s"
+        if sample is not None:
+            self.log(step, sample=sample)
+            text += f"\n{'':12} | {visible(' '.join(sample.split()))[:SAMPLE_WIDTH]}"
         self.report()
-        return said
+        return text
 
-    def remember(self, val_loss: float | None) -> None:
-        """The validation loss of this step, None if it is not finite; it may be the best of those with a checkpoint."""
-        step, best, c = self.state["step"], self.state["best_val_loss"], self.config.train
-        self.evaluated, self.state["val_loss"] = step, val_loss
-        saved = (step % c.checkpoint_every == 0 and step > 0) or step == c.max_steps
-        if saved and val_loss is not None and val_loss < (math.inf if best is None else best):
-            self.state.update(best_val_loss=val_loss, best_step=step)
-
-    def save(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Write a checkpoint of this step, then delete those that are not to be kept.
-
-        Where each process has a part of the tensors, all of them call this, and give theirs.
+    def save(
+        self,
+        step: int,
+        train_seconds: float,
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+    ) -> None:
+        """Write a checkpoint, then delete those that are not to be kept. All ranks call this.
 
         Raises TrainError if it cannot be written; the older ones are untouched then.
         """
-        tensors = optimizer_tensors(model, optimizer)
+        weights = gather(model.state_dict(), keep=self.writes)
+        moments = gather(optimizer_tensors(model, optimizer), keep=self.writes)
         if not self.writes:
-            for _ in tensor_files(model, tensors) if is_part(model.lm_head.weight) else ():
-                pass  # each is gathered from all
             return
-        state = dict(self.state)
-        step = state.pop("step")
-        extra = {"scaler": scaler.state_dict(), "config": tables(self.config)}
-        card = model_card(self.config, model, self.corpus, self.state, self.validations, self.about)
+        state = {"train_seconds": train_seconds, "fingerprint": self.fingerprint, "wandb_id": self.wandb_id}
+        best, lines = self.best_step(step), [*self.validations.values()]
+        done = {"step": step, "train_seconds": train_seconds}
+        card = model_card(self.config, model, self.corpus, done, lines, best, self.about)
         files = {**self.corpus.tokenizer_files, CARD: card.encode()}
-        start, end = document_start(self.corpus.tokenizer)[-1], self.corpus.tokenizer.eot_token
-        trainer = {**state, **extra}
+        start = self.corpus.tokenizer.document_start
+        ends = (start[-1] if start else None, self.corpus.tokenizer.end_of_text)
+        trainer = {**state, "scaler": scaler.state_dict(), "config": tables(self.config)}
         try:
             disk.sync(self.metrics)
-            save_checkpoint(self.checkpoints, step, model, (start, end), files, tensors, trainer, self.about)
+            save_checkpoint(self.checkpoints, step, model.config, weights, moments, ends, files, trainer, self.about)
         except OSError as error:
             before = [directory.name for directory in step_directories(self.checkpoints)]
             kept = f"{before[0]} is untouched" if before else "there is no earlier one"
             reason = error.strerror or error
             raise TrainError(f"cannot save step {step} in {self.checkpoints}: {reason}; {kept}") from error
-        keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, state["best_step"])
+        keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, best)
         self.report()
 
     def report(self) -> None:
-        """Write report.html anew. It only looks on: what fails in it costs a printed line, and no step."""
-        from training.report import write_report  # which needs this file
-
+        """Write report.html anew. Best effort: a failure prints a line and never stops training."""
         if not self.writes:
             return
         try:
@@ -268,67 +233,29 @@ class Run:
         except Exception as error:
             print(visible(f"there is no new report.html: {error!r:.200}"))
 
+    def finish(self, exit_code: int = 0) -> None:
+        """End the session: tell wandb how, if it listens, and unlock the directory."""
+        if self.writes:
+            disk.sync(self.metrics)
+            self.tracker.finish(exit_code)
+            os.close(self.lock)
+            self.report()
+
     def command(self, script: str) -> str:
         """A command line that runs a script on this directory."""
         return command(script, self.directory)
 
-    def next_commands(self) -> list[tuple[str, str]]:
-        """What to do with the finished run, and how."""
-        c = self.config.train
-        return next_commands(self.directory, self.state["step"], self.state["best_step"], c.max_steps, finished=True)
-
-    def finish(self, exit_code: int = 0) -> None:
-        """Tell wandb, if it listens, how this session ended, and let go of the run directory."""
-        if not self.writes:
-            return
-        disk.sync(self.metrics)
-        if self.config.train.wandb_checkpoints and exit_code == 0:
-            last, best = self.state["step"], self.state["best_step"]
-            for step in sorted({best or last, last}):
-                self.tracker.log_checkpoint(self.checkpoints / f"step-{step:08d}", *["best"] * (step == best))
-        self.tracker.finish(exit_code)
-        os.close(self.lock)
-        self.report()
+    def print_next(self, step: int) -> None:
+        """Print what to do with the finished run."""
+        best = self.best_step(step)
+        if best not in (None, step):
+            print(f"The best validation loss, {self.validations[best]['val_loss']:.4f}, was that of step {best}.")
+        print(f"Next, with the model in {self.directory}, where report.html shows how it went:")
+        for _, line in next_commands(self.directory, step, best, self.config.train.max_steps, finished=True):
+            print(f"  {line}")
 
 
-def command(script: str, directory: Path) -> str:
-    """A command line that runs a script on a run directory, also where no environment is activated."""
-    here = os.path.dirname(shutil.which("python") or "") == os.path.dirname(sys.executable)
-    python = "python" if here else os.path.relpath(sys.executable)
-    if script.startswith("train.py") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        python = f"{python} -m torch.distributed.run --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 'gpu')}"
-    return f"{python} {script} {shlex.quote(str(directory))}"
-
-
-def next_commands(
-    directory: Path, saved: int, best: int | None, max_steps: int, finished: bool
-) -> list[tuple[str, str]]:
-    """What to do next with a run whose newest checkpoint is that of step `saved`, and how.
-
-    best: the step of the best checkpoint, if a validation loss was measured. finished: all steps and evaluations.
-    """
-    rose = finished and best not in (None, saved)
-    chosen = directory / "checkpoints" / f"step-{best:08d}" if rose else directory
-    found = [] if finished else [(f"Go on from step {saved:,}", command("train.py --resume", directory))]
-    if saved:
-        which = ", of the best checkpoint" if rose else ""
-        found.append((f"Sample{which}", command("sample.py", chosen) + ' --prompt "..."'))
-        found.append((f"See the heads{which}", command("inspect_attention.py", chosen) + " -o heads.html"))
-    if finished and not rose:  # a new run: one whose schedule has ended would have to raise its learning rate again
-        longer = f" --train.max_steps {2 * max_steps} --train.out_dir {shlex.quote(f'{directory}_longer')}"
-        found.append(("Train longer, from the start", command("train.py", directory / "config.toml") + longer))
-    return found
-
-
-def read_text(path: Path) -> str:
-    """The text of a file, nothing if it is not there or not text."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def tables(config: Any) -> dict[str, dict]:
+def tables(config: Config) -> dict[str, dict]:
     """The [model], [data] and [train] tables as plain values."""
     return {name: asdict(value) for name, value in vars(config).items() if is_dataclass(value)}
 
@@ -344,9 +271,9 @@ def refuse_changes(before: dict[str, dict], now: dict[str, dict]) -> None:
 
 
 def warn_of_another_schedule(before: TrainConfig, now: TrainConfig, step: int) -> None:
-    """Say so if another max_steps would have meant other learning rates in the steps already made.
+    """Print a note if another max_steps would have meant other learning rates in the steps already made.
 
-    Schedules that have parted do not meet again, so that the last of these steps tells.
+    The last of these steps tells: schedules that have parted do not meet again.
     """
     if now.max_steps > step > 0 and learning_rate_at(step - 1, before) != learning_rate_at(step - 1, now):
         print(
@@ -356,18 +283,9 @@ def warn_of_another_schedule(before: TrainConfig, now: TrainConfig, step: int) -
         )
 
 
-def read_metrics(path: Path, step: int) -> list[dict]:
-    """The lines until `step`, or until one that is damaged: what a checkpoint relies on was synced before it."""
-    lines = []
-    for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
-        try:
-            line = json.loads(text)
-            if line["step"] <= step:
-                lines.append(line)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            print(f"{path} is damaged after its line {len(lines)}: the rest is left out")
-            break
-    return lines
+def is_not_finite(value: object) -> bool:
+    """Return whether this is a number that JSON does not have."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def to_line(record: dict) -> str:

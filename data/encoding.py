@@ -1,0 +1,181 @@
+"""Text to token ids and back: one interface, and the two kinds of tokenizer behind it.
+
+    TiktokenTokenizer   ours, a `tiktoken.Encoding`; data/tokenizer.py makes and saves it
+    HubTokenizer        any other tokenizer.json, through the library `tokenizers` that it was written for
+
+Special tokens, such as the end of a text, are never made from text and have no text.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import tiktoken
+import tokenizers
+
+from data import DataError, errors_as_data_error
+
+END_OF_TEXT = "<|endoftext|>"
+REPLACEMENT = "\ufffd"  # the character that stands for bytes that are not UTF-8
+
+# A byte-level tokenizer.json spells each byte as a printable character, as GPT-2 did (Radford et al. 2019).
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
+SPELLING = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
+BYTES = {character: byte for byte, character in SPELLING.items()}
+
+
+def to_bytes(spelled: str) -> bytes:
+    """Bytes from their spelling. Raises KeyError for a character that spells no byte."""
+    return bytes(BYTES[character] for character in spelled)
+
+
+class Tokenizer(ABC):
+    """The interface of every tokenizer."""
+
+    name: str
+    vocab_size: int
+    """The largest id plus one. Some ids below may be unused."""
+    end_of_text: int | None
+    """The id that ends a document, None if there is none."""
+    start_of_text: int | None
+    """The id that a prompt has to begin with (often called BOS), None if the tokenizer puts none there."""
+    special_tokens: dict[str, int]
+    """Names and ids of the tokens that stand for no text."""
+
+    @property
+    def document_start(self) -> list[int]:
+        """The ids between two documents: end_of_text and start_of_text, as far as they exist."""
+        return [token for token in (self.end_of_text, self.start_of_text) if token is not None]
+
+    def encode(self, text: str) -> np.ndarray:
+        """Encode text as ids, (n,) uint32. The name of a special token in the text is ordinary text.
+
+        Raises DataError for half a character (a lone surrogate), and for text that the tokenizer cannot encode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"a lone surrogate U+{ord(text[error.start]):04X} at {error.start}"
+            raise DataError(f"the text is not Unicode: it has {half}") from error
+        with errors_as_data_error(f"the tokenizer {self.name!r} cannot encode this text"):
+            return self.encode_unicode(text)
+
+    @abstractmethod
+    def encode_unicode(self, text: str) -> np.ndarray:
+        """Encode text without lone surrogates, for `encode`. May raise anything."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode ids to text. Special tokens and unused ids have no text; broken characters become U+FFFD."""
+
+    @abstractmethod
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that label one token: its text, the name of a special token, or b"" for an unused id."""
+
+    def ordinary_tokens(self) -> np.ndarray:
+        """The ids that stand for text, (n,) int64 in ascending order."""
+        special = set(self.special_tokens.values())
+        ids = [token for token in range(self.vocab_size) if token not in special and self.token_bytes(token)]
+        return np.array(ids, dtype=np.int64)
+
+    def stream(self, before: Sequence[int] = ()) -> "TextStream":
+        """Decode ids one at a time. before: ids of the prompt, whose text is not repeated."""
+        return TextStream(self, before)
+
+
+class TextStream:
+    """Text of ids that arrive one at a time.
+
+    The text of an id depends on its neighbours: one character may take several ids, and some tokenizers drop the space
+    in front of the first word. So new ids are decoded together with those whose text was returned last.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]):
+        self.tokenizer, self.returned, self.waiting = tokenizer, list(before), []
+
+    def add(self, token: int) -> str:
+        """Add an id. Returns the text that is now certain: nothing while a character may be incomplete."""
+        self.waiting.append(token)
+        text = self.end()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        self.returned, self.waiting = self.waiting, []
+        return text
+
+    def end(self) -> str:
+        """The text that `add` has not returned, with a broken character replaced."""
+        decode = self.tokenizer.decode
+        return decode(self.returned + self.waiting)[len(decode(self.returned)) :]
+
+
+class TiktokenTokenizer(Tokenizer):
+    """A tokenizer of ours. Its tokens are byte strings, and text may be encoded in pieces (data/sources.py cuts it)."""
+
+    start_of_text = None
+
+    def __init__(self, encoding: tiktoken.Encoding):
+        self.encoding, self.name, self.vocab_size = encoding, encoding.name, encoding.n_vocab
+        self.special_tokens = dict(encoding._special_tokens)
+        self.end_of_text = self.special_tokens.get(END_OF_TEXT)
+        self.ordinary = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+        self.labels = self.ordinary | {number: name.encode() for name, number in self.special_tokens.items()}
+        self.characters = {token.decode() for token in self.ordinary.values()} if self.name == "chars" else None
+
+    def encode_unicode(self, text: str) -> np.ndarray:
+        if self.characters is not None and (unknown := set(text) - self.characters):
+            character = min(unknown, key=text.index)
+            raise DataError(f"the chars tokenizer never saw the character {character!r} (U+{ord(character):04X})")
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self.ordinary.get(token, b"") for token in ids).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.labels.get(token, b"")
+
+
+class HubTokenizer(Tokenizer):
+    """Any tokenizer.json, through the library `tokenizers`: the ids are those that `AutoTokenizer` gives.
+
+    A text has to be encoded as a whole, because ids may depend on the whole of it.
+
+    Args:
+        name: for messages.
+        content: of tokenizer.json.
+        end: the name of the token that ends a text, if tokenizer_config.json gives one. "<|endoftext|>" is preferred.
+
+    Raises whatever the library makes of a bad file.
+    """
+
+    def __init__(self, name: str, content: bytes, end: str | None):
+        self.library = tokenizers.Tokenizer.from_buffer(content)
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.library.encode_special_tokens = True  # a special token's name in a text is ordinary text
+        vocabulary = self.library.get_vocab()
+        self.name, self.vocab_size = name, max(vocabulary.values()) + 1
+        self.end_of_text = vocabulary.get(END_OF_TEXT, vocabulary.get(end))
+        sample = self.library.encode("a")
+        self.start_of_text = sample.ids[0] if sample.special_tokens_mask[:1] == [1] else None
+        self.added = self.library.get_added_tokens_decoder()
+        self.special_tokens = {token.content: number for number, token in self.added.items() if token.special}
+        self.decoder = repr(self.library.decoder)
+
+    def encode_unicode(self, text: str) -> np.ndarray:
+        return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        with errors_as_data_error(f"the tokenizer {self.name!r} cannot decode its ids"):
+            return self.library.decode(list(ids), skip_special_tokens=True)
+
+    def token_bytes(self, token: int) -> bytes:
+        spelled = self.library.id_to_token(token) or ""
+        if token in self.added:
+            return spelled.encode()
+        if "ByteLevel" in self.decoder and all(character in BYTES for character in spelled):
+            return to_bytes(spelled)
+        if "ByteFallback" in self.decoder and re.fullmatch("<0x[0-9A-F]{2}>", spelled):
+            return bytes.fromhex(spelled[3:5])
+        return spelled.replace("\u2581", " ").encode()  # SentencePiece's sign for a space (Kudo and Richardson 2018)

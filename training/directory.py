@@ -1,0 +1,83 @@
+"""Reads from a run directory, and the commands that continue from one.
+
+training/run.py writes the directory and training/report.py shows it; both use this file.
+"""
+
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Container
+from pathlib import Path
+
+
+def read_metrics(path: Path, step: float) -> list[dict]:
+    """Return the lines of metrics.jsonl up to and including `step`; none if there is no file.
+
+    A damaged line ends the reading with a printed note: the lines that a checkpoint relies on were synced before it.
+    """
+    lines = []
+    for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+        try:
+            line = json.loads(text)
+            if line["step"] <= step:
+                lines.append(line)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            print(f"{path} is damaged after its line {len(lines)}: the rest is left out")
+            break
+    return lines
+
+
+def best_step(lines: list[dict], saved: Container[int]) -> int | None:
+    """Return the step with the lowest validation loss among the steps in `saved`; None if none of them has a loss.
+
+    lines: lines of metrics.jsonl, in their order; of two equal losses the first one counts. saved: the steps that have
+    a checkpoint.
+    """
+    candidates = [line for line in lines if line["step"] in saved and line.get("val_loss") is not None]
+    return min(candidates, key=lambda line: line["val_loss"])["step"] if candidates else None
+
+
+def is_training(directory: Path) -> bool:
+    """Return True if a training process, perhaps this one, holds the lock on the run directory."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def command(script: str, directory: Path) -> str:
+    """Return a command line that runs a script on a run directory, also where no environment is activated."""
+    is_on_path = os.path.dirname(shutil.which("python") or "") == os.path.dirname(sys.executable)
+    python = "python" if is_on_path else os.path.relpath(sys.executable)
+    if script.startswith("train.py") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        python = f"{python} -m torch.distributed.run --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 'gpu')}"
+    return f"{python} {script} {shlex.quote(str(directory))}"
+
+
+def next_commands(
+    directory: Path, saved: int, best: int | None, max_steps: int, finished: bool
+) -> list[tuple[str, str]]:
+    """Return (purpose, command line) for each useful next thing to do with a run.
+
+    saved: the step of the newest checkpoint, 0 if there is none. best: the step of the best checkpoint, if a validation
+    loss was measured. finished: all steps and evaluations are done.
+    """
+    loss_rose = finished and best not in (None, saved)  # after the best checkpoint
+    checkpoint = directory / "checkpoints" / f"step-{best:08d}" if loss_rose else directory
+    commands = [] if finished else [(f"Go on from step {saved:,}", command("train.py --resume", directory))]
+    if saved:
+        which = " from the best checkpoint" if loss_rose else ""
+        commands.append((f"Sample{which}", command("sample.py", checkpoint) + ' --prompt "..."'))
+        which = " of the best checkpoint" if loss_rose else ""
+        commands.append((f"See the heads{which}", command("inspect_attention.py", checkpoint) + " -o heads.html"))
+    if finished and not loss_rose:  # as a new run: to go on with this one would raise its decayed learning rate again
+        longer = f" --train.max_steps {2 * max_steps} --train.out_dir {shlex.quote(f'{directory}_longer')}"
+        commands.append(("Train longer, from the start", command("train.py", directory / "config.toml") + longer))
+    return commands

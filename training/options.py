@@ -1,0 +1,137 @@
+"""The options of train.py: the command line, over a configuration file, over defaults that fit the text."""
+
+import os
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from configs import ConfigError, parse
+from data.prepare import DataConfig
+from model import GPTConfig, ModelConfig
+from model.checkpoint import STEP, find_checkpoint, read_optional, runs_beside
+from model.load import load_config
+from training.config import TrainConfig, TrainError
+from training.device import device_type
+from training.recipe import choose_shape, choose_steps, describe, measure
+
+Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
+CONFIGS = Path(__file__).parent.parent / "configs"
+QUICKSTART, FINETUNE = CONFIGS / "quickstart.toml", CONFIGS / "finetune.toml"
+REMOVED = {"train.rank_timeout", "train.wandb_checkpoints"}  # options of version 1, ignored where a run has them
+FINETUNE_CONTEXT = 1024  # tokens, unless asked for: long contexts need much memory in training
+MAY_DIFFER = {"dropout", "context_length"}  # from the model that is fine-tuned
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a GPT on text.
+
+    Ways to start:
+        python train.py                                 the Python standard library
+        python train.py configs/shakespeare_char.toml   a configuration
+        python train.py --data.source my.txt            a model that fits your text
+        python train.py --resume out/quickstart         go on where a run stopped
+        python train.py configs/finetune.toml           fine-tune a known model
+
+    Without a configuration:
+        configs/quickstart.toml, whose values --help shows as defaults
+        training/recipe.py changes it for a text of your own
+        configs/finetune.toml if there is a --train.init_from
+    """
+
+    config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
+    """A TOML file of options; those on the command line win."""
+    resume: Path | None = None
+    """The run directory to continue, with its own configuration."""
+    depth: int | None = None
+    """Layers of a model for this text: 4, 6, 8 or 12; all else follows. None: as many as fit it and the device."""
+    model: Table[ModelConfig] = ModelConfig()
+    data: Table[DataConfig] = DataConfig()
+    train: Table[TrainConfig] = TrainConfig()
+
+
+def read_config(argv: list[str]) -> Config:
+    """Read the configuration of a run, and print why it is what it is where no file says so.
+
+    Raises ConfigError, ModelError, DataError or TrainError for an option that cannot be used.
+    """
+    if {"-h", "--help"} & {*argv}:  # with a configuration's values as defaults
+        is_finetuning = any(word.replace("-", "_").startswith("__train.init_from") for word in argv)
+        otherwise = FINETUNE if is_finetuning else QUICKSTART
+        file = next((Path(word) for word in argv if word.endswith(".toml")), otherwise)
+        parse(Config, argv, defaults=parse(Config, [], file))
+    asked = parse(Config, argv)
+    if asked.resume:
+        return read_resumed(argv, asked)
+    has_one, has_text = asked.config or asked.train.init_from, asked.data.source != DataConfig.source
+    if asked.depth is not None and (has_one or "RANK" in os.environ):
+        raise ConfigError("--depth chooses a configuration: not with another one, train.init_from or torchrun")
+    file = asked.config or (FINETUNE if asked.train.init_from else QUICKSTART)
+    config = parse(Config, argv, file)
+    if not has_one and (has_text or asked.depth is not None):
+        if "RANK" in os.environ:  # ranks might see another text, or none when torchrun starts them again
+            print(f"config: {QUICKSTART.name}: several processes choose none for a text")
+        else:
+            config = fit_to_text(argv, config)
+    if config.train.init_from:
+        config = fit_to_model(argv, file, config.train.init_from)
+        if not asked.config:
+            print(f"config: {describe_finetuning(config.train)}")
+    GPTConfig(**asdict(config.model))  # raises ModelError now, not after an hour of preparing data
+    return config
+
+
+def read_resumed(argv: list[str], asked: Config) -> Config:
+    """Read the configuration of the run that --resume names. Raises ConfigError if that is no run."""
+    directory = asked.resume
+    if asked.config or asked.depth is not None or asked.train.out_dir != TrainConfig.out_dir:
+        raise ConfigError("--resume takes configuration and directory from the run: give no other with it")
+    if not (directory / "config.toml").is_file():
+        is_step = "; of a run with such a checkpoint, give the directory" if STEP.fullmatch(directory.name) else ""
+        beside = is_step or runs_beside(directory)
+        raise ConfigError(f"{directory} is not the directory of a run: it has no config.toml{beside}")
+    out_dir = ["--train.out_dir", str(directory)]
+    return parse(Config, argv + out_dir, directory / "config.toml", ignored=REMOVED)
+
+
+def fit_to_text(argv: list[str], config: Config) -> Config:
+    """Change the quickstart's configuration for the text that it names, but not what argv asks for."""
+    kind, (num_bytes, tokenizer) = device_type(config.train.device), measure(config.data)
+    shape = choose_shape(config.model, config.data, config.train, num_bytes, tokenizer, kind, config.depth)
+    config = parse(Config, argv, defaults=Config(**shape))
+    steps = choose_steps(config.model, config.data, config.train, num_bytes, kind, quick=config.depth is None)
+    config = parse(Config, argv, defaults=Config(model=config.model, data=config.data, train=steps))
+    print(f"config: {describe(config.model, config.data, config.train, num_bytes)}")
+    return config
+
+
+def fit_to_model(argv: list[str], file: Path, init_from: str) -> Config:
+    """Take shape and tokenizer of the model that is fine-tuned, and the rest from the file and argv.
+
+    Raises TrainError if argv or the file ask for a shape or tokenizer that its weights do not have.
+    """
+    known = load_config(find_checkpoint(Path(init_from)))
+    shape = ModelConfig(**{field.name: getattr(known, field.name) for field in fields(ModelConfig)})
+    usual = replace(shape, context_length=min(shape.context_length, FINETUNE_CONTEXT))
+    config = parse(Config, argv, file, Config(model=usual, data=DataConfig(tokenizer="model")))
+    for name, value in asdict(config.model).items():
+        if name not in MAY_DIFFER and value != getattr(shape, name):
+            raise TrainError(f"{init_from} has {name} = {getattr(shape, name)}, got {value}: leave model.{name} out")
+    if config.model.context_length > shape.context_length:
+        asked = config.model.context_length
+        raise TrainError(f"{init_from} knows {shape.context_length} positions, got model.context_length = {asked}")
+    if config.data.tokenizer != "model":
+        raise TrainError(f"{init_from} knows the ids of its own tokenizer: data.tokenizer must be model")
+    return config
+
+
+def describe_finetuning(train: TrainConfig) -> str:
+    """One line that describes a fine-tuning run for which no configuration file was given."""
+    text = f"to fine-tune: {train.optimizer}, a learning rate of {train.learning_rate:g}, {train.max_steps:,} steps"
+    trainer = find_checkpoint(Path(train.init_from)) / "trainer.json"
+    optimizer, rate = (read_optional(trainer, "config", "train", name) for name in ("optimizer", "learning_rate"))
+    if optimizer == "muon" != train.optimizer and isinstance(rate, float):
+        text += f" (it was made with muon: try --train.optimizer muon --train.learning_rate {rate / 2:g})"
+    return text

@@ -1,0 +1,79 @@
+"""Validation: the loss on text that is not trained on, what the model writes, and what its heads do."""
+
+import math
+from collections.abc import Callable
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from configs import visible
+from data import DataError
+from data.batches import validation_batches
+from data.corpus import Corpus
+from inspection.watch import HeadWatch
+from model import GPT
+from model.sampling import stream
+from training.config import TrainConfig
+from training.device import autocast
+from training.distributed import Ranks
+
+LossFn = Callable[[GPT, Tensor, Tensor], Tensor]
+
+
+class Validation:
+    """Measures a model in training, always on the same text and with the same random numbers.
+
+    Args:
+        corpus: has the validation text and the tokenizer.
+        config: the [train] table; eval_tokens, batch_size, sample_prompt and sample_tokens are used.
+        context_length: T.
+        dtype: the precision of matrix products.
+        ranks: share the batches of the loss; all of them call each method.
+    """
+
+    def __init__(self, corpus: Corpus, config: TrainConfig, context_length: int, dtype: torch.dtype, ranks: Ranks):
+        self.config, self.T, self.dtype, self.ranks = config, context_length, dtype, ranks
+        self.tokens = corpus.tokens["val"][: config.eval_tokens + 1]
+        self.tokenizer = corpus.tokenizer
+        val = corpus.meta["val"]
+        self.bits_per_byte_per_nat = val["tokens"] / val["bytes"] / math.log(2)
+        start = corpus.tokenizer.document_start
+        self.prompt = [*start, *corpus.tokenizer.encode(config.sample_prompt).tolist()]
+        if config.sample_tokens and not self.prompt:
+            raise DataError("this tokenizer has no token that begins a text: give a --train.sample_prompt")
+        self.watch = HeadWatch(self.tokens, start, context_length)
+
+    def measure(self, model: GPT, loss_fn: LossFn) -> dict:
+        """Return a record for metrics.jsonl: val_loss, val_bits_per_byte, heads and, if wanted, a sample."""
+        sample = {"sample": self.sample(model, self.config.sample_tokens)} if self.config.sample_tokens else {}
+        val_loss = self.loss(model, loss_fn)
+        with autocast(model.lm_head.weight.device, self.dtype):
+            heads = self.watch.scores(model)
+        bits_per_byte = val_loss * self.bits_per_byte_per_nat
+        return {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte, "heads": heads, **sample}
+
+    @torch.no_grad()
+    def loss(self, model: GPT, loss_fn: LossFn) -> float:
+        """Mean loss in nats a token over all validation tokens."""
+        device, B, ranks = model.lm_head.weight.device, self.config.batch_size, self.ranks
+        model.eval()
+        batches = validation_batches(self.tokens, B, self.T, device, ranks.rank, ranks.world)
+        losses = [loss_fn(model, inputs, targets) for inputs, targets in batches]
+        model.train()
+        # fsum is exact, so the sum does not depend on which rank has computed which batch.
+        return math.fsum(ranks.collect(losses).tolist()) / (len(self.tokens) - 1)
+
+    def sample(self, model: GPT, num_tokens: int) -> str:
+        """Return the prompt as the model continues it, up to the end of the document."""
+        device, tokenizer = model.lm_head.weight.device, self.tokenizer
+        with autocast(device, self.dtype):
+            idx = torch.tensor([self.prompt], device=device)
+            new = torch.cat([*stream(model, idx, num_tokens, temperature=0.8, top_k=50, seed=0)], dim=1)
+        text = self.prompt[len(tokenizer.document_start) :] + new[0].tolist()
+        return tokenizer.decode([*takewhile(lambda token: token != tokenizer.end_of_text, text)])
+
+    def print_sample(self, model: GPT) -> None:
+        """Print a longer sample for the end of a run, if samples are wanted."""
+        if self.config.sample_tokens:
+            print(f"\nA sample of what it writes:\n{visible(self.sample(model, 3 * self.config.sample_tokens))}\n")
