@@ -27,7 +27,8 @@ import tyro
 from torch import Tensor
 from tqdm import tqdm
 
-from configs import ConfigError, parse, read_prompt, run_script, visible
+from configs import ConfigError, parse
+from configs.script import read_prompt, run_script, visible
 from data import DataError, sources
 from data.prepare import find_prepared
 from data.tokenizer import Tokenizer, load_tokenizer

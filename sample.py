@@ -25,7 +25,8 @@ import tyro
 from torch import Tensor
 from tqdm import tqdm
 
-from configs import parse, read_prompt, run_script, visible
+from configs import parse
+from configs.script import read_prompt, run_script, visible
 from data import DataError
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, ModelError

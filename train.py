@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs import run_script
+from configs.script import run_script
 from data.batches import IGNORE, Batches, seed_for
 from data.prepare import prepare
 from model import GPT
@@ -36,7 +36,7 @@ from training.validation import Validation
 
 
 def next_token_loss(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """How surprised the model is by the next tokens: cross-entropy in nats, summed over the (B, T) targets."""
+    """Cross-entropy of the next tokens in nats, summed over the (B, T) targets."""
     with autocast(inputs.device, dtype):
         if model.activation_checkpointing:
             return chunked_loss(model, inputs, targets)

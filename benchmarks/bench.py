@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import nanogpt
 from benchmarks.loss import measure_loss, standard_library
-from configs import ConfigError, parse, run_script
+from configs import ConfigError, parse
+from configs.script import run_script
 from data.batches import Batches, seed_for
 from data.prepare import DataConfig, prepare
-from data.tokenizer import encode
 from model import GPT, GPTConfig
 from model.attention import Attend, attention_weights, make_causal_mask
 from train import next_token_loss
@@ -189,7 +189,7 @@ def steps(bench: Bench, model: GPT, config: TrainConfig, batches: Callable[..., 
     """
     loss_fn = torch.compile(next_token_loss, dynamic=False) if bench.cuda else next_token_loss
     optimizer = make_optimizer(model, config)
-    guard = FiniteGuard(optimizer, bench.device, str)
+    guard = FiniteGuard(optimizer, bench.device)
     for step in count():
         set_schedule(optimizer, step, config)
         set_seed(bench.device, seed_for(0, "dropout", step))
@@ -238,7 +238,7 @@ def measure_prepare(bench: Bench) -> Iterator[dict]:
 
         def tokenized() -> None:
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                list(pool.map(partial(encode, encoding), pieces))
+                list(pool.map(encoding.encode, pieces))
 
         for way, ms in bench.measure({"data.prepare": prepared, "its tokenizer alone": tokenized}).items():
             yield {"what": f"{way}, {tokenizer}", "ms": ms, "MB/s": path.stat().st_size / ms / 1e3}

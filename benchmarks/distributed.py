@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.bench import append, describe_machine
 from benchmarks.loss import ROOT, read_metrics, run
-from configs import parse, run_script
+from configs import parse
+from configs.script import run_script
 
 
 @dataclass(frozen=True)

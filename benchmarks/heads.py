@@ -27,7 +27,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.bench import Bench, append, describe_machine
-from configs import parse, run_script
+from configs import parse
+from configs.script import run_script
 from inspection import capture
 from model import GPT, GPTConfig
 

@@ -1,18 +1,17 @@
-"""The front door of every script: options from the command line over a TOML file over the defaults, and exit codes.
+"""Options of every script: the command line, over a TOML file, over defaults.
 
-A script describes its options as frozen dataclasses with a docstring under each field; `tyro` checks types and names
-and writes --help from them. A TOML file is turned into the same options, placed before the user's own, so that both
-pass the same checks and the last one wins.
+A script describes its options as frozen dataclasses with a docstring under each field. `tyro` checks types and names,
+and writes --help. A TOML file is turned into the same options, placed before the user's own: both pass the same checks,
+and the last one wins.
 """
 
 import contextlib
 import io
 import json
-import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import Field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
 
-# What others call options of ours.
+# Names that other projects give to options of ours.
 SYNONYMS = {
     "block_size": "context_length",
     "d_model": "n_embd",
@@ -41,14 +40,14 @@ SYNONYMS = {
 
 
 class ConfigError(ValueError):
-    """An option that does not exist or has a value it cannot have; the message is for the user."""
+    """An unknown option or an impossible value; the message is for the user."""
 
     exit_code = 2
 
 
 @REGISTRY.primitive_rule
 def booleans_as_in_toml(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """true and false, as a TOML file spells them."""
+    """Accept true and false, as a TOML file spells them."""
     if info.type is not bool:
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
@@ -134,7 +133,7 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
 
 
 def nearest(options: type, word: str) -> str:
-    """What may have been meant by this word of a command line, as the end of a sentence; empty if nothing is near."""
+    """End of a sentence that suggests the option meant by a word of the command line; empty if none is similar."""
     names = {name.split(".")[-1]: name for name in option_names(options)}
     word = word.partition("=")[0]
     last = word.lstrip("-").replace("-", "_").split(".")[-1]
@@ -151,28 +150,13 @@ def option_names(options: type, table: str = "") -> Iterator[str]:
     for field in fields(options):
         if is_dataclass(field.default):
             yield from option_names(type(field.default), f"{field.name}.")
-        elif not has_mark(field, tyro.conf.Positional) and not has_mark(field, tyro.conf.Suppress):
+        elif not has_mark(field, tyro.conf.Positional):
             yield table + field.name
 
 
 def has_mark(field: Field, mark: object) -> bool:
-    """Whether the type of an option has this mark of tyro."""
+    """Return whether the type of an option has this mark of tyro."""
     return mark in getattr(field.type, "__metadata__", ())
-
-
-def read_prompt(prompt: str) -> str:
-    """The text itself, or what it names: @FILE, or - for standard input.
-
-    Raises ConfigError if that is not there or not UTF-8.
-    """
-    if prompt.startswith("@") and (not Path(prompt[1:]).exists() or Path(prompt[1:]).is_dir()):
-        raise ConfigError(f"what begins with @ names a file, and there is no file {prompt[1:]!r}; - is standard input")
-    try:
-        if prompt == "-":
-            return sys.stdin.buffer.read().decode()
-        return Path(prompt[1:]).read_text(encoding="utf-8") if prompt.startswith("@") else prompt
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the text is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}") from None
 
 
 def to_toml(config: Any) -> str:
@@ -190,48 +174,3 @@ def to_toml(config: Any) -> str:
                     lines += [f"{field.name} = {str(value).lower() if isinstance(value, bool) else value}"]
             lines += [""]
     return "\n".join(lines)
-
-
-def run_script(main: Callable[[], None]) -> None:
-    """Run a script's main and exit as tril's scripts do.
-
-    0 done; 2 something the user can fix; 3 the loss stopped being finite; 75 interrupted but nothing lost; 130
-    interrupted; 1 a bug of ours.
-    An exception that is for the user carries its code as `exit_code`, prints one sentence and no traceback.
-    """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed from the beginning
-            setattr(sys, name, open(os.devnull, "w"))
-    # A terminal that cannot show a character shows a question mark; a file or a pipe has each line at once.
-    sys.stdout.reconfigure(errors="replace", line_buffering=True)
-    try:
-        main()
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt as stop:
-        fail(str(stop) or "interrupted", getattr(stop, "exit_code", 130))
-    except OSError as error:
-        fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 2)
-    except Exception as error:
-        if is_out_of_memory(error):
-            fail(str(error) if hasattr(error, "exit_code") else "out of memory", 2)
-        if not hasattr(error, "exit_code"):
-            raise
-        fail(str(error), error.exit_code)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether this is how Python or PyTorch say that there is not enough memory."""
-    return isinstance(error, MemoryError) or bool(re.search("out of memory|DefaultCPUAllocator", str(error)))
-
-
-def fail(message: str, exit_code: int) -> None:
-    """Say why in one sentence on stderr and exit."""
-    with contextlib.suppress(OSError):  # the terminal may be gone
-        print(f"{Path(sys.argv[0]).name}: {visible(message)}", file=sys.stderr)
-    sys.exit(exit_code)
-
-
-def visible(text: str) -> str:
-    """The text with control characters, which could command a terminal, as escapes."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)

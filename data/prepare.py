@@ -202,7 +202,8 @@ def sync(path: Path) -> None:
 if __name__ == "__main__":
     import tyro
 
-    from configs import parse, run_script
+    from configs import parse
+    from configs.script import run_script
 
     @dataclass(frozen=True)
     class Arguments(DataConfig):

@@ -125,7 +125,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Calla
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run_script(script: ModuleType, *arguments: object) -> Result:
-        from configs import run_script
+        from configs.script import run_script
 
         monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, arguments)])
         code = 0

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: F401
 from tqdm import tqdm
 
 import train
-from configs import run_script
+from configs.script import run_script
 
 tqdm.monitor_interval = 0  # a thread of its own would not survive a fork
 

@@ -103,7 +103,7 @@ def test_help_shows_the_defaults_that_would_apply(run, monkeypatch, file: list[s
 
 PRINTS = """
 import sys
-from configs import run_script
+from configs.script import run_script
 run_script(lambda: print("a line") or print("a note", file=sys.stderr) or sys.stdout.buffer.raw.write(b"the end"))
 """
 

@@ -20,7 +20,8 @@ import data.prepare
 import model.checkpoint
 import train
 import training.run
-from configs import run_script, to_toml
+from configs import to_toml
+from configs.script import run_script
 from data.prepare import DataConfig
 from model import GPT, ModelError, disk
 from model.checkpoint import find_checkpoint, keep_newest, save_checkpoint, step_directories

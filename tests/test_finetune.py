@@ -148,8 +148,9 @@ def test_a_model_without_a_tokenizer_is_named(run, unsigned: Path, other_text: P
 
 
 def test_muon_is_recommended_for_a_model_that_was_made_with_it(unsigned: Path) -> None:
-    config = TrainConfig(init_from=str(unsigned))
-    assert describe_finetuning(config).startswith("to fine-tune: adamw, a learning rate of 0.0006, 2,000 steps")
+    assert describe_finetuning(TrainConfig(), unsigned).startswith(
+        "to fine-tune: adamw, a learning rate of 0.0006, 2,000 steps"
+    )
     made = {"config": {"train": {"optimizer": "muon", "learning_rate": 0.5}}}
     (unsigned / "trainer.json").write_text(json.dumps(made))
-    assert "try --train.optimizer muon --train.learning_rate 0.25)" in describe_finetuning(config)
+    assert "try --train.optimizer muon --train.learning_rate 0.25)" in describe_finetuning(TrainConfig(), unsigned)

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import sample
-from configs import parse, read_prompt, run_script
+from configs import parse
+from configs.script import read_prompt, run_script
 from data.corpus import open_corpus
 from data.tokenizer import load_tokenizer, make_tokenizer
 from model import GPT, ModelError

@@ -21,7 +21,7 @@ MAY_IMPORT = {  # package -> what it may import of ours, besides itself
     "model": set(),
     "data": set(),
     "configs": set(),
-    "training": {"model", "data", "configs"},
+    "training": {"model", "data", "configs", "inspection"},
     "inspection": {"model"},
     **{f"{name}.py": OURS - SCRIPTS for name in SCRIPTS},
 }
@@ -127,7 +127,7 @@ def test_documented_commands_exist(command: str) -> None:
     elif words[0] == "lm_eval":
         assert (ROOT / words[-1] / f"{words[words.index('--tasks') + 1]}.yaml").is_file()
     else:
-        assert words[0] in {"git", "cd", "pip", "python3", "source", ".", "hf", "wandb"}, command
+        assert words[0] in {"git", "cd", "export", "pip", "python3", "source", ".", "hf", "wandb"}, command
 
 
 def test_readme_tree_names_what_is_there() -> None:

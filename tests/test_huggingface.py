@@ -13,7 +13,7 @@ from torch import Tensor
 
 import sample
 import train
-from data.tokenizer import FILES, encode, make_tokenizer, save_tokenizer
+from data.tokenizer import FILES, make_tokenizer, save_tokenizer
 from inspection import capture
 from model import GPT, GPTConfig, ModelError
 from model.attention import CausalSelfAttention
@@ -245,11 +245,11 @@ def test_their_tokenizer_and_pipeline_open_a_checkpoint(name: str, tmp_path: Pat
     files = {file: (tmp_path / file).read_bytes() for file in FILES}
     directory = save_gpt(tmp_path, 1, model.eval(), files, tokenizer.end_of_text)
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
-    assert theirs(text)["input_ids"] == encode(tokenizer, text).tolist()
+    assert theirs(text)["input_ids"] == tokenizer.encode(text).tolist()
     assert theirs.decode(theirs(text)["input_ids"]) == text
     pipeline = transformers.pipeline("text-generation", model=str(directory), device="cpu")
     written = pipeline("hey", max_new_tokens=3, do_sample=False, eos_token_id=-1)[0]["generated_text"]
-    ids = model.generate(torch.tensor([encode(tokenizer, "hey").tolist()]), 3, temperature=0)[0].tolist()
+    ids = model.generate(torch.tensor([tokenizer.encode("hey").tolist()]), 3, temperature=0)[0].tolist()
     assert written == tokenizer.decode(ids)
 
 

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 import inspect_attention
 import train
+from data.encoding import TiktokenTokenizer
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
 from inspection import Captured, HeadScores, ablate, capture, head_scores, influence, plots
@@ -64,6 +65,7 @@ def test_special_tokens_cannot_command_a_terminal() -> None:
     tokenizer = tiktoken.Encoding(
         "any", pat_str=r"[\s\S]", mergeable_ranks={bytes([b]): b for b in range(256)}, special_tokens={"e2\x1b[2J": 256}
     )
+    tokenizer = TiktokenTokenizer(tokenizer)
     assert inspect_attention.label(tokenizer, 256) == "⟦e2⟨u+001b⟩[2J⟧"
     assert inspect_attention.label(tokenizer, 0xE2) == "⟨e2⟩"
 
@@ -135,7 +137,7 @@ def test_seven_formats_hold_what_the_model_did(run, straight: Path, tmp_path: Pa
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "a.svg").read_text()
 
     tokenizer, names = load_tokenizer(straight / LAST), ["1.0", "1.1", "1.2", "0.2"]
-    idx = torch.tensor([tokenizer.encode(TEXT)[:11]])
+    idx = torch.tensor([tokenizer.encode(TEXT)[:11].tolist()])
     att = captured(straight, idx)
     scores = att.scores()
     page = data_of(tmp_path / "a.html")
@@ -215,7 +217,9 @@ def test_generated_text_is_captured_as_it_was_decoded(run, straight: Path, tmp_p
     monkeypatch.setattr(Attend, "forward", lambda self, *given: calls.append(given[0].size(2)) or forward(self, *given))
     result = run(inspect_attention, straight, "--text", "12 i", "--generate", 7, "-o", tmp_path / "a.npz")
     assert result.exit_code == 0 and "text:   4 tokens; and 7 that it wrote\nwrote:  " in result.out
-    assert calls.count(1) == 2 * (7 + 7 + 7)  # two layers: written, captured, and run again by the proof
+    assert calls.count(1) == 2 * (
+        6 + 7 + 7
+    )  # two layers: written but for the first, captured, and run again by the proof
     monkeypatch.undo()
     saved, model = np.load(tmp_path / "a.npz"), GPT.from_pretrained(straight)
     tokens = torch.from_numpy(saved["tokens"])

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import train
-from configs import to_toml, visible
+from configs import to_toml
+from configs.script import visible
 from model import GPT
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.config import TrainError

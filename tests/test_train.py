@@ -16,7 +16,7 @@ import torch
 
 import sample
 import train
-from configs import run_script, visible
+from configs.script import run_script, visible
 from data.batches import IGNORE
 from model import GPT
 from model.families import FAMILIES

@@ -1,1 +1,1 @@
-"""What train.py names and a reader may skip: its options, the device, the optimizer, and the run directory."""
+"""Parts of training that train.py names and a reader may skip: options, device, optimizer, run directory."""

@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from configs import to_toml, visible
+from configs import to_toml
+from configs.script import visible
 from data.corpus import Corpus
 from model import GPT
 from model.checkpoint import describe_certificate, is_hub_name

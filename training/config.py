@@ -17,7 +17,7 @@ class TrainError(ValueError):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train."""
+    """Options of training."""
 
     out_dir: str = "out/run"
     """Run directory: configuration, metrics and checkpoints."""

@@ -129,15 +129,16 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
 
-def peak_tokens_per_second(model: GPT, device: torch.device) -> float:
-    """Tokens a second that the device could train on if its matrix units never waited; nan where unknown.
-
-    A token takes 6 N + 12 L H D T FLOPs (Chowdhery et al. 2022, appendix B), N without lookup tables.
-    """
+def flops_per_token(model: GPT) -> float:
+    """FLOPs of training on one token: 6 N + 12 L H D T (Chowdhery et al. 2022, appendix B), N without lookup tables."""
     c = model.config
+    tables = [model.position_embedding, None if c.tied else model.token_embedding]
+    num_multiplied = sum(p.numel() for p in model.parameters()) - sum(t.weight.numel() for t in tables if t is not None)
+    return 6 * num_multiplied + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length
+
+
+def peak_tokens_per_second(model: GPT, device: torch.device) -> float:
+    """Tokens a second that the device could train on if its matrix units never waited; nan where unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if known in name), math.nan)
-    tables = [model.position_embedding, None if c.tied else model.token_embedding]
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    num_multiplied = num_parameters - sum(table.weight.numel() for table in tables if table is not None)
-    return peak / (6 * num_multiplied + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length)
+    return peak / flops_per_token(model)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from configs import is_out_of_memory
+from configs.script import is_out_of_memory
 from data.batches import IGNORE
 from model import GPT
 from training.config import TrainConfig, TrainError

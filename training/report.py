@@ -21,7 +21,7 @@ from pathlib import Path
 import jinja2
 from safetensors import SafetensorError, safe_open
 
-from configs import run_script, visible
+from configs.script import run_script, visible
 from model import disk
 from model.checkpoint import read_json, step_directories
 from training.config import TrainError

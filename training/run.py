@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from configs import to_toml, visible
+from configs import to_toml
+from configs.script import visible
 from data.batches import seed_for
 from data.corpus import Corpus
 from model import GPT, GPTConfig, disk

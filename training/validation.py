@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs import visible
+from configs.script import visible
 from data import DataError
 from data.batches import validation_batches
 from data.corpus import Corpus

@@ -58,7 +58,7 @@ def test_its_picture_of_the_last_layer(run, tmp_path: Path, monkeypatch: pytest.
     shape = {"n_layer": 3, "n_head": H, "n_kv_head": N_KV_HEAD, "n_embd": 8 * H, "n_inner": 64, "context_length": 61}
     checkpoint = save(GPT(GPTConfig(family="llama", vocab_size=257, **shape)), tmp_path)
     drawn = {}
-    monkeypatch.setattr(plots, "draw_heads", lambda path, title, labels, heads, *rest: drawn.update(heads=heads))
+    monkeypatch.setattr(plots, "draw_heads", lambda path, inspection, heads, labels: drawn.update(heads=heads))
     result = run(inspect_attention, checkpoint, "--text", TEXT, "--heads", "last.*", "-o", tmp_path / "heads.png")
     assert result.exit_code == 0, result.err
     assert list(drawn["heads"]) == [(2, head) for head in range(H)]

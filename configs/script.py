@@ -1,0 +1,70 @@
+"""The front door of every script: exit codes, prompts, and text that is safe to print."""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from configs import ConfigError
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script's main and exit as tril's scripts do.
+
+    0 done; 2 something the user can fix; 3 the loss stopped being finite; 75 interrupted but nothing lost; 130
+    interrupted; 1 a bug of ours.
+    An exception that is for the user carries its code as `exit_code`, prints one sentence and no traceback.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed from the beginning
+            setattr(sys, name, open(os.devnull, "w"))
+    # A terminal that cannot show a character shows a question mark; a file or a pipe has each line at once.
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)
+    try:
+        main()
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt as stop:
+        fail(str(stop) or "interrupted", getattr(stop, "exit_code", 130))
+    except OSError as error:
+        fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 2)
+    except Exception as error:
+        if is_out_of_memory(error):
+            fail(str(error) if hasattr(error, "exit_code") else "out of memory", 2)
+        if not hasattr(error, "exit_code"):
+            raise
+        fail(str(error), error.exit_code)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether this is how Python or PyTorch say that there is not enough memory."""
+    return isinstance(error, MemoryError) or bool(re.search("out of memory|DefaultCPUAllocator", str(error)))
+
+
+def fail(message: str, exit_code: int) -> None:
+    """Say why in one sentence on stderr and exit."""
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"{Path(sys.argv[0]).name}: {visible(message)}", file=sys.stderr)
+    sys.exit(exit_code)
+
+
+def visible(text: str) -> str:
+    """The text with control characters, which could command a terminal, as escapes."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def read_prompt(prompt: str) -> str:
+    """Return the text itself, or what it names: @FILE, or - for standard input.
+
+    Raises ConfigError if that is not there or not UTF-8.
+    """
+    if prompt.startswith("@") and (not Path(prompt[1:]).exists() or Path(prompt[1:]).is_dir()):
+        raise ConfigError(f"what begins with @ names a file, and there is no file {prompt[1:]!r}; - is standard input")
+    try:
+        if prompt == "-":
+            return sys.stdin.buffer.read().decode()
+        return Path(prompt[1:]).read_text(encoding="utf-8") if prompt.startswith("@") else prompt
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the text is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}") from None
