@@ -14,6 +14,8 @@ import sample
 import train
 from configs import ConfigError, parse, to_toml
 from model import GPT, GPTConfig
+from training.config import TrainConfig
+from training.options import Config, read_config
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -24,23 +26,23 @@ def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
     file.write_text(
         '[model]\nn_layer = 3\nbias = false\n[train]\nlearning_rate = 6e-4\n[data]\nsource = "my text.txt"\n'
     )
-    config = train.read_config([str(file), "--model.n_layer", "5", "--train.max-steps", "7"])
+    config = read_config([str(file), "--model.n_layer", "5", "--train.max-steps", "7"])
     assert (config.model.n_layer, config.model.bias, config.model.n_head) == (5, False, 12)
     assert (config.train.learning_rate, config.train.max_steps) == (6e-4, 7)
-    before = train.read_config(["--model.n_layer", "5", "--train.max_steps", "7", str(file)])
+    before = read_config(["--model.n_layer", "5", "--train.max_steps", "7", str(file)])
     assert before == config  # wherever the file stands
 
 
 def test_a_resolved_config_reads_back(tmp_path: Path) -> None:
-    table = replace(train.TrainConfig(), compile=True, sample_prompt="".join(map(chr, range(0x3000))) + "\U0001f600")
-    config = replace(train.Config(), train=table)
+    table = replace(TrainConfig(), compile=True, sample_prompt="".join(map(chr, range(0x3000))) + "\U0001f600")
+    config = replace(Config(), train=table)
     (tmp_path / "config.toml").write_bytes(to_toml(config).encode())
-    assert parse(train.Config, [], tmp_path / "config.toml") == config
+    assert parse(Config, [], tmp_path / "config.toml") == config
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_builds(path: Path) -> None:
-    config = parse(train.Config, [], path)
+    config = parse(Config, [], path)
     assert config.train.out_dir == f"out/{path.stem}"
     if not config.train.init_from:  # else the shape is that model's
         with torch.device("meta"):
@@ -82,7 +84,7 @@ def test_wrong_options_get_one_sentence(run, arguments: list[str], message: str)
 def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "some.toml").write_text(content)
     with pytest.raises(ConfigError, match=f"some.toml: .*{re.escape(message)}"):
-        train.read_config([str(tmp_path / "some.toml"), "--train.max_steps", "3"])
+        read_config([str(tmp_path / "some.toml"), "--train.max_steps", "3"])
 
 
 @pytest.mark.parametrize("script", [train, sample])

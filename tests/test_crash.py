@@ -26,6 +26,7 @@ from model import GPT, ModelError, disk
 from model.checkpoint import find_checkpoint, keep_newest, save_checkpoint, step_directories
 from tests.conftest import make_gpt, save_gpt, tiny_run
 from tests.crash import KILLED, Directory, Disk, Effects, File, die_at, in_child, record_in
+from training.options import read_config
 from training.run import Run
 
 STEPS = 6
@@ -43,7 +44,7 @@ class Setting:
         corpus.write_text(" ".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}.\n" for i in range(100)))
         options = {f"train__{name}": value for name, value in SHORT.items()}
         # Read once for all runs: reading takes as long as training.
-        self.config = train.read_config(tiny_run(corpus, directory / "unused", **options))
+        self.config = read_config(tiny_run(corpus, directory / "unused", **options))
         self.notes, self.said = directory / "notes", directory / "said"
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         self.train(directory / "straight")  # in this process: the others inherit what is imported at first use
@@ -72,15 +73,15 @@ class Setting:
             patch.setattr(sys, "argv", ["train.py"])
             patch.setattr(train, "read_config", lambda argv: config)
             patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})  # takes time and changes nothing
-            patch.setattr(Run, "save", lambda run, *rest: (save(run, *rest), self.note("saved", run)))
-            patch.setattr(Run, "restore", lambda run, *rest: (restore(run, *rest), self.note("resumed", run)))
+            patch.setattr(Run, "save", lambda run, step, *rest: (save(run, step, *rest), self.note("saved", step)))
+            patch.setattr(Run, "restore", lambda run, *rest: (restore(run, *rest), self.note("resumed", run.step)))
             if before:
                 patch.setattr(disk, "os", Effects(before))
             run_script(train.main)
 
-    def note(self, word: str, run: Run) -> None:
+    def note(self, word: str, step: int) -> None:
         with open(self.notes, "a") as file:
-            file.write(f"{word} {run.state['step']}\n")
+            file.write(f"{word} {step}\n")
 
     def last(self, word: str) -> int | None:
         """The last step noted with this word."""
@@ -198,7 +199,7 @@ def without_optimizer(patch: pytest.MonkeyPatch) -> None:
 def one_step_too_many(patch: pytest.MonkeyPatch) -> None:
     def restore(run: Run, *rest: object) -> None:
         RESTORE(run, *rest)
-        run.state["step"] += run.resumed_from is not None
+        run.step += run.resumed_from is not None
 
     patch.setattr(Run, "restore", restore)
 

@@ -20,7 +20,7 @@ from tests.test_huggingface import SHAPES, make
 from tests.test_huggingface import save as save_model
 from tests.test_tokenizer import train_their_bpe
 from training.config import TrainConfig
-from training.finetune import describe_finetuning
+from training.options import describe_finetuning
 
 
 def options(init_from: Path, source: Path, out: Path, **changes: object) -> list[str]:
@@ -147,8 +147,9 @@ def test_a_model_without_a_tokenizer_is_named(run, unsigned: Path, other_text: P
     assert result.exit_code == 2 and f"{unsigned} has no tokenizer" in result.err
 
 
-def test_muon_is_recommended_for_a_model_that_was_made_with_it(tmp_path: Path) -> None:
-    assert describe_finetuning(TrainConfig(), tmp_path).startswith("to fine-tune: adamw, a learning rate of 0.0006, ")
+def test_muon_is_recommended_for_a_model_that_was_made_with_it(unsigned: Path) -> None:
+    config = TrainConfig(init_from=str(unsigned))
+    assert describe_finetuning(config).startswith("to fine-tune: adamw, a learning rate of 0.0006, 2,000 steps")
     made = {"config": {"train": {"optimizer": "muon", "learning_rate": 0.5}}}
-    (tmp_path / "trainer.json").write_text(json.dumps(made))
-    assert "try --train.optimizer muon --train.learning_rate 0.25)" in describe_finetuning(TrainConfig(), tmp_path)
+    (unsigned / "trainer.json").write_text(json.dumps(made))
+    assert "try --train.optimizer muon --train.learning_rate 0.25)" in describe_finetuning(config)

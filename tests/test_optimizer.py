@@ -40,7 +40,7 @@ def test_only_matrices_decay() -> None:
 def test_the_guard_freezes_weights_from_the_first_bad_number_on(bad: float) -> None:
     model = make_gpt()
     optimizer = make_optimizer(model, TrainConfig())
-    guard = FiniteGuard(optimizer, torch.device("cpu"), str)
+    guard = FiniteGuard(optimizer, torch.device("cpu"))
     for step, number in enumerate([1.0, 2.0, bad, 3.0]):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)

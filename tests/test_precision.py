@@ -41,15 +41,15 @@ def test_the_residual_stream_is_in_bfloat16_where_products_are(family: str, chec
 @pytest.mark.parametrize(
     ("units", "n_embd", "asked", "expected", "why"),
     [
-        (torch.bfloat16, 128, "auto", torch.bfloat16, "this CPU has units for it"),
-        (torch.bfloat16, 127, "auto", torch.float32, "nothing is known to be faster for this model here"),
-        (torch.float32, 128, "auto", torch.float32, "nothing is known to be faster for this model here"),
-        (torch.bfloat16, 128, "float32", torch.float32, "as asked"),
+        (True, 128, "auto", torch.bfloat16, "this CPU has units for it"),
+        (True, 127, "auto", torch.float32, "nothing is known to be faster for this model here"),
+        (False, 128, "auto", torch.float32, "nothing is known to be faster for this model here"),
+        (True, 128, "float32", torch.float32, "as asked"),
     ],
 )
 def test_a_cpu_with_units_for_bfloat16_trains_in_it(
-    monkeypatch, capsys, units: torch.dtype, n_embd: int, asked: str, expected: torch.dtype, why: str
+    monkeypatch, capsys, units: bool, n_embd: int, asked: str, expected: torch.dtype, why: str
 ) -> None:
-    monkeypatch.setattr(device, "precision", lambda _: units)
+    monkeypatch.setattr(device, "has_bfloat16", lambda _: units)
     _, dtype = device.choose_device(TrainConfig(device="cpu", dtype=asked), n_embd)
     assert dtype == expected and why in capsys.readouterr().out

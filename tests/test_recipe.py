@@ -13,9 +13,11 @@ from configs import ConfigError, parse
 from data.prepare import DataConfig, prepare
 from model import GPT, GPTConfig
 from training.config import TrainError
+from training.options import QUICKSTART as QUICKSTART_FILE
+from training.options import Config, read_config
 from training.recipe import EPOCHS, FEWEST_STEPS, SHAPES, TOKENS_PER_PARAMETER, tokens_for
 
-QUICKSTART = parse(train.Config, [], train.QUICKSTART)
+QUICKSTART = parse(Config, [], QUICKSTART_FILE)
 
 
 def text_of(megabytes: float, directory: Path) -> Path:
@@ -26,17 +28,17 @@ def text_of(megabytes: float, directory: Path) -> Path:
     return path
 
 
-def read(*arguments: object) -> train.Config:
-    return train.read_config([*map(str, arguments)])
+def read(*arguments: object) -> Config:
+    return read_config([*map(str, arguments)])
 
 
-def tokens(config: train.Config) -> int:
+def tokens(config: Config) -> int:
     """The tokens that a run reads."""
     c = config.train
     return c.batch_size * c.grad_accum_steps * config.model.context_length * c.max_steps
 
 
-def test_a_cpu_gets_the_quickstart(tmp_path: Path) -> None:
+def test_a_cpu_gets_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert read() == QUICKSTART
     path = text_of(100, tmp_path)
     config = read("--data.source", path, "--train.device", "cpu")
@@ -44,7 +46,8 @@ def test_a_cpu_gets_the_quickstart(tmp_path: Path) -> None:
     own = {"device": "cpu", "out_dir": "out/text", "eval_tokens": 200_000, "eval_every": 100, "checkpoint_every": 100}
     assert config.train == replace(QUICKSTART.train, **own)
     assert config.data == DataConfig(str(path), "bpe:4096", val_fraction=QUICKSTART.data.val_fraction)
-    assert config.why == "for a text of 100.0 MB: 4 layers of 128, bpe:4096, 480 steps, which read a part of it"
+    line = "config: for a text of 100.0 MB: 4 layers of 128, bpe:4096, 480 steps, which read a part of it\n"
+    assert capsys.readouterr().out == line
 
 
 @pytest.mark.parametrize("megabytes, tokenizer, steps", [(0.01, "bytes", FEWEST_STEPS), (0.3, "bpe:1024", 234)])
@@ -66,10 +69,10 @@ def test_a_gpu_gets_as_many_layers_as_the_text_can_fill(tmp_path: Path, megabyte
     assert all(wanted[larger] > readable for larger in SHAPES if larger > depth)
 
 
-def test_the_size_of_a_hub_data_set_is_unknown() -> None:
+def test_the_size_of_a_hub_data_set_is_unknown(capsys: pytest.CaptureFixture) -> None:
     config = read("--data.source", "hf:some/where:part@main", "--train.device", "cuda")
     assert (config.train.out_dir, config.model.n_layer) == ("out/where", 4)
-    assert config.why.startswith("for a text of an unknown size: 4 layers") and config.why.endswith(" steps")
+    assert capsys.readouterr().out.startswith("config: for a text of an unknown size: 4 layers")
     config = read("--data.source", "hf:some/where", "--train.device", "cuda", "--data.max_tokens", 30_000_000)
     assert config.model.n_layer == 6
 
@@ -78,7 +81,7 @@ def test_options_win_and_the_rest_fits_them(tmp_path: Path) -> None:
     path = text_of(0.6, tmp_path)
     config = read("--data.source", path, "--model.n_layer", 3, "--train.max_steps", 9, "--data.tokenizer", "chars")
     assert (config.model.n_layer, config.model.n_embd, config.train.max_steps) == (3, 128, 9)
-    assert config.data.tokenizer == "chars" and "3 layers of 128, chars, 9 steps" in config.why
+    assert config.data.tokenizer == "chars"
     config = read("--data.source", path, "--depth", 8, "--train.device", "cpu")
     assert (config.model.n_layer, config.model.n_embd) == (8, 512)
 
@@ -94,15 +97,15 @@ def test_the_choice_is_printed_and_kept(run, tmp_path: Path, corpus_file: Path) 
     result = run(train, *options, *shape, "--train.device", "cpu")
     line = "for a text of 3.9 kB: 2 layers of 40, bytes, 1 steps, which read a part of it"
     assert result.out.startswith(f"config: {line}\n")
-    again = parse(train.Config, [], tmp_path / "run" / "config.toml")
-    assert (again.model.n_layer, again.model.n_embd, again.data.tokenizer) == (2, 40, "bytes") and not again.why
+    again = parse(Config, [], tmp_path / "run" / "config.toml")
+    assert (again.model.n_layer, again.model.n_embd, again.data.tokenizer) == (2, 40, "bytes")
 
 
 def test_impossible_choices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainError, match="depth must be one of 4, 6, 8, 12, got 5"):
         read("--depth", 5)
     with pytest.raises(ConfigError, match="--depth chooses a configuration"):
-        read("--depth", 4, train.QUICKSTART)
+        read("--depth", 4, QUICKSTART_FILE)
     with pytest.raises(data.DataError, match="no text found"):
         read("--data.source", tmp_path / "nowhere")
     monkeypatch.setenv("RANK", "1")  # under torchrun nothing is chosen
