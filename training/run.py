@@ -93,6 +93,8 @@ class Run:
             texts = (self.fingerprint, self.wandb_id)
             if path.parent.name != f"step-{self.step:08d}" or not all(isinstance(text, str | None) for text in texts):
                 raise TypeError("step, fingerprint or wandb_id not understood")
+            if not isinstance(trainer["scaler"], dict):
+                raise TypeError("scaler not understood")
             refuse_changes(trainer["config"], tables(self.config))
             known = {field.name for field in fields(TrainConfig)}
             before = {name: value for name, value in trainer["config"]["train"].items() if name in known}
