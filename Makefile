@@ -1,8 +1,8 @@
 # make train      set up, train on the embedded corpus, sample, say what to do next
 # make test       set up, lint, tests
 # make test-long  the exhaustive tests
-# make bench      set up, measure this machine, in minutes, into benchmarks/results/<device>_<date>.jsonl
-#                 TEXT=input.txt: time to loss on this text; STAGES="peak step": only these
+# make bench      set up, measure this machine in minutes, write benchmarks/results/<device>_<date>.jsonl
+#                 TEXT=input.txt: on this text; STAGES="step decode": only these stages
 
 PYTHON ?= python3
 BIN = .venv/bin

@@ -1,1 +1,1 @@
-"""Measurements: bench.py runs what one machine can tell, the other scripts answer one question each."""
+"""Measurements: bench.py is run by make bench, the other scripts answer one question each."""

@@ -1,178 +1,282 @@
-"""How fast this machine is and how fast we are on it, beside nanoGPT's behaviour, transformers, tiktoken, and physics.
+"""Measure this machine: attention, training steps, optimizers, preparation, decoding, and time to a loss.
 
 Ways to run:
-    make bench                                             everything, into benchmarks/results/
-    make bench TEXT=input.txt                              with the text by which time to loss is usually told
-    python benchmarks/bench.py --stages peak step          some stages
-    python benchmarks/bench.py --out results.jsonl         one JSON object a measurement
-    python benchmarks/bench.py --tiny                      everything small, to see that it works
+    make bench                                           all stages, into benchmarks/results/
+    make bench TEXT=input.txt STAGES="prepare loss"      these stages, on this text
+    python benchmarks/bench.py --out results.jsonl       one JSON object per measurement
+    python benchmarks/bench.py --tiny                    tiny sizes, to see that it works
 
-What is compared is measured in turns, and medians are told; JSON has the 10th and 90th percentiles too. "of peak" is a
-share of the fastest matrix product found in the same run. nanoGPT is benchmarks/nanogpt.py.
+The ways of a stage take turns in one process, so that a machine that slows down slows all of them. Printed are medians.
+"of peak" is the share of the fastest matrix product found in the same run. nanoGPT is benchmarks/nanogpt.py.
 """
 
 import gc
 import json
+import math
+import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 import tyro
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import nanogpt
-from benchmarks.operations import measure_attention, measure_peak, measure_rows
-from benchmarks.record import Record, describe_machine
-from benchmarks.steps import measure_loader, measure_optimizer, measure_split, measure_step
-from benchmarks.timing import ON_CPU, Bench
+from benchmarks.loss import measure_loss, standard_library
 from configs import ConfigError, parse, run_script
+from data.batches import Batches, seed_for
 from data.prepare import DataConfig, prepare
-from data.sources import files
+from data.tokenizer import encode
 from model import GPT, GPTConfig
+from model.attention import Attend, attention_weights, make_causal_mask
+from train import next_token_loss
 from training.config import TrainConfig
-from training.device import choose_device, device_type
+from training.device import find_device, flops_per_token, set_seed
+from training.optimizer import FiniteGuard, make_optimizer, set_schedule
 
-ROOT = Path(__file__).parent.parent
-LIKE_TINY_SHAKESPEARE = 1_115_394  # characters
-SEEDS = (1, 2, 3)
+# name: shape, and batch sizes, of which the first is nanoGPT's
+Sizes = dict[str, tuple[nanogpt.Config, tuple[int, ...]]]
+TINY: Sizes = {"tiny": (nanogpt.Config(2, 2, 16, 16, 67), (3, 5))}
+ON_CPU: Sizes = {"0.8 M": (nanogpt.Config(4, 4, 128, 64, 65), (12, 32, 96))}
+ON_CUDA: Sizes = {
+    "10.6 M": (nanogpt.Config(6, 6, 384, 256, 65, dropout=0.2), (64, 256)),
+    "124 M": (nanogpt.Config(12, 12, 768, 1024, 50257), (12, 64)),
+}
+FAMILIES = {"nanoGPT": "gpt2", "gpt2": "gpt2", "muon": "nanochat"}
+OURS = {
+    "gpt2": TrainConfig(beta2=0.99, learning_rate=1e-3),
+    "muon": TrainConfig(optimizer="muon", learning_rate=0.02, weight_decay=0.0, grad_clip=0.0),
+}
 
 
-def measure_loss(bench: Bench) -> Iterator[dict]:
-    """Time to loss on characters: nanoGPT at its README's learning rate, at a better one until it is there too, and
-    ours over seeds.
+@dataclass(frozen=True)
+class Bench:
+    """The device, precision, sizes and text of the measurements."""
 
-    The loop is without evaluations and warming up. Of the processes, nanoGPT's makes ids of its text, ours opens those
-    that were made before, but ends with a checkpoint, samples and a report.
+    device: torch.device
+    tiny: bool = False
+    text: Path | None = None
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision in which nanoGPT trains on this device."""
+        return torch.bfloat16 if self.cuda else torch.float32
+
+    @property
+    def sizes(self) -> Sizes:
+        return TINY if self.tiny else ON_CUDA if self.cuda else ON_CPU
+
+    def clock(self, work: Callable[[], object], calls: int) -> float:
+        """Seconds that this many calls take. Waits for the device before each reading of the clock."""
+        device = torch.get_device_module(self.device)
+        device.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            work()
+        device.synchronize()
+        return time.perf_counter() - began
+
+    def measure(self, works: dict[str, Callable[[], object]], seconds: float = 2.0) -> dict[str, float]:
+        """Time the works in turns, about this many seconds each: {name: median of the milliseconds of a call}.
+
+        A turn has several calls where these are short. The first two calls compile and allocate, and do not count.
+        """
+        shortest, seconds = (0.0, 0.0) if self.tiny else (0.01, seconds)
+        for work in works.values():
+            self.clock(work, 2)
+        fewest = 5 if self.cuda else 1  # the host prepares one step while the GPU computes the one before
+        calls = {name: max(fewest, round(shortest / self.clock(work, 1))) for name, work in works.items()}
+        turn = sum(self.clock(work, calls[name]) for name, work in works.items())
+        times = {name: [] for name in works}
+        for _ in range(min(max(3, round(seconds * len(works) / turn)), 100)):
+            for name, work in works.items():
+                times[name].append(1e3 * self.clock(work, calls[name]) / calls[name])
+        return {name: statistics.median(milliseconds) for name, milliseconds in times.items()}
+
+
+def make_gpt(family: str, shape: nanogpt.Config) -> GPT:
+    return GPT(GPTConfig(family, **asdict(shape), bias=False))
+
+
+def make_nanogpt(shape: nanogpt.Config) -> nanogpt.NanoGPT:
+    """nanoGPT rounds GPT-2's vocabulary up, because matrix kernels are slow at odd sizes."""
+    return nanogpt.NanoGPT(replace(shape, vocab_size=50304) if shape.vocab_size == 50257 else shape)
+
+
+def measure_attention(bench: Bench) -> Iterator[dict]:
+    """Time the fused kernel and the written-out formula, forward and backward, for equally many tokens."""
+    lengths, tokens = ((8, 16), 32) if bench.tiny else ((256, 1024, 4096), 2**14 if bench.cuda else 2**12)
+    for T in lengths:
+        shape, mask = (tokens // T, 4, T, 64), make_causal_mask(T, bench.device)  # (B, H, T, D)
+        options = {"device": bench.device, "dtype": bench.dtype, "requires_grad": True}
+        q, k, v = (torch.randn(shape, **options) for _ in range(3))
+
+        def train(attend: Callable[[], Tensor], inputs: tuple = (q, k, v)) -> None:
+            y = attend()
+            torch.autograd.grad(y, inputs, y.detach())
+
+        kernel = partial(Attend(), q, k, v, mask)
+        formula = partial(lambda q, k, v, mask: attention_weights(q, k, mask) @ v, q, k, v, mask)
+        for way, ms in bench.measure({"kernel": partial(train, kernel), "formula": partial(train, formula)}).items():
+            yield {"what": f"{way}, T = {T}", "shape": shape, "ms": ms}
+
+
+@cache
+def peak_flops(bench: Bench) -> float:
+    """FLOP/s of the fastest product of square matrices."""
+    found = []
+    for n in (32, 64) if bench.tiny else (4096, 8192, 16384) if bench.cuda else (512, 1024, 2048):
+        a, b = torch.randn(2, n, n, device=bench.device, dtype=bench.dtype)
+        found.append(2 * n**3 / bench.measure({"": partial(torch.matmul, a, b)}, seconds=0.5)[""] * 1e3)
+    return max(found)
+
+
+def measure_step(bench: Bench) -> Iterator[dict]:
+    """Time whole training steps, reading the batch included, of nanoGPT and of ours, at several batch sizes."""
+    for name, (shape, batch_sizes) in bench.sizes.items():
+        speeds = {way: [] for way in FAMILIES}
+        for batch_size in batch_sizes:
+            with TemporaryDirectory() as directory:
+                path = Path(directory) / "tokens.bin"
+                np.random.default_rng(0).integers(shape.vocab_size, size=2**22, dtype=np.uint16).tofile(path)
+                trainings = all_trainings(bench, shape, batch_size, path)
+                results = bench.measure({way: partial(next, training) for way, training in trainings.items()})
+            del trainings
+            for way, ms in results.items():
+                speed = 1e3 * batch_size * shape.context_length / ms
+                speeds[way].append(speed)
+                with torch.device("meta"):
+                    share = speed * flops_per_token(make_gpt(FAMILIES[way], shape)) / peak_flops(bench)
+                yield {"what": f"{way}, {name} x {batch_size}", "ms": ms, "tokens/s": speed, "of peak": share}
+        for way in OURS:
+            ours, theirs = speeds[way], speeds["nanoGPT"]
+            ratios = {"same batch": ours[0] / theirs[0], "best batches": max(ours) / max(theirs)}
+            yield {"what": f"{way} / nanoGPT, {name}"} | ratios
+
+
+def all_trainings(bench: Bench, shape: nanogpt.Config, batch_size: int, path: Path) -> dict[str, Iterator[None]]:
+    """Start every way to train on a file of uint16 ids: {way: its steps, without end}."""
+    torch.compiler.reset()
+    theirs = make_nanogpt(shape).to(bench.device)
+    optimizer = nanogpt.make_optimizer(theirs)
+    ways = {"nanoGPT": nanogpt.steps(theirs, optimizer, path, batch_size, learning_rate=1e-3, max_steps=10**9)}
+    batches = Batches(np.memmap(path, dtype=np.uint16, mode="r"), batch_size, shape.context_length, seed=0)
+    for way, config in OURS.items():
+        ways[way] = steps(bench, make_gpt(FAMILIES[way], shape).to(bench.device), config, batches)
+    return ways
+
+
+def steps(bench: Bench, model: GPT, config: TrainConfig, batches: Callable[..., tuple]) -> Iterator[None]:
+    """Train as train.py does, one step per iteration, without its logging.
+
+    batches: (step, device) -> inputs and targets.
     """
-    device = str(bench.device)
+    loss_fn = torch.compile(next_token_loss, dynamic=False) if bench.cuda else next_token_loss
+    optimizer = make_optimizer(model, config)
+    guard = FiniteGuard(optimizer, bench.device, str)
+    for step in count():
+        set_schedule(optimizer, step, config)
+        set_seed(bench.device, seed_for(0, "dropout", step))
+        inputs, targets = batches(step, bench.device)
+        loss = loss_fn(model, inputs, targets, bench.dtype) / targets.numel()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        guard.watch(step, loss.detach() + norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def measure_optimizer(bench: Bench) -> Iterator[dict]:
+    """Time one update of all parameters: our Muon and PyTorch's, our AdamW and nanoGPT's."""
+    for name, (shape, _) in bench.sizes.items():
+        model = make_gpt("nanochat", shape).to(bench.device)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        matrices = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2]
+        others = {*model.parameters()} - {*matrices}
+        torch_muon = (torch.optim.Muon(matrices), torch.optim.AdamW(others, fused=True))
+        works = {
+            "Muon, ours": make_optimizer(model, TrainConfig(optimizer="muon", learning_rate=1e-6)).step,
+            "Muon, torch": lambda muon=torch_muon: [optimizer.step() for optimizer in muon],
+            "AdamW, ours": make_optimizer(model, TrainConfig(learning_rate=1e-6)).step,
+            "AdamW, nanoGPT": nanogpt.make_optimizer(model, 1e-6).step,
+        }
+        for way, ms in bench.measure(works).items():
+            yield {"what": f"{way}, {name}", "ms": ms}
+
+
+def measure_prepare(bench: Bench) -> Iterator[dict]:
+    """Time preparation of a text file, and its tokenizer alone, in threads, with the text in memory."""
+    characters, tokenizer = (50_000, "bpe:300") if bench.tiny else (30_000_000, "bpe:4096")
+    text = bench.text.read_text(encoding="utf-8") if bench.text else standard_library()
+    text = (text * math.ceil(characters / len(text)))[:characters]
+    pieces = [text[i : i + 10**6] for i in range(0, characters, 10**6)]
     with TemporaryDirectory() as directory:
-        text = bench.text or some_text(Path(directory) / "stdlib.txt", 4000 if bench.tiny else LIKE_TINY_SHAKESPEARE)
-        corpus = prepare(DataConfig(str(text), "chars"), Path(directory) / "corpus").directory
-        less = ["--max_steps", 2] if bench.tiny else []
+        path, learned, names = Path(directory) / "text.txt", Path(directory) / "learned", count()
+        path.write_text(text, encoding="utf-8")
+        encoding = prepare(DataConfig(str(path), tokenizer), learned).tokenizer
 
-        def nanogpt_run(*options: object) -> tuple[dict, float]:
-            out, seconds = process("benchmarks/nanogpt.py", text, "--device", device, *options, *less)
-            return json.loads(out.splitlines()[-1]), seconds
+        def prepared() -> None:
+            prepare(DataConfig(str(path), "model"), Path(directory) / str(next(names)), model=learned)
 
-        result, seconds = nanogpt_run()
-        goal, theirs = result["loss"], {"loop s": result["loop_seconds"], "process s": seconds}
-        yield {"what": "nanoGPT, its README's rate", "text": text.name, "loss": goal} | theirs
-        result, _ = nanogpt_run("--learning_rate", 4e-3, "--eval_every", 50)
-        whole = {"loss": result["loss"], "loop s": result["loop_seconds"]}
-        yield {"what": "nanoGPT, rate 0.004", "text": text.name} | whole
-        there = next(({"loss": loss, "loop s": took} for took, loss in result["curve"] if loss <= goal), None)
-        if there:
-            yield {"what": "nanoGPT, rate 0.004, until there", "text": text.name} | there
-        ours = []
-        options = ["--data.source", corpus, "--train.device", device]
-        options += ["--train.max_steps", 2, "--train.eval_every", 2] if bench.tiny else []
-        for seed in SEEDS[:1] if bench.tiny else SEEDS:
-            run = Path(directory) / f"run-{seed}"
-            config = ROOT / "configs" / "shakespeare_char_fast.toml"
-            _, seconds = process("train.py", config, *options, "--train.out_dir", run, "--train.seed", seed)
-            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-            last = [line for line in lines if "val_loss" in line][-1]
-            ours.append({"loss": last["val_loss"], "loop s": last["train_seconds"], "process s": seconds})
-            yield {"what": f"ours, fast, seed {seed}", "text": text.name} | ours[-1]
-    middle = {key: statistics.median(result[key] for result in ours) for key in ours[0]}
-    faster = {name: theirs[f"{name} s"] / middle[f"{name} s"] for name in ("loop", "process")}
-    if there:
-        faster["loop, rate 0.004"] = there["loop s"] / middle["loop s"]
-    yield {"what": "ours, times faster"} | faster | {"loss above": middle["loss"] - goal}
+        def tokenized() -> None:
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                list(pool.map(partial(encode, encoding), pieces))
+
+        for way, ms in bench.measure({"data.prepare": prepared, "its tokenizer alone": tokenized}).items():
+            yield {"what": f"{way}, {tokenizer}", "ms": ms, "MB/s": path.stat().st_size / ms / 1e3}
 
 
-def some_text(path: Path, characters: int) -> Path:
-    """The beginning of the Python standard library, in ASCII."""
-    text = "".join(file.read_text(encoding="ascii", errors="ignore") for file in files("stdlib"))
-    path.write_text(text[:characters], encoding="ascii")
-    return path
-
-
-def process(script: str, *arguments: object) -> tuple[str, float]:
-    """What a script of ours prints, and its seconds from beginning to end."""
-    began = time.perf_counter()
-    command = [sys.executable, str(ROOT / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
-    if done.returncode:
-        raise ConfigError(f"{script} ended with {done.returncode}: {' '.join(done.stderr.split())[-400:]}")
-    return done.stdout, time.perf_counter() - began
-
-
-def as_nanogpt(model: GPT) -> nanogpt.NanoGPT:
-    """The same weights there, and GPT-2's GELU, which nanoGPT has exactly and GPT-2 by its formula with tanh."""
-    c, weights = model.config, model.state_dict()
-    theirs = nanogpt.NanoGPT(
-        nanogpt.Config(c.n_layer, c.n_head, c.n_embd, c.context_length, c.vocab_size, c.dropout, c.bias)
-    )
-    renamed = {"token_embedding": "tokens", "position_embedding": "positions", "final_norm": "norm", "lm_head": "head"}
-    renamed |= {"attention_norm": "norm_1", "mlp_norm": "norm_2", "attention.o_proj": "attention.residual"}
-    renamed |= {"mlp.up_proj": "up", "mlp.down_proj": "residual"}
-    state = {}
-    for name, tensor in weights.items():
-        if ".q_proj." in name:
-            parts = [weights[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            state[name.replace("q_proj", "qkv")] = torch.cat(parts)
-        elif not re.search(r"\.[kv]_proj\.", name):
-            old = next(old for old in renamed if f".{old}." in f".{name}")
-            state[name.replace(old, renamed[old])] = tensor
-    theirs.load_state_dict(state)
-    for module in theirs.modules():
-        if isinstance(module, torch.nn.GELU):
-            module.approximate = "tanh"
-    return theirs.to(model.lm_head.weight.device).train(model.training)
-
-
+@torch.no_grad()
 def measure_decode(bench: Bench) -> Iterator[dict]:
-    """Text after a prompt, by benchmarks/decode.py; `same` counts tokens in common with nanoGPT, which has no cache."""
-    from benchmarks import decode  # which needs transformers
+    """Time greedy text after a prompt, with random weights: nanoGPT, which has no cache, ours, and `transformers`."""
+    import transformers
 
-    tiny = GPTConfig(n_layer=2, n_head=3, n_embd=48, vocab_size=211)
-    config, prompt, new = (tiny, 5, 4) if bench.tiny else (GPTConfig(), 500, 200 if bench.cuda else 24)
-    model = decode.make_model(config, bench.device)
-    theirs = as_nanogpt(model)
-
-    def nanogpt_generate(idx: torch.Tensor, new: int) -> torch.Tensor:
-        with torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.cuda):  # as its sample.py has
-            return theirs.generate(idx, new, top_k=1)
-
-    ways = {"nanoGPT": nanogpt_generate} | decode.all_ways(model)
-    del ways["no cache, float32"]
-    for batch in (1, 64) if bench.cuda else (1,):
-        idx = torch.randint(config.vocab_size, (batch, prompt), device=bench.device)
-        for way, result in decode.measure(ways, idx, new, repeats=1 if bench.tiny else 2).items():
-            what = {"what": f"{way} x {batch}", "batch": batch, "prompt": prompt, "new": new}
-            yield what | result
-
-
-def measure_tokenise(bench: Bench) -> Iterator[dict]:
-    """Our preparation beside tiktoken alone, by benchmarks/tokenise.py, in a process that has no threads of torch's."""
-    with TemporaryDirectory() as directory:
-        out = Path(directory) / "results.jsonl"
-        process(
-            "benchmarks/tokenise.py", *(["--tiny"] if bench.tiny else ["bpe:4096", "--megabytes", 30]), "--out", out
-        )
-        yield from (json.loads(line) for line in out.read_text(encoding="utf-8").splitlines())
+    shape, prompt, new = ON_CUDA["124 M"][0], 500, 200 if bench.cuda else 16
+    if bench.tiny:
+        shape, prompt, new = TINY["tiny"][0], 5, 4
+    theirs = make_nanogpt(shape).eval().to(bench.device)
+    sizes = {"n_layer": shape.n_layer, "n_head": shape.n_head, "n_embd": shape.n_embd, "vocab_size": shape.vocab_size}
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    gpt2 = transformers.GPT2Config(**sizes, n_positions=shape.context_length, **special)
+    for B in (1, 64) if bench.cuda else (1,):
+        idx = torch.randint(shape.vocab_size, (B, prompt), device=bench.device)
+        options = {"attention_mask": torch.ones_like(idx), "max_new_tokens": new, "do_sample": False}
+        works = {"nanoGPT": partial(theirs.generate, idx, new)}
+        for dtype in (torch.float32, *[torch.bfloat16] * bench.cuda):
+            ours = make_gpt("gpt2", shape).eval().to(bench.device, dtype)
+            other = transformers.AutoModelForCausalLM.from_config(gpt2, attn_implementation="sdpa").eval()
+            name = str(dtype).removeprefix("torch.")
+            works[f"ours, {name}"] = partial(ours.generate, idx, new, temperature=0)
+            works[f"transformers, {name}"] = partial(other.to(bench.device, dtype).generate, idx, **options)
+        for way, ms in bench.measure(works).items():
+            yield {"what": f"{way} x {B}", "new": new, "ms": ms, "tokens/s": 1e3 * B * new / ms}
 
 
 STAGES = {
-    "peak": measure_peak,
-    "rows": measure_rows,
     "attention": measure_attention,
     "step": measure_step,
-    "split": measure_split,
-    "loss": measure_loss,
-    "decode": measure_decode,
-    "loader": measure_loader,
     "optimizer": measure_optimizer,
-    "tokenise": measure_tokenise,
+    "prepare": measure_prepare,
+    "decode": measure_decode,
+    "loss": lambda bench: measure_loss(bench.device, bench.text, bench.tiny),
 }
 
 
@@ -181,15 +285,15 @@ class Options:
     __doc__ = __doc__
 
     stages: tuple[str, ...] = tuple(STAGES)
-    """What to measure."""
+    """The stages to run."""
     text: Path | None = None
-    """The text for time to loss. None: as much of the Python standard library as Tiny Shakespeare has."""
+    """Text for prepare and loss. None: the Python standard library."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU), cpu, cuda or mps."""
     tiny: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Small sizes, to see that it works."""
+    """Tiny sizes, to see that it works."""
     out: Path | None = None
-    """A file to append the measurements to; in a directory, one with the name of device and date."""
+    """File to append the measurements to. For a directory, the file is named after device and date."""
 
     def __post_init__(self) -> None:
         if unknown := set(self.stages) - STAGES.keys():
@@ -198,37 +302,46 @@ class Options:
             raise ConfigError(f"there is no text {str(self.text)!r}")
 
 
-def line(stage: str, what: str, result: dict) -> str:
-    """One measurement in 80 columns: the first of its numbers, as many as fit."""
-    text = f"{stage:9} {what:30.30}"
-    for key, value in result.items():
-        if isinstance(value, float):
-            number = f" {key} {value:,.0f}" if abs(value) >= 1000 else f" {key} {value:.3g}"
-            text += number if len(text + number) <= 80 and "_p" not in key else ""
-    return text
+def describe_machine(device: str) -> dict[str, str | int]:
+    """Properties of the machine that change a measurement. device: cpu, cuda or mps."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def append(out: Path | None, result: dict) -> None:
+    """Append a measurement to a file as a line of JSON. None: do nothing."""
+    if out:
+        with open(out, "a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
 
 
 def main(options: Options) -> None:
-    asked = "auto" if device_type(options.device) == "cuda" else "float32"  # as nanoGPT trains on a CPU
-    device, dtype = choose_device(TrainConfig(device=options.device, dtype=asked), ON_CPU.n_embd)
-    bench = Bench(device, dtype, options.tiny, options.text)
-    machine = describe_machine(device.type)
+    bench = Bench(find_device(options.device), options.tiny, options.text)
+    torch.set_float32_matmul_precision("high" if bench.cuda else "highest")  # as train.py does
+    machine = describe_machine(bench.device.type)
     print("\n".join(f"{key:9} {value}" for key, value in machine.items()))
     out = options.out
     if out and out.is_dir():
         out /= f"{re.sub('[^a-z0-9]+', '-', machine['device'].lower())}_{machine['date']}.jsonl"
-    record = Record(out, machine)
     torch.manual_seed(0)
     for stage in options.stages:
         try:
             for result in STAGES[stage](bench):
                 what = result.pop("what")
-                print(line(stage, what, result), flush=True)
-                record({"stage": stage, "what": what} | result)
+                numbers = [f"{name} {value:,.2f}" for name, value in result.items() if isinstance(value, float)]
+                print(f"{stage:9} {what:32} {'  '.join(numbers)}", flush=True)
+                append(out, {"stage": stage, "what": what} | result | machine)
         except torch.OutOfMemoryError:
             print(f"{stage:9} needs more memory than there is")
         gc.collect()
-        torch.cuda.empty_cache()  # for the next stage, which may be other processes
+        torch.cuda.empty_cache()  # the next stage may start other processes
     if out:
         print(f"{'results':9} {out}")
 

@@ -1,33 +1,26 @@
-"""What sharing a run costs and gives: train.py alone, and under torchrun on so many ranks with ddp and fsdp.
+"""Measure the cost of sharing a run: train.py alone, and under torchrun with ddp and fsdp.
 
-Ways to run:
-    python benchmarks/distributed.py                         the quickstart model on one and two ranks
+    python benchmarks/distributed.py                         the quickstart on one and two ranks
     python benchmarks/distributed.py --nproc 1 8             on eight GPUs
-    python benchmarks/distributed.py --out results.jsonl     one JSON object a way
-    python benchmarks/distributed.py --tiny                  everything small, to see that it works
+    python benchmarks/distributed.py --out results.jsonl     one JSON object per run
 
-The ways take turns, so that a machine that slows down slows all of them. A figure is the median over the turns of the
-median over the lines of metrics.jsonl, without the first of them.
+The ways take turns, so that a machine that slows down slows all of them. The speed of a run is the median over its log
+lines, without the first.
 """
 
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.record import Record, describe_machine
-
-ROOT = Path(__file__).parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-TINY = ["--model.n_layer", "1", "--model.n_embd", "32", "--model.context_length", "32", "--data.tokenizer", "bytes"]
+from benchmarks.bench import append, describe_machine
+from benchmarks.loss import ROOT, read_metrics, run
+from configs import parse, run_script
 
 
 @dataclass(frozen=True)
@@ -35,51 +28,41 @@ class Options:
     __doc__ = __doc__
 
     config: Path = ROOT / "configs" / "quickstart.toml"
-    """What to train."""
+    """The configuration to train."""
     nproc: tuple[int, ...] = (1, 2)
     """Numbers of ranks."""
     steps: int = 60
-    """Steps of a run, logged every ten."""
+    """Steps of a run."""
     turns: int = 3
-    """How often each way is run."""
-    tiny: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Small sizes, to see that the script works."""
+    """Runs of each way."""
     out: Path | None = None
-    """A file to append the measurements to."""
+    """File to append the measurements to."""
 
 
-def tokens_per_second(launcher: list[str], options: Options, more: list[str]) -> float:
-    """The speed of one run."""
-    with tempfile.TemporaryDirectory() as directory:
-        every = max(1, options.steps // 6)
-        arguments = [str(options.config), "--train.out_dir", directory, "--train.max_steps", str(options.steps)]
-        arguments += ["--train.eval_every", "999999", "--train.checkpoint_every", "999999"]
-        arguments += ["--train.eval_tokens", "1000", "--train.log_every", str(every), *more]
-        done = subprocess.run([*launcher, "train.py", *arguments], cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(done.stderr)
-        lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median([line["tokens_per_second"] for line in lines if "train_loss" in line][1:])
+def tokens_per_second(launcher: list, options: Options) -> float:
+    """Train once, and read the speed."""
+    with TemporaryDirectory() as directory:
+        rare = options.steps + 1  # neither evaluation nor checkpoint falls between two log lines
+        settings = {"out_dir": directory, "max_steps": options.steps, "log_every": max(1, options.steps // 6)}
+        settings |= {"eval_every": rare, "checkpoint_every": rare, "grad_accum_steps": max(options.nproc)}
+        run(*launcher, options.config, *(f"--train.{name}={value}" for name, value in settings.items()))
+        speeds = [line["tokens_per_second"] for line in read_metrics(Path(directory)) if "train_loss" in line]
+    return statistics.median(speeds[1:])
 
 
 def main(options: Options) -> None:
-    shared = TINY if options.tiny else []
-    shared = [*shared, "--train.grad_accum_steps", str(max(options.nproc))]
-    ways = {"alone": ([sys.executable], shared)}
+    ways = {"alone": [ROOT / "train.py"]}
     for number in options.nproc:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}"]
         for parallel in ("ddp", "fsdp"):
-            launcher = [*TORCHRUN, f"--nproc_per_node={number}"]
-            ways[f"{parallel}, {number} ranks"] = (launcher, [*shared, "--train.parallel", parallel])
-    speeds = {way: [] for way in ways}
+            ways[f"{parallel}, {number} ranks"] = [*torchrun, ROOT / "train.py", f"--train.parallel={parallel}"]
+    machine = describe_machine("cuda" if torch.cuda.is_available() else "cpu")
     for _ in range(options.turns):
-        for way, (launcher, more) in ways.items():
-            speeds[way].append(tokens_per_second(launcher, options, more))
-    record = Record(options.out, describe_machine("cuda" if torch.cuda.is_available() else "cpu"))
-    for way, values in speeds.items():
-        result = {"way": way, "tokens_per_second": statistics.median(values), "least": min(values), "most": max(values)}
-        print(f"{way:16s} {result['tokens_per_second']:12,.0f} tokens/s ({min(values):,.0f} to {max(values):,.0f})")
-        record(result)
+        for way, launcher in ways.items():
+            speed = tokens_per_second(launcher, options)
+            print(f"{way:16} {speed:12,.0f} tokens/s", flush=True)
+            append(options.out, {"way": way, "tokens/s": speed} | machine)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    run_script(lambda: main(parse(Options, sys.argv[1:])))

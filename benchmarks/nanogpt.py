@@ -1,9 +1,9 @@
-"""What nanoGPT does (Karpathy 2022), written anew from its description, to compare with. It imports nothing of ours.
+"""nanoGPT (Karpathy 2022), rewritten from its description as a baseline. Imports nothing of this project.
 
     python benchmarks/nanogpt.py input.txt --learning_rate 1e-3
 
 trains the small model of its README for a CPU on the characters of a text, and prints JSON: the seconds of the loop,
-and the loss over all validation characters, which is measured while the clock stands still.
+and the loss over all validation characters. The clock stops during evaluation.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,12 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PARTS = ("data", "forward", "backward", "clipping", "optimizer")
-
 
 @dataclass(frozen=True)
 class Config:
-    """Shape of the model; that of the README for a CPU."""
+    """Shape of the model. The defaults are those of nanoGPT's README for a CPU."""
 
     n_layer: int = 4
     n_head: int = 4
@@ -34,15 +31,14 @@ class Config:
     context_length: int = 64
     vocab_size: int = 65
     dropout: float = 0.0
-    bias: bool = False
 
 
 class Attention(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
         self.n_head, self.dropout = c.n_head, c.dropout
-        self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
-        self.residual = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
+        self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=False)
+        self.residual = nn.Linear(c.n_embd, c.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
@@ -55,10 +51,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        self.norm_1, self.attention = nn.LayerNorm(c.n_embd, bias=c.bias), Attention(c)
-        self.norm_2, self.up = nn.LayerNorm(c.n_embd, bias=c.bias), nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
+        self.norm_1, self.attention = nn.LayerNorm(c.n_embd, bias=False), Attention(c)
+        self.norm_2, self.up = nn.LayerNorm(c.n_embd, bias=False), nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)
         self.gelu, self.dropout = nn.GELU(), nn.Dropout(c.dropout)
-        self.residual = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
+        self.residual = nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
@@ -73,19 +69,20 @@ class NanoGPT(nn.Module):
         self.tokens, self.positions = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.context_length, c.n_embd)
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
-        self.norm = nn.LayerNorm(c.n_embd, bias=c.bias)
+        self.norm = nn.LayerNorm(c.n_embd, bias=False)
         self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * c.n_layer) if "residual" in name else 1))
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(B, T) -> logits, (B, T, V), and the mean loss; without targets of the last position only, (B, 1, V)."""
-        places = torch.arange(idx.size(1), device=idx.device)
-        x = self.dropout(self.tokens(idx) + self.positions(places))
+        """Compute logits (B, T, V) and the mean loss from idx and targets, (B, T) each.
+
+        Without targets: the logits of the last position only, (B, 1, V), and None.
+        """
+        positions = torch.arange(idx.size(1), device=idx.device)
+        x = self.dropout(self.tokens(idx) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
@@ -95,19 +92,17 @@ class NanoGPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
-    def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
-        """Continue each row, (B, T) -> (B, T + max_new_tokens), computing all of its last context for each token."""
+    def generate(self, idx: Tensor, max_new_tokens: int) -> Tensor:
+        """Continue each row greedily: (B, T) -> (B, T + max_new_tokens). Without a cache, as in nanoGPT."""
         for _ in range(max_new_tokens):
-            logits = self(idx[:, -self.config.context_length :])[0][:, -1] / temperature
-            if top_k is not None:
-                least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < least, -math.inf)
-            idx = torch.cat((idx, torch.multinomial(logits.softmax(dim=-1), 1)), dim=1)
+            with torch.autocast(idx.device.type, torch.bfloat16, enabled=idx.is_cuda):
+                logits, _ = self(idx[:, -self.config.context_length :])
+            idx = torch.cat((idx, logits[:, -1].argmax(dim=-1, keepdim=True)), dim=1)
         return idx
 
 
 def batch(path: Path, batch_size: int, context_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random windows of a file of uint16 ids and their next tokens, (B, T) each, sliced one by one."""
+    """Read random windows and their next tokens, (B, T) int64 each, from a file of uint16 ids."""
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
     starts = torch.randint(len(tokens) - context_length, (batch_size,)).tolist()
     x, y = (
@@ -120,7 +115,7 @@ def batch(path: Path, batch_size: int, context_length: int, device: torch.device
 
 
 def make_optimizer(model: nn.Module, learning_rate: float = 1e-3, beta2: float = 0.99) -> torch.optim.AdamW:
-    """AdamW, fused on a GPU only, as there; matrices decay."""
+    """Make AdamW as nanoGPT does: fused on a GPU only, weight decay for matrices only."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -130,40 +125,30 @@ def make_optimizer(model: nn.Module, learning_rate: float = 1e-3, beta2: float =
 
 
 def learning_rate_at(step: int, peak: float, max_steps: int, warmup_steps: int = 100) -> float:
-    """A straight line up, and half a cosine down to a tenth."""
+    """Learning rate of a step: linear warmup, then cosine decay to a tenth of the peak."""
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     done = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
     return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def training(
-    model: NanoGPT,
-    optimizer: torch.optim.Optimizer,
-    path: Path,
-    batch_size: int,
-    learning_rate: float = 1e-3,
-    max_steps: int = 2000,
-    compiled: bool = False,
-) -> Iterator[str]:
-    """Train, in steps of the PARTS: the name of each is yielded as soon as it is done."""
+def steps(
+    model: NanoGPT, optimizer: torch.optim.Optimizer, path: Path, batch_size: int, learning_rate: float, max_steps: int
+) -> Iterator[None]:
+    """Train on a file of uint16 ids, one step per iteration; compiled on a GPU."""
     T, device = model.config.context_length, next(model.parameters()).device
-    forward = torch.compile(model, dynamic=False) if compiled else model
+    forward = torch.compile(model, dynamic=False) if device.type == "cuda" else model
     for step in range(max_steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, learning_rate, max_steps)
         x, y = batch(path, batch_size, T, device)
-        yield "data"
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             _, loss = forward(x, y)
-        yield "forward"
         loss.backward()
-        yield "backward"
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        yield "clipping"
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        yield "optimizer"
+        yield
 
 
 @torch.no_grad()
@@ -184,11 +169,10 @@ def main() -> None:
     parser.add_argument("text", type=Path, help="file whose last tenth validates")
     parser.add_argument("--learning_rate", type=float, default=1e-3, help="README: 1e-3; 4e-3 is better")
     parser.add_argument("--max_steps", type=int, default=2000)
-    parser.add_argument("--eval_every", type=int, default=0, help="steps; 0: at the end only. No part of the time")
+    parser.add_argument("--eval_every", type=int, default=2000, help="steps between evaluations")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or mps")
-    parser.add_argument("--seed", type=int, default=1337)
     options = parser.parse_args()
-    torch.manual_seed(options.seed)
+    torch.manual_seed(1337)
     torch.set_float32_matmul_precision("high" if options.device != "cpu" else "highest")
 
     text = options.text.read_text(encoding="utf-8")
@@ -197,24 +181,22 @@ def main() -> None:
     split = int(0.9 * len(tokens))
     validation = torch.from_numpy(tokens[split:].astype(np.int64))
     model = NanoGPT(Config(vocab_size=len(ids))).to(options.device)
-    cuda = model.head.weight.is_cuda
-    seconds, curve, began = 0.0, [], time.perf_counter()
+    synchronize = torch.get_device_module(options.device).synchronize
+    seconds, curve = 0.0, []
     with TemporaryDirectory() as directory:
         path = Path(directory) / "train.bin"
         tokens[:split].tofile(path)
         optimizer = make_optimizer(model, options.learning_rate)
-        parts = training(model, optimizer, path, 12, options.learning_rate, options.max_steps, compiled=cuda)
-        for step, _ in enumerate(islice(parts, len(PARTS) - 1, None, len(PARTS)), 1):
-            evaluates = step == options.max_steps or options.eval_every and step % options.eval_every == 0
-            if not (step == 1 or evaluates):
-                continue
-            if cuda:
-                torch.cuda.synchronize()
-            if step > 1:  # the first step compiles, and does not count
+        training = steps(model, optimizer, path, 12, options.learning_rate, options.max_steps)
+        next(training)  # compiles, and is not counted
+        synchronize()
+        began = time.perf_counter()
+        for step, _ in enumerate(training, 2):
+            if step % options.eval_every == 0 or step == options.max_steps:
+                synchronize()
                 seconds += time.perf_counter() - began
-            if evaluates:
                 curve.append((seconds, exact_loss(model, validation)))
-            began = time.perf_counter()
+                began = time.perf_counter()
     print(json.dumps({"loop_seconds": seconds, "loss": curve[-1][1], "curve": curve}))
 
 

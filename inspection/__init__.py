@@ -1,17 +1,18 @@
-"""What attention heads do: seen, measured, drawn, and proved to be what the kernel did."""
+"""Attention heads: captured, measured, drawn, and proved to be what the fused kernel computed."""
 
-from inspection.heads import HeadScores, Probe, ablate, head_scores, influence, repeat_probe, rollout
+from inspection.heads import HeadScores, Inspection, RepeatProbe, ablate, as_json, head_scores, influence, repeat_probe
 from inspection.patterns import Captured, NotTheKernels, capture
 
 __all__ = [
     "Captured",
     "HeadScores",
+    "Inspection",
     "NotTheKernels",
-    "Probe",
+    "RepeatProbe",
     "ablate",
+    "as_json",
     "capture",
     "head_scores",
     "influence",
     "repeat_probe",
-    "rollout",
 ]

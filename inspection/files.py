@@ -1,146 +1,94 @@
-"""What was seen, for further work: scores as csv or json, queries and keys as npz or safetensors. Nothing is pickled.
+"""Write inspections to files for further work: scores as csv or json, queries and keys as npz or safetensors.
 
-saved = load("attention.npz")
-saved.att.pattern(5, 1)          # any head of what was captured: (B, T, T)
-saved.about["labels"]            # of its tokens
+Nothing is pickled. An npz file gives the weights of every head of a layer back in three lines:
+
+    saved = np.load("attention.npz")
+    q, k = torch.from_numpy(saved["q.5"]), torch.from_numpy(saved["k.5"])
+    weights = attention_weights(q, k, make_causal_mask(k.size(2)))  # (B, H, T, T), from model.attention
 """
 
 import csv
 import io
+import itertools
 import json
 import math
 import os
-import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import save
-from torch import Tensor
 
-from inspection.heads import HeadScores
-from inspection.metrics import PICTURE
-from inspection.patterns import TOLERANCE, Captured, Layer
+from inspection.heads import Inspection
+from inspection.metrics import BY_DISTANCE
 from inspection.terminal import Head, name_of
-from model import ModelError
-from model.attention import Attend
 
 
-def score_table(names: Sequence[dict], scores: Sequence[HeadScores], heads: Sequence[Head]) -> list[dict]:
-    """A row for each checkpoint, head and metric: what names[i] says of the checkpoint, head, metric, mean, error.
+def write_scores(path: Path, inspections: Sequence[Inspection], heads: Sequence[Head], about: dict) -> None:
+    """Write a row for each checkpoint, head and metric: as lines of a csv, or as "scores" of a json besides `about`.
 
-    What was not measured is None.
+    A number that is not finite becomes null, or nothing in a csv.
     """
     rows = []
-    for about, score in zip(names, scores, strict=True):
-        mean, error = score.mean, score.error
-        for head in heads:
-            for metric in mean:
-                if metric != PICTURE:
-                    values = {"mean": mean[metric][head].item(), "standard_error": error[metric][head].item()}
-                    row = {**about, "head": name_of(head), "metric": metric, **values}
-                    rows.append({name: None if is_no_number(value) else value for name, value in row.items()})
-    return rows
-
-
-def is_no_number(value: object) -> bool:
-    """Whether JSON cannot hold it."""
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def write_scores(path: Path, rows: list[dict], about: dict) -> None:
-    """Write the rows of `score_table`: a csv with one line each, or a json with {**about, "scores": rows}."""
+    for each in inspections:
+        checkpoint = {"checkpoint": each.name, "step": each.step, "loss": each.loss, "verified": each.verified}
+        mean, error = each.scores.mean, each.scores.error
+        for head, metric in itertools.product(heads, mean):
+            if metric != BY_DISTANCE:
+                numbers = {"mean": mean[metric][head].item(), "standard_error": error[metric][head].item()}
+                row = checkpoint | {"head": name_of(head), "metric": metric} | numbers
+                finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
+                rows.append(finite)
     if path.suffix.lower() == ".json":
         text = json.dumps({**about, "scores": rows}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        write_whole(path, [text.encode()])
-        return
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
-    write_whole(path, [text.getvalue().encode()])
+    else:
+        lines = io.StringIO(newline="")
+        writer = csv.DictWriter(lines, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+        text = lines.getvalue()
+    write_whole(path, text.encode())
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What `write_tensors` wrote."""
+def write_tensors(path: Path, inspection: Inspection, tokens: torch.Tensor, labels: Sequence[str]) -> None:
+    """Write an npz or safetensors file with the tensors
 
-    att: Captured
-    """Queries and keys, for `pattern` and `scores`. (`verify` asks the kernel of this machine, about what is here.)"""
-    tokens: Tensor
-    """(T,) the ids of the text."""
-    scores: dict[str, Tensor]
-    """Metric -> (L, H) float32."""
-    about: dict
-    """labels, step, config and what else was given."""
+    q.LAYER (B, H, T_query, D), k.LAYER (B, n_kv_head, T_key, D), tokens (T,), score.METRIC (L, H),
 
-
-def write_tensors(path: Path, att: Captured, tokens: Tensor, scores: dict[str, Tensor], about: dict) -> None:
-    """Write an npz or safetensors file, whose tensors are
-
-    q.LAYER (B, H, T_query, D), k.LAYER (B, n_kv_head, T_key, D), tokens (T,), score.METRIC (L, H); and "about", JSON.
+    and "about", which is JSON: checkpoint, step, loss, verified, labels of the tokens, config, n_layer and dtype. In an
+    npz, which has no bfloat16, such tensors are float32.
     """
-    tensors = {"tokens": tokens.cpu()} | {
-        f"score.{name}": values.float() for name, values in scores.items() if name != PICTURE
-    }
-    for layer in att.layers:
-        q, k, _ = att[layer]
+    means = {name: mean for name, mean in inspection.scores.mean.items() if name != BY_DISTANCE}
+    tensors = {"tokens": tokens.cpu()} | {f"score.{name}": mean.float() for name, mean in means.items()}
+    for layer in inspection.att.layers:
+        q, k, _ = inspection.att[layer]
         tensors |= {f"q.{layer}": q.cpu().contiguous(), f"k.{layer}": k.cpu().contiguous()}
-    text = json.dumps({**about, "n_layer": att.n_layer, "dtype": str(q.dtype).removeprefix("torch.")})
+    about = {
+        "checkpoint": inspection.name,
+        "step": inspection.step,
+        "loss": inspection.loss,
+        "verified": inspection.verified,
+        "labels": list(labels),
+        "config": inspection.config,
+        "n_layer": inspection.att.n_layer,
+        "dtype": str(q.dtype).removeprefix("torch."),
+    }
     if path.suffix.lower() == ".safetensors":
-        write_whole(path, [save(tensors, metadata={"about": text})])
+        write_whole(path, save(tensors, metadata={"about": json.dumps(about)}))
         return
     arrays = {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in tensors.items()}
     content = io.BytesIO()
-    np.savez_compressed(content, about=np.array(text), **arrays)
-    write_whole(path, [content.getvalue()])
+    np.savez_compressed(content, about=np.array(json.dumps(about)), **arrays)
+    write_whole(path, content.getvalue())
 
 
-def load(path: str | Path) -> Saved:
-    """Read what `write_tensors` wrote. Raises ModelError if the file is something else."""
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file completely or not at all: under another name first. A link stays, and its target is written."""
+    path = path.resolve()
+    partial = path.with_name(f".tril-{os.getpid()}")
     try:
-        return read_saved(Path(path))
-    except Exception as error:  # whatever a damaged archive is to numpy and zipfile
-        raise ModelError(f"{path} is not what inspect_attention.py writes: {error!r:.200}") from error
-
-
-def read_saved(path: Path) -> Saved:
-    if path.suffix.lower() == ".safetensors":
-        with safe_open(path, "pt") as file:
-            text, tensors = file.metadata()["about"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    else:
-        with open(path, "rb") as opened, np.load(opened) as file:
-            text, tensors = str(file["about"]), {name: torch.from_numpy(file[name]) for name in file if name != "about"}
-    about, layers = json.loads(text), {}
-    dtype = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}[about["dtype"]]
-    for name in sorted(name for name in tensors if name.startswith("q.")):
-        number = int(name[2:])
-        q, k = (tensors[f"{which}.{number}"].to(dtype) for which in "qk")
-        layers[number] = Layer(Attend())
-        layers[number].calls = [(q, k, torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril(k.size(2) - q.size(2)))]
-    scores = {name.removeprefix("score."): tensor for name, tensor in tensors.items() if name.startswith("score.")}
-    return Saved(Captured(dict(sorted(layers.items())), about["n_layer"]), tensors["tokens"], scores, about)
-
-
-def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file where the user wants it: it is there whole or not at all, and nothing else is touched."""
-    path = path.resolve()  # behind a link, the file that it names
-    descriptor, partial = tempfile.mkstemp(prefix=".tril-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines(parts)
-        os.chmod(partial, 0o666 & ~current_umask())
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
-
-
-def current_umask() -> int:
-    """What a new file of this process is not allowed; it can only be read by setting it."""
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

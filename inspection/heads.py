@@ -1,4 +1,4 @@
-"""What the heads of a model do: on a text, on tokens that repeat, and when one of them is taken away.
+"""Measure the heads of a model: on a text, on tokens that repeat, and by taking a head away.
 
     scores = head_scores(model, text, probe=repeat_probe(...))
     scores.mean["induction"][5, 1], scores.error["induction"][5, 1]      # of head 5.1
@@ -6,25 +6,27 @@
 The metrics are defined in inspection/metrics.py. Shapes are named as in model/attention.py; N is a number of sequences.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from inspection.patterns import Captured, capture, exact_products
+from inspection.metrics import BY_DISTANCE
+from inspection.patterns import Captured, capture
 from model import GPT
-from model.attention import Attend, attention_weights
+from model.attention import Attend
 
-POSITIONS = 256  # whose logits are in memory at a time
+POSITIONS = 256  # logits are computed for so many positions at a time: V numbers each
 
 
 @dataclass(frozen=True)
-class Probe:
-    """[start, r, r] and the control [start, r, r'], (N, 2L + 1) each: r is L random tokens, r' others."""
+class RepeatProbe:
+    """Sequences [start, r, r] and the control [start, r, r'], each (N, 2L + 1): r is L random tokens, r' are others."""
 
     repeated: Tensor
     control: Tensor
@@ -35,11 +37,11 @@ class Probe:
         return self.repeated.size(1) // 2
 
 
-def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8, seed: int = 0) -> Probe | None:
-    """Random tokens, each once, and all of them again: only from the context can a model know what comes.
+def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8, seed: int = 0) -> RepeatProbe | None:
+    """Draw `num` sequences of random tokens that repeat: a model can predict the second copy from the context only.
 
-    tokens: (n,) ids to draw from, without replacement. L is 50, or what these tokens and the context allow; None if
-    that is less than 2.
+    tokens: (n,) ids to draw from, without replacement; start: the id that begins each sequence. L is 50, or less if
+    `tokens` or the context are too few. Returns None if L would be less than 2.
     """
     L = min(50, len(tokens) // 2, (context_length - 1) // 2)
     if L < 2:
@@ -47,19 +49,16 @@ def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8, 
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.stack([tokens[torch.randperm(len(tokens), generator=generator)[: 2 * L]] for _ in range(num)])
     r, other, first = drawn[:, :L], drawn[:, L:], torch.full((num, 1), start)
-    return Probe(torch.cat((first, r, r), dim=1), torch.cat((first, r, other), dim=1))
+    return RepeatProbe(torch.cat((first, r, r), dim=1), torch.cat((first, r, other), dim=1))
 
 
 @dataclass(frozen=True)
 class HeadScores:
     """Metrics of all heads, sequence by sequence."""
 
-    samples: dict[str, Tensor]
-    """Metric -> (N, L, H) float64; PICTURE -> (N, L, H, 10)."""
-    losses: Tensor
-    """(N,) how surprised the model is by the text: nats a token."""
-    row_error: float
-    """The largest error of a row of weights, measured against the kernel."""
+    samples: dict[str, Tensor]  # metric -> (N, L, H) float64; BY_DISTANCE -> (N, L, H, 10)
+    losses: Tensor  # (N,) mean cross-entropy of each text, in nats a token
+    row_error: float  # the largest error of a row of weights against the kernel; nan if that was not verified
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -69,46 +68,70 @@ class HeadScores:
     @property
     def error(self) -> dict[str, Tensor]:
         """Metric -> (L, H), the standard error of the mean; nan if there is one sequence."""
-        return {name: standard_error(samples) for name, samples in self.samples.items()}
+        return {name: (x.var(0, correction=0) / (len(x) - 1)).sqrt() for name, x in self.samples.items()}
 
 
-def standard_error(samples: Tensor) -> Tensor:
-    """(N, ...) -> (...), nan if N is 1."""
-    return samples.std(0) / len(samples) ** 0.5 if len(samples) > 1 else torch.full_like(samples[0], torch.nan)
+@dataclass(frozen=True)
+class Inspection:
+    """Results for one checkpoint: what table, pictures, files and page are made of."""
+
+    name: str  # of the checkpoint, as "quickstart step-00000400"
+    step: int | None  # training steps; None: unknown
+    verified: str  # one line that says how the weights were verified
+    config: dict  # of the model
+    scores: HeadScores
+    att: Captured  # queries and keys of the text that is shown, (1, T)
+    influence: Tensor | None = None  # (T, T), rows of nan were not computed; None: no row was
+    predictions: Sequence[tuple[str, float]] = ()  # T times the likeliest next token and its probability, or empty
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy of the measured texts, in nats a token."""
+        return self.scores.losses.mean().item()
 
 
 @torch.no_grad()
-def head_scores(model: GPT, text: Tensor, probe: Probe | None = None) -> HeadScores:
-    """Measure every head on a text (N, T), and on a probe what is defined there, in eval mode.
+def head_scores(model: GPT, text: Tensor, probe: RepeatProbe | None = None, verify: bool = True) -> HeadScores:
+    """Measure every head on a text (N, T) and on a probe, in eval mode, one sequence at a time.
 
-    Raises NotTheKernels if the weights are not those that the kernel used.
+    Without a probe, duplicate and induction are left out. Raises NotTheKernels if the weights are not those that the
+    kernel used; verify=False skips that proof. All ranks of a sharded model have to call this together.
     """
     was_training = model.training
     model.eval()
-    errors = []
+    row_errors = []
 
     def measured(sequences: Tensor, repeat: int | None = None) -> tuple[dict[str, Tensor], Tensor]:
-        parts, losses = [], []
+        samples, losses = [], []
         for idx in sequences.to(model.lm_head.weight.device).split(1):
             with capture(model) as att:
                 losses.append(next_token_losses(model, model.hidden(idx), idx).mean(1).cpu())
-            errors.append(max(att.verify().values()))
-            parts.append(att.measured(repeat))
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, torch.cat(losses)
+            row_errors.append(max(att.verify().values()) if verify else math.nan)
+            samples.append(att.measured(repeat))
+        return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}, torch.cat(losses)
 
     try:
         samples, losses = measured(text)
         if probe is not None:
-            repeated, control = (measured(sequences, probe.repeat)[0] for sequences in (probe.repeated, probe.control))
-            for name in ("duplicate", "induction"):
-                samples |= {name: repeated[name], f"{name}_control": control[name]}
+            for sequences, suffix in ((probe.repeated, ""), (probe.control, "_control")):
+                on_probe, _ = measured(sequences, probe.repeat)
+                samples |= {f"{name}{suffix}": on_probe[name] for name in ("duplicate", "induction")}
     finally:
         model.train(was_training)
-    return HeadScores(samples, losses, max(errors))
+    return HeadScores(samples, losses, max(row_errors))
+
+
+def as_json(scores: HeadScores) -> dict[str, list[list[float | None]]]:
+    """Metric -> L rows of H numbers for JSON: means with four digits after the point, None for what is not finite."""
+    rows = {name: mean.round(decimals=4).tolist() for name, mean in scores.mean.items() if name != BY_DISTANCE}
+    return {name: [[x if math.isfinite(x) else None for x in row] for row in table] for name, table in rows.items()}
 
 
 def next_token_losses(model: GPT, hidden: Tensor, idx: Tensor) -> Tensor:
-    """Cross-entropy of each next token in nats, from the last hidden states: (B, T, C), (B, T) -> (B, T - 1)."""
+    """Cross-entropy of each next token in nats, from the last hidden states: (B, T, C), (B, T) -> (B, T - 1).
+
+    For T = 1 the result is (B, 1), nan.
+    """
     losses = []
     for start in range(0, idx.size(1) - 1, POSITIONS):
         targets = idx[:, start + 1 : start + 1 + POSITIONS]
@@ -119,83 +142,62 @@ def next_token_losses(model: GPT, hidden: Tensor, idx: Tensor) -> Tensor:
     return torch.cat(losses, dim=1) if losses else hidden.new_full((len(idx), 1), torch.nan)
 
 
-@contextmanager
-def replaced(attend: Attend, head: int, value: Tensor | float) -> Iterator[None]:
-    """Inside, a head's output is this, before it is mixed with the others': (D,) or a number."""
-
-    def hook(module: Attend, inputs: tuple, output: Tensor) -> Tensor:
-        output = output.clone()
-        output[:, head] = value
-        return output
-
-    handle = attend.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+def replace_head(attend: Attend, inputs: tuple, output: Tensor, head: int, value: Tensor | float) -> Tensor:
+    """Forward hook that replaces the output of one head, before the output projection, by (D,) or one number."""
+    output = output.clone()
+    output[:, head] = value
+    return output
 
 
 @torch.no_grad()
 def ablate(
     model: GPT, text: Tensor, heads: Iterable[tuple[int, int]], mode: Literal["zero", "mean"] = "zero"
-) -> Iterator[Tensor]:
-    """How much more surprised the model is without a head, one head after the other: (N,) nats a token, paired.
+) -> Tensor:
+    """Measure the rise of each sequence's loss without each head: (N, L, H) nats a token, nan for heads not asked for.
 
-    The head's output becomes zero, or its mean over the (N, T) text (Michel, Levy and Neubig 2019). Neither is what the
-    model was trained for, and other heads may step in: it is a measure of importance, not the one.
+    The head's output becomes zero, or its mean over the text (N, T) (Michel, Levy and Neubig 2019). The model was
+    trained for neither, and other heads can take over: this is one measure of importance among several.
     """
     was_training = model.training
     model.eval()
     text = text.to(model.lm_head.weight.device)
-    inputs, means = [], []
-    hooks = [block.register_forward_pre_hook(lambda block, inside: inputs.append(inside[0])) for block in model.blocks]
+    rises = torch.full((len(text), model.config.n_layer, model.config.n_head), torch.nan, dtype=torch.float64)
+    inputs, means, hooks = [], [], []
     for block in model.blocks:
+        hooks.append(block.register_forward_pre_hook(lambda block, given: inputs.append(given[0])))
         attend = block.attention.attend
-        hooks.append(attend.register_forward_hook(lambda attend, inside, output: means.append(output.mean((0, 2)))))
+        hooks.append(attend.register_forward_hook(lambda attend, given, output: means.append(output.mean((0, 2)))))
     try:
-        hidden = model.hidden(text)  # what stands below a head is what it was: each ablation begins at its block
+        hidden = model.hidden(text)
         for hook in hooks:
             hook.remove()
         losses = next_token_losses(model, hidden, text).mean(1)
         for layer, head in heads:
-            x = inputs[layer]
-            with replaced(model.blocks[layer].attention.attend, head, 0.0 if mode == "zero" else means[layer][head]):
-                for block in model.blocks[layer:]:
-                    x = block(x)
-            yield (next_token_losses(model, model.final_norm(x), text).mean(1) - losses).cpu()
+            value = 0.0 if mode == "zero" else means[layer][head]
+            attend = model.blocks[layer].attention.attend
+            hooks.append(attend.register_forward_hook(partial(replace_head, head=head, value=value)))
+            x = inputs[layer]  # the blocks below are not affected, so the model runs from here on
+            for block in model.blocks[layer:]:
+                x = block(x)
+            hooks.pop().remove()
+            rises[:, layer, head] = (next_token_losses(model, model.final_norm(x), text).mean(1) - losses).cpu()
     finally:
         for hook in hooks:
             hook.remove()
         model.train(was_training)
-
-
-def rollout(att: Captured) -> Tensor:
-    """How much of each token is in each position after all layers, were attention everything: (B, T, T), rows of one.
-
-    Each layer keeps half and mixes half by the mean of its heads (Abnar and Zuidema 2020).
-    """
-    T = att[0][1].size(2)
-    rolled = torch.eye(T, device=att[0][1].device).expand(att[0][1].size(0), T, T)
-    with exact_products(rolled.device), torch.no_grad():
-        for layer in range(att.n_layer):
-            mixed = []
-            for start, block in att.blocks(layer):
-                weights = attention_weights(*block).float().mean(1)
-                rows = rolled[:, start : start + weights.size(1)]
-                mixed.append(0.5 * weights @ rolled[:, : weights.size(2)] + 0.5 * rows)
-            rolled = torch.cat(mixed, dim=1)
-    return rolled
+    return rises
 
 
 def influence(model: GPT, idx: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """What the prediction at a position depends on: how fast its log-probability changes with each token's embedding.
+    """Measure how much each token influences a prediction: the gradient of its log-probability by the embedding.
 
-    idx is (1, T). Returns (rows, T), the norms of the gradients (Simonyan et al. 2014), each row as shares of its sum;
-    and the predictions at all T positions, the likeliest next token and its probability.
+    idx is (1, T); rows are the positions whose predictions are explained. Returns the norms of the gradients (Simonyan
+    et al. 2014) as shares of their sum, (T, T), nan in all other rows; and for every position the likeliest next token,
+    (T,), and its probability, (T,).
     """
     embedded = []
 
-    def hook(module: torch.nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
         return embedded[0]
 
@@ -204,18 +206,18 @@ def influence(model: GPT, idx: Tensor, rows: Sequence[int]) -> tuple[Tensor, Ten
     try:
         with torch.enable_grad():
             hidden = model.hidden(idx.to(model.lm_head.weight.device))
-            predicted = []
+            likeliest = []
             with torch.no_grad():
                 for part in hidden.split(POSITIONS, dim=1):
-                    predicted.append(model.logits(part)[0].float().softmax(-1).max(-1))
-            probabilities, tokens = (torch.cat(parts).cpu() for parts in zip(*predicted, strict=True))
-            shares = []
+                    likeliest.append(model.logits(part)[0].float().softmax(-1).max(-1))
+            probabilities, tokens = (torch.cat(parts).cpu() for parts in zip(*likeliest, strict=True))
+            shares = torch.full((idx.size(1), idx.size(1)), torch.nan)
             for row in rows:
-                surprise = model.logits(hidden[0, row]).float().log_softmax(-1)[tokens[row]]
-                (gradient,) = torch.autograd.grad(surprise, embedded, retain_graph=True)
+                log_probability = model.logits(hidden[0, row]).float().log_softmax(-1)[tokens[row]]
+                (gradient,) = torch.autograd.grad(log_probability, embedded, retain_graph=True)
                 norms = gradient[0].float().norm(dim=-1)
-                shares.append((norms / norms.sum()).cpu())
+                shares[row] = (norms / norms.sum()).cpu()
     finally:
         handle.remove()
         model.train(was_training)
-    return torch.stack(shares) if shares else torch.empty(0, idx.size(1)), tokens, probabilities
+    return shares, tokens, probabilities

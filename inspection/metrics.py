@@ -1,9 +1,9 @@
-"""What a head does, in numbers: each is a mean over rows of its weights A, computed while the rows pass by.
+"""Metrics of attention heads: means over the rows of a head's weights A, computed one block of rows at a time.
 
-Row i of A is the query at position i, and sees the i + 1 keys 0..i. Entropy is as in Zhai et al. 2023, but for each
-row's own maximum; distance as in Vig and Belinkov 2019; sink as in Xiao et al. 2023; induction as in Olsson et al.
-2022. A head that looks evenly has entropy 1, distance (T - 1) / 4, and (H_T - 1) / (T - 1), H_n the n-th harmonic
-number, for sink, current and previous. Shapes are named as in model/attention.py.
+Row i of A is the query at position i; it can attend to the i + 1 keys 0..i. Entropy follows Zhai et al. 2023, but is
+divided by each row's own maximum; distance follows Vig and Belinkov 2019; sink Xiao et al. 2023; induction Olsson et
+al. 2022. A head that attends evenly has entropy 1, distance (T - 1) / 4, and sink, current and previous of
+(H_T - 1) / (T - 1), where H_n is the n-th harmonic number. Shapes are named as in model/attention.py.
 """
 
 from collections import defaultdict
@@ -13,39 +13,37 @@ import torch
 from torch import Tensor
 
 DEFINITIONS = {
-    "entropy": "how evenly it looks: -sum_j A_ij ln A_ij, as a share of ln(i + 1), the most there can be; from row 1",
-    "distance": "how far back it looks, in tokens: the sum of A_ij (i - j) over that of A_ij",
-    "sink": "how much of it goes to the first token, A_i0; from row 1, as row 0 has no choice",
-    "current": "to the token itself, A_ii; from row 1",
-    "previous": "to the token before, A_i,i-1; from row 1",
-    "duplicate": "on [start, r_1..r_L, r_1..r_L]: from a token of the second copy to the same token of the first",
-    "induction": "there: to the token that came after it, the one that comes next",
-    "induction_control": "induction on [start, r, r'], where nothing repeats; as for duplicate_control",
+    "entropy": "evenness of a row: -sum_j A_ij ln A_ij divided by its maximum ln(i + 1), for rows i >= 1",
+    "distance": "mean distance in tokens: the sum of A_ij (i - j) over the sum of A_ij",
+    "sink": "weight of the first token, A_i0, for rows i >= 1 (row 0 has no choice)",
+    "current": "weight of the token itself, A_ii, for rows i >= 1",
+    "previous": "weight of the token before, A_i,i-1, for rows i >= 1",
+    "duplicate": "on [start, r_1..r_L, r_1..r_L]: weight from a token of the second copy to its first copy",
+    "induction": "on the same tokens: weight to the token after its first copy, which is the one to predict",
+    "induction_control": "induction on [start, r, r'], where nothing repeats; duplicate_control likewise",
     "max_logit": "the largest score before the softmax",
-    "ablation": "how much the loss rises without the head, in nats a token",
+    "ablation": "rise of the loss without the head, in nats a token",
 }
 
-# The picture of a head: where its attention goes, by distance from these on, and to the first token (which is in none
-# of them).
+# The share of attention by distance: one number for each interval of distances that begins here, without the first
+# token, and one for the first token.
+BY_DISTANCE = "by_distance"
 DISTANCES = (0, 1, 2, 3, 5, 9, 17, 33, 65)
-PICTURE = "picture"
 
 
-def measure(
-    blocks: Iterable[tuple[int, Tensor, Tensor]], repeat: int | None = None, picture: bool = True
-) -> dict[str, Tensor]:
-    """{metric: (B, H)} of one layer in float64 on the CPU, and PICTURE: (B, H, 10) if that is wanted.
+def measure(blocks: Iterable[tuple[int, Tensor, Tensor]], repeat: int | None = None) -> dict[str, Tensor]:
+    """Metric -> (B, H) of one layer in float64 on the CPU, and BY_DISTANCE -> (B, H, 10).
 
-    A block has the position of its first query, and weights and scores (B, H, rows, keys until the last query).
-    repeat: the L of duplicate and induction, which are left out without it. A metric that has no row is nan.
+    A block is the position of its first query, then weights and scores (B, H, rows, keys up to the last query).
+    repeat: the length L for duplicate and induction; None leaves these two out. A metric without any row is nan.
     """
     sums: dict[str, Tensor | float] = defaultdict(float)
     num_rows: dict[str, int] = defaultdict(int)
     largest = []
 
     def add(name: str, rows: Tensor) -> None:
-        """Rows (B, H, rows), or (B, H, rows, fields)."""
-        exact = torch.float32 if rows.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
+        """Add rows of (B, H, rows) or (B, H, rows, 10)."""
+        exact = torch.float32 if rows.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
         sums[name] = sums[name] + rows.sum(2, dtype=exact)
         num_rows[name] += rows.size(2)
 
@@ -54,17 +52,16 @@ def measure(
         keys = torch.arange(weights.size(3), device=weights.device)
         add("distance", (weights * (positions[:, None] - keys)).sum(-1))
         add("mass", weights.sum(-1))
-        first = max(0, 1 - start)  # the block's row that is query 1 or later
-        later, at = weights[:, :, first:], positions[first:]
-        add("entropy", torch.special.entr(later).sum(-1) / (at + 1).log())
-        add("sink", later[..., 0])
+        first = max(0, 1 - start)  # leaves out query 0
+        later_weights, later_positions = weights[:, :, first:], positions[first:]
+        add("entropy", torch.special.entr(later_weights).sum(-1) / (later_positions + 1).log())
+        add("sink", later_weights[..., 0])
         add("current", at_distance(weights, start, 0, 1))
         add("previous", at_distance(weights, start, 1, 1))
         if repeat is not None:
             add("duplicate", at_distance(weights, start, repeat, repeat + 1))
             add("induction", at_distance(weights, start, repeat - 1, repeat + 1))
-        if picture:
-            add(PICTURE, fields(later, at))
+        add(BY_DISTANCE, by_distance(later_weights, later_positions))
         largest.append(scores.amax((2, 3)))
     means = {name: total.cpu().double() / num_rows[name] for name, total in sums.items()}
     means["distance"] = means["distance"] / means.pop("mass")
@@ -72,14 +69,14 @@ def measure(
 
 
 def at_distance(weights: Tensor, start: int, distance: int, first: int) -> Tensor:
-    """The weights of keys so many tokens back, for the queries from `first` on: (B, H, rows, keys) -> (B, H, some)."""
-    diagonal = weights.diagonal(start - distance, -2, -1)  # begins with the first query that is so far from the start
+    """Weights of the keys `distance` tokens back, of queries from `first` on: (B, H, rows, keys) -> (B, H, queries)."""
+    diagonal = weights.diagonal(start - distance, -2, -1)  # begins with the first query that has such a key
     return diagonal[..., max(0, first - max(start, distance)) :]
 
 
-def fields(weights: Tensor, positions: Tensor) -> Tensor:
-    """The picture of each row: (B, H, rows, keys) of queries at these positions -> (B, H, rows, 10)."""
+def by_distance(weights: Tensor, positions: Tensor) -> Tensor:
+    """Share of each row's attention by distance: (B, H, rows, keys) of queries at `positions` -> (B, H, rows, 10)."""
     until = weights.cumsum(-1)
     back = (positions[:, None] - torch.tensor((*DISTANCES, weights.size(3)), device=weights.device)).clamp(min=0)
-    reached = until.gather(-1, back.expand(*weights.shape[:2], -1, -1))  # by the keys that are at least so far away
-    return torch.cat((reached[..., :-1] - reached[..., 1:], weights[..., :1]), dim=-1)
+    at_least = until.gather(-1, back.expand(*weights.shape[:2], -1, -1))  # keys at least so far back
+    return torch.cat((at_least[..., :-1] - at_least[..., 1:], weights[..., :1]), dim=-1)

@@ -1,10 +1,10 @@
-"""Attention weights of a model as it runs: the queries and keys that its kernel saw, and the proof that they tell all.
+"""Capture the queries and keys of a running model, compute attention weights from them, and prove the weights right.
 
     with capture(model) as att:
-        model(idx)                          # or model.generate(...), whose cached steps become one triangle
-    att.pattern(layer=5, head=1)            # (B, T, T), computed now: only queries and keys were kept, not T x T
-    att.verify()                            # the kernel's own weights, or an error
-    att.scores()["entropy"]                 # (L, H), see inspection/metrics.py
+        model(idx)                          # or model.generate(...): the cached steps are joined into one triangle
+    att.pattern(layer=5, head=1)            # (B, T, T), computed on demand: T x D numbers are stored, not T x T
+    att.verify()                            # raises NotTheKernels if the weights are not the fused kernel's
+    att.scores()["entropy"]                 # (L, H), defined in inspection/metrics.py
 
 Shapes are named as in model/attention.py.
 """
@@ -20,9 +20,10 @@ from inspection.metrics import measure
 from model import GPT
 from model.attention import Attend, attention_scores, attention_weights
 
+# The largest error of a row of weights that rounding explains, for each precision of queries and keys.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-MOST_ROUNDING = 1e-2  # that is allowed besides, for scores of thousands
-BLOCK = 1 << 21  # weights that are computed at a time: time and memory depend on it, results but for rounding not
+MAX_SCORE_ROUNDING = 1e-2  # allowed in addition where scores are in the thousands, and are themselves rounded
+BLOCK_SIZE = 1 << 21  # weights computed at a time; bounds memory and changes results by rounding only
 
 
 class NotTheKernels(ArithmeticError):
@@ -31,23 +32,24 @@ class NotTheKernels(ArithmeticError):
     exit_code = 1
 
 
-class Layer:
-    """What the kernel of one layer was given, call by call: queries, the keys so far, and the mask."""
+class LayerCalls:
+    """The inputs of one layer's kernel, call by call: queries, new keys, and the mask."""
 
     def __init__(self, attend: Attend):
         self.attend = attend
         self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def hook(self, module: Attend, inputs: tuple, output: Tensor) -> None:
+        """Store one call. If its keys do not continue those of the earlier calls, forget the earlier calls."""
         q, k, _, mask, _ = inputs
         q, k = q.detach(), k.detach().to(q.dtype)
-        if not self.continues(k[:, :, : -q.size(2)]):
+        if not self.is_continued_by(k[:, :, : -q.size(2)]):
             self.calls = []
-        self.calls.append((q, k[:, :, self.num_keys :].clone(), mask))  # a clone: a cache is written over
+        self.calls.append((q, k[:, :, self.num_keys :].clone(), mask))  # a copy: the cache is overwritten later
 
-    def continues(self, earlier: Tensor) -> bool:
-        """Whether these keys are those of the calls before: then a cache goes on, else another text has begun."""
-        return bool(self.calls) and torch.equal(earlier, torch.cat([k for _, k, _ in self.calls], dim=2))
+    def is_continued_by(self, past_keys: Tensor) -> bool:
+        """Return True if these keys are those of the earlier calls: a cache is growing. False: a new text begins."""
+        return bool(self.calls) and torch.equal(past_keys, torch.cat([k for _, k, _ in self.calls], dim=2))
 
     @property
     def num_keys(self) -> int:
@@ -55,137 +57,134 @@ class Layer:
 
 
 class Captured:
-    """Queries and keys of a model's layers. A head is written layer.head, both from zero; -1 is the last."""
+    """Queries and keys of a model's layers. Layers and heads are numbered from zero; -1 is the last."""
 
-    def __init__(self, layers: dict[int, Layer], n_layer: int):
+    def __init__(self, layers: dict[int, LayerCalls], n_layer: int):
         self.layers, self.n_layer = layers, n_layer
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and the mask (T_query, T_key) of a layer.
+        """q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and mask (T_query, T_key) of one layer, all calls joined.
 
         Raises IndexError if the model has no such layer, RuntimeError if it was not captured or has not run.
         """
         layer = range(self.n_layer)[layer]
         if layer not in self.layers or not self.layers[layer].calls:
             raise RuntimeError(f"layer {layer} did not run inside `capture`; a compiled model does not notice it")
-        calls = self.layers[layer].calls
-        if len(calls) == 1:
-            return calls[0]
-        q, k = (torch.cat(parts, dim=2) for parts in zip(*[call[:2] for call in calls], strict=True))
-        return q, k, torch.cat([F.pad(mask, (0, k.size(2) - mask.size(1))) for _, _, mask in calls])
+        if len(self.layers[layer].calls) == 1:
+            return self.layers[layer].calls[0]
+        queries, keys, masks = zip(*self.layers[layer].calls, strict=True)
+        q, k = torch.cat(queries, dim=2), torch.cat(keys, dim=2)
+        return q, k, torch.cat([F.pad(mask, (0, k.size(2) - mask.size(1))) for mask in masks])
 
-    def blocks(
-        self, layer: int, rows: range | None = None, head: int | None = None
-    ) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
-        """The arguments of `attention_weights`, a block of queries after the other, in float32 or float64.
+    def blocks(self, layer: int, head: int | None = None) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
+        """Yield the arguments of `attention_weights` for blocks of queries, in float32 (float64 for a float64 model).
 
-        Each comes with the row it begins at, and with the keys until its last query. rows: which are wanted at least,
-        head: which one alone; None: all.
+        Each block comes with the number of its first row, and with the keys up to its last query. head: None for all.
         """
         q, k, mask = self[layer]
         heads = range(q.size(1)) if head is None else [range(q.size(1))[head]]
-        q, k = q[:, heads], k[:, [number // (q.size(1) // k.size(1)) for number in heads]]
+        group = q.size(1) // k.size(1)  # query heads that share a key head
+        q, k = q[:, heads], k[:, [number // group for number in heads]]
         past = k.size(2) - q.size(2)  # queries are always the last positions of their keys
-        wide, height = torch.promote_types(q.dtype, torch.float32), max(1, BLOCK // (q[..., 0, 0].numel() * k.size(2)))
-        rows = range(q.size(2)) if rows is None else rows
-        for start in range(min(rows, default=0), max(rows, default=-1) + 1, height):
-            end = min(start + height, max(rows) + 1)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        weights_per_row = q.size(0) * q.size(1) * k.size(2)
+        height = max(1, BLOCK_SIZE // weights_per_row)
+        for start in range(0, q.size(2), height):
+            end = min(start + height, q.size(2))
             yield start, (q[:, :, start:end].to(wide), k[:, :, : past + end].to(wide), mask[start:end, : past + end])
 
-    def patterns(self, layer: int, rows: slice = slice(None), head: int | None = None) -> Tensor:
-        """The weights of all heads of a layer, or of one, before dropout: (B, H, rows, T) or (B, 1, rows, T).
+    def patterns(self, layer: int, head: int | None = None) -> Tensor:
+        """Attention weights before dropout of all heads of a layer, or of one: (B, H, T_query, T_key), H may be 1.
 
-        They are in float32 (float64 for a float64 model).
+        They are float32 (float64 for a float64 model).
         """
         q, k, _ = self[layer]
-        wanted = range(q.size(2))[rows]
-        wide, H = torch.promote_types(q.dtype, torch.float32), q.size(1) if head is None else 1
-        shown = torch.zeros(q.size(0), H, len(wanted), k.size(2), device=q.device, dtype=wide)
         with exact_products(q.device):
-            for start, block in self.blocks(layer, wanted, head):
-                weights = attention_weights(*block)
-                places = [place for place, row in enumerate(wanted) if start <= row < start + weights.size(2)]
-                shown[:, :, places, : weights.size(3)] = weights[:, :, [wanted[place] - start for place in places]]
-        return shown
+            blocks = [attention_weights(*block) for _, block in self.blocks(layer, head)]
+        return torch.cat([F.pad(weights, (0, k.size(2) - weights.size(3))) for weights in blocks], dim=2)
 
-    def pattern(self, layer: int, head: int, rows: slice = slice(None)) -> Tensor:
-        """The weights of one head, (B, rows, T): row = query, column = key. Raises as indexing does."""
-        return self.patterns(layer, rows, head)[:, 0]
+    def pattern(self, layer: int, head: int) -> Tensor:
+        """Attention weights of one head, (B, T_query, T_key): row = query, column = key. Raises as indexing does."""
+        return self.patterns(layer, head)[:, 0]
 
     def scores(self, repeat: int | None = None) -> dict[str, Tensor]:
-        """{metric: (L, H)}, a mean over the sequences; nan for layers that were not captured."""
+        """Metric -> (L, H), the mean over the sequences; nan for layers that were not captured."""
         return {name: values.mean(0) for name, values in self.measured(repeat).items()}
 
-    def measured(self, repeat: int | None = None, picture: bool = True) -> dict[str, Tensor]:
-        """{metric: (B, L, H)}, as inspection/metrics.py defines them; no T x T is ever in memory.
+    def measured(self, repeat: int | None = None) -> dict[str, Tensor]:
+        """Metric -> (B, L, H) as defined in inspection/metrics.py, without ever storing a T x T matrix.
 
-        repeat: the text is a `repeat_probe` of this many tokens, twice; picture: whether to measure PICTURE too.
+        repeat: the length L of the repeated part if the text is a `repeat_probe`.
         """
-        if not self.layers:
-            raise RuntimeError("no layer was captured")
+        self.require_layers()
 
-        def looked_at(layer: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        def weights_and_scores(layer: int) -> Iterator[tuple[int, Tensor, Tensor]]:
             for _, block in self.blocks(layer):
-                yield block[1].size(2) - block[0].size(2), attention_weights(*block), attention_scores(*block)
+                first_position = block[1].size(2) - block[0].size(2)
+                yield first_position, attention_weights(*block), attention_scores(*block)
 
-        layers = {}
-        for number in self.layers:
-            with exact_products(self[number][0].device), torch.no_grad():
-                layers[number] = measure(looked_at(number), repeat, picture)
-        none = {name: torch.full_like(values, torch.nan) for name, values in next(iter(layers.values())).items()}
-        every = [layers.get(number, none) for number in range(self.n_layer)]
-        return {name: torch.stack([layer[name] for layer in every], dim=1) for name in none}
+        measured = {}
+        for layer in self.layers:
+            with exact_products(self[layer][0].device), torch.no_grad():
+                measured[layer] = measure(weights_and_scores(layer), repeat)
+        missing = {name: torch.full_like(values, torch.nan) for name, values in next(iter(measured.values())).items()}
+        layers = [measured.get(layer, missing) for layer in range(self.n_layer)]
+        return {name: torch.stack([layer[name] for layer in layers], dim=1) for name in missing}
 
     def verify(self, seed: int = 0) -> dict[int, float]:
-        """The largest error of a row of weights in each layer, measured against the kernel itself.
+        """Prove the weights of each captured layer against its kernel; return the largest error of a row per layer.
 
-        The kernel runs again on the same queries, keys and mask, with values that are 1 or -1 at random. If a row of
-        our weights is off by e, the two outputs differ by |e| in the mean square over the D columns, wherever the
-        error hides (Freivalds 1977). Raises NotTheKernels beyond what rounding explains.
+        The kernel runs again on the same queries, keys and mask, with random values of 1 and -1. If a row of our
+        weights is wrong by a vector e, the mean square difference of the two outputs over the D columns is |e|^2 on
+        average, whatever the direction of e (Freivalds 1977). Raises NotTheKernels if an error exceeds rounding.
         """
-        if not self.layers:
-            raise RuntimeError("no layer was captured")
+        self.require_layers()
         errors = {}
         for number, layer in self.layers.items():
             q, k, _ = self[number]
             signs = torch.randint(2, k.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8) * 2 - 1
             v, wide, group = signs.to(k), torch.promote_types(q.dtype, torch.float32), q.size(1) // k.size(1)
-            values, lengths = (
-                x.repeat_interleave(group, dim=1) for x in (v.to(wide), k.to(wide).norm(dim=-1, keepdim=True))
-            )
-            worst, beyond = [], []
+            values = v.to(wide).repeat_interleave(group, dim=1)
+            key_norms = k.to(wide).norm(dim=-1, keepdim=True).repeat_interleave(group, dim=1)
+            worst, beyond_rounding = [], []
             with exact_products(q.device), torch.no_grad():
-                theirs = [
-                    layer.attend.forward(part, k[:, :, : mask.size(1)], v[:, :, : mask.size(1)], mask)
-                    for part, _, mask in layer.calls
-                ]
-                theirs = torch.cat(theirs, dim=2)
+                kernel_outputs = []
+                for queries, _, mask in layer.calls:
+                    T_key = mask.size(1)
+                    kernel_outputs.append(layer.attend.forward(queries, k[:, :, :T_key], v[:, :, :T_key], mask))
+                expected = torch.cat(kernel_outputs, dim=2)
                 for start, block in self.blocks(number):
                     weights, queries = attention_weights(*block), block[0]
                     rows, keys = slice(start, start + weights.size(2)), slice(weights.size(3))
-                    difference = weights @ values[:, :, keys] - theirs[:, :, rows].to(wide)
+                    difference = weights @ values[:, :, keys] - expected[:, :, rows].to(wide)
                     error = difference.square().mean(-1).sqrt()
-                    # The scores themselves are rounded, by more the larger they are; this counts where a row looks.
-                    sizes = queries.norm(dim=-1) * (weights @ lengths[:, :, keys]).squeeze(-1) / q.size(-1) ** 0.5
+                    # Scores are rounded in proportion to |q| |k| / sqrt(D). Only keys with weight can move the output.
+                    mean_key_norms = (weights @ key_norms[:, :, keys]).squeeze(-1)
+                    score_sizes = queries.norm(dim=-1) * mean_key_norms / q.size(-1) ** 0.5
+                    rounding = (2 * torch.finfo(wide).eps * score_sizes).clamp(max=MAX_SCORE_ROUNDING)
                     worst.append(error.max())
-                    beyond.append((error - (2 * torch.finfo(wide).eps * sizes).clamp(max=MOST_ROUNDING)).max())
+                    beyond_rounding.append((error - rounding).max())
             errors[number] = torch.stack(worst).max().item()
-            if not torch.stack(beyond).max().item() <= TOLERANCE[q.dtype]:
+            if not torch.stack(beyond_rounding).max().item() <= TOLERANCE[q.dtype]:  # also raises for nan
                 raise NotTheKernels(
                     f"layer {number}: the weights shown are not those of the kernel, a row is off by "
                     f"{errors[number]:.2g} ({q.dtype}, at most {TOLERANCE[q.dtype]:.0e} is rounding)"
                 )
         return errors
 
+    def require_layers(self) -> None:
+        if not self.layers:
+            raise RuntimeError("no layer was captured")
+
 
 @contextmanager
 def capture(model: GPT, layers: Sequence[int] | None = None) -> Iterator[Captured]:
-    """Keep queries and keys of these layers (None: of all) while the model runs inside.
+    """Capture queries and keys of these layers (None: all) while the model runs inside the `with` block.
 
-    Another sequence replaces the one before. Outputs and gradients are what they are without it, to the last bit.
+    A new sequence replaces the one before. Outputs and gradients are the same as without capture, to the last bit.
     """
     numbers = range(len(model.blocks)) if layers is None else [range(len(model.blocks))[layer] for layer in layers]
-    captured = {number: Layer(model.blocks[number].attention.attend) for number in numbers}
+    captured = {number: LayerCalls(model.blocks[number].attention.attend) for number in numbers}
     hooks = [layer.attend.register_forward_hook(layer.hook) for layer in captured.values()]
     try:
         yield Captured(captured, len(model.blocks))
@@ -196,7 +195,7 @@ def capture(model: GPT, layers: Sequence[int] | None = None) -> Iterator[Capture
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Products in the precision of their factors: without a GPU's TF32, and without autocast."""
+    """Multiply matrices in the precision of their factors: without a GPU's TF32, and without autocast."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

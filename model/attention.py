@@ -25,7 +25,7 @@ def make_causal_mask(context_length: int, device: torch.device | None = None) ->
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    """Return Q K^T / sqrt(D), -inf where a query may not attend. Shapes as in `attention_weights`."""
+    """Return how well each query matches each key, -inf where it may not attend. Shapes as in `attention_weights`."""
     k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)  # the query heads of a group share its keys
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
     return scores.masked_fill(~mask, float("-inf"))
@@ -36,7 +36,7 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
 
     q is (B, H, T_query, D), k is (B, n_kv_head, T_key, D), and the queries belong to the last T_query positions of k.
     mask is (T_query, T_key), True = may attend. The result is (B, H, T_query, T_key): row = query, column = key.
-    Inspection calls this function, training does not: make a change here in `Attend` too.
+    Inspection calls this function and training does not: whoever changes it has to change `Attend` too.
     """
     return attention_scores(q, k, mask).softmax(dim=-1)
 
@@ -125,7 +125,7 @@ class CausalSelfAttention(nn.Module):
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         if cache is not None:
             k, v = cache.append(k, v)
-        mask = self.causal_mask[positions, : k.size(-2)]  # x's rows of the triangle
+        mask = self.causal_mask[positions, : k.size(-2)]  # the rows of the triangle that belong to x
         y = self.attend(q, k, v, mask, self.attention_dropout if self.training else 0.0)
         return self.residual_dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # (B, H, T, D) -> (B, T, H * D) -> C
 

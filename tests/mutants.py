@@ -1,8 +1,8 @@
-"""The proof of the proof: attention as it is got wrong, and which of our tests notice.
+"""Mistakes that people make in attention, and which of our tests notice each.
 
-Each mutant is this project with one mistake in it, most of them seen in published code; each check is tests of this
-suite by their names. tests/test_mutants.py wants every mutant killed by the checks named beside it, and all that leak
-by the certificate. The whole matrix, for tests/README.md:
+A mutant is this project with one mistake in it; most were seen in published code. A check is a few tests of this suite,
+called by their names. The table in tests/README.md says which check notices which mistake; tests/test_mutants.py holds
+the two together. To print the table:
 
     python -m tests.mutants
 """
@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -31,18 +30,7 @@ from model.gpt import Block
 from tests import test_attention, test_batches, test_capture, test_causality, test_gpt, test_leakage
 from training.config import TrainError
 
-MINUS_INFINITY = float("-inf")
-
-
-class Mutant(NamedTuple):
-    apply: Callable[[pytest.MonkeyPatch], None]
-    killers: str
-    """Checks that must notice it, separated by spaces."""
-    leaks: bool = True
-    """Whether the certificate must refuse it: a position sees, or misses, what it should not."""
-
-
-MUTANTS: dict[str, Mutant] = {}
+Weights = Callable[[Attend, Tensor, Tensor], Tensor]
 
 
 # ------------------------------------------------------------------------------------------ mistakes in the weights
@@ -54,223 +42,115 @@ def triangle(scores: Tensor, diagonal: int = 0) -> Tensor:
     return torch.ones(T_query, T_key, dtype=torch.bool).tril(T_key - T_query + diagonal)
 
 
-def weigh(name: str, killers: str, leaks: bool = True) -> Callable:
-    """A mutant whose weights are computed from scores and mask by the decorated function."""
-
-    def add(weights: Callable[[Attend, Tensor, Tensor], Tensor]) -> None:
-        def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
-            group = q.size(1) // k.size(1)
-            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-            self.group, self.dropout = group, dropout
-            scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-            return F.dropout(weights(self, scores, mask), dropout) @ v
-
-        MUTANTS[name] = Mutant(lambda patch: patch.setattr(Attend, "forward", forward), killers, leaks)
-
-    return add
+def fill(scores: Tensor, mask: Tensor, value: float = -math.inf) -> Tensor:
+    return scores.masked_fill(~mask, value)
 
 
 def causal(scores: Tensor) -> Tensor:
-    return scores.masked_fill(~triangle(scores), MINUS_INFINITY).softmax(-1)
+    return fill(scores, triangle(scores)).softmax(-1)
 
 
-@weigh("the correct formula", "", leaks=False)
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill(~mask, MINUS_INFINITY).softmax(-1)
-
-
-@weigh("no mask", "future gradient oracle prefix")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
+def filled_for_nothing(layer: Attend, scores: Tensor, mask: Tensor) -> Tensor:
+    fill(scores, mask)
     return scores.softmax(-1)
 
 
-@weigh("masked_fill without using its result", "future gradient oracle prefix")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    scores.masked_fill(~mask, MINUS_INFINITY)
-    return scores.softmax(-1)
-
-
-@weigh("mask after softmax", "future gradient oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.softmax(-1) * mask
-
-
-@weigh("mask after softmax, rows rescaled", "extreme")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    weights = scores.softmax(-1) * mask
-    return weights / weights.sum(-1, keepdim=True)
-
-
-@weigh("scores multiplied by the mask", "future gradient oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return (scores * mask).softmax(-1)
-
-
-@weigh("(1 - mask) times minus infinity", "oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return (scores + (1 - mask.to(scores)) * MINUS_INFINITY).softmax(-1)
-
-
-@weigh("softmax over the queries", "future oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill(~mask, MINUS_INFINITY).softmax(-2)
-
-
-@weigh("softmax over the heads", "oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill(~mask, MINUS_INFINITY).softmax(1)
-
-
-@weigh("softmax over the heads, -1e9", "future oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill(~mask, -1e9).softmax(1)
-
-
-@weigh("diagonal off by one: sees the next token", "future gradient oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill(~triangle(scores, 1), MINUS_INFINITY).softmax(-1)
-
-
-@weigh("diagonal off by one: does not see itself", "oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill(~triangle(scores, -1), MINUS_INFINITY).softmax(-1)
-
-
-@weigh("diagonal off by one: does not see itself, -1e9", "future oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill(~triangle(scores, -1), -1e9).softmax(-1)
-
-
-@weigh("mask transposed", "future gradient oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    mask = mask.T if mask.size(0) == mask.size(1) else mask
-    return scores.masked_fill(~mask, MINUS_INFINITY).softmax(-1)
-
-
-@weigh("mask laid over (batch, keys)", "future oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
+def laid_over_batch(layer: Attend, scores: Tensor, mask: Tensor) -> Tensor:
     mask = mask[: scores.size(0), None, None] if len(mask) >= scores.size(0) else mask
-    return scores.masked_fill(~mask, MINUS_INFINITY).softmax(-1)
+    return fill(scores, mask).softmax(-1)
 
 
-@weigh("mask value -1e4", "extreme")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill(~mask, -1e4).softmax(-1)
+def with_extra_rows(rows: slice, columns: slice = slice(None)) -> Weights:
+    """The weights of a mask that is open in these rows and columns."""
+
+    def weights(layer: Attend, scores: Tensor, mask: Tensor) -> Tensor:
+        mask = triangle(scores)
+        mask[rows, columns] = True
+        return fill(scores, mask).softmax(-1)
+
+    return weights
 
 
-@weigh("mask value -1e9", "half", leaks=False)
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill(~mask, -1e9).softmax(-1)
+def unmasked_if(leaks: Callable[[Attend, Tensor], bool]) -> Weights:
+    """Weights without a mask where leaks(layer, scores), else correct ones."""
+    return lambda layer, scores, mask: scores.softmax(-1) if leaks(layer, scores) else causal(scores)
 
 
-@weigh("scale sqrt(C)", "oracle", leaks=False)
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return causal(scores / math.sqrt(scores.size(1)))
+# mistake -> (layer, scores, mask) -> weights. scores: (B, H, T_query, T_key); the layer knows `group`, query heads per
+# key head, and `dropout`.
+WEIGHTS: dict[str, Weights] = {
+    "no mask": unmasked_if(lambda layer, scores: True),
+    "masked_fill without using its result": filled_for_nothing,
+    "mask after softmax": lambda layer, scores, mask: scores.softmax(-1) * mask,
+    "mask after softmax, rows rescaled": lambda layer, scores, mask: F.normalize(scores.softmax(-1) * mask, 1, -1),
+    "scores multiplied by the mask": lambda layer, scores, mask: (scores * mask).softmax(-1),
+    "(1 - mask) times minus infinity": lambda layer, scores, mask: (scores + (1 - mask.to(scores)) * -math.inf).softmax(
+        -1
+    ),
+    "softmax over the queries": lambda layer, scores, mask: fill(scores, mask).softmax(-2),
+    "softmax over the heads": lambda layer, scores, mask: fill(scores, mask).softmax(1),
+    "softmax over the heads, -1e9": lambda layer, scores, mask: fill(scores, mask, -1e9).softmax(1),
+    "diagonal off by one: sees the next token": lambda layer, scores, mask: fill(scores, triangle(scores, 1)).softmax(
+        -1
+    ),
+    "diagonal off by one: does not see itself": lambda layer, scores, mask: fill(scores, triangle(scores, -1)).softmax(
+        -1
+    ),
+    "diagonal off by one: does not see itself, -1e9": lambda layer, scores, mask: fill(
+        scores, triangle(scores, -1), -1e9
+    ).softmax(-1),
+    "mask transposed": lambda layer, scores, mask: fill(
+        scores, mask.T if mask.size(0) == mask.size(1) else mask
+    ).softmax(-1),
+    "mask laid over (batch, keys)": laid_over_batch,
+    "mask value -1e4": lambda layer, scores, mask: fill(scores, mask, -1e4).softmax(-1),
+    "mask value -1e9": lambda layer, scores, mask: fill(scores, mask, -1e9).softmax(-1),
+    "scale sqrt(C)": lambda layer, scores, mask: causal(scores / math.sqrt(scores.size(1))),
+    "no scale": lambda layer, scores, mask: causal(scores * math.sqrt(5)),
+    "dropout of weights in evaluation": lambda layer, scores, mask: F.dropout(causal(scores), 0.1),
+    "weights normalised over the batch": lambda layer, scores, mask: F.normalize(causal(scores), 1, 0),
+    "no mask in training": unmasked_if(lambda layer, scores: layer.training),
+    "no mask in evaluation": unmasked_if(lambda layer, scores: not layer.training),
+    "no mask with dropout": unmasked_if(lambda layer, scores: layer.dropout > 0),
+    "no mask under autograd": unmasked_if(lambda layer, scores: torch.is_grad_enabled()),
+    "no mask without autograd": unmasked_if(lambda layer, scores: not torch.is_grad_enabled()),
+    "no mask for grouped heads": unmasked_if(lambda layer, scores: layer.group > 1),
+    "no mask in one head": lambda layer, scores, mask: torch.cat(
+        (causal(scores[:, :-1]), scores[:, -1:].softmax(-1)), dim=1
+    ),
+    "no mask in bfloat16": unmasked_if(lambda layer, scores: scores.dtype == torch.bfloat16),
+    "no mask beyond 128 tokens": with_extra_rows(slice(128, None)),
+    "only the last but one sees the last token": with_extra_rows(slice(-2, None)),
+    "only the first sees the second token": with_extra_rows(slice(0, 1), slice(0, 2)),
+    "leak of 1e-6": lambda layer, scores, mask: causal(scores) + 1e-6 * scores.softmax(-1),
+    "leak of 1e-12, below rounding": lambda layer, scores, mask: causal(scores) + 1e-12 * scores.softmax(-1),
+    "is_causal with a cache: aligned to the top left": lambda layer, scores, mask: fill(
+        scores, torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    ).softmax(-1),
+    "no mask when a cache is filled in chunks": unmasked_if(lambda layer, scores: scores.size(-2) != scores.size(-1)),
+}
 
 
-@weigh("no scale", "oracle", leaks=False)
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return causal(scores * math.sqrt(5))
+def attend_with(weights: Weights) -> Callable[[pytest.MonkeyPatch], None]:
+    """The change to a project whose attention has these weights."""
+
+    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
+        self.group, self.dropout = q.size(1) // k.size(1), dropout
+        k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+        return F.dropout(weights(self, scores, mask), dropout) @ v
+
+    return lambda patch: patch.setattr(Attend, "forward", forward)
 
 
-@weigh("dropout of weights in evaluation", "repeatable oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return F.dropout(causal(scores), 0.1)
-
-
-@weigh("weights normalised over the batch", "batch oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    weights = causal(scores)
-    return weights / weights.sum(0, keepdim=True).clamp(min=1e-9)
-
-
-@weigh("no mask in training", "training")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.softmax(-1) if self.training else causal(scores)
-
-
-@weigh("no mask in evaluation", "future oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return causal(scores) if self.training else scores.softmax(-1)
-
-
-@weigh("no mask with dropout", "training")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.softmax(-1) if self.dropout else causal(scores)
-
-
-@weigh("no mask under autograd", "gradient oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.softmax(-1) if torch.is_grad_enabled() else causal(scores)
-
-
-@weigh("no mask without autograd", "future")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return causal(scores) if torch.is_grad_enabled() else scores.softmax(-1)
-
-
-@weigh("no mask for grouped heads", "future oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.softmax(-1) if self.group > 1 else causal(scores)
-
-
-@weigh("no mask in one head", "future oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return torch.cat((causal(scores[:, :-1]), scores[:, -1:].softmax(-1)), dim=1)
-
-
-@weigh("no mask in bfloat16", "autocast")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.softmax(-1) if scores.dtype == torch.bfloat16 else causal(scores)
-
-
-@weigh("no mask beyond 128 tokens", "long")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    mask = triangle(scores)
-    mask[128:] = True
-    return scores.masked_fill(~mask, MINUS_INFINITY).softmax(-1)
-
-
-@weigh("only the last but one sees the last token", "future gradient oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    mask = triangle(scores)
-    mask[-2:] = True
-    return scores.masked_fill(~mask, MINUS_INFINITY).softmax(-1)
-
-
-@weigh("only the first sees the second token", "future gradient oracle")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    mask = triangle(scores)
-    mask[0, :2] = True
-    return scores.masked_fill(~mask, MINUS_INFINITY).softmax(-1)
-
-
-@weigh("leak of 1e-6", "future gradient")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return causal(scores) + 1e-6 * scores.softmax(-1)
-
-
-@weigh("leak of 1e-12, below rounding", "gradient")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return causal(scores) + 1e-12 * scores.softmax(-1)
-
-
-@weigh("is_causal with a cache: aligned to the top left", "cache")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    return scores.masked_fill(~mask, MINUS_INFINITY).softmax(-1)
-
-
-@weigh("no mask when a cache is filled in chunks", "cache")
-def _(self: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    return causal(scores) if scores.size(-2) == scores.size(-1) else scores.softmax(-1)
+MUTANTS = {name: attend_with(weights) for name, weights in WEIGHTS.items()}
 
 
 # ------------------------------------------------------------------------------------- mistakes around the weights
 
 
-def replace(name: str, owner: type, method: str, killers: str, leaks: bool = True) -> Callable:
-    """A mutant in which the decorated function takes the place of a method; it gets the original as its first."""
+def replace(name: str, owner: type, method: str) -> Callable:
+    """A mutant whose method is the decorated function, which gets the original method as its first argument."""
 
     def add(wrong: Callable) -> None:
         original = getattr(owner, method)
@@ -278,24 +158,24 @@ def replace(name: str, owner: type, method: str, killers: str, leaks: bool = Tru
         def mutated(self: object, *arguments: object, **options: object) -> object:
             return wrong(original, self, *arguments, **options)
 
-        MUTANTS[name] = Mutant(lambda patch: patch.setattr(owner, method, mutated), killers, leaks)
+        MUTANTS[name] = lambda patch: patch.setattr(owner, method, mutated)
 
     return add
 
 
-@replace("queries and keys swapped", Attend, "forward", "oracle", leaks=False)
+@replace("queries and keys swapped", Attend, "forward")
 def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     if q.size(-2) != k.size(-2):
         return original(self, q, k, v, *rest)
     return original(self, k.repeat_interleave(q.size(1) // k.size(1), dim=1), q, v, *rest)
 
 
-@replace("values centred over time", Attend, "forward", "future gradient oracle")
+@replace("values centred over time", Attend, "forward")
 def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     return original(self, q, k, v - 0.1 * v.mean(2, keepdim=True), *rest)
 
 
-@replace("summaries of whole blocks", Attend, "forward", "future gradient oracle")
+@replace("summaries of whole blocks", Attend, "forward")
 def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     y = original(self, q, k, v, *rest)
     if q.size(-2) != k.size(-2):
@@ -306,7 +186,7 @@ def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: 
     return y + summary.repeat_interleave(q.size(1) // v.size(1), dim=1)
 
 
-@replace("heads viewed without a transpose, both ways", CausalSelfAttention, "forward", "gradient oracle")
+@replace("heads viewed without a transpose, both ways", CausalSelfAttention, "forward")
 def _(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = None) -> Tensor:
     if cache is not None:
         return original(self, x, cache)
@@ -315,7 +195,7 @@ def _(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = 
     return self.o_proj(self.attend(q, k, v, self.causal_mask[:T, :T]).reshape(B, T, -1))
 
 
-@replace("heads merged without a transpose", CausalSelfAttention, "forward", "future gradient oracle")
+@replace("heads merged without a transpose", CausalSelfAttention, "forward")
 def _(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = None) -> Tensor:
     if cache is not None:
         return original(self, x, cache)
@@ -324,7 +204,7 @@ def _(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = 
     return self.o_proj(self.attend(q, k, v, self.causal_mask[:T, :T]).reshape(B, T, -1))
 
 
-@replace("projections in a Python list", CausalSelfAttention, "__init__", "parameters", leaks=False)
+@replace("projections in a Python list", CausalSelfAttention, "__init__")
 def _(original: Callable, self: CausalSelfAttention, *arguments: object, **options: object) -> None:
     original(self, *arguments, **options)
     self.heads = [self.q_proj]
@@ -332,7 +212,7 @@ def _(original: Callable, self: CausalSelfAttention, *arguments: object, **optio
     self.__dict__["q_proj"] = self.heads[0]
 
 
-@replace("the next token's embedding is added", GPT, "forward", "future")
+@replace("the next token's embedding is added", GPT, "forward")
 def _(original: Callable, self: GPT, idx: Tensor) -> Tensor:
     ahead = self.token_embedding.register_forward_hook(lambda module, inputs, x: x + 0.1 * x.roll(-1, 1))
     try:
@@ -341,27 +221,27 @@ def _(original: Callable, self: GPT, idx: Tensor) -> Tensor:
         ahead.remove()
 
 
-@replace("norm with statistics over time", Block, "forward", "future gradient")
+@replace("norm with statistics over time", Block, "forward")
 def _(original: Callable, self: Block, x: Tensor, cache: object = None) -> Tensor:
     return original(self, x - 0.1 * x.mean(1, keepdim=True), cache)
 
 
-@replace("norm with statistics over the batch", Block, "forward", "batch")
+@replace("norm with statistics over the batch", Block, "forward")
 def _(original: Callable, self: Block, x: Tensor, cache: object = None) -> Tensor:
     return original(self, x - 0.1 * x.mean(0, keepdim=True), cache)
 
 
-@replace("MLP that shifts the wrong way", MLP, "forward", "future gradient")
+@replace("MLP that shifts the wrong way", MLP, "forward")
 def _(original: Callable, self: MLP, x: Tensor) -> Tensor:
     return original(self, x + 0.1 * x.roll(-1, 1))
 
 
-@replace("logits of the next position", GPT, "logits", "future gradient")
+@replace("logits of the next position", GPT, "logits")
 def _(original: Callable, self: GPT, hidden: Tensor) -> Tensor:
     return original(self, hidden.roll(-1, -2))
 
 
-@replace("no mask in the last layer", GPT, "__init__", "future gradient")
+@replace("no mask in the last layer", GPT, "__init__")
 def _(original: Callable, self: GPT, *arguments: object) -> None:
     original(self, *arguments)
     seeing = self.blocks[-1].attention.attend
@@ -370,7 +250,7 @@ def _(original: Callable, self: GPT, *arguments: object) -> None:
     )
 
 
-@replace("remembers the text before", GPT, "forward", "repeatable")
+@replace("remembers the text before", GPT, "forward")
 def _(original: Callable, self: GPT, idx: Tensor) -> Tensor:
     before = self.__dict__.get("before", 0.0)
     logits = original(self, idx)
@@ -378,7 +258,7 @@ def _(original: Callable, self: GPT, idx: Tensor) -> Tensor:
     return logits + 0.01 * before
 
 
-@replace("positions counted from the end", GPT, "hidden", "prefix cache", leaks=False)
+@replace("positions counted from the end", GPT, "hidden")
 def _(original: Callable, self: GPT, idx: Tensor, caches: list | None = None) -> Tensor:
     table = self.position_embedding.weight
     flipped = torch.cat((table[: idx.size(1)].flip(0), table[idx.size(1) :]))
@@ -389,20 +269,20 @@ def _(original: Callable, self: GPT, idx: Tensor, caches: list | None = None) ->
         self.position_embedding.weight = table
 
 
-@replace("mask not filled again after to_empty", GPT, "_apply", "mask", leaks=False)
+@replace("mask not filled again after to_empty", GPT, "_apply")
 def _(original: Callable, self: GPT, fn: Callable, recurse: bool = True) -> GPT:
     nn.Module._apply(self, fn, recurse)
     self.lm_head.weight = self.token_embedding.weight
     return self
 
 
-@replace("cache returns the keys of this call only", LayerCache, "append", "cache")
+@replace("cache returns the keys of this call only", LayerCache, "append")
 def _(original: Callable, self: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = original(self, k, v)
     return keys[:, :, -k.size(2) :], values[:, :, -k.size(2) :]
 
 
-@replace("cache forgets the oldest value", LayerCache, "append", "cache", leaks=False)
+@replace("cache forgets the oldest value", LayerCache, "append")
 def _(original: Callable, self: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     began = self.length
     keys, values = original(self, k, v)
@@ -411,17 +291,17 @@ def _(original: Callable, self: LayerCache, k: Tensor, v: Tensor) -> tuple[Tenso
     return keys, values
 
 
-def unmasked_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+def formula_without_mask(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
     return (q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).softmax(-1)
 
 
 def unmask_the_formula(patch: pytest.MonkeyPatch) -> None:
     for user in (model.attention, inspection.patterns, test_attention, test_leakage):
-        patch.setattr(user, "attention_weights", unmasked_weights)
+        patch.setattr(user, "attention_weights", formula_without_mask)
 
 
-def targets_not_shifted(patch: pytest.MonkeyPatch) -> None:
+def do_not_shift_targets(patch: pytest.MonkeyPatch) -> None:
     def to_device(windows: object, device: torch.device) -> tuple[Tensor, Tensor]:
         ids = torch.from_numpy(windows.copy()).long()
         return ids[:, :-1], ids[:, :-1]
@@ -429,15 +309,15 @@ def targets_not_shifted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(data.batches, "to_device", to_device)
 
 
-def all_see_all(patch: pytest.MonkeyPatch) -> None:
+def fill_the_triangle(patch: pytest.MonkeyPatch) -> None:
     for user in (model.attention, model.gpt):
         patch.setattr(user, "make_causal_mask", lambda T, device=None: torch.ones(T, T, dtype=torch.bool))
-    MUTANTS["the correct formula"].apply(patch)
+    attend_with(lambda layer, scores, mask: fill(scores, mask).softmax(-1))(patch)  # the fused kernel has its own mask
 
 
-MUTANTS["the triangle itself is full"] = Mutant(all_see_all, "future mask")
-MUTANTS["no mask where weights are asked for"] = Mutant(unmask_the_formula, "weights inspection", leaks=False)
-MUTANTS["targets are the inputs"] = Mutant(targets_not_shifted, "targets", leaks=False)
+MUTANTS["the triangle itself is full"] = fill_the_triangle
+MUTANTS["no mask where weights are asked for"] = unmask_the_formula
+MUTANTS["targets are the inputs"] = do_not_shift_targets
 
 
 # ------------------------------------------------------------------------------------------------------- the checks
@@ -484,10 +364,10 @@ CHECKS = {
 
 
 @contextlib.contextmanager
-def mutated(name: str) -> Iterator[None]:
+def mutated(mistake: str) -> Iterator[None]:
     """The project with this mistake in it."""
     with pytest.MonkeyPatch.context() as patch:
-        MUTANTS[name].apply(patch)
+        MUTANTS[mistake](patch)
         yield
 
 
@@ -499,25 +379,25 @@ def run(check: str) -> None:
             call()
 
 
-def kills(check: str, mutant: str) -> bool:
-    """Whether a test of the check fails on the mutant."""
-    with mutated(mutant):
+def kills(check: str, mistake: str) -> bool:
+    """True if a test of the check fails on the mutant. The certificate has to refuse it; a crash is not enough."""
+    with mutated(mistake):
         try:
             run(check)
         except TrainError:
             return True
         except Exception:
-            return check != "certificate"  # which has to say it; elsewhere a crash is a kill too
+            return check != "certificate"
     return False
 
 
-def matrix() -> str:
-    """Which checks notice which mistake, and which tests the checks are, as Markdown."""
+def table() -> str:
+    """Format as Markdown which checks notice which mistake, and which tests the checks are."""
     lines = ["| mistake | certificate | others that notice it |", "|---|---|---|"]
-    for mutant in MUTANTS:
-        killers = [check for check in CHECKS if kills(check, mutant)]
+    for mistake in MUTANTS:
+        killers = [check for check in CHECKS if kills(check, mistake)]
         certificate = "refuses" if "certificate" in killers else "-"
-        lines.append(f"| {mutant} | {certificate} | {', '.join(k for k in killers if k != 'certificate') or '-'} |")
+        lines.append(f"| {mistake} | {certificate} | {', '.join(k for k in killers if k != 'certificate')} |")
     lines += ["", "| check | tests |", "|---|---|"]
     for check, tests in CHECKS.items():
         names = dict.fromkeys(f"`{call.func.__module__.removeprefix('tests.')}.{call.func.__name__}`" for call in tests)
@@ -528,4 +408,4 @@ def matrix() -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(matrix())
+    print(table())

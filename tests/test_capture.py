@@ -1,11 +1,12 @@
-"""What is shown is what the kernel used: patterns, their proof, and that capturing changes nothing."""
+"""Shown weights are the kernel's: captured patterns, their proof, and that capturing changes nothing."""
 
 import pytest
 import torch
+from torch import Tensor
 
 import inspection.patterns
 from inspection import Captured, NotTheKernels, capture
-from inspection.patterns import Layer
+from inspection.patterns import LayerCalls
 from model import GPT
 from model.attention import Attend, attention_weights, make_causal_mask
 from tests.conftest import make_gpt
@@ -14,12 +15,26 @@ B, T, V, L, H = 2, 11, 17, 2, 3
 WEIGHTS = attention_weights
 
 
+def run_captured(model: GPT, idx: Tensor, layers: list[int] | None = None) -> Captured:
+    with capture(model, layers) as att:
+        model(idx)
+    return att
+
+
+def attend_captured(q: Tensor, k: Tensor) -> Captured:
+    """One call of the kernel alone."""
+    attend = Attend()
+    layer = LayerCalls(attend)
+    hook = attend.register_forward_hook(layer.hook)
+    attend(q, k, torch.randn_like(k), make_causal_mask(q.size(2)), 0.0)
+    hook.remove()
+    return Captured({0: layer}, 1)
+
+
 @pytest.mark.parametrize("dtype", inspection.patterns.TOLERANCE, ids=str)
 @pytest.mark.parametrize("n_kv_head", [1, 3])
 def test_patterns_are_proved_in_every_precision(n_kv_head: int, dtype: torch.dtype) -> None:
-    model = make_gpt(n_kv_head=n_kv_head).to(dtype).eval()
-    with capture(model) as att:
-        model(torch.randint(V, (B, T)))
+    att = run_captured(make_gpt(n_kv_head=n_kv_head).to(dtype).eval(), torch.randint(V, (B, T)))
     assert list(att.verify()) == [0, 1]
     for layer in range(L):
         for head in range(H):
@@ -35,8 +50,7 @@ def test_the_weights_of_earlier_tokens_do_not_move_when_later_tokens_do() -> Non
     changed = torch.cat((idx[:, :5], (idx[:, 5:] + 1) % V), dim=1)
     shown = []
     for tokens in (idx, changed):
-        with capture(model) as att:
-            model(tokens)
+        att = run_captured(model, tokens)
         att.verify()
         shown.append(torch.stack([att.pattern(layer, head) for layer in range(L) for head in range(H)]))
     assert torch.equal(shown[0][:, :, :5], shown[1][:, :, :5])
@@ -49,11 +63,9 @@ def test_cached_steps_become_the_triangle_of_one_pass(n_kv_head: int) -> None:
     with capture(model) as steps:
         text = model.generate(idx, 7, temperature=0)
     steps.verify()
-    with capture(model) as whole:
-        model(text[:, :-1])
+    whole = run_captured(model, text[:, :-1])
     for layer in range(L):
-        for head in range(H):
-            torch.testing.assert_close(steps.pattern(layer, head), whole.pattern(layer, head), rtol=0, atol=1e-6)
+        torch.testing.assert_close(steps.patterns(layer), whole.patterns(layer), rtol=0, atol=1e-6)
 
 
 def test_another_sequence_replaces_the_one_before() -> None:
@@ -67,21 +79,6 @@ def test_another_sequence_replaces_the_one_before() -> None:
     assert att.pattern(0, 0).shape == (B, 5, 5)
 
 
-def test_rows_are_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_gpt().eval()
-    with capture(model, layers=[-1]) as att:
-        model(torch.randint(V, (B, T)))
-    whole = att.pattern(1, 2)
-    torch.testing.assert_close(att.pattern(1, 2, slice(3, 7)), whole[:, 3:7], rtol=0, atol=1e-7)
-    monkeypatch.setattr(inspection.patterns, "BLOCK", 3 * B * H * T)
-    torch.testing.assert_close(att.pattern(1, 2), whole, rtol=0, atol=1e-7)
-    torch.testing.assert_close(att.pattern(-1, -1), whole, rtol=0, atol=1e-7)
-    assert att.pattern(1, 2, slice(7, 1, -2)).shape == (B, 3, T)
-    for layer, head, error in ((0, 0, RuntimeError), (2, 0, IndexError), (1, 3, IndexError)):
-        with pytest.raises(error):
-            att.pattern(layer, head)
-
-
 def test_two_texts_decoded_in_turn_are_not_mixed_up() -> None:
     model, first, second = make_gpt().eval(), torch.randint(V, (1, T)), torch.randint(V, (1, T))
     with capture(model) as att, torch.no_grad():
@@ -90,8 +87,7 @@ def test_two_texts_decoded_in_turn_are_not_mixed_up() -> None:
         model.hidden(second[:, :5], caches[1])
         model.hidden(first[:, 5:], caches[0])
     att.verify()
-    with capture(model) as alone:
-        model(first)
+    alone = run_captured(model, first)
     torch.testing.assert_close(att.pattern(1, 2), alone.pattern(1, 2)[:, 5:], rtol=0, atol=1e-6)
 
 
@@ -105,44 +101,29 @@ def test_the_callers_autocast_does_not_matter() -> None:
         att.verify()
 
 
-def turned(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Rotary positions that are one too large for the queries."""
-    far = [(1.0 / 10_000 ** (2 * i / q.size(-1))) for i in range(q.size(-1) // 2)]
-    angle = torch.tensor(far, dtype=q.dtype)
-    a, b = q.chunk(2, dim=-1)
-    return WEIGHTS(torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1), k, mask)
-
-
-@pytest.mark.parametrize("n_head, n_kv_head", [(4, 2), (24, 8), (3, 1)])
-def test_a_head_alone_is_that_head(n_head: int, n_kv_head: int) -> None:
+@pytest.mark.parametrize("block_size", [1, 3 * B * T, 1 << 21])
+@pytest.mark.parametrize("n_head, n_kv_head", [(4, 2), (6, 2), (3, 1)])
+def test_a_head_alone_is_that_head_in_blocks_of_any_size(n_head: int, n_kv_head: int, block_size: int, monkeypatch):
+    monkeypatch.setattr(inspection.patterns, "BLOCK_SIZE", block_size)
     model = make_gpt(n_head=n_head, n_kv_head=n_kv_head, n_embd=n_head * 5).eval()
-    with capture(model) as att:
-        model(torch.randint(V, (B, T)))
+    att = run_captured(model, torch.randint(V, (B, T)))
     for layer in range(L):
         q, k, mask = att[layer]
         expected = WEIGHTS(q, k.repeat_interleave(n_head // n_kv_head, dim=1), mask)
         torch.testing.assert_close(att.patterns(layer), expected, rtol=0, atol=1e-6)
-        for head in range(n_head):
+        for head in range(-1, n_head):
             torch.testing.assert_close(att.pattern(layer, head), expected[:, head], rtol=0, atol=1e-6)
 
 
-def test_a_large_key_that_nobody_looks_at_excuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend, mask = Attend(), make_causal_mask(T)
-    layer = Layer(attend)
-    hook = attend.register_forward_hook(layer.hook)
-    q, k = torch.randn(B, H, T, 7), torch.randn(B, H, T, 7)
-    q[..., 0], k[..., 0] = 1, 0
-    k[:, :, 0] = torch.tensor([-1e5, 0, 0, 0, 0, 0, 0])
-    attend(q, k, torch.randn_like(k), mask, 0.0)
-    hook.remove()
-    att = Captured({0: layer}, 1)
-    att.verify()
-    monkeypatch.setattr(inspection.patterns, "attention_weights", lambda q, k, mask: WEIGHTS(q, k, mask) + 1e-4 * mask)
-    with pytest.raises(NotTheKernels):
-        att.verify()
-
-
-def test_no_layer_is_no_proof() -> None:
+def test_what_was_not_captured_is_an_error() -> None:
+    att = run_captured(make_gpt().eval(), torch.randint(V, (B, T)), layers=[-1])
+    for layer, head, error in ((0, 0, RuntimeError), (2, 0, IndexError), (1, 3, IndexError)):
+        with pytest.raises(error):
+            att.pattern(layer, head)
+    with capture(make_gpt()) as att:
+        pass
+    with pytest.raises(RuntimeError, match="layer 0 did not run inside `capture`"):
+        att.pattern(0, 0)
     with capture(make_gpt(), layers=[]) as att:
         pass
     for ask in (att.verify, att.scores):
@@ -150,18 +131,25 @@ def test_no_layer_is_no_proof() -> None:
             ask()
 
 
+def test_a_large_key_without_weight_excuses_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(B, H, T, 7), torch.randn(B, H, T, 7)
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :, 0] = torch.tensor([-1e5, 0, 0, 0, 0, 0, 0])
+    att = attend_captured(q, k)
+    att.verify()
+    monkeypatch.setattr(inspection.patterns, "attention_weights", lambda q, k, mask: WEIGHTS(q, k, mask) + 1e-4 * mask)
+    with pytest.raises(NotTheKernels):
+        att.verify()
+
+
 def test_rounding_grows_with_the_scores() -> None:
     """Scores of ten thousand that are nearly the same have an error of a thousandth, which is not a wrong weight."""
-    attend, mask = Attend(), make_causal_mask(T)
-    layer = Layer(attend)
-    hook = attend.register_forward_hook(layer.hook)
     q, k = 1000 + torch.randn(B, H, T, 7), 3 + 1e-4 * torch.randn(B, H, T, 7)
-    attend(q, k, torch.randn_like(k), mask, 0.0)
-    hook.remove()
-    att = Captured({0: layer}, 1)
+    att = attend_captured(q, k)
+    layer = att.layers[0]
     assert att.measured()["max_logit"].min() > 7000 and att.scores()["entropy"].min() > 0.9
     att.verify()
-    layer.calls[0] = (q, k + 1e-4 * torch.randn_like(k), mask)
+    layer.calls[0] = (q, k + 1e-4 * torch.randn_like(k), make_causal_mask(T))
     layer.attend.forward = lambda q, _, v, mask: Attend()(q, k, v, mask)
     with pytest.raises(NotTheKernels):
         att.verify()
@@ -169,17 +157,22 @@ def test_rounding_grows_with_the_scores() -> None:
 
 @pytest.mark.parametrize("row", [0, 5, T - 1])
 def test_one_wrong_row_is_seen_in_any_block(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rows = make_gpt().eval(), iter(range(10**9))
-    with capture(model, [0]) as att:
-        model(torch.randint(V, (B, T)))
+    att, rows = run_captured(make_gpt().eval(), torch.randint(V, (B, T)), [0]), iter(range(10**9))
 
-    def corrupted(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def corrupted(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
         return WEIGHTS(q, k, mask) + 1e-2 * (next(rows) == row)
 
-    monkeypatch.setattr(inspection.patterns, "BLOCK", 1)
+    monkeypatch.setattr(inspection.patterns, "BLOCK_SIZE", 1)
     monkeypatch.setattr(inspection.patterns, "attention_weights", corrupted)
     with pytest.raises(NotTheKernels):
         att.verify()
+
+
+def turned(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """Rotary positions that are one too large for the queries."""
+    angle = torch.tensor([1.0 / 10_000 ** (2 * i / q.size(-1)) for i in range(q.size(-1) // 2)], dtype=q.dtype)
+    a, b = q.chunk(2, dim=-1)
+    return WEIGHTS(torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1), k, mask)
 
 
 WRONG = {
@@ -189,14 +182,14 @@ WRONG = {
     "positions": turned,
     "another group's keys": lambda q, k, mask: WEIGHTS(q, k.roll(1, 1), mask),
     "one weight": lambda q, k, mask: WEIGHTS(q, k, mask) + 1e-3 * torch.eye(mask.size(1))[-1] * mask,
+    "not a number": lambda q, k, mask: WEIGHTS(q, k, mask) * float("nan"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_weights_that_are_not_the_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     model = make_gpt(family="llama", n_head=4, n_kv_head=2, n_embd=24, bias=None).eval()
-    with capture(model) as att:
-        model(torch.randint(V, (B, T)))
+    att = run_captured(model, torch.randint(V, (B, T)))
     att.verify()
     monkeypatch.setattr(inspection.patterns, "attention_weights", WRONG[wrong])
     with pytest.raises(NotTheKernels, match="layer 0: the weights shown are not those of the kernel, a row is off by "):
@@ -207,15 +200,14 @@ def test_an_error_that_the_values_hide_is_refused_too(monkeypatch: pytest.Monkey
     """T rows of D values have combinations that vanish: with them added, weights times values are what they were."""
     model, seen = make_gpt(n_layer=1).eval(), []
     hook = model.blocks[0].attention.attend.register_forward_hook(lambda module, inputs, y: seen.append(inputs))
-    with capture(model) as att:
-        model(torch.randint(V, (1, T)))
+    att = run_captured(model, torch.randint(V, (1, T)))
     hook.remove()
     v = seen[0][2][0, 0].double()  # (T, D), head 0
     hidden = torch.linalg.svd(v.T).Vh[-1]  # (T,), orthogonal to every column of the values
     assert (hidden @ v).abs().max() < 1e-7
     honest = att.pattern(0, 0)
 
-    def corrupted(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def corrupted(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
         weights = WEIGHTS(q, k, mask)
         weights[:, 0, -1] += 5e-2 * hidden
         return weights
@@ -230,7 +222,7 @@ def test_an_error_that_the_values_hide_is_refused_too(monkeypatch: pytest.Monkey
 def test_capturing_changes_no_bit_and_leaves_no_hook() -> None:
     idx = torch.randint(V, (B, T))
 
-    def train_once(model: GPT) -> list[torch.Tensor]:
+    def train_once(model: GPT) -> list[Tensor]:
         torch.manual_seed(1)
         logits = model.train()(idx)
         logits.square().mean().backward()
@@ -249,10 +241,3 @@ def test_capturing_changes_no_bit_and_leaves_no_hook() -> None:
         1 / 0  # noqa: B018
     assert not any(module._forward_hooks for module in model.modules())
     assert set(model.state_dict()) == set(make_gpt().state_dict())
-
-
-def test_a_layer_that_did_not_run_is_said() -> None:
-    with capture(make_gpt()) as att:
-        pass
-    with pytest.raises(RuntimeError, match="layer 0 did not run inside `capture`"):
-        att.pattern(0, 0)

@@ -1,9 +1,9 @@
-"""Metrics have their known values, planted heads are found through the real kernel, and looking changes nothing."""
+"""Metrics have their known values, planted heads are found through the real kernel, and measuring changes nothing."""
 
+import json
 import math
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,9 @@ from torch import Tensor
 
 import inspection.heads
 import inspection.patterns
-from inspection import ablate, capture, head_scores, influence, repeat_probe, rollout
-from inspection.metrics import DISTANCES, PICTURE, measure
-from inspection.patterns import Captured, Layer
-from inspection.watch import HeadWatch
+from inspection import Captured, ablate, as_json, capture, head_scores, influence, repeat_probe
+from inspection.metrics import BY_DISTANCE, DISTANCES, measure
+from inspection.patterns import LayerCalls
 from model import GPT
 from model.attention import Attend, attention_weights, make_causal_mask
 from tests.conftest import make_gpt
@@ -75,16 +74,16 @@ def test_a_uniform_head_of_fifty_tokens_has_the_published_value() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 101])
-def test_the_picture_says_how_far_a_head_looks(rows: int) -> None:
-    """Against a sum over all pairs; what goes to the first token is the last field, and in no other."""
+def test_attention_by_distance_is_the_sum_over_all_pairs(rows: int) -> None:
+    """The first token has a number of its own, the last, and is in no other."""
     pattern = torch.randn(101, 101).masked_fill(~make_causal_mask(101), -math.inf).softmax(-1)
-    fields = [0.0] * 10
+    shares = [0.0] * 10
     for i in range(1, 101):
         for j in range(i + 1):
             place = 9 if j == 0 else max(n for n, distance in enumerate(DISTANCES) if distance <= i - j)
-            fields[place] += pattern[i, j].item() / 100
-    found = measure(in_blocks(pattern, rows))[PICTURE][0, 0]
-    torch.testing.assert_close(found, torch.tensor(fields, dtype=torch.float64), rtol=0, atol=1e-5)
+            shares[place] += pattern[i, j].item() / 100
+    found = measure(in_blocks(pattern, rows))[BY_DISTANCE][0, 0]
+    torch.testing.assert_close(found, torch.tensor(shares, dtype=torch.float64), rtol=0, atol=1e-5)
     assert found.sum().item() == pytest.approx(1, abs=1e-6)
 
 
@@ -111,7 +110,7 @@ def planted(tokens: Tensor, n_kv_head: int, cached: bool) -> Captured:
     else:
         q, k = torch.stack((shifted, token, torch.zeros_like(token))), torch.stack((position, earlier, position))
     attend, mask = Attend(), make_causal_mask(length)
-    layer = Layer(attend)
+    layer = LayerCalls(attend)
     hook = attend.register_forward_hook(layer.hook)
     for start in range(length) if cached else [0]:
         end = start + 1 if cached else length
@@ -141,7 +140,7 @@ def test_scores_do_not_depend_on_blocks_and_are_those_of_the_patterns(size: int,
     with capture(model) as att:
         model(idx)
     before = [tensor.clone() for layer in range(L) for tensor in att[layer]]
-    monkeypatch.setattr(inspection.patterns, "BLOCK", size * B * H * T if size < T else size)
+    monkeypatch.setattr(inspection.patterns, "BLOCK_SIZE", size * B * H * T if size < T else size)
     found = att.measured(5)
     assert all(torch.equal(*pair) for pair in zip(before, [t for n in range(L) for t in att[n]], strict=True))
     for layer in range(L):
@@ -194,9 +193,9 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
     assert not any(module._forward_hooks for module in model.modules())
     for name, samples in scores.samples.items():
         num = 3 if name.startswith(("duplicate", "induction")) else 5
-        assert samples.shape == ((num, L, H, 10) if name == PICTURE else (num, L, H))
+        assert samples.shape == ((num, L, H, 10) if name == BY_DISTANCE else (num, L, H))
         torch.testing.assert_close(scores.mean[name], samples.mean(0))
-        torch.testing.assert_close(scores.error[name], samples.std(0) / num**0.5)
+        torch.testing.assert_close(scores.error[name], samples.std(0) / num**0.5, rtol=1e-9, atol=1e-12)
     model.eval()
     with torch.no_grad():
         losses = F.cross_entropy(model(text)[:, :-1].transpose(1, 2), text[:, 1:], reduction="none").mean(1)
@@ -213,30 +212,18 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
             torch.testing.assert_close(scores.mean[name + suffix], expected, rtol=0, atol=1e-6)
 
 
-def test_a_watch_sees_what_head_scores_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokens = make_gpt(), np.random.default_rng(0).integers(0, V - 1, 300).astype(np.uint16)
-    watch = HeadWatch(tokens, [V - 1], T)
-    found = watch.scores(model)
-    text = torch.from_numpy(tokens[:T].astype(np.int64))[None]
-    expected = head_scores(model, text, watch.probe).mean
-    assert found.keys() == expected.keys() - {PICTURE} and "induction_control" in found
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_scores_as_json_are_the_rounded_means(sequences: int) -> None:
+    model, text = make_gpt(), torch.randint(V, (sequences, T))
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = head_scores(model, text, repeat_probe(torch.arange(V - 1), V - 1, T, num=1), verify=False)
+    found = as_json(scores)
+    assert model.training and math.isnan(scores.row_error)
+    assert found.keys() == scores.mean.keys() - {BY_DISTANCE} and "induction_control" in found
     for name, rows in found.items():
-        torch.testing.assert_close(torch.tensor(rows).double(), expected[name], rtol=0, atol=6e-5)
-    picture = watch.picture(model)
-    assert picture.dtype == np.uint8 and picture.shape == (L * (T + 5), H * (T + 2))
-    assert picture[5, 0] == 0 and picture[0].min() == 255  # query 0 has nowhere else to look; above is blank
-    with capture(model.eval()) as att, torch.no_grad():
-        model(text)
-    shades = 255 * (1 - att.pattern(1, 2)[0].double())
-    drawn = picture[(T + 5) + 5 : 2 * (T + 5), 2 * (T + 2) : 2 * (T + 2) + T]
-    assert np.abs(drawn - shades.tril().numpy())[np.tri(T, dtype=bool)].max() <= 1
-    assert HeadWatch(tokens[:1], [V - 1], T).scores(model)["entropy"] == [[None] * H] * L
-    model.train()
-    watch.picture(model)
-    assert model.training
-    monkeypatch.setattr(inspection.patterns, "attention_weights", lambda q, k, mask: attention_weights(2 * q, k, mask))
-    with pytest.raises(inspection.NotTheKernels):
-        watch.picture(model)
+        torch.testing.assert_close(torch.tensor(rows).double(), scores.mean[name], rtol=0, atol=6e-5)
+        assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    assert as_json(head_scores(model, text[:, :1]))["entropy"] == [[None] * H] * L
 
 
 def test_scores_are_refused_if_they_are_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,14 +245,15 @@ def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: st
     """The same, by changing weights: what the output projection reads of a head is zero, or a constant."""
     model, text = make_gpt(family=family, n_embd=18, bias=None, dropout=0.0).eval(), torch.randint(V, (5, T))
     D, heads = model.config.head_dim, [(layer, head) for layer in range(L) for head in range(H)]
-    rises = list(ablate(model, text, heads, mode))
-    assert len(rises) == L * H and not any(module._forward_hooks for module in model.modules())
+    rises = ablate(model, text, heads, mode)
+    assert rises.shape == (5, L, H) and not any(module._forward_hooks for module in model.modules())
     outputs = []
     for block in model.blocks:
         hook = block.attention.attend.register_forward_hook(lambda module, inputs, y: outputs.append(y))
         loss(model, text)
         hook.remove()
-    for (layer, head), rise in zip(heads, rises, strict=True):
+    for layer, head in heads:
+        rise = rises[:, layer, head].float()
         o_proj, part = model.blocks[layer].attention.o_proj, slice(head * D, (head + 1) * D)
         whole, plain = o_proj.weight.data.clone(), loss(model, text)
         mean = outputs[layer][:, head].mean((0, 1))
@@ -281,23 +269,10 @@ def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: st
 def test_a_head_that_nothing_reads_is_worth_nothing() -> None:
     model = make_gpt().train()
     model.blocks[1].attention.o_proj.weight.data[:, 5:10] = 0
-    (rise,) = ablate(model, torch.randint(V, (5, T)), [(1, 1)])
-    assert torch.equal(rise, torch.zeros(5)) and model.training
-
-
-@pytest.mark.parametrize("size", [3 * B * H * T, 10**9])
-def test_rollout_is_the_product_of_the_layers(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection.patterns, "BLOCK", size)
-    model, idx = make_gpt().eval(), torch.randint(V, (B, T))
-    with capture(model) as att:
-        model(idx)
-    expected = torch.eye(T).expand(B, T, T)
-    for layer in range(L):
-        expected = (att.patterns(layer).mean(1) / 2 + torch.eye(T) / 2) @ expected
-    found = rollout(att)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(found.sum(-1), torch.ones(B, T))
-    assert torch.equal(found.triu(1), torch.zeros(B, T, T))
+    rises = ablate(model, torch.randint(V, (5, T)), [(1, 1)])
+    assert torch.equal(rises[:, 1, 1], torch.zeros(5).double()) and model.training
+    rises[:, 1, 1] = math.nan
+    assert rises.isnan().all()  # the other heads were not asked for
 
 
 @pytest.mark.parametrize("family, positions", [("gpt2", 3), ("nanochat", 256)])
@@ -306,13 +281,14 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, positions: i
     monkeypatch.setattr(inspection.heads, "POSITIONS", positions)
     model, idx = make_gpt(family=family, n_embd=18, bias=None, tied=False).double(), torch.randint(V, (1, T))
     shares, tokens, probabilities = influence(model, idx, [4, T - 1])
-    assert model.training and influence(model, idx, [])[0].shape == (0, T)
+    assert model.training and influence(model, idx, [])[0].isnan().all()
     model.eval()
     likeliest = model(idx)[0].softmax(-1).max(-1)
     assert torch.equal(tokens, likeliest.indices)
     torch.testing.assert_close(probabilities, likeliest.values.float())
-    assert shares.shape == (2, T) and torch.equal(shares[0, 5:], torch.zeros(T - 5))
-    torch.testing.assert_close(shares.sum(-1), torch.ones(2))
+    assert shares.shape == (T, T) and torch.equal(shares[4, 5:], torch.zeros(T - 5))
+    torch.testing.assert_close(shares[[4, T - 1]].sum(-1), torch.ones(2))
+    assert shares.isnan().all(1).sum() == T - 2  # rows that were not asked for
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -334,9 +310,10 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, positions: i
             slopes.append((ends[0] - ends[1]) / (2 * step))
         norms.append(math.hypot(*slopes))
     expected = torch.tensor(norms) / sum(norms)
-    torch.testing.assert_close(shares[0, :5], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(shares[4, :5], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_small_model_grows_an_induction_head() -> None:
     """Two layers of attention alone, on random tokens that repeat, at distances that vary: the first can only learn to
     look at the token before, and the second, through it, where the same token was followed by what comes next.

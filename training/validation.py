@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from itertools import takewhile
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,13 +12,14 @@ from configs import visible
 from data import DataError
 from data.batches import validation_batches
 from data.corpus import Corpus
-from inspection.watch import HeadWatch
+from inspection.heads import as_json, head_scores, repeat_probe
 from model import GPT
 from model.sampling import stream
 from training.config import TrainConfig
 from training.device import autocast
 from training.distributed import Ranks
 
+MOST_SCORED = 256  # tokens of text on which heads are scored, which costs little beside the loss
 LossFn = Callable[[GPT, Tensor, Tensor], Tensor]
 
 
@@ -42,14 +44,16 @@ class Validation:
         self.prompt = [*start, *corpus.tokenizer.encode(config.sample_prompt).tolist()]
         if config.sample_tokens and not self.prompt:
             raise DataError("this tokenizer has no token that begins a text: give a --train.sample_prompt")
-        self.watch = HeadWatch(self.tokens, start, context_length)
+        self.text = torch.from_numpy(self.tokens[: min(context_length, MOST_SCORED)].astype(np.int64))[None]
+        words = torch.from_numpy(np.setdiff1d(self.tokens, start).astype(np.int64))
+        self.probe = repeat_probe(words, start[-1] if start else int(words[0]), context_length, num=1)
 
     def measure(self, model: GPT, loss_fn: LossFn) -> dict:
         """Return a record for metrics.jsonl: val_loss, val_bits_per_byte, heads and, if wanted, a sample."""
         sample = {"sample": self.sample(model, self.config.sample_tokens)} if self.config.sample_tokens else {}
         val_loss = self.loss(model, loss_fn)
         with autocast(model.lm_head.weight.device, self.dtype):
-            heads = self.watch.scores(model)
+            heads = as_json(head_scores(model, self.text, self.probe, verify=False))
         bits_per_byte = val_loss * self.bits_per_byte_per_nat
         return {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte, "heads": heads, **sample}
 

@@ -1,0 +1,112 @@
+"""Time to a loss on characters, beside nanoGPT; and a picture of validation losses over training time.
+
+    python benchmarks/bench.py --stages loss --text input.txt                           the measurement
+    python benchmarks/loss.py out/quickstart out/shakespeare_char_cpu_nanogpt_rate \
+        out/shakespeare_char_cpu out/shakespeare_char_fast docs/loss_curve.svg          the picture, of finished runs
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from configs import ConfigError
+from data.prepare import DataConfig, prepare
+
+ROOT = Path(__file__).parent.parent
+LIKE_TINY_SHAKESPEARE = 1_115_394  # characters
+SEEDS = (1, 2, 3)
+
+
+def measure_loss(device: torch.device, text: Path | None, tiny: bool) -> Iterator[dict]:
+    """Train nanoGPT at its README's learning rate and at a better one, and ours with several seeds.
+
+    "loop s" are seconds of training steps without the first step and without evaluations. "process s" are seconds of
+    the whole command: nanoGPT's also encodes the text; ours opens a prepared one, but writes a checkpoint and a report.
+    """
+    with TemporaryDirectory() as directory:
+        text, corpus = text or Path(directory) / "stdlib.txt", Path(directory) / "corpus"
+        if not text.exists():
+            text.write_text(standard_library()[: 4000 if tiny else LIKE_TINY_SHAKESPEARE], encoding="utf-8")
+        prepare(DataConfig(str(text), "chars"), corpus)
+        fewer = ["--max_steps", 2] if tiny else []
+
+        def train_nanogpt(*options: object) -> tuple[dict, float]:
+            out, seconds = run(ROOT / "benchmarks" / "nanogpt.py", text, "--device", device, *options, *fewer)
+            return json.loads(out.splitlines()[-1]), seconds
+
+        result, seconds = train_nanogpt()
+        goal, theirs = result["loss"], {"loop s": result["loop_seconds"], "process s": seconds}
+        yield {"what": "nanoGPT, its README's rate", "loss": goal} | theirs
+        result, _ = train_nanogpt("--learning_rate", 4e-3, "--eval_every", 50)
+        yield {"what": "nanoGPT, rate 0.004", "loss": result["loss"], "loop s": result["loop_seconds"]}
+        reached = next((seconds for seconds, loss in result["curve"] if loss <= goal), None)
+        if reached:
+            yield {"what": "nanoGPT, rate 0.004, until there", "loss": goal, "loop s": reached}
+        ours = []
+        for seed in SEEDS[:1] if tiny else SEEDS:
+            out = Path(directory) / f"run-{seed}"
+            options = ["--data.source", corpus, "--train.device", device, "--train.out_dir", out, "--train.seed", seed]
+            options += ["--train.max_steps", 2, "--train.eval_every", 2] if tiny else []
+            _, seconds = run(ROOT / "train.py", ROOT / "configs" / "shakespeare_char_fast.toml", *options)
+            last = [line for line in read_metrics(out) if "val_loss" in line][-1]
+            ours.append({"loss": last["val_loss"], "loop s": last["train_seconds"], "process s": seconds})
+            yield {"what": f"ours, seed {seed}"} | ours[-1]
+    median = {key: statistics.median(result[key] for result in ours) for key in ours[0]}
+    faster = {f"{name} times": theirs[f"{name} s"] / median[f"{name} s"] for name in ("loop", "process")}
+    if reached:
+        faster["loop times, rate 0.004"] = reached / median["loop s"]
+    yield {"what": "ours, faster"} | faster | {"loss difference": median["loss"] - goal}
+
+
+def standard_library() -> str:
+    """Read the source code of the Python standard library, without its packages, ASCII only."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return "".join(file.read_text(encoding="ascii", errors="ignore") for file in files)
+
+
+def run(*arguments: object) -> tuple[str, float]:
+    """Run Python: the printed text, and seconds. Raises ConfigError with the end of stderr if it fails."""
+    began = time.perf_counter()
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+    if done.returncode:
+        raise ConfigError(f"{' '.join(command[1:])}: exit code {done.returncode}: {done.stderr.strip()[-400:]}")
+    return done.stdout, time.perf_counter() - began
+
+
+def read_metrics(run: Path) -> list[dict]:
+    """The lines of the metrics.jsonl of a run."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def main() -> None:
+    """Draw the validation losses of runs over seconds of training; the last argument is the picture."""
+    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+
+    *runs, out = map(Path, sys.argv[1:])
+    plt.rcParams["svg.hashsalt"] = "tril"  # the same runs give the same file
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for run in runs:
+        lines = [line for line in read_metrics(run) if "val_loss" in line]
+        seconds, losses = zip(*((line["train_seconds"], line["val_bits_per_byte"]) for line in lines), strict=True)
+        axes.plot(seconds, losses, marker="o", markersize=3, label=run.name)
+    axes.set(xlabel="seconds of training", ylabel="validation loss, bits per byte")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+
+
+if __name__ == "__main__":
+    main()
