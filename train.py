@@ -54,6 +54,7 @@ def train(config: Config, ranks: Ranks) -> None:
     # 1. A directory, a text, a model and its optimizer: new, or as an earlier session left them.
     run = Run(config, ranks)
     if run.step >= c.max_steps:
+        run.report()  # which a kill may have left half written
         print(f"{run.directory} is already at step {run.step}, of {c.max_steps}: nothing to do")
         return
     ranks.check(c, step=run.step, dtype=dtype)
