@@ -94,14 +94,6 @@ class Progress:
         self.line.write(text)
 
 
-def duration(seconds: float) -> str:
-    """A time in words, in its largest fitting unit: 95 s is 2 min."""
-    for unit, size, most in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48)):
-        if seconds < most * size:
-            return f"{seconds / size:.{int(unit == 'h')}f} {unit}"
-    return f"{seconds / 86400:.1f} days"
-
-
 class Outliving:
     """An output stream that survives its reader: a closed pipe or terminal does not end a training."""
 
