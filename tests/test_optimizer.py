@@ -50,7 +50,7 @@ def test_the_guard_freezes_weights_from_the_first_bad_number_on(bad: float) -> N
         guard.watch(step, torch.tensor(number))
         optimizer.step()
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    with pytest.raises(NonFiniteLoss, match="step 2"):
+    with pytest.raises(NonFiniteLoss, match="step 3"):
         guard.check()
 
 
