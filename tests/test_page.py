@@ -183,8 +183,9 @@ def test_heads_are_chosen_and_share_one_scale(show: Callable) -> None:
     page.locator("#picture").hover(position=cell(page, 7, 2))
     assert_read(page, 7, 2, "1.2")
     pixel = """([n, x, y]) => {
-        const canvas = document.querySelectorAll("canvas")[n];
-        return [...canvas.getContext("2d").getImageData(x, y, 1, 1).data];
+        const copy = new OffscreenCanvas(1, 1).getContext("2d");
+        copy.drawImage(document.querySelectorAll("canvas")[n], -x, -y);
+        return [...copy.getImageData(0, 0, 1, 1).data];
     }"""
     assert page.evaluate(pixel, [0, 1, 0])[3] == 0 and page.evaluate(pixel, [0, T - 1, T - 2])[3] == 0  # the future
     assert {tuple(page.evaluate(pixel, [n, 0, 0])) for n in range(L * H)} == {(254, 236, 110, 255)}  # weights of 1
