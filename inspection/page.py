@@ -20,7 +20,7 @@ from torch import Tensor
 
 from inspection.heads import Inspection
 from inspection.terminal import COLUMNS, Head, grid_columns, kind, name_of, number
-from model import ModelError, disk
+from model import ModelError
 
 TEMPLATE = Path(__file__).with_name("page.html")
 LIMIT = 32 * 2**20  # bytes of all triangles of a page
@@ -65,7 +65,7 @@ def write_page(
         checkpoints=[describe(inspection, heads) for inspection in inspections],
         triangles=triangles,
     )
-    disk.replace(path, html.encode())
+    path.write_text(html, encoding="utf-8")
 
 
 def encode(pattern: Tensor) -> str:
