@@ -8,15 +8,15 @@ Ways to run:
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.png -o heads.csv
     python inspect_attention.py out/quickstart --ablate zero                  what each head is worth
 
-Without --text it reads the model's validation text.
+Without --text it reads the model's validation text, if that is on this machine.
 """
 
-import itertools
-import re
 import shutil
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,24 +28,13 @@ from tqdm import tqdm
 
 from configs import ConfigError, parse
 from configs.script import read_prompt, run_script, visible
-from data import DataError, sources
+from data import DataError
 from data.prepare import find_prepared
 from data.tokenizer import Tokenizer, load_tokenizer
-from inspection import (
-    Captured,
-    Inspection,
-    RepeatProbe,
-    ablate,
-    capture,
-    files,
-    head_scores,
-    influence,
-    page,
-    plots,
-    repeat_probe,
-    terminal,
-)
+from inspection import files, page, plots, terminal
+from inspection.heads import Inspection, RepeatProbe, ablate, head_scores, influence, repeat_probe
 from inspection.metrics import DEFINITIONS
+from inspection.patterns import Captured, capture
 from inspection.terminal import Head
 from model import GPT, GPTConfig
 from model.checkpoint import STEP, find_checkpoint, read_optional
@@ -70,7 +59,7 @@ class Options:
     """A run (its newest checkpoint), a checkpoint, or a model OWNER/NAME of the Hugging Face hub; several checkpoints
     of one run make a timeline."""
     text: str | None = None
-    """Text to read; @FILE reads a file, - standard input. None: validation text."""
+    """Text to read; @FILE reads a file, - standard input. None: the model's validation text."""
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer) or "-1.*" (the last layer); after the checkpoints. None: all."""
     generate: int | None = None
@@ -98,10 +87,6 @@ class Options:
             if not path.parent.is_dir():
                 raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
 
-    def writes(self, *suffixes: str) -> bool:
-        """Return True if one of the outputs has one of these suffixes."""
-        return any(path.suffix in suffixes for path in self.output)
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -117,7 +102,7 @@ class Inputs:
 def main() -> None:
     """Inspect the checkpoints, write the outputs, and print the table of the last checkpoint."""
     options = parse(Options, sys.argv[1:])
-    if options.writes(".png", ".svg"):
+    if {".png", ".svg"} & {path.suffix for path in options.output}:
         plots.check_installed()
     directories = in_order([find_checkpoint(path) for path in options.checkpoints])
     config, tokenizer = load_config(directories[-1]), load_tokenizer(directories[-1])
@@ -164,17 +149,18 @@ def in_order(directories: list[Path]) -> list[Path]:
 
 def choose_heads(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
     """List the heads that match, in the order of the patterns. Raises ConfigError for a head that does not exist."""
+    layers, heads = range(config.n_layer), range(config.n_head)
     chosen: dict[Head, None] = {}
-    for pattern in patterns or ("*.*",):
-        parts = re.fullmatch(r"(-?\d{1,9}|\*)\.(-?\d{1,9}|\*)", pattern)
-        if not parts:
-            raise ConfigError(f"a head is written LAYER.HEAD, as 0.1, 0.* or -1.*, got {pattern!r}")
-        numbers = []
-        for part, count in zip(parts.groups(), (config.n_layer, config.n_head), strict=True):
-            numbers.append([n for n in range(count) if part == "*" or int(part) in (n, n - count)])
-        if not all(numbers):
-            raise ConfigError(f"there is no head {pattern}: the model has {config.n_layer} layers of {config.n_head}")
-        chosen |= dict.fromkeys(itertools.product(*numbers))
+    for pattern in patterns or ("*",):
+        found = []
+        for layer, head in product(layers, heads):
+            names = [f"{i}.{j}" for i in (layer, layer - len(layers)) for j in (head, head - len(heads))]
+            if any(fnmatchcase(name, pattern) for name in names):
+                found.append((layer, head))
+        if not found:
+            shape = f"{len(layers)} layers of {len(heads)} heads, written as 0.1, 0.* or -1.*"
+            raise ConfigError(f"there is no head {pattern:.80}: the model has {shape}")
+        chosen |= dict.fromkeys(found)
     return list(chosen)
 
 
@@ -188,11 +174,12 @@ def choose_inputs(
     if room < 1:
         raise ConfigError(f"generate {num_new} leaves no room for a text: the context has {T} tokens")
     if options.text is None:
-        tokens, note = validation_text(directory, tokenizer)
+        tokens = validation_text(directory)
         T = min(T, TEXT_LENGTH, len(tokens))
         starts = np.linspace(0, len(tokens) - T, min(NUM_TEXTS, len(tokens) // T)).astype(int)
         measured = torch.from_numpy(tokens[starts[:, None] + np.arange(T)].astype(np.int64))
-        shown, note = measured[:1, : min(SHOWN_LENGTH, room)], f"{len(measured)} x {T} tokens of {note}"
+        shown = measured[:1, : min(SHOWN_LENGTH, room)]
+        note = f"{len(measured)} x {T} tokens of its validation text"
     else:
         ids = tokenizer.encode(read_prompt(options.text)).tolist()
         if not ids:
@@ -213,25 +200,15 @@ def choose_inputs(
     return Inputs(measured, shown, prompt_length, note, make_probe(tokenizer, measured, config))
 
 
-def validation_text(directory: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
-    """Return ids the model was not trained on and their description; of the standard library if its own are not here.
-
-    Raises DataError if the tokenizer cannot encode the standard library.
-    """
+def validation_text(directory: Path) -> np.ndarray:
+    """Return ids the model was not trained on. Raises DataError if they are not on this machine."""
     trainer = directory / "trainer.json"
-    if corpus := find_prepared(
+    corpus = find_prepared(
         read_optional(trainer, "fingerprint"), str(read_optional(trainer, "config", "data", "source"))
-    ):
-        return corpus.tokens["val"], "its validation text"
-    ids: list[int] = []
-    for document in sources.documents(sources.find_shards("stdlib")):
-        try:
-            ids += [*tokenizer.document_start, *tokenizer.encode("".join(document)).tolist()]
-        except DataError as error:
-            raise DataError(f"the model's validation text is not here, and {error}: give a text with --text") from error
-        if len(ids) > NUM_TEXTS * TEXT_LENGTH:
-            break
-    return np.array(ids), "the Python standard library, as its validation text is not here (--text gives another)"
+    )
+    if corpus is None:
+        raise DataError("the model's validation text is not here: give a text with --text")
+    return corpus.tokens["val"]
 
 
 def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> RepeatProbe | None:
@@ -256,7 +233,7 @@ def inspect_checkpoint(
             scores.samples["ablation"] = ablate(model, inputs.measured, progress, options.ablate)
         att = decode(model, inputs, device)
         row_error = max(scores.row_error, *att.verify().values())
-        if options.writes(".html"):
+        if ".html" in {path.suffix for path in options.output}:
             shares, tokens, probabilities = explain(model, inputs)
             names = [label(tokenizer, token) for token in tokens.tolist()]
             predictions = list(zip(names, probabilities.tolist(), strict=True))
@@ -309,11 +286,8 @@ def write(path: Path, inputs: Inputs, labels: list[str], heads: list[Head], insp
     elif suffix in (".npz", ".safetensors"):
         files.write_tensors(path, last, inputs.shown[0], labels)
     elif suffix == ".html":
-        note = f"text: {inputs.note}"
-        if not torch.equal(inputs.measured, inputs.shown):
-            note = f"scores: means over {inputs.note}; pictures: the first {inputs.prompt_length} tokens of these"
-            if num_new := len(labels) - inputs.prompt_length:
-                note += f", and {num_new} that it wrote"
+        num_new = len(labels) - inputs.prompt_length
+        note = f"scores of {inputs.note}; pictures of {inputs.prompt_length} tokens and {num_new} that it wrote"
         page.write_page(path, note, labels, heads, inspections)
     elif len(inspections) > 1:
         plots.draw_timeline(path, inspections, heads)
