@@ -3,21 +3,20 @@
 
 Ways to run:
     python inspect_attention.py out/quickstart                                a table of every head
-    python inspect_attention.py out/quickstart --text "def f(x):" --heads 2.1 last.*
+    python inspect_attention.py out/quickstart --text "def f(x):" --heads 2.1 "-1.*"
     python inspect_attention.py out/quickstart --text @a.py -o heads.png -o page.html
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.png -o heads.csv
     python inspect_attention.py out/quickstart --ablate zero                  what each head is worth
 
-Without --text it reads the model's validation text.
+Without --text it reads the model's validation text, if that is on this machine.
 """
 
-import itertools
-import os
-import re
 import shutil
 import sys
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,36 +28,24 @@ from tqdm import tqdm
 
 from configs import ConfigError, parse
 from configs.script import read_prompt, run_script, visible
-from data import DataError, sources
+from data import DataError
 from data.prepare import find_prepared
 from data.tokenizer import Tokenizer, load_tokenizer
-from inspection import (
-    Captured,
-    Inspection,
-    RepeatProbe,
-    ablate,
-    capture,
-    files,
-    head_scores,
-    influence,
-    page,
-    plots,
-    repeat_probe,
-    terminal,
-)
+from inspection import files, page, plots, terminal
+from inspection.heads import Inspection, RepeatProbe, ablate, head_scores, influence, repeat_probe
 from inspection.metrics import DEFINITIONS
+from inspection.patterns import Captured, capture
 from inspection.terminal import Head
 from model import GPT, GPTConfig
 from model.checkpoint import STEP, find_checkpoint, read_optional
 from model.load import load_config
 from training.device import autocast, find_device
-from training.progress import Outliving
 
 FORMATS = (".png", ".svg", ".html", ".npz", ".safetensors", ".csv", ".json")
 NUM_TEXTS, TEXT_LENGTH = 8, 1024  # validation text that is measured: sequences, and the most tokens of each
 SHOWN_LENGTH = 256  # the most tokens of it in a picture
 INFLUENCE_FLOPS = 5e12  # spent on the influence of a page, on a CPU: half a minute
-Sort = Literal["auto", "head", *(title for title, _ in terminal.COLUMNS.values())]
+METRICS = {title: name for name, (title, _) in terminal.COLUMNS.items()}
 
 
 @dataclass(frozen=True)
@@ -72,46 +59,33 @@ class Options:
     """A run (its newest checkpoint), a checkpoint, or a model OWNER/NAME of the Hugging Face hub; several checkpoints
     of one run make a timeline."""
     text: str | None = None
-    """Text to read; @FILE reads a file, - standard input. None: validation text."""
+    """Text to read; @FILE reads a file, - standard input. None: the model's validation text."""
     heads: tuple[str, ...] = ()
-    """Which heads to show, as 0.1, "2.*" or 2 (a layer), "-1.*" or "last.*"; after the checkpoints. None: all."""
+    """Heads to show, as 0.1, "2.*" (a layer) or "-1.*" (the last layer); after the checkpoints. None: all."""
     generate: int | None = None
     """Let the (last) model write this many tokens, and inspect them as they are decoded with the cache."""
     ablate: Literal["zero", "mean"] | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """A file to write, any number of times: .png, .svg, .html, .npz, .safetensors, .csv or .json."""
-    sort: Sort = "auto"
-    """The column by which the table is sorted. auto: loss with --ablate, else that of sink, prev, dup and ind with the
-    largest value."""
+    """A file to write, any number of times: .png, .svg, .html, .csv, .json, or queries and keys of the last checkpoint
+    as .npz or .safetensors."""
+    sort: Literal[*METRICS] | None = None
+    """Sort the table by this column, the largest first. None: by layer and head."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the matrix products. auto: that of the training."""
-    seed: int = 0
-    """Seed of the random tokens and of the generated text."""
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
-            first = ", before --heads" if self.heads else ""
-            raise ConfigError(f"which checkpoint{first}? As in: python inspect_attention.py out/quickstart")
+            raise ConfigError("which checkpoint? As in: python inspect_attention.py out/quickstart --heads 0.1")
         if self.generate is not None and self.generate < 1:
             raise ConfigError(f"generate must be at least 1, got {self.generate}")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
-        if self.sort == "loss" and self.ablate is None:
-            raise ConfigError("loss is what --ablate measures: give that, or another --sort")
         for path in self.output:
-            if path.suffix.lower() not in FORMATS:
+            if path.suffix not in FORMATS:
                 raise ConfigError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
-            if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-                raise ConfigError(f"cannot write {path}: it is a directory, or in none that can be written to")
-            if path.suffix.lower() in (".npz", ".safetensors") and len(self.checkpoints) > 1:
-                raise ConfigError(f"{path} holds the queries and keys of one checkpoint, got {len(self.checkpoints)}")
-
-    def writes(self, *suffixes: str) -> bool:
-        """Return True if one of the outputs has one of these suffixes."""
-        return any(path.suffix.lower() in suffixes for path in self.output)
+            if not path.parent.is_dir():
+                raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
 
 
 @dataclass(frozen=True)
@@ -126,15 +100,9 @@ class Inputs:
 
 
 def main() -> None:
+    """Inspect the checkpoints, write the outputs, and print the table of the last checkpoint."""
     options = parse(Options, sys.argv[1:])
-    # A reader that stops early, such as `head`, must not keep the files from being written.
-    with redirect_stdout(Outliving(sys.stdout)) if options.output else nullcontext():
-        inspect(options)
-
-
-def inspect(options: Options) -> None:
-    """Inspect the checkpoints, print the table of the last one, and write the outputs."""
-    if options.writes(".png", ".svg"):
+    if {".png", ".svg"} & {path.suffix for path in options.output}:
         plots.check_installed()
     directories = in_order([find_checkpoint(path) for path in options.checkpoints])
     config, tokenizer = load_config(directories[-1]), load_tokenizer(directories[-1])
@@ -144,8 +112,6 @@ def inspect(options: Options) -> None:
     device = find_device(options.device)
     inputs = choose_inputs(options, directories[-1], config, tokenizer, device)
     probe = inputs.probe
-    if probe is None and options.sort in ("dup", "ind", "(ctrl)"):
-        raise ConfigError(f"{options.sort} needs random tokens that repeat; vocabulary or context is too small here")
     print(visible(f"text:   {inputs.note}"))
     labels = [label(tokenizer, token) for token in inputs.shown[0].tolist()]
     if options.generate:
@@ -158,21 +124,23 @@ def inspect(options: Options) -> None:
         inspections.append(inspect_checkpoint(directory, inputs, heads, tokenizer, device, options))
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
         print(f"        {inspections[-1].verified}", flush=True)
-    last, width = inspections[-1], shutil.get_terminal_size().columns
-    print(f"\n{last.name}{', on average' if len(inputs.measured) > 1 else ''}")
-    sort = "loss" if options.sort == "auto" and options.ablate else options.sort
-    print(terminal.table(last.scores, heads, sort, width))
-    for head in heads if options.heads else []:
-        print(f"\nhead {terminal.name_of(head)}: a line is a query, a character is a key, in the order of the lines")
-        print(terminal.triangle(last.att.pattern(*head)[0].cpu(), labels, width))
     for path in options.output:
         write(path, inputs, labels, heads, inspections)
         print(f"wrote {path}")
+    last, width = inspections[-1], shutil.get_terminal_size().columns
+    metric = METRICS[options.sort] if options.sort else None
+    if metric and metric not in last.scores.mean:
+        raise ConfigError(f"{options.sort} was not measured: loss needs --ablate, dup and ind a longer context")
+    print(f"\n{last.name}{', on average' if len(inputs.measured) > 1 else ''}")
+    print(terminal.table(last.scores, heads, metric, width))
+    for head in heads if options.heads else []:
+        print(f"\nhead {terminal.name_of(head)}: a line is a query, a character is a key, in the order of the lines")
+        print(terminal.triangle(last.att.pattern(*head)[0].cpu(), labels, width))
 
 
 def in_order(directories: list[Path]) -> list[Path]:
     """Sort checkpoints by step, each once. Raises ConfigError if there are several that are not of one run."""
-    directories = sorted({Path(os.path.abspath(directory)) for directory in directories})
+    directories = sorted({directory.resolve() for directory in directories})
     is_step = all(STEP.fullmatch(directory.name) for directory in directories)
     if len(directories) > 1 and not (is_step and len({directory.parent for directory in directories}) == 1):
         raise ConfigError("several checkpoints make a timeline, so they must be directories step-... of one run")
@@ -181,19 +149,18 @@ def in_order(directories: list[Path]) -> list[Path]:
 
 def choose_heads(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
     """List the heads that match, in the order of the patterns. Raises ConfigError for a head that does not exist."""
+    layers, heads = range(config.n_layer), range(config.n_head)
     chosen: dict[Head, None] = {}
-    for pattern in patterns or ("*.*",):
-        parts = re.fullmatch(r"(-?\d{1,9}|\*|last)(?:\.(-?\d{1,9}|\*|last))?", pattern)
-        if not parts:
-            hint = "; checkpoints stand before --heads" if "/" in pattern else ""
-            raise ConfigError(f"a head is written LAYER.HEAD, as 0.1, 0.*, -1.* or last.*, got {pattern!r}{hint}")
-        numbers = []
-        for part, count in zip(parts.groups("*"), (config.n_layer, config.n_head), strict=True):
-            last = str(count - 1) if part == "last" else part
-            numbers.append([n for n in range(count) if last == "*" or int(last) in (n, n - count)])
-        if not all(numbers):
-            raise ConfigError(f"there is no head {pattern}: the model has {config.n_layer} layers of {config.n_head}")
-        chosen |= dict.fromkeys(itertools.product(*numbers))
+    for pattern in patterns or ("*",):
+        found = []
+        for layer, head in product(layers, heads):
+            names = [f"{i}.{j}" for i in (layer, layer - len(layers)) for j in (head, head - len(heads))]
+            if any(fnmatchcase(name, pattern) for name in names):
+                found.append((layer, head))
+        if not found:
+            shape = f"{len(layers)} layers of {len(heads)} heads, written as 0.1, 0.* or -1.*"
+            raise ConfigError(f"there is no head {pattern:.80}: the model has {shape}")
+        chosen |= dict.fromkeys(found)
     return list(chosen)
 
 
@@ -207,62 +174,51 @@ def choose_inputs(
     if room < 1:
         raise ConfigError(f"generate {num_new} leaves no room for a text: the context has {T} tokens")
     if options.text is None:
-        tokens, note = validation_text(directory, tokenizer)
+        tokens = validation_text(directory)
         T = min(T, TEXT_LENGTH, len(tokens))
         starts = np.linspace(0, len(tokens) - T, min(NUM_TEXTS, len(tokens) // T)).astype(int)
         measured = torch.from_numpy(tokens[starts[:, None] + np.arange(T)].astype(np.int64))
-        shown, note = measured[:1, : min(SHOWN_LENGTH, room)], f"{len(measured)} x {T} tokens of {note}"
+        shown = measured[:1, : min(SHOWN_LENGTH, room)]
+        note = f"{len(measured)} x {T} tokens of its validation text"
     else:
         ids = tokenizer.encode(read_prompt(options.text)).tolist()
         if not ids:
             raise ConfigError("the text is empty")
-        note, num_cut = f"{len(ids)} tokens", len(ids) - room
-        if num_cut > 0:
-            kept, cut = ("last", "first") if num_new else ("first", "last")  # generated text continues the end
-            ids = ids[num_cut:] if num_new else ids[:room]
-            note = f"the {kept} {room} of {note}: a context of {T} has no room for the {cut} {num_cut}"
-        measured = shown = torch.tensor([start + ids])
+        note = f"{len(ids)} tokens"
+        if len(ids) > room:
+            note = f"the first {room} of {note}, which is all that a context of {T} has room for"
+        measured = shown = torch.tensor([start + ids[:room]])
     prompt_length = shown.size(1)
     if num_new:
         model, precision = load(directory, device, options)
         with precision:
-            shown = model.generate(shown.to(device), num_new, temperature=0.8, seed=options.seed).cpu()
+            shown = model.generate(shown.to(device), num_new, temperature=0.8, seed=0).cpu()
         if options.text is not None:
             measured, note = shown, f"{note}; and {num_new} that it wrote"
     if measured.size(1) < 2:
         raise ConfigError("attention is between tokens, and the text has only one")
-    return Inputs(measured, shown, prompt_length, note, make_probe(tokenizer, measured, config, options.seed))
+    return Inputs(measured, shown, prompt_length, note, make_probe(tokenizer, measured, config))
 
 
-def validation_text(directory: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
-    """Return ids the model was not trained on and their description; of the standard library if its own are not here.
-
-    Raises DataError if the tokenizer cannot encode the standard library.
-    """
+def validation_text(directory: Path) -> np.ndarray:
+    """Return ids the model was not trained on. Raises DataError if they are not on this machine."""
     trainer = directory / "trainer.json"
-    if corpus := find_prepared(
+    corpus = find_prepared(
         read_optional(trainer, "fingerprint"), str(read_optional(trainer, "config", "data", "source"))
-    ):
-        return corpus.tokens["val"], "its validation text"
-    ids: list[int] = []
-    for document in sources.documents(sources.find_shards("stdlib")):
-        try:
-            ids += [*tokenizer.document_start, *tokenizer.encode("".join(document)).tolist()]
-        except DataError as error:
-            raise DataError(f"the model's validation text is not here, and {error}: give a text with --text") from error
-        if len(ids) > NUM_TEXTS * TEXT_LENGTH:
-            break
-    return np.array(ids), "the Python standard library, as its validation text is not here (--text gives another)"
+    )
+    if corpus is None:
+        raise DataError("the model's validation text is not here: give a text with --text")
+    return corpus.tokens["val"]
 
 
-def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig, seed: int) -> RepeatProbe | None:
+def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> RepeatProbe | None:
     """Draw a probe from the tokens of the text if they are many, because a model may never have seen the others."""
     ordinary = torch.from_numpy(tokenizer.ordinary_tokens())
     seen = text.unique()
     seen = seen[torch.isin(seen, ordinary)]
     tokens = seen if 2 * len(seen) > min(len(ordinary), 200) else ordinary
     start = tokenizer.document_start or ordinary.tolist()
-    return repeat_probe(tokens, start[-1], config.context_length, seed=seed)
+    return repeat_probe(tokens, start[-1], config.context_length)
 
 
 def inspect_checkpoint(
@@ -277,14 +233,14 @@ def inspect_checkpoint(
             scores.samples["ablation"] = ablate(model, inputs.measured, progress, options.ablate)
         att = decode(model, inputs, device)
         row_error = max(scores.row_error, *att.verify().values())
-        if options.writes(".html"):
+        if ".html" in {path.suffix for path in options.output}:
             shares, tokens, probabilities = explain(model, inputs)
             names = [label(tokenizer, token) for token in tokens.tolist()]
             predictions = list(zip(names, probabilities.tolist(), strict=True))
     dtype = str(att[0][0].dtype).removeprefix("torch.")
     return Inspection(
         name=visible(name_of_model(directory)),
-        step=step_of(directory),
+        step=int(directory.name.removeprefix("step-")) if STEP.fullmatch(directory.name) else None,
         verified=f"weights match the fused kernel: max row error {row_error:.1e} ({dtype}, {device.type})",
         config=asdict(model.config),
         scores=scores,
@@ -323,18 +279,15 @@ def explain(model: GPT, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def write(path: Path, inputs: Inputs, labels: list[str], heads: list[Head], inspections: list[Inspection]) -> None:
     """Write one output in the format of its suffix."""
-    last, suffix = inspections[-1], path.suffix.lower()
+    last, suffix = inspections[-1], path.suffix
     if suffix in (".csv", ".json"):
         about = {"text": inputs.note, "tokens": inputs.shown[0].tolist(), "labels": labels}
         files.write_scores(path, inspections, heads, about)
     elif suffix in (".npz", ".safetensors"):
         files.write_tensors(path, last, inputs.shown[0], labels)
     elif suffix == ".html":
-        note = f"text: {inputs.note}"
-        if not torch.equal(inputs.measured, inputs.shown):
-            note = f"scores: means over {inputs.note}; pictures: the first {inputs.prompt_length} tokens of these"
-            if num_new := len(labels) - inputs.prompt_length:
-                note += f", and {num_new} that it wrote"
+        num_new = len(labels) - inputs.prompt_length
+        note = f"scores of {inputs.note}; pictures of {inputs.prompt_length} tokens and {num_new} that it wrote"
         page.write_page(path, note, labels, heads, inspections)
     elif len(inspections) > 1:
         plots.draw_timeline(path, inspections, heads)
@@ -358,12 +311,6 @@ def load(directory: Path, device: torch.device, options: Options) -> tuple[GPT, 
         read_optional(directory / "manifest.json", "environment", "dtype") if options.dtype == "auto" else options.dtype
     )
     return model, autocast(device, getattr(torch, name) if name in ("bfloat16", "float16") else torch.float32)
-
-
-def step_of(directory: Path) -> int | None:
-    """Return the number of training steps of a checkpoint; None if it is unknown."""
-    step = read_optional(directory / "trainer.json", "step")
-    return step if type(step) is int and 0 <= step < 10**9 else None
 
 
 if __name__ == "__main__":

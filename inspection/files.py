@@ -8,11 +8,9 @@ Nothing is pickled. An npz file gives the weights of every head of a layer back 
 """
 
 import csv
-import io
 import itertools
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,15 +38,13 @@ def write_scores(path: Path, inspections: Sequence[Inspection], heads: Sequence[
                 row = checkpoint | {"head": name_of(head), "metric": metric} | numbers
                 finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
                 rows.append(finite)
-    if path.suffix.lower() == ".json":
-        text = json.dumps({**about, "scores": rows}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    if path.suffix == ".json":
+        path.write_text(json.dumps({**about, "scores": rows}, indent=1, allow_nan=False) + "\n")
     else:
-        lines = io.StringIO(newline="")
-        writer = csv.DictWriter(lines, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-        text = lines.getvalue()
-    write_whole(path, text.encode())
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 def write_tensors(path: Path, inspection: Inspection, tokens: torch.Tensor, labels: Sequence[str]) -> None:
@@ -56,12 +52,12 @@ def write_tensors(path: Path, inspection: Inspection, tokens: torch.Tensor, labe
 
     q.LAYER (B, H, T_query, D), k.LAYER (B, n_kv_head, T_key, D), tokens (T,), score.METRIC (L, H),
 
-    and "about", which is JSON: checkpoint, step, loss, verified, labels of the tokens, config, n_layer and dtype. In an
+    and "about", which is JSON: checkpoint, step, loss, verified, labels of the tokens, config and dtype. In an
     npz, which has no bfloat16, such tensors are float32.
     """
     means = {name: mean for name, mean in inspection.scores.mean.items() if name != BY_DISTANCE}
     tensors = {"tokens": tokens.cpu()} | {f"score.{name}": mean.float() for name, mean in means.items()}
-    for layer in inspection.att.layers:
+    for layer in range(len(inspection.att.layers)):
         q, k, _ = inspection.att[layer]
         tensors |= {f"q.{layer}": q.cpu().contiguous(), f"k.{layer}": k.cpu().contiguous()}
     about = {
@@ -71,24 +67,10 @@ def write_tensors(path: Path, inspection: Inspection, tokens: torch.Tensor, labe
         "verified": inspection.verified,
         "labels": list(labels),
         "config": inspection.config,
-        "n_layer": inspection.att.n_layer,
         "dtype": str(q.dtype).removeprefix("torch."),
     }
-    if path.suffix.lower() == ".safetensors":
-        write_whole(path, save(tensors, metadata={"about": json.dumps(about)}))
-        return
-    arrays = {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in tensors.items()}
-    content = io.BytesIO()
-    np.savez_compressed(content, about=np.array(json.dumps(about)), **arrays)
-    write_whole(path, content.getvalue())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file completely or not at all: under another name first. A link stays, and its target is written."""
-    path = path.resolve()
-    partial = path.with_name(f".tril-{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    if path.suffix == ".safetensors":
+        path.write_bytes(save(tensors, metadata={"about": json.dumps(about)}))
+    else:
+        arrays = {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in tensors.items()}
+        np.savez_compressed(path, about=np.array(json.dumps(about)), **arrays)

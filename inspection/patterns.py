@@ -59,20 +59,18 @@ class LayerCalls:
 class Captured:
     """Queries and keys of a model's layers. Layers and heads are numbered from zero; -1 is the last."""
 
-    def __init__(self, layers: dict[int, LayerCalls], n_layer: int):
-        self.layers, self.n_layer = layers, n_layer
+    def __init__(self, layers: Sequence[LayerCalls]):
+        self.layers = layers
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and mask (T_query, T_key) of one layer, all calls joined.
 
-        Raises IndexError if the model has no such layer, RuntimeError if it was not captured or has not run.
+        Raises IndexError if the model has no such layer, RuntimeError if it has not run.
         """
-        layer = range(self.n_layer)[layer]
-        if layer not in self.layers or not self.layers[layer].calls:
+        calls = self.layers[layer].calls
+        if not calls:
             raise RuntimeError(f"layer {layer} did not run inside `capture`; a compiled model does not notice it")
-        if len(self.layers[layer].calls) == 1:
-            return self.layers[layer].calls[0]
-        queries, keys, masks = zip(*self.layers[layer].calls, strict=True)
+        queries, keys, masks = zip(*calls, strict=True)
         q, k = torch.cat(queries, dim=2), torch.cat(keys, dim=2)
         return q, k, torch.cat([F.pad(mask, (0, k.size(2) - mask.size(1))) for mask in masks])
 
@@ -108,7 +106,7 @@ class Captured:
         return self.patterns(layer, head)[:, 0]
 
     def scores(self, repeat: int | None = None) -> dict[str, Tensor]:
-        """Metric -> (L, H), the mean over the sequences; nan for layers that were not captured."""
+        """Metric -> (L, H), the mean over the sequences."""
         return {name: values.mean(0) for name, values in self.measured(repeat).items()}
 
     def measured(self, repeat: int | None = None) -> dict[str, Tensor]:
@@ -116,33 +114,29 @@ class Captured:
 
         repeat: the length L of the repeated part if the text is a `repeat_probe`.
         """
-        self.require_layers()
 
         def weights_and_scores(layer: int) -> Iterator[tuple[int, Tensor, Tensor]]:
             for _, block in self.blocks(layer):
                 first_position = block[1].size(2) - block[0].size(2)
                 yield first_position, attention_weights(*block), attention_scores(*block)
 
-        measured = {}
-        for layer in self.layers:
+        measured = []
+        for layer in range(len(self.layers)):
             with exact_products(self[layer][0].device), torch.no_grad():
-                measured[layer] = measure(weights_and_scores(layer), repeat)
-        missing = {name: torch.full_like(values, torch.nan) for name, values in next(iter(measured.values())).items()}
-        layers = [measured.get(layer, missing) for layer in range(self.n_layer)]
-        return {name: torch.stack([layer[name] for layer in layers], dim=1) for name in missing}
+                measured.append(measure(weights_and_scores(layer), repeat))
+        return {name: torch.stack([layer[name] for layer in measured], dim=1) for name in measured[0]}
 
-    def verify(self, seed: int = 0) -> dict[int, float]:
-        """Prove the weights of each captured layer against its kernel; return the largest error of a row per layer.
+    def verify(self) -> dict[int, float]:
+        """Prove the weights of each layer against its kernel; return the largest error of a row per layer.
 
         The kernel runs again on the same queries, keys and mask, with random values of 1 and -1. If a row of our
         weights is wrong by a vector e, the mean square difference of the two outputs over the D columns is |e|^2 on
         average, whatever the direction of e (Freivalds 1977). Raises NotTheKernels if an error exceeds rounding.
         """
-        self.require_layers()
         errors = {}
-        for number, layer in self.layers.items():
+        for number, layer in enumerate(self.layers):
             q, k, _ = self[number]
-            signs = torch.randint(2, k.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8) * 2 - 1
+            signs = torch.randint(2, k.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8) * 2 - 1
             v, wide, group = signs.to(k), torch.promote_types(q.dtype, torch.float32), q.size(1) // k.size(1)
             values = v.to(wide).repeat_interleave(group, dim=1)
             key_norms = k.to(wide).norm(dim=-1, keepdim=True).repeat_interleave(group, dim=1)
@@ -172,22 +166,17 @@ class Captured:
                 )
         return errors
 
-    def require_layers(self) -> None:
-        if not self.layers:
-            raise RuntimeError("no layer was captured")
-
 
 @contextmanager
-def capture(model: GPT, layers: Sequence[int] | None = None) -> Iterator[Captured]:
-    """Capture queries and keys of these layers (None: all) while the model runs inside the `with` block.
+def capture(model: GPT) -> Iterator[Captured]:
+    """Capture queries and keys of all layers while the model runs inside the `with` block.
 
     A new sequence replaces the one before. Outputs and gradients are the same as without capture, to the last bit.
     """
-    numbers = range(len(model.blocks)) if layers is None else [range(len(model.blocks))[layer] for layer in layers]
-    captured = {number: LayerCalls(model.blocks[number].attention.attend) for number in numbers}
-    hooks = [layer.attend.register_forward_hook(layer.hook) for layer in captured.values()]
+    layers = [LayerCalls(block.attention.attend) for block in model.blocks]
+    hooks = [layer.attend.register_forward_hook(layer.hook) for layer in layers]
     try:
-        yield Captured(captured, len(model.blocks))
+        yield Captured(layers)
     finally:
         for hook in hooks:
             hook.remove()

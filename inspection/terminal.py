@@ -56,19 +56,15 @@ def grey(weight: float) -> str:
     return GREY[min(9, int(weight * 10))] if weight >= 0 else " "  # nan too
 
 
-def table(scores: HeadScores, heads: list[Head], sort: str, width: int) -> str:
-    """Format one line for each head, sorted by the column titled `sort`, the largest first.
+def table(scores: HeadScores, heads: list[Head], metric: str | None, width: int) -> str:
+    """Format one line for each head, sorted by a metric, the largest first; None: in the order given.
 
-    sort may also be "head", the order given, or "auto", the metric of KINDS in which some head has most. The last line
-    has the largest standard error of each column. If the table is wider than `width`, the distances are left out, then
-    the control.
+    The last line has the largest standard error of each column. If the table is wider than `width`, the distances are
+    left out, then the control.
     """
     mean, error = scores.mean, scores.error
     columns = {name: COLUMNS[name] for name in COLUMNS if name in mean}
-    most = {name: max(mean[name][head].nan_to_num(-1) for head in heads) for name in KINDS if name in mean}
-    metric_of = {title: name for name, (title, _) in columns.items()} | {"auto": max(most, key=most.get), "head": None}
-    metric = metric_of[sort]
-    if metric is not None:
+    if metric:
         heads = sorted(heads, key=lambda head: -mean[metric][head].nan_to_num(-math.inf))
     titles = [f"{title}↓" if name == metric else title for name, (title, _) in columns.items()]
     rows, notes = [["head", "near > far", *titles]], ["the columns are defined in: inspect_attention.py --help"]

@@ -2,7 +2,7 @@
 
 Its bugs: `combine_heads` computes and returns nothing; and -1e9 stands for minus infinity, which half precision cannot
 hold. With the real weights the picture at the end is: python inspect_attention.py meta-llama/Llama-3.2-3B --text "the
-financial bank is located on river bank" --heads "last.*" -o heads.png
+financial bank is located on river bank" --heads "-1.*" -o heads.png
 """
 
 from pathlib import Path
@@ -59,6 +59,6 @@ def test_its_picture_of_the_last_layer(run, tmp_path: Path, monkeypatch: pytest.
     checkpoint = save(GPT(GPTConfig(family="llama", vocab_size=257, **shape)), tmp_path)
     drawn = {}
     monkeypatch.setattr(plots, "draw_heads", lambda path, inspection, heads, labels: drawn.update(heads=heads))
-    result = run(inspect_attention, checkpoint, "--text", TEXT, "--heads", "last.*", "-o", tmp_path / "heads.png")
+    result = run(inspect_attention, checkpoint, "--text", TEXT, "--heads", "-1.*", "-o", tmp_path / "heads.png")
     assert result.exit_code == 0, result.err
     assert list(drawn["heads"]) == [(2, head) for head in range(H)]
