@@ -4,19 +4,16 @@ import json
 import os
 import random
 import resource
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
-import train
 from model import GPT, ModelError
 from model.checkpoint import find_checkpoint, keep_newest, verify
-from tests.conftest import TINY, make_gpt, often, save_gpt, tiny_run
+from tests.conftest import TINY, make_gpt, often, save_gpt
 
 
 @pytest.fixture
@@ -199,40 +196,3 @@ def test_a_config_that_does_not_fit_is_refused(save, change: dict, message: str)
     (directory / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=message):
         GPT.from_pretrained(directory)
-
-
-def test_large_tensors_are_saved_in_several_files(save, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.checkpoint.MOST_IN_A_FILE", 5_000)
-    gpt = make_gpt()
-    directory = save(5, gpt)
-    files = sorted(path.name for path in directory.glob("model-*"))
-    count = len(files)
-    assert count > 1 and files == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    stored = [load_file(directory / name) for name in files]
-    assert all(len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 5_000 for tensors in stored)
-    loaded = GPT.from_pretrained(directory).state_dict()
-    assert all(torch.equal(tensor, loaded[name]) for name, tensor in gpt.state_dict().items())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["gpt2", "nanochat"])
-def test_a_run_resumes_from_several_files_and_transformers_open_them(
-    run, tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    monkeypatch.setattr("model.checkpoint.MOST_IN_A_FILE", 20_000)
-    options = {"model__family": family, "model__n_embd": 18, "train__max_steps": 6, "train__checkpoint_every": 3}
-    assert run(train, *tiny_run(corpus_file, tmp_path / "whole", **options)).exit_code == 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
-    shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step-00000006")
-    result = run(train, "--resume", tmp_path / "broken")
-    assert result.exit_code == 0 and "step-00000003" in result.out
-    checkpoints = [tmp_path / name / "checkpoints" / "step-00000006" for name in ("whole", "broken")]
-    for stem in ("model", "optimizer"):
-        files = sorted(path.name for path in checkpoints[0].glob(f"{stem}-*"))
-        count = len(files)
-        assert count > 1 and files == [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-        for name in files:
-            assert (checkpoints[0] / name).read_bytes() == (checkpoints[1] / name).read_bytes()
-    idx = torch.arange(7)[None]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[0])(idx).logits
-    torch.testing.assert_close(GPT.from_pretrained(checkpoints[0])(idx), theirs, rtol=1e-5, atol=1e-5)

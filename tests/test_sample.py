@@ -140,8 +140,7 @@ def test_a_terminal_is_not_commanded(monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["{run}x"], "x is neither an intact checkpoint nor a run that has one; the latest runs beside it are "),
-        (["nowhere"], "nowhere is neither an intact checkpoint nor a run that has one"),
+        (["{run}x"], "x is neither an intact checkpoint nor a run that has one"),
         (["{run}", "--temperature", "-1"], "temperature must be at least 0 and finite, got -1.0"),
         (["{run}", "--num_samples", "0"], "num_samples must be at least 1, got 0"),
         (["{run}", "--prompt", "@nowhere.txt"], "No such file or directory: nowhere.txt"),
