@@ -58,7 +58,7 @@ def visible(text: str) -> str:
 def read_prompt(prompt: str) -> str:
     """Return the prompt itself, the text in a file (@FILE), or standard input (-).
 
-    Raises OSError if there is no such file, and ConfigError if the text is not UTF-8.
+    Raises OSError if there is no such file, ConfigError if the text is not UTF-8.
     """
     try:
         if prompt == "-":
@@ -66,5 +66,5 @@ def read_prompt(prompt: str) -> str:
         if prompt.startswith("@"):
             return Path(prompt[1:]).read_text(encoding="utf-8")
         return prompt
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the text is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}") from None
+    except ValueError as error:  # not UTF-8, or a name that no file can have
+        raise ConfigError(f"{prompt!r} cannot be read: {error}") from None

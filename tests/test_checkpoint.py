@@ -183,7 +183,7 @@ def test_old_checkpoints_go_and_the_best_and_later_ones_stay(save) -> None:
     "change, message",
     [
         ({"model_type": "bert"}, "model_type 'bert', this version reads gpt2, llama, qwen3, nanochat"),
-        ({"tril": {"n_layers": 3}}, "does not describe a GPT: .*n_layers"),
+        ({"tril": 3}, "does not describe a GPT"),
         ({"vocab_size": 18}, "transformer.wte.weight is \\(17, 15\\), expected \\(18, 15\\)"),
         ({"n_layer": 3}, "has no tensor transformer.h.2"),
     ],
