@@ -39,11 +39,6 @@ def test_run_and_checkpoint_give_the_same_text(run, trained: Path) -> None:
     assert texts(run, trained, *arguments) == texts(run, trained / "checkpoints" / "step-00000012", *arguments)
 
 
-def test_no_cache_changes_nothing(run, trained: Path) -> None:
-    arguments = (trained, "--prompt", "one two", "--temperature", 0, "--max_new_tokens", 40)
-    assert texts(run, *arguments) == texts(run, *arguments, "--no_cache")
-
-
 def test_prompts_from_argument_file_and_standard_input(run, trained: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "prompt.txt").write_text("one tw")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one tw")))
@@ -63,12 +58,6 @@ def test_several_samples_differ_and_are_repeatable(run, trained: Path) -> None:
     assert len(set(first)) == 3 and texts(run, *arguments) == first
     out = run(sample, *arguments).out
     assert all(f"--- sample {n} of 3\n" in out for n in (1, 2, 3))
-
-
-def test_json_names_its_seed(run, trained: Path) -> None:
-    line = json.loads(run(sample, trained, "--json", "--max_new_tokens", 12).out)
-    assert set(line) == {"prompt", "prompt_number", "text", "tokens", "finish", "seed", "sample"}
-    assert texts(run, trained, "--max_new_tokens", 12, "--seed", line["seed"]) == [line["text"]]
 
 
 def test_a_long_prompt_is_said(run, trained: Path) -> None:
