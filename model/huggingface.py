@@ -24,12 +24,6 @@ GPT2 = {
 LLAMA = {
     "token_embedding": "model.embed_tokens",
     "blocks.{}.attention_norm": "model.layers.{}.input_layernorm",
-    "blocks.{}.attention.q_proj": "model.layers.{}.self_attn.q_proj",
-    "blocks.{}.attention.k_proj": "model.layers.{}.self_attn.k_proj",
-    "blocks.{}.attention.v_proj": "model.layers.{}.self_attn.v_proj",
-    "blocks.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
-    "blocks.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
-    "blocks.{}.attention.o_proj": "model.layers.{}.self_attn.o_proj",
     "blocks.{}.mlp_norm": "model.layers.{}.post_attention_layernorm",
     "blocks.{}.mlp.gate_proj": "model.layers.{}.mlp.gate_proj",
     "blocks.{}.mlp.up_proj": "model.layers.{}.mlp.up_proj",
@@ -37,6 +31,8 @@ LLAMA = {
     "final_norm": "model.norm",
     "lm_head": "lm_head",
 }
+for part in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj"):
+    LLAMA[f"blocks.{{}}.attention.{part}"] = f"model.layers.{{}}.self_attn.{part}"
 NANOCHAT = LLAMA | {
     "blocks.{}.mlp.up_proj": "model.layers.{}.mlp.fc1",
     "blocks.{}.mlp.down_proj": "model.layers.{}.mlp.fc2",
