@@ -34,11 +34,6 @@ def texts(run, *arguments: object) -> list[str]:
     return [json.loads(line)["text"] for line in result.out.splitlines()]
 
 
-def test_run_and_checkpoint_give_the_same_text(run, trained: Path) -> None:
-    arguments = ("--prompt", "one", "--seed", 3, "--max_new_tokens", 30)
-    assert texts(run, trained, *arguments) == texts(run, trained / "checkpoints" / "step-00000012", *arguments)
-
-
 def test_prompts_from_argument_file_and_standard_input(run, trained: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "prompt.txt").write_text("one tw")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one tw")))
@@ -55,7 +50,7 @@ def test_text_streams_after_its_prompt(run, trained: Path) -> None:
 def test_several_samples_differ_and_are_repeatable(run, trained: Path) -> None:
     arguments = (trained, "--num_samples", 3, "--seed", 5, "--max_new_tokens", 12)
     first = texts(run, *arguments)
-    assert len(set(first)) == 3 and texts(run, *arguments) == first
+    assert len(set(first)) == 3 and texts(run, trained / "checkpoints" / "step-00000012", *arguments[1:]) == first
     out = run(sample, *arguments).out
     assert all(f"--- sample {n} of 3\n" in out for n in (1, 2, 3))
 
