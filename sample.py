@@ -5,8 +5,6 @@ Ways to ask:
     python sample.py out/quickstart --prompt "def"       continue a text
     python sample.py out/quickstart --prompt @story.txt  ... read from a file
     python sample.py out/quickstart --prompt "def" "if"  several texts
-    python sample.py out/quickstart --num_samples 5      five texts each
-    python sample.py out/quickstart --temperature 0      the likeliest tokens
 
 The text ends after max_new_tokens, at the end of a document, or before --stop.
 """
@@ -14,15 +12,13 @@ The text ends after max_new_tokens, at the end of a document, or before --stop.
 import json
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import torch
 import tyro
-from torch import Tensor
 from tqdm import tqdm
 
 from configs import parse
@@ -30,11 +26,9 @@ from configs.script import read_prompt, run_script, visible
 from data import DataError
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, ModelError
-from model.checkpoint import find_checkpoint, read_certificate
+from model.checkpoint import describe_certificate, find_checkpoint, read_optional
 from model.sampling import stream
 from training.device import find_device, weights_dtype
-
-READ_AT_ONCE = 16  # tokens that a GPU computes before they are read
 
 
 @dataclass(frozen=True)
@@ -79,17 +73,17 @@ class Options:
 
 
 class Text:
-    """A text that grows token by token until it ends."""
+    """A text that grows token by token until it ends; `finish` says why."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: Sequence[int] = ()):
-        self.tokenizer, self.stop, self.stream = tokenizer, stop or "", tokenizer.stream(prompt)
-        self.text, self.num_shown, self.num_tokens, self.finish = "", 0, 0, "length"
+        self.stop, self.end_of_text, self.stream = stop or "", tokenizer.end_of_text, tokenizer.stream(prompt)
+        self.text, self.num_tokens, self.finish = "", 0, "length"
 
     def add(self, token: int) -> None:
         """Append a token, unless the text has ended already or ends here."""
         if self.ended:
             return
-        if token == self.tokenizer.end_of_text:
+        if token == self.end_of_text:
             self.finish = "end of text"
             return
         self.num_tokens += 1
@@ -106,17 +100,10 @@ class Text:
     def ended(self) -> bool:
         return self.finish != "length"
 
-    def unseen(self, is_last: bool) -> str:
-        """Return the characters that were not returned before. Those that may begin the stop text are held back."""
-        end = len(self.text) if is_last or self.ended else max(self.num_shown, len(self.text) - len(self.stop))
-        start, self.num_shown = self.num_shown, end
-        return self.text[start:end]
-
-
-def read_late(tokens: Iterator[Tensor], at_once: int) -> Iterator[list[int]]:
-    """Yield each (B, 1) tensor as a list of B numbers. A GPU computes `at_once` tensors before they are read."""
-    while columns := list(islice(tokens, at_once)):
-        yield from torch.cat(columns, dim=1).T.tolist()
+    @property
+    def certain(self) -> str:
+        """The text without the last characters, with which the stop text may begin."""
+        return self.text if self.ended else self.text[: max(0, len(self.text) - len(self.stop))]
 
 
 def show(text: str) -> None:
@@ -135,40 +122,40 @@ def main() -> None:
     if tokenizer.vocab_size > model.config.vocab_size:
         raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}")
 
-    start = tokenizer.start_of_text
-    first = [] if start is None else [start]
-    ids = [first + tokenizer.encode(prompt).tolist() or tokenizer.document_start for prompt in prompts]
+    start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
+    ids = [start + tokenizer.encode(prompt).tolist() or tokenizer.document_start for prompt in prompts]
     if [] in ids:
         raise DataError("this model's tokenizer has no token that begins a text: give a --prompt")
     seed = secrets.randbits(32) if options.seed is None else options.seed
     sampling = (options.temperature, options.top_k, options.top_p, options.min_p, not options.no_cache, seed)
     batches = [torch.tensor([prompt_ids] * options.num_samples, device=device) for prompt_ids in ids]
     streams = [stream(model, idx, options.max_new_tokens, *sampling) for idx in batches]
-    print(f"causal: {visible(read_certificate(directory))}", file=sys.stderr)
+    certificate = describe_certificate(read_optional(directory / "manifest.json"))
+    print(f"causal: {visible(certificate)}", file=sys.stderr)
     print(f"device: {device}, weights in {str(dtype).removeprefix('torch.')}", file=sys.stderr)
 
     T = model.config.context_length
-    is_only = len(prompts) == options.num_samples == 1 and not options.json
+    is_only = len(prompts) == options.num_samples == 1 and not options.json  # is printed while it grows
     for number, (prompt, prompt_ids, tokens) in enumerate(zip(prompts, ids, streams, strict=True)):
         if len(prompt_ids) > T:
-            which = f"prompt {number + 1}" if len(prompts) > 1 else "prompt"
-            print(f"{which} has {len(prompt_ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
+            print(f"a prompt has {len(prompt_ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
         texts = [Text(tokenizer, options.stop, prompt_ids) for _ in range(options.num_samples)]
         if is_only:
             show(prompt)
-        columns = read_late(tokens, READ_AT_ONCE if device.type == "cuda" else 1)
-        for column in tqdm(columns, total=options.max_new_tokens, unit="token", leave=False, disable=is_only or None):
-            for text, token in zip(texts, column, strict=True):
+        num_shown = 0
+        for column in tqdm(tokens, total=options.max_new_tokens, unit="token", leave=False, disable=is_only or None):
+            for text, token in zip(texts, column.flatten().tolist(), strict=True):
                 text.add(token)
             if is_only:
-                show(text.unseen(is_last=False))
+                show(text.certain[num_shown:])
+                num_shown = len(text.certain)
             if all(text.ended for text in texts):
                 break
         tokens.close()  # frees the cache
         for sample, text in enumerate(texts):
             text.close()
             if is_only:
-                show(text.unseen(is_last=True) + "\n")
+                show(text.text[num_shown:] + "\n")
             elif options.json:
                 record = {"prompt_number": number, "sample": sample, "seed": seed, "prompt": prompt, "text": text.text}
                 print(json.dumps(record | {"tokens": text.num_tokens, "finish": text.finish}))

@@ -11,9 +11,8 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Iterator
-from dataclasses import Field, fields, is_dataclass
-from difflib import get_close_matches
+from collections.abc import Collection
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,21 +21,6 @@ import tyro
 T = TypeVar("T")
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
-
-# Names that other projects give to options of ours.
-SYNONYMS = {
-    "block_size": "context_length",
-    "d_model": "n_embd",
-    "data": "source",
-    "dataset": "source",
-    "eval_interval": "eval_every",
-    "lr": "learning_rate",
-    "max_iters": "max_steps",
-    "precision": "dtype",
-    "save_every": "checkpoint_every",
-    "start": "prompt",
-    "text": "source",
-}
 
 
 class ConfigError(ValueError):
@@ -85,7 +69,7 @@ def parse(
 
 
 def options_in(file: Path, ignored: Collection[str] = ()) -> list[str]:
-    """The tables of a TOML file as command line options."""
+    """Return the tables of a TOML file as command line options."""
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -105,7 +89,7 @@ def options_in(file: Path, ignored: Collection[str] = ()) -> list[str]:
 
 
 def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
-    """tyro.cli, with its page of explanation cut down to a ConfigError of one sentence."""
+    """Call tyro.cli. Raises ConfigError with one sentence in place of tyro's page of explanation."""
     page = io.StringIO()
     if any(re.search("[\ud800-\udfff]", word) for word in argv):
         raise ConfigError("an option is not valid UTF-8")
@@ -124,43 +108,16 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
         lines = "\n".join(line.strip("│| ") for line in page.getvalue().splitlines()[1:])  # without title and frame
         message, *more = filter(str.strip, re.split(r"\n\W*\n", f"\n{lines}\n"))
         message = re.sub(r"^Error parsing (\w+: )?", "", " ".join(message.split()))
-        expected = re.search(r"(--\w\S+) ?(\S*)", " ".join(more))  # what tyro explains
-        if message.startswith("Unrecognized"):
-            message += nearest(options, message.split(": ")[1].split(",")[0])
-        elif expected and message.startswith(expected[1]):
-            message += f"; expected {expected[2]}"
+        option = re.search(r"(?:meant|helptext):\s+(--\S+) ?(\S*)", " ".join(more))  # explained by tyro: name and type
+        if option and message.startswith("Unrecognized"):
+            message += f"; did you mean {option[1]}?"
+        elif option and message.startswith(option[1]):
+            message += f"; expected {option[2]}"
         raise ConfigError(message) from None
 
 
-def nearest(options: type, word: str) -> str:
-    """End of a sentence that suggests the option meant by a word of the command line; empty if none is similar."""
-    names = {name.split(".")[-1]: name for name in option_names(options)}
-    word = word.partition("=")[0]
-    last = word.lstrip("-").replace("-", "_").split(".")[-1]
-    last = SYNONYMS.get(last, last)
-    if any(field.name == last and has_mark(field, tyro.conf.Positional) for field in fields(options)):
-        return f"; give it without {word}"
-    near = get_close_matches(last, names, n=1, cutoff=0.65)  # vocab_size is not batch_size
-    near += [name for name in names if name.startswith(last)]
-    return f"; did you mean --{names[near[0]]}?" if near else ""
-
-
-def option_names(options: type, table: str = "") -> Iterator[str]:
-    """train.seed, for example: all that a command line may name."""
-    for field in fields(options):
-        if is_dataclass(field.default):
-            yield from option_names(type(field.default), f"{field.name}.")
-        elif not has_mark(field, tyro.conf.Positional):
-            yield table + field.name
-
-
-def has_mark(field: Field, mark: object) -> bool:
-    """Return whether the type of an option has this mark of tyro."""
-    return mark in getattr(field.type, "__metadata__", ())
-
-
 def to_toml(config: Any) -> str:
-    """A dataclass of tables as TOML that `parse` reads back; options that are None are left out."""
+    """Return a dataclass of tables as TOML that `parse` reads back, without the options that are None."""
     lines = []
     for table in fields(config):
         content = getattr(config, table.name)

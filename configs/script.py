@@ -11,11 +11,11 @@ from configs import ConfigError
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's main and exit as tril's scripts do.
+    """Run a script's main, and exit with the code that says how it ended.
 
     0 done; 2 something the user can fix; 3 the loss stopped being finite; 75 interrupted but nothing lost; 130
     interrupted; 1 a bug of ours.
-    An exception that is for the user carries its code as `exit_code`, prints one sentence and no traceback.
+    An exception for the user has its code in `exit_code`, and prints one sentence without a traceback.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed from the beginning
@@ -51,20 +51,20 @@ def fail(message: str, exit_code: int) -> None:
 
 
 def visible(text: str) -> str:
-    """The text with control characters, which could command a terminal, as escapes."""
+    """Return the text with its control characters, which could command a terminal, as escapes."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def read_prompt(prompt: str) -> str:
-    """Return the text itself, or what it names: @FILE, or - for standard input.
+    """Return the prompt itself, the text in a file (@FILE), or standard input (-).
 
-    Raises ConfigError if that is not there or not UTF-8.
+    Raises OSError if there is no such file, ConfigError if the text is not UTF-8.
     """
-    if prompt.startswith("@") and (not Path(prompt[1:]).exists() or Path(prompt[1:]).is_dir()):
-        raise ConfigError(f"what begins with @ names a file, and there is no file {prompt[1:]!r}; - is standard input")
     try:
         if prompt == "-":
             return sys.stdin.buffer.read().decode()
-        return Path(prompt[1:]).read_text(encoding="utf-8") if prompt.startswith("@") else prompt
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the text is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}") from None
+        if prompt.startswith("@"):
+            return Path(prompt[1:]).read_text(encoding="utf-8")
+        return prompt
+    except ValueError as error:  # not UTF-8, or a name that no file can have
+        raise ConfigError(f"{prompt!r} cannot be read: {error}") from None

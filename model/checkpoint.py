@@ -4,18 +4,13 @@ config.json  model.safetensors  tokenizer.json  tokenizer_config.json    the mod
 README.md                                                                the model card, which people may edit
 optimizer.safetensors  trainer.json                                      the rest of a training run
 manifest.json                       size and SHA-256 of every file, and the certificate of causality; written last
-
-Tensors of more than 5 GB are split over several files, with an index of which tensor is where.
 """
 
 import contextlib
 import hashlib
 import json
-import os
 import re
 import sys
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +23,6 @@ from model.huggingface import config_to_huggingface, tensors_to_huggingface
 
 FORMAT = 3
 MOST_JSON = 1 << 20  # bytes
-MOST_IN_A_FILE = 5 * 10**9  # bytes, as in `transformers`
 CARD = "README.md"
 STEP = re.compile(r"step-\d{8}")
 
@@ -51,24 +45,24 @@ def save_checkpoint(
     card, by name. `trainer` is the state that a resumed run needs, `about` the certificate and the environment.
     """
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
-    contents = chain(
-        [("config.json", to_json(config_to_huggingface(config, *ends_of_text)))],
-        texts.items(),
-        tensor_files("model", tensors_to_huggingface(config, weights)),
-        tensor_files("optimizer", optimizer),
-        [("trainer.json", to_json({"step": step, **trainer}))],
-    )
+    files = {}
+
+    def write(name: str, content: bytes) -> None:
+        disk.write(temporary / name, content)
+        if name != CARD:
+            files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
     disk.remove(temporary)  # of a killed session
     disk.make_directory(temporary)
     try:
-        files = {}
-        for name, content in contents:
-            disk.write(temporary / name, content)
-            if name != CARD:
-                files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        disk.write(
-            temporary / "manifest.json", with_own_hash({"format": FORMAT, "step": step, **about, "files": files})
-        )
+        write("config.json", to_json(config_to_huggingface(config, *ends_of_text)))
+        for name, content in texts.items():
+            write(name, content)
+        write("model.safetensors", save(tensors_to_huggingface(config, weights), metadata={"format": "pt"}))
+        write("optimizer.safetensors", save(optimizer, metadata={"format": "pt"}))
+        write("trainer.json", to_json({"step": step, **trainer}))
+        manifest = {"format": FORMAT, "step": step, **about, "files": files}
+        disk.write(temporary / "manifest.json", with_own_hash(manifest))
         disk.sync(temporary)
         disk.remove(directory)  # a damaged checkpoint of this step
         disk.rename(temporary, directory)
@@ -76,26 +70,6 @@ def save_checkpoint(
         disk.remove(temporary)
         raise
     return directory
-
-
-def tensor_files(stem: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, content) of the safetensors file of a model or an optimizer, or of several files and their index."""
-    files, room = [{}], MOST_IN_A_FILE
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room and files[-1]:
-            files.append({})
-            room = MOST_IN_A_FILE
-        files[-1][name] = tensor
-        room -= tensor.nbytes
-    if len(files) == 1:
-        yield f"{stem}.safetensors", save(tensors, metadata={"format": "pt"})
-        return
-    places = {}
-    for number, file in enumerate(files, start=1):
-        name = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-        yield name, save(file, metadata={"format": "pt"})
-        places |= dict.fromkeys(file, name)
-    yield f"{stem}.safetensors.index.json", to_json({"metadata": {}, "weight_map": places})
 
 
 def keep_newest(parent: Path, step: int, count: int, best_step: int | None) -> None:
@@ -128,14 +102,7 @@ def find_checkpoint(path: Path) -> Path:
             return directory
         except ModelError as error:
             print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
-    raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one{runs_beside(path)}")
-
-
-def runs_beside(path: Path) -> str:
-    """Return the end of an error message: the latest runs beside a path that does not exist, if there are any."""
-    runs = sorted(path.absolute().parent.glob("*/checkpoints"), key=os.path.getmtime)
-    names = ", ".join(found.parent.name for found in runs[-5:])
-    return f"; the latest runs beside it are {names}" if runs and not path.exists() else ""
+    raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one")
 
 
 def is_hub_name(path: str | Path) -> bool:
@@ -195,17 +162,13 @@ def verify(directory: Path) -> None:
             raise ModelError(f"{paths[name]} is damaged: its SHA-256 is not the one in the manifest")
 
 
-def read_certificate(directory: Path) -> str:
-    """Return the certificate of causality in a checkpoint: one line with the finding and where it was made."""
+def describe_certificate(manifest: dict | None) -> str:
+    """Return the certificate of causality in a manifest: one line with the finding and where it was made."""
     try:
-        return describe_certificate(read_optional(directory / "manifest.json"))
-    except (KeyError, TypeError, AttributeError):
+        causal, environment = manifest["certificate"]["causal"], manifest["environment"]
+        return "{}, {dtype} on {device}, torch {torch}".format(causal, **environment)
+    except (KeyError, TypeError):
         return "unknown, the checkpoint has no certificate"
-
-
-def describe_certificate(manifest: dict) -> str:
-    """Return the line of `read_certificate`. Raises KeyError if the manifest has no certificate."""
-    return "{}, {dtype} on {device}, torch {torch}".format(manifest["certificate"]["causal"], **manifest["environment"])
 
 
 def read_json(path: Path) -> dict:

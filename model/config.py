@@ -77,15 +77,9 @@ class GPTConfig(ModelConfig):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         self.check_whole("n_kv_head", "head_dim", "n_inner")
-        if self.rope_scaling is not None:
-            if len(self.rope_scaling) != 4:
-                raise ModelError(f"rope_scaling has four numbers, got {self.rope_scaling!r}")
-            object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))
         numbers = [self.dropout, self.rope_theta, self.norm_eps, *(self.rope_scaling or ())]
         if not all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers):
             raise ModelError(f"dropout, rope_theta, norm_eps and rope_scaling must be numbers from 0, got {numbers}")
-        if type(self.bias) is not bool or type(self.tied) is not bool:
-            raise ModelError(f"bias and tied must be true or false, got {self.bias!r} and {self.tied!r}")
         if self.dropout >= 1:
             raise ModelError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.bias and family != "gpt2":

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import GPTConfig
-from model.precision import autocast_dtype
 
 
 class MLP(nn.Module):
@@ -93,6 +92,14 @@ class Rotary(nn.Module):
         cos, sin = (table[positions].to(x.dtype) for table in (self.cos, self.sin))
         a, b = x.chunk(2, dim=-1)  # channel i of the first half and channel i of the second are a pair
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of matrix products under autocast on the device of x, or None if autocast is off."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # PyTorch raises for meta: it has no autocast
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -18,9 +18,8 @@ from model.attention import CausalSelfAttention, make_causal_mask
 from model.cache import LayerCache
 from model.checkpoint import find_checkpoint
 from model.config import GPTConfig, ModelError
-from model.families import FAMILIES, Rotary
+from model.families import FAMILIES, Rotary, autocast_dtype
 from model.load import load_config, load_weights
-from model.precision import autocast_dtype
 
 
 class Block(nn.Module):

@@ -1,14 +1,13 @@
 """Our configurations and tensors under the names and shapes of `transformers`, so that checkpoints open there too."""
 
 import re
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
-from model.config import GPTConfig, ModelError
+from model.config import LARGEST, GPTConfig, ModelError
 
-MOST_CONTEXT = 8192  # tokens; a longer context of a foreign model is cut, because the mask has its square in bytes
+CUT_CONTEXT = 8192  # tokens that the model sees if its context is longer than the largest of ours
 
 # Our module -> theirs. GPT-2 has q, k and v in one matrix, c_attn, and stores every matrix transposed ("Conv1D").
 GPT2 = {
@@ -25,12 +24,6 @@ GPT2 = {
 LLAMA = {
     "token_embedding": "model.embed_tokens",
     "blocks.{}.attention_norm": "model.layers.{}.input_layernorm",
-    "blocks.{}.attention.q_proj": "model.layers.{}.self_attn.q_proj",
-    "blocks.{}.attention.k_proj": "model.layers.{}.self_attn.k_proj",
-    "blocks.{}.attention.v_proj": "model.layers.{}.self_attn.v_proj",
-    "blocks.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
-    "blocks.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
-    "blocks.{}.attention.o_proj": "model.layers.{}.self_attn.o_proj",
     "blocks.{}.mlp_norm": "model.layers.{}.post_attention_layernorm",
     "blocks.{}.mlp.gate_proj": "model.layers.{}.mlp.gate_proj",
     "blocks.{}.mlp.up_proj": "model.layers.{}.mlp.up_proj",
@@ -38,6 +31,8 @@ LLAMA = {
     "final_norm": "model.norm",
     "lm_head": "lm_head",
 }
+for part in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj"):
+    LLAMA[f"blocks.{{}}.attention.{part}"] = f"model.layers.{{}}.self_attn.{part}"
 NANOCHAT = LLAMA | {
     "blocks.{}.mlp.up_proj": "model.layers.{}.mlp.fc1",
     "blocks.{}.mlp.down_proj": "model.layers.{}.mlp.fc2",
@@ -63,7 +58,10 @@ SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 
 
 def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: int) -> dict:
-    """Return config.json for the model type with the family's name. Our own configuration is in it, under "tril"."""
+    """Return config.json for the model type with the family's name.
+
+    GPT-2 has no keys for its biases and its key heads: these two are under "tril".
+    """
     c = config
     content = {
         "architectures": [ARCHITECTURES[c.family]],
@@ -74,7 +72,6 @@ def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: in
         "bos_token_id": start_of_text,
         "eos_token_id": end_of_text,
         "pad_token_id": None,  # else `transformers` may take a real token as padding, and not train it
-        "tril": asdict(c),
     }
     if c.family == "gpt2":
         return content | {
@@ -86,6 +83,7 @@ def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: in
             "n_inner": c.n_inner,
             "layer_norm_epsilon": c.norm_eps,
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), c.dropout),
+            "tril": {"bias": c.bias, "n_kv_head": c.n_kv_head},
         }
     rope = {"rope_type": "default"}
     if c.rope_scaling:
@@ -114,20 +112,17 @@ def config_from_huggingface(content: dict) -> GPTConfig:
         if content.get(key, expected[0]) not in expected:
             raise ModelError(f"config.json has {key} = {content[key]!r}, a {family} of ours computes {expected[0]!r}")
     try:
-        if "tril" in content:
-            ours = GPTConfig(**content["tril"])
-            written = config_to_huggingface(ours, 0, 0)
-            del written["tril"]
-            if all(content.get(key, value) == value for key, value in written.items() if "_token_id" not in key):
-                return ours  # else other software has changed a key, and kept "tril" as it was
         if family == "gpt2":
+            ours = content.get("tril", {})
             return GPTConfig(
                 n_layer=content["n_layer"],
                 n_head=content["n_head"],
+                n_kv_head=ours.get("n_kv_head"),
                 n_embd=content["n_embd"],
                 n_inner=content.get("n_inner"),
                 context_length=content["n_positions"],
                 dropout=content.get("resid_pdrop", 0.0),
+                bias=ours.get("bias"),
                 vocab_size=content["vocab_size"],
                 tied=content.get("tie_word_embeddings", True),
                 norm_eps=content.get("layer_norm_epsilon"),
@@ -138,6 +133,7 @@ def config_from_huggingface(content: dict) -> GPTConfig:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
             raise ModelError(f"config.json has rotary positions of the type {kind!r}, this version reads llama3")
+        context_length = content["max_position_embeddings"]
         return GPTConfig(
             family=family,
             n_layer=content["num_hidden_layers"],
@@ -146,7 +142,7 @@ def config_from_huggingface(content: dict) -> GPTConfig:
             n_embd=content["hidden_size"],
             head_dim=content.get("head_dim", 128 if family == "qwen3" else None),
             n_inner=content["intermediate_size"],
-            context_length=min(content["max_position_embeddings"], MOST_CONTEXT),
+            context_length=context_length if context_length <= LARGEST["context_length"] else CUT_CONTEXT,
             dropout=content.get("attention_dropout", 0.0),
             tied=content.get("tie_word_embeddings", False),
             rope_theta=rope.get("rope_theta", content.get("rope_theta", 10_000.0)),

@@ -18,6 +18,7 @@ from model.huggingface import config_from_huggingface, tensors_from_huggingface,
 
 HEAD = "lm_head.weight"
 UNUSED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and rotary tables in old files
+PREFIXES = ("", "transformer.", "model.")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -62,64 +63,49 @@ def load_tensors(directory: Path, stem: str, shapes: Shapes) -> dict[str, Tensor
     are finite. Only the head may be missing.
     """
     tensors = {}
-    for file, expected in find_tensors(directory, stem, shapes).items():
-        tensors |= read_file(directory / file, expected)
+    for path in tensor_files(directory, stem):
+        tensors |= read_file(path, shapes)
+    for name in shapes:
+        if name not in tensors and name != HEAD:
+            raise ModelError(f"{directory} has no tensor {name}")
     return tensors
 
 
-def find_tensors(directory: Path, stem: str, shapes: Shapes) -> dict[str, Shapes]:
-    """Return {file name: shapes of the tensors in it}, for one file or several with an index."""
+def tensor_files(directory: Path, stem: str) -> list[Path]:
+    """Return the safetensors file of a "model" or an "optimizer", or the several files that an index names."""
     index = directory / f"{stem}.safetensors.index.json"
     if (directory / f"{stem}.safetensors").is_file() or not index.is_file():
-        return {f"{stem}.safetensors": shapes}
+        return [directory / f"{stem}.safetensors"]
     places = read_json(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise ModelError(f"{index} does not say where the tensors of the {stem} are")
-    prefix = omitted_prefix(shapes, set(places))
-    files = {name: {} for name in map(str, places.values())}
-    if not all(re.fullmatch(r"[\w.-]+\.safetensors", file) for file in files):
+    names = {str(name) for name in places.values()} if isinstance(places, dict) else {""}
+    if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
         raise ModelError(f"{index} names a file that is not a safetensors file beside it")
-    for name, shape in shapes.items():
-        place = places.get(name.removeprefix(prefix))
-        if place is None and name != HEAD:
-            raise ModelError(f"{index} does not say where {name} is")
-        if place is not None:
-            files[place][name] = shape
-    return files
-
-
-def omitted_prefix(expected: Shapes, stored: set[str]) -> str:
-    """Return "transformer." or "model." if the stored names lack it: so `transformers` saves a model without a head."""
-    body = [name for name in expected if name != HEAD]
-    return "" if not body or stored & set(body) else body[0].split(".")[0] + "."
+    return [directory / name for name in sorted(names)]
 
 
 def read_file(path: Path, shapes: Shapes) -> dict[str, Tensor]:
     """Return the tensors of one safetensors file; see `load_tensors`. Shapes are checked before memory is allocated."""
     if not path.is_file():
         raise ModelError(f"{path} is not a file")
+    tensors = {}
     try:
         with safe_open(path, "pt") as file:
-            stored, tensors = set(file.keys()), {}
-            prefix = omitted_prefix(shapes, stored)
-            wanted = {name.removeprefix(prefix): name for name in shapes}
-            unexpected = [name for name in sorted(stored - wanted.keys()) if not UNUSED.search(name)]
-            if unexpected:
-                raise ModelError(f"{path} has a tensor that is not expected: {unexpected[0]}")
-            for inside, name in wanted.items():
-                if inside == HEAD and inside not in stored:
-                    continue  # tied
-                if inside not in stored:
-                    raise ModelError(f"{path} has no tensor {name}")
-                header = file.get_slice(inside)
+            for stored in sorted(file.keys()):
+                # `transformers` saves a model without a head under names without the prefix of its body.
+                name = next((prefix + stored for prefix in PREFIXES if prefix + stored in shapes), None)
+                if name is None and UNUSED.search(stored):
+                    continue
+                if name is None:
+                    raise ModelError(f"{path} has a tensor that is not expected: {stored}")
+                header = file.get_slice(stored)
                 shape, kind = tuple(header.get_shape()), header.get_dtype()
                 if shape != shapes[name]:
                     raise ModelError(f"{path}: {name} is {shape}, expected {shapes[name]}")
                 if kind not in ("F64", "F32", "F16", "BF16"):
                     raise ModelError(f"{path}: {name} holds {kind}, expected floating-point numbers")
-                tensors[name] = file.get_tensor(inside)
+                tensors[name] = file.get_tensor(stored)
                 if not tensors[name].isfinite().all():
                     raise ModelError(f"{path}: {name} holds numbers that are not finite")
-            return tensors
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
+    return tensors

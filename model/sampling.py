@@ -9,13 +9,11 @@ from torch import Tensor, nn
 
 from model.config import ModelError
 
-MINUS_INFINITY = float("-inf")
-
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
     """Forbid all but the k likeliest tokens. (B, V) -> (B, V)."""
     kth = logits.topk(min(k, logits.size(-1))).values[:, -1:]
-    return logits.masked_fill(logits < kth, MINUS_INFINITY)
+    return logits.masked_fill(logits < kth, -math.inf)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
@@ -25,13 +23,13 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     """
     probabilities, order = logits.softmax(-1).sort(descending=True)
     before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier tokens; 0 for the likeliest
-    return logits.masked_fill((before >= p).scatter(-1, order, before >= p), MINUS_INFINITY)
+    return logits.masked_fill((before >= p).scatter(-1, order, before >= p), -math.inf)
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
     """Forbid tokens less than p times as likely as the likeliest (Nguyen et al. 2024). (B, V) -> (B, V)."""
     probabilities = logits.softmax(-1)
-    return logits.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), MINUS_INFINITY)
+    return logits.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), -math.inf)
 
 
 def next_token(

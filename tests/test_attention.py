@@ -74,11 +74,6 @@ def test_half_precision_is_finite(dtype: torch.dtype) -> None:
     assert layer(x).isfinite().all() and by_formula(layer, x).isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_large_scores_in_half_precision_are_finite(dtype: torch.dtype) -> None:
-    assert make_layer().to(dtype)(300 * torch.randn(B, T, C).to(dtype)).isfinite().all()
-
-
 def test_neighbouring_query_heads_share_keys() -> None:
     q, k, v = torch.randn(B, 6, T, D), torch.randn(B, 2, T, D), torch.randn(B, 2, T, D)
     weights, y = attention_weights(q, k, make_causal_mask(T)), Attend()(q, k, v, make_causal_mask(T))

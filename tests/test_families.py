@@ -33,17 +33,6 @@ def test_no_family_sees_the_future(family: str, n_kv_head: int, dtype: torch.dty
     assert not check_causality(model, V, T).ok
 
 
-@EVERY
-@torch.no_grad()
-def test_a_cache_changes_nothing_in_any_family(family: str) -> None:
-    model, idx = make_family(family, n_kv_head=1).double().eval(), torch.randint(V, (2, T))
-    for chunk in (1, 3, T - 1):
-        caches = model.new_cache(2, T)
-        parts = [model.logits(model.hidden(part, caches)) for part in idx.split(chunk, dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), model(idx), rtol=1e-12, atol=1e-12)
-    assert torch.equal(*(model.generate(idx, 3 * T, temperature=0, use_cache=use_cache) for use_cache in (True, False)))
-
-
 def test_rotary_positions_turn_and_only_their_distance_counts() -> None:
     rotary = Rotary(GPTConfig(family="llama", n_embd=12, n_head=2, context_length=29, vocab_size=2)).double()
 

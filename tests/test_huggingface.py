@@ -76,6 +76,7 @@ def test_the_model_is_the_same_there_and_back(name: str, tmp_path: Path) -> None
     )
     assert not any(loading.values()), loading  # nothing missing, unexpected, or of another shape
     assert theirs.config.architectures == [type(theirs).__name__]
+    assert name != "gpt2" or theirs.config.n_ctx == T  # which llama.cpp reads
     with capture(model) as att:
         logits = model(idx)
     expected = theirs.eval()(idx, output_attentions=True)
@@ -92,12 +93,8 @@ def test_the_model_is_the_same_there_and_back(name: str, tmp_path: Path) -> None
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file()
     back = GPT.from_pretrained(tmp_path / "theirs")
-    assert back.config == model.config  # "tril" in config.json, which `transformers` keeps
+    assert back.config == model.config
     assert torch.equal(back(idx), logits)
-    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    del config["tril"]
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
-    assert difference(GPT.from_pretrained(tmp_path / "theirs")(idx), logits) < 1e-5
 
     idx[0, :2] = torch.tensor([0, 1])  # padding in some models
     targets = torch.randint(V, (3, 11))
@@ -105,22 +102,6 @@ def test_the_model_is_the_same_there_and_back(name: str, tmp_path: Path) -> None
     torch.nn.functional.cross_entropy(theirs(idx).logits.flatten(0, 1), targets.flatten()).backward()
     gradient = theirs.get_input_embeddings().weight.grad
     assert difference(model.token_embedding.weight.grad, gradient) < 1e-4
-
-
-def test_llama_cpp_finds_the_context_of_a_gpt2() -> None:
-    """Its converter reads n_ctx, which published models have beside n_positions."""
-    content = config_to_huggingface(make("gpt2").config, 0, 0)
-    assert (content["n_ctx"], content["n_positions"]) == (T, T)
-
-
-@pytest.mark.long
-def test_a_key_changed_there_counts(tmp_path: Path) -> None:
-    idx = torch.randint(V, (3, 11))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(save(make("llama"), tmp_path)).eval()
-    theirs.config.rms_norm_eps = 0.5
-    theirs.save_pretrained(tmp_path / "eps")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "eps").eval()
-    assert difference(GPT.from_pretrained(tmp_path / "eps")(idx), theirs(idx).logits) < 1e-5
 
 
 SMALL = {"hidden_size": 24, "intermediate_size": 31, "num_hidden_layers": 2, "vocab_size": V}
@@ -178,12 +159,9 @@ def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypa
     "family, change, message",
     [
         ("llama", {"hidden_act": "gelu"}, "config.json has hidden_act = 'gelu', a llama of ours computes 'silu'"),
-        ("llama", {"attention_bias": True}, "config.json has attention_bias = True"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rotary positions of the type 'yarn'"),
         ("qwen3", {"use_sliding_window": True}, "config.json has use_sliding_window = True"),
-        ("nanochat", {"final_logit_softcapping": 30.0}, "config.json has final_logit_softcapping = 30.0"),
         ("gpt2", {"activation_function": "relu"}, "config.json has activation_function = 'relu'"),
-        ("gpt2", {"scale_attn_weights": False}, "config.json has scale_attn_weights = False"),
         ("llama", {"hidden_size": None}, "n_embd must be a whole number"),
     ],
 )
@@ -192,7 +170,6 @@ def test_a_model_that_computes_something_else_is_refused(
 ) -> None:
     directory = save_foreign(family, tmp_path)
     config = json.loads((directory / "config.json").read_text())
-    del config["tril"]
     (directory / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=message):
         GPT.from_pretrained(directory)
@@ -253,18 +230,9 @@ def test_their_tokenizer_and_pipeline_open_a_checkpoint(name: str, tmp_path: Pat
     assert written == tokenizer.decode(ids)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_shards_without_a_prefix_open(name: str, tmp_path: Path) -> None:
-    ours, idx = make(name), torch.randint(V, (3, 11))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(save(ours, tmp_path))
-    theirs.base_model.save_pretrained(tmp_path / "body", max_shard_size="20KB")
-    assert (tmp_path / "body" / "model.safetensors.index.json").is_file()
-    torch.testing.assert_close(GPT.from_pretrained(tmp_path / "body")(idx), ours(idx))
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="Linux says how much memory is not a file's")
-@pytest.mark.parametrize("family", often("gpt2", "llama"))  # GPT-2's matrices are transposed
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gpt2", "llama"])  # GPT-2's matrices are transposed
 def test_there_is_one_copy_of_the_weights(family: str, tmp_path: Path) -> None:
     def anonymous() -> int:
         return int(re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10

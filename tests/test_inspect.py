@@ -277,7 +277,7 @@ def test_without_matplotlib_the_refusal_comes_first(run, straight: Path, tmp_pat
         (["{run}", "--device", "meta"], "device 'meta' cannot be used here"),
         (["{run}", "--text", ""], "the text is empty"),
         (["{run}", "--text", "1"], "attention is between tokens, and the text has only one"),
-        (["{run}", "--text", "@{tmp}/none"], "what begins with @ names a file, and there is no file"),
+        (["{run}", "--text", "@{tmp}/none"], "No such file or directory: "),
         (["{run}", "{other}"], "several checkpoints make a timeline, so they must be directories step-... of one run"),
         (["{tmp}"], "{tmp} is neither an intact checkpoint nor a run that has one"),
     ],

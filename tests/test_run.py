@@ -234,8 +234,6 @@ def test_the_longer_run_that_is_recommended_begins(run, corpus_file: Path, tmp_p
     assert result.exit_code == 0 and (tmp_path / "a_longer" / "checkpoints" / "step-00000004").is_dir()
 
 
-def test_where_there_is_no_run_others_are_named(run, straight: Path) -> None:
-    result = run(train, "--resume", straight.with_name("strait"))
-    assert result.exit_code == 2 and f"the latest runs beside it are {straight.name}" in result.err
+def test_a_checkpoint_is_not_a_run(run, straight: Path) -> None:
     result = run(train, "--resume", straight / "checkpoints" / "step-00000012")
     assert "of a run with such a checkpoint, give the directory" in result.err

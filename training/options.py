@@ -10,7 +10,7 @@ import tyro
 from configs import ConfigError, parse
 from data.prepare import DataConfig
 from model import GPTConfig, ModelConfig
-from model.checkpoint import STEP, find_checkpoint, read_optional, runs_beside
+from model.checkpoint import STEP, find_checkpoint, read_optional
 from model.load import load_config
 from training.config import TrainConfig, TrainError
 from training.device import device_type
@@ -91,8 +91,7 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
         raise ConfigError("--resume takes configuration and directory from the run: give no other with it")
     if not (directory / "config.toml").is_file():
         is_step = "; of a run with such a checkpoint, give the directory" if STEP.fullmatch(directory.name) else ""
-        beside = is_step or runs_beside(directory)
-        raise ConfigError(f"{directory} is not the directory of a run: it has no config.toml{beside}")
+        raise ConfigError(f"{directory} is not the directory of a run: it has no config.toml{is_step}")
     out_dir = ["--train.out_dir", str(directory)]
     return parse(Config, argv + out_dir, directory / "config.toml", ignored=REMOVED)
 
