@@ -245,7 +245,7 @@ def validation_text(directory: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, 
     ):
         return corpus.tokens["val"], "its validation text"
     ids: list[int] = []
-    for document in sources.documents(sources.find_shards("stdlib")):
+    for document in sources.documents("stdlib"):
         try:
             ids += [*tokenizer.document_start, *tokenizer.encode("".join(document)).tolist()]
         except DataError as error:
