@@ -52,8 +52,10 @@ def files(source: str) -> list[Path]:
         found = walk(Path(sysconfig.get_path("stdlib")), "*.py", NOT_STDLIB)
     elif path.is_dir():
         found = walk(path, "*", HIDDEN)
+    elif path.is_file():  # its name may hold characters of a glob
+        found = [path]
     else:
-        found = map(Path, glob.glob(str(path), recursive=True) or [path])
+        found = map(Path, glob.glob(str(path), recursive=True))
     found = sorted(file for file in found if file.is_file())
     if not found:
         raise DataError(f"no text found at {source!r}: give a file, a folder, a glob, hf:NAME or stdlib")
