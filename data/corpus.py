@@ -5,7 +5,6 @@ Ids are little-endian, of 16 bits where the vocabulary allows. A corpus is check
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +12,9 @@ import numpy as np
 
 from data import DataError, errors_as_data_error
 from data.encoding import Tokenizer
-from data.tokenizer import load_tokenizer, read_files
+from data.tokenizer import FILES, load_tokenizer, read_files
 
-SPLITS, DTYPES = ("train", "val"), ("<u2", "<u4")
-ENTRIES = {"source": str, "tokenizer": str, "fingerprint": str, "train": dict, "val": dict}
+SPLITS = ("train", "val")
 
 
 @dataclass(frozen=True)
@@ -38,44 +36,49 @@ class Corpus:
         )
 
 
+def dtype_of(tokenizer: Tokenizer) -> np.dtype:
+    """Return the type of the ids in a file: as narrow as the vocabulary allows."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+
+def fingerprint(tokenizer_files: dict[str, bytes], meta: dict) -> str:
+    """Return the SHA-256 of tokenizer.json and of the SHA-256 of both splits, which tells corpora apart."""
+    hashes = "".join(meta[split]["sha256"] for split in SPLITS)
+    return hashlib.sha256(tokenizer_files[FILES[0]] + hashes.encode()).hexdigest()
+
+
+def is_prepared(directory: str | Path) -> bool:
+    """Return whether a directory is a prepared corpus, intact or not."""
+    return (Path(directory) / "train.bin").is_file()
+
+
 def open_corpus(directory: Path) -> Corpus:
     """Open a prepared corpus. Raises DataError if it is incomplete, or has changed since it was prepared."""
     with errors_as_data_error(f"{directory} is not a complete prepared corpus"):
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
-        if not all(isinstance(meta[name], kind) for name, kind in ENTRIES.items()) or meta["dtype"] not in DTYPES:
+        tokenizer, files = load_tokenizer(directory), read_files(directory)
+        if not isinstance(meta["source"], str) or not isinstance(meta["tokenizer"], str):
             raise DataError(f"{directory / 'meta.json'} does not describe a prepared corpus")
-        tokenizer, tokens = load_tokenizer(directory), {}
+        if meta["fingerprint"] != fingerprint(files, meta):
+            raise DataError(f"{directory} has changed since it was prepared: its fingerprint is not that of its files")
+        tokens = {}
         for split in SPLITS:
             path = directory / f"{split}.bin"
-            check(path, meta[split], np.dtype(meta["dtype"]), tokenizer.vocab_size)
-            tokens[split] = np.memmap(path, dtype=meta["dtype"], mode="r")
-        return Corpus(directory, meta, tokenizer, read_files(directory), tokens)
+            check(path, meta[split], dtype_of(tokenizer))
+            tokens[split] = np.memmap(path, dtype_of(tokenizer), mode="r")
+        return Corpus(directory, meta, tokenizer, files, tokens)
 
 
-def check(path: Path, expected: dict, dtype: np.dtype, vocab_size: int) -> None:
+def check(path: Path, expected: dict, dtype: np.dtype) -> None:
     """Compare a file of ids with its entry in meta.json: its size, and its content if it was touched since.
 
-    Raises DataError for a file that has changed, or an id that the vocabulary does not have.
+    Raises DataError for a file that has changed.
     """
     stat, size = path.stat(), expected["tokens"] * dtype.itemsize
     if stat.st_size != size or expected["tokens"] < 2 or not expected["bytes"] > 0:
         raise DataError(f"{path} has {stat.st_size} bytes instead of {size}")
-    if stat.st_ctime_ns == expected.get("ctime_ns"):  # no program can set this time
+    if stat.st_ctime_ns == expected["ctime_ns"]:  # no program can set this time
         return
-    digest, read = hashlib.sha256(), 0
-    for block in read_blocks(path, dtype):
-        if block.max() >= vocab_size:
-            at = int((block >= vocab_size).argmax())
-            raise DataError(f"{path} holds id {block[at]} at position {read + at}, but vocab_size is {vocab_size}")
-        digest.update(block)
-        read += len(block)
-    if digest.hexdigest() != expected["sha256"]:
-        was = f"SHA-256 {expected['sha256'][:12]}, now {digest.hexdigest()[:12]}"
-        raise DataError(f"{path} has changed since it was prepared ({was})")
-
-
-def read_blocks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield a file of ids, four million at a time."""
     with open(path, "rb") as file:
-        while len(block := np.fromfile(file, dtype, count=1 << 22)):
-            yield block
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+            raise DataError(f"{path} has changed since it was prepared: its SHA-256 is another")

@@ -32,7 +32,7 @@ def to_bytes(spelled: str) -> bytes:
 
 
 class Tokenizer(ABC):
-    """The interface of every tokenizer."""
+    """A tokenizer of either kind."""
 
     name: str
     vocab_size: int
@@ -54,12 +54,8 @@ class Tokenizer(ABC):
 
         Raises DataError for half a character (a lone surrogate), and for text that the tokenizer cannot encode.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = f"a lone surrogate U+{ord(text[error.start]):04X} at {error.start}"
-            raise DataError(f"the text is not Unicode: it has {half}") from error
         with errors_as_data_error(f"the tokenizer {self.name!r} cannot encode this text"):
+            text.encode()  # raises UnicodeEncodeError for a lone surrogate, which tiktoken would replace
             return self.encode_unicode(text)
 
     @abstractmethod

@@ -12,16 +12,15 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from data import DataError, sources
 from data.config import DataConfig
-from data.corpus import Corpus, open_corpus
+from data.corpus import Corpus, is_prepared, open_corpus
 from data.tokenise import write_corpus
 from data.tokenizer import FILES, load_tokenizer, read_files
 
@@ -37,63 +36,34 @@ def prepare(
 
     Args:
         out: the directory to write. None: one in PREPARED.
-        fingerprint: the corpus that a run began with. Another one is refused.
+        fingerprint: that of the corpus a run began with. That corpus is used if it is still on this machine, whatever
+            has happened to its source since.
         model: the directory whose tokenizer the name "model" stands for.
 
-    Raises DataError if the source cannot be used, if `out` holds something other than a corpus, or if the fingerprint
-    differs. What was prepared before is untouched then.
+    Raises DataError if the source cannot be used, if `out` holds something other than a corpus, or if the corpus has
+    another fingerprint.
     """
-    recipe = make_recipe(config, model)
-    if is_prepared(config.source):
-        if out:
+    corpus = find_prepared(fingerprint, config.source)
+    if corpus is None:
+        recipe = make_recipe(config, model)
+        if not is_prepared(config.source):
+            corpus = prepare_source(config, recipe, out, model)
+        elif out is None:
+            corpus = open_source(config, recipe)
+        else:
             raise DataError(f"{config.source} is a prepared corpus: there is nothing to write to {out}")
-        return open_source(config, recipe)
-    directory = (out or default_directory(config, recipe)).resolve()  # behind a link, where it can be renamed
-    temporary = directory.with_name(f"{directory.name}.tmp")
-    for path in (directory, temporary):
-        refuse_something_else(path)
-    try:
-        recipe["signature"] = sources.signature(config.source)
-    except DataError as error:
-        corpus, _ = find_current(directory, recipe)
-        if corpus is None:
-            raise
-        print(f"{error}; the corpus prepared from it still exists and is used")
-        return corpus
-    corpus, _ = find_current(directory, recipe)
-    if corpus:
-        return corpus
-    with locked(directory):
-        corpus, problem = find_current(directory, recipe)  # another process may just have prepared it
-        if corpus:
-            return corpus
-        if problem:
-            print(f"{problem}: preparing it again")
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
-        temporary.mkdir()
-        try:
-            made = write_corpus(config, recipe, temporary, model)
-            if fingerprint not in (None, made):
-                raise DataError(
-                    f"{config.source} is not the text this run began with (its fingerprint was {fingerprint[:12]}, "
-                    f"now {made[:12]}): put that back to go on"
-                )
-            for path in (*temporary.iterdir(), temporary):
-                sync(path)
-            shutil.rmtree(directory, ignore_errors=True)
-            temporary.rename(directory)
-            sync(directory.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return open_corpus(directory)
+    if fingerprint not in (None, corpus.meta["fingerprint"]):
+        raise DataError(f"{config.source} is not the text this run began with: put that back to go on")
+    return corpus
 
 
 def make_recipe(config: DataConfig, model: Path | None) -> dict:
-    """Everything a corpus depends on, apart from the state of its source.
+    """Return everything a corpus depends on, apart from the state of its source.
 
     Raises DataError if the tokenizer of a model is asked for and there is none.
     """
-    recipe = {"format": FORMAT, **asdict(config), "vocabulary": None}
+    recipe = {"format": FORMAT, **{field.name: getattr(config, field.name) for field in fields(DataConfig)}}
+    recipe["vocabulary"] = None
     if config.tokenizer == "model":
         if model is None:
             raise DataError("the tokenizer 'model' is that of train.init_from, which is not given")
@@ -103,13 +73,8 @@ def make_recipe(config: DataConfig, model: Path | None) -> dict:
 
 
 def digest(tokenizer_files: dict[str, bytes]) -> str:
-    """The SHA-256 of a tokenizer's files."""
+    """Return the SHA-256 of a tokenizer's files."""
     return hashlib.sha256(b"\0".join(tokenizer_files.values())).hexdigest()
-
-
-def is_prepared(source: str) -> bool:
-    """True if a source is a corpus that was prepared before."""
-    return (Path(source) / "meta.json").is_file() and (Path(source) / "train.bin").is_file()
 
 
 def open_source(config: DataConfig, recipe: dict) -> Corpus:
@@ -125,69 +90,69 @@ def open_source(config: DataConfig, recipe: dict) -> Corpus:
     return corpus
 
 
-def find_prepared(fingerprint: str | None, source: str) -> Corpus | None:
-    """Find the corpus that a checkpoint was trained on by its fingerprint, None if it is not on this machine."""
-    for directory in (Path(source), *sorted(PREPARED.glob("*"))):
-        with suppress(DataError, OSError, ValueError):
-            if isinstance(fingerprint, str) and fingerprint in (directory / "meta.json").read_text(encoding="utf-8"):
-                corpus = open_corpus(directory)
-                if corpus.meta["fingerprint"] == fingerprint:
-                    return corpus
-    return None
-
-
-def find_current(directory: Path, recipe: dict) -> tuple[Corpus | None, str]:
-    """The corpus in a directory if it is up to date, else None and the problem with it; no problem if there is none."""
-    if not (directory / "meta.json").is_file():
-        return None, ""
-    try:
-        corpus = open_corpus(directory)
-    except DataError as error:
-        return None, str(error)
-    if all(corpus.meta.get(key) == value for key, value in recipe.items()):
-        return corpus, ""
-    return None, f"{directory} was made from something else, or its source has changed"
+def prepare_source(config: DataConfig, recipe: dict, out: Path | None, model: Path | None) -> Corpus:
+    """Open the corpus in a directory if it is up to date, else write it. One process at a time; others wait."""
+    directory = (out or default_directory(config, recipe)).resolve()  # behind a link, where it can be renamed
+    temporary = directory.with_name(f"{directory.name}.tmp")
+    for path in (directory, temporary):
+        refuse_something_else(path)
+    recipe["signature"] = sources.signature(config.source)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # The lock stays: without it, a process that waits for the old file and one that makes a new file could both work.
+    with FileLock(directory.with_name(f".{directory.name}.lock")):
+        if corpus := open_current(directory, recipe):
+            return corpus
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+        temporary.mkdir()
+        try:
+            write_corpus(config, recipe, temporary, model)
+            for path in (*temporary.iterdir(), temporary):
+                sync(path)
+            shutil.rmtree(directory, ignore_errors=True)
+            temporary.rename(directory)
+            sync(directory.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return open_corpus(directory)
 
 
 def default_directory(config: DataConfig, recipe: dict) -> Path:
-    """A directory in PREPARED with a readable name, and a digest that tells recipes apart."""
-    is_local = config.source != "stdlib" and not config.source.startswith("hf:")
-    source = os.path.abspath(config.source) if is_local else config.source
-    short = hashlib.sha256(repr((source, config, recipe["vocabulary"])).encode()).hexdigest()[:8]
-    stem = Path(config.source.removeprefix("hf:")).stem.replace("*", "all")
-    return PREPARED / f"{re.sub(r'[^A-Za-z0-9]+', '-', f'{stem}-{config.tokenizer}').strip('-').lower()}-{short}"
+    """Name a directory in PREPARED: readable, with a hash that tells recipes apart."""
+    short = hashlib.sha256(repr((os.path.abspath(config.source), recipe)).encode()).hexdigest()[:8]
+    name = f"{Path(config.source).stem}-{config.tokenizer}-{short}"
+    return PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
 
 
 def refuse_something_else(path: Path) -> None:
     """Raise DataError if the path exists and holds anything that is not part of a corpus."""
-    try:
-        is_ours = set(os.listdir(path)) <= CORPUS_FILES
-    except FileNotFoundError:
-        return
-    except NotADirectoryError:
-        is_ours = False
-    if not is_ours:
+    if path.exists() and not (path.is_dir() and set(os.listdir(path)) <= CORPUS_FILES):
         raise DataError(f"{path} exists and is not a prepared corpus: choose another directory")
 
 
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Let one process at a time prepare a directory; others wait.
+def open_current(directory: Path, recipe: dict) -> Corpus | None:
+    """Return the corpus in a directory. None if there is none, or if it is damaged or out of date, which is printed."""
+    if not is_prepared(directory):
+        return None
+    problem = f"{directory} was made from something else, or its source has changed"
+    try:
+        corpus = open_corpus(directory)
+        if all(corpus.meta.get(key) == value for key, value in recipe.items()):
+            return corpus
+    except DataError as error:
+        problem = error
+    print(f"{problem}: preparing it again")
+    return None
 
-    The lock is an empty hidden file beside the directory, which stays: to remove it would let a process that waits for
-    the old file and one that makes a new file work at the same time.
-    """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(directory.with_name(f".{directory.name}.lock"))
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        print(f"waiting for another process that is preparing {directory}", flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+
+def find_prepared(fingerprint: str | None, source: str) -> Corpus | None:
+    """Find the corpus that a run was trained on by its fingerprint, None if it is not on this machine."""
+    for directory in (Path(source), *sorted(PREPARED.glob("*"))):
+        with suppress(DataError, OSError, ValueError):
+            if str(fingerprint) in (directory / "meta.json").read_text(encoding="utf-8"):
+                corpus = open_corpus(directory)
+                if corpus.meta["fingerprint"] == fingerprint:
+                    return corpus
+    return None
 
 
 def sync(path: Path) -> None:
@@ -215,8 +180,7 @@ if __name__ == "__main__":
 
     def main() -> None:
         arguments = parse(Arguments, sys.argv[1:])
-        fields = {name: getattr(arguments, name) for name in DataConfig.__dataclass_fields__}
-        corpus = prepare(DataConfig(**fields), arguments.out)
+        corpus = prepare(arguments, arguments.out)
         print(f"{corpus.directory}: {corpus}")
         options = f"--data.source {corpus.directory} --data.tokenizer {corpus.meta['tokenizer']}"
         print(f"next: python train.py {options} --train.out_dir out/{corpus.directory.name}")

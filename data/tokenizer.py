@@ -44,17 +44,12 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(tiktoken.list_encoding_names())
         raise DataError(f"unknown tokenizer {name!r}: expected bytes, chars, bpe:SIZE or one of {known}")
-    try:
+    with errors_as_data_error(f"tiktoken could not download the vocabulary of {name!r} to TIKTOKEN_CACHE_DIR"):
         return TiktokenTokenizer(tiktoken.get_encoding(name))
-    except OSError as error:
-        raise DataError(
-            f"tiktoken could not download the vocabulary of {name!r} ({type(error).__name__}): "
-            "go online once, set TIKTOKEN_CACHE_DIR, or use bytes, chars or bpe:SIZE"
-        ) from error
 
 
 def build(name: str, pattern: str, tokens: list[bytes]) -> TiktokenTokenizer:
-    """The tokenizer with these tokens, in the order of their ids, and END_OF_TEXT after them."""
+    """Return the tokenizer with these tokens, in the order of their ids, and END_OF_TEXT after them."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
     special = {END_OF_TEXT: len(ranks)}
     return TiktokenTokenizer(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
@@ -142,7 +137,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def read_ours(name: str, content: dict) -> TiktokenTokenizer:
-    """The tokenizer that a tokenizer.json of `save_tokenizer` describes. Raises anything for another file."""
+    """Return the tokenizer that a tokenizer.json of `save_tokenizer` describes. Raises anything for another file."""
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     vocabulary = content["model"]["vocab"]
     ranks = {to_bytes(spelled): rank for spelled, rank in vocabulary.items() if spelled not in special}

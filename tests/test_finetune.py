@@ -91,7 +91,7 @@ def test_a_model_of_others_is_tuned_resumed_and_sampled(run, name: str, corpus_f
 
 
 def test_a_text_begins_and_ends_as_the_model_knows_it(run, corpus_file: Path, tmp_path: Path) -> None:
-    theirs = train_their_bpe(tmp_path, start=True, cut=None)
+    theirs = train_their_bpe(tmp_path)
     config = replace(make("llama 3").config, vocab_size=theirs.get_vocab_size())
     base = save_model(GPT(config), tmp_path / "made").rename(tmp_path / "base")
     (base / "manifest.json").unlink()

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import runpy
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from data import DataError, prepare, sources, tokenise
-from data.corpus import Corpus, open_corpus
+from data.corpus import Corpus, dtype_of, open_corpus
 from data.prepare import DataConfig
 from data.tokenizer import make_tokenizer
 
@@ -39,7 +40,7 @@ def make(source: object, tokenizer: str = "bytes", **options: object) -> Corpus:
 
 def read(source: str) -> list[str]:
     """The documents of a source."""
-    return ["".join(document) for document in sources.documents(sources.find_shards(source))]
+    return ["".join(document) for document in sources.documents(source)]
 
 
 def prepared(parent: Path) -> list[str]:
@@ -62,7 +63,7 @@ def test_one_file_keeps_its_end_for_validation(text_file: Path, tokenizer: str) 
     train, val, meta = corpus.tokens["train"], corpus.tokens["val"], corpus.meta
     assert len(train) == int(len([*train, *val]) * 0.8)
     assert train.dtype == np.uint16
-    assert (meta["documents"], meta["vocab_size"]) == (1, corpus.tokenizer.vocab_size)
+    assert (meta["vocab_size"], meta["dtype"]) == (corpus.tokenizer.vocab_size, "<u2")
     assert (meta["train"]["tokens"], meta["val"]["tokens"]) == (len(train), len(val))
     assert meta["train"]["bytes"] + meta["val"]["bytes"] == len(TEXT.encode())
     exact = sum(len(corpus.tokenizer.token_bytes(token)) for token in val.tolist())
@@ -96,26 +97,18 @@ def test_folder_glob_and_tables(tmp_path: Path) -> None:
     table.to_parquet(tmp_path / "t.parquet")
     table.to_csv(tmp_path / "t.csv")
     table.to_json(tmp_path / "t.jsonl", orient="records", lines=True)
-    for name in ("t.parquet", "t.csv", "t.jsonl"):
+    table.to_json(tmp_path / "T.JSONL.gz", orient="records", lines=True)
+    for name in ("t.parquet", "t.csv", "t.jsonl", "T.JSONL.gz"):
         assert documents_of(make(name, text_column="body")) == ["one", "three\nlines"], name
-    for name, types in (("t.jsonl", "body .str., n .int."), ("t.parquet", "body .*string., n .int64.")):
-        with pytest.raises(DataError, match=f"{name} has no column 'text'; it has {types}"):
+    for name in ("t.jsonl", "t.parquet"):
+        with pytest.raises(DataError, match=f"{name} has no column 'text'; it has body, n"):
             make(name)
-        with pytest.raises(DataError, match=f"{name}, column 'n', row 0 is no text, but int"):
+        with pytest.raises(DataError, match=f"{name}: the column 'n' holds no text, but int"):
             make(name, text_column="n")
 
 
-@pytest.mark.parametrize(
-    "source, name, revision",
-    [
-        ("hf:owner/some:v2@refs/convert/parquet", "v2", "refs/convert/parquet"),
-        ("hf:some@abc", None, "abc"),
-    ],
-)
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_hub_data_sets_are_read_where_they_are(
-    source: str, name: str | None, revision: str | None, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_data_sets_are_read_where_they_are(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     texts = [f"document {i} of the hub" for i in range(250)]
@@ -124,19 +117,18 @@ def test_hub_data_sets_are_read_where_they_are(
         rows = datasets.Dataset.from_dict({"text": texts[shard::3], "id": range(len(texts[shard::3]))})
         (rows.to_parquet if suffix == "parquet" else rows.to_json)(url.removeprefix("file://"))
 
-    def load_dataset_builder(path: str, config: str | None, revision: str | None) -> SimpleNamespace:
-        assert path in source and (config, revision) == (name, asked)
+    def load_dataset_builder(path: str, name: str, revision: str) -> SimpleNamespace:
+        assert (path, name, revision) == ("owner/some", "v2", "refs/convert/parquet")
         return SimpleNamespace(config=SimpleNamespace(data_files={"train": urls}))
 
-    def load_dataset(
-        path: str, config: str | None, revision: str | None, **options: object
-    ) -> datasets.IterableDataset:
-        assert path in source and (config, revision) == (name, asked) and suffix == "jsonl"
+    def load_dataset(path: str, name: str, revision: str, **options: object) -> datasets.IterableDataset:
+        assert (path, name, revision, suffix) == ("owner/some", "v2", "refs/convert/parquet", "jsonl")
         return load("json", data_files=urls, **options)
 
-    asked, load = revision, datasets.load_dataset
+    load = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = "hf:owner/some:v2@refs/convert/parquet"
     assert read(source) == [text for shard in range(3) for text in texts[shard::3]]
     assert sorted(documents_of(make(source))) == sorted(texts)
 
@@ -154,8 +146,7 @@ def test_what_the_hub_would_answer_is_understood(tmp_path: Path) -> None:
         for name in ("first", "second")
     ]
     (tmp_path / "set" / "README.md").write_text("---\nconfigs:\n" + "\n".join(lines) + "\n---\n")
-    (found,) = sources.find_shards(f"hf:{tmp_path}/set:second")
-    assert found.name.endswith("second/train-0.parquet")
+    assert read(f"hf:{tmp_path}/set:second") == ["second"]
     with pytest.raises(DataError, match="cannot read .*/set: ValueError: Config name is missing"):
         make(f"hf:{tmp_path}/set")
 
@@ -166,18 +157,14 @@ def test_a_name_that_is_none_is_refused(source: str) -> None:
         make(source)
 
 
-@pytest.mark.parametrize("answer", ["none", "no training split"])
-def test_a_hub_that_does_not_answer_as_wished_is_one_sentence(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def load_dataset_builder(*arguments: object, **options: object) -> SimpleNamespace:
-        if answer == "none":
-            raise ConnectionError("no network\nand many more lines")
-        return SimpleNamespace(config=SimpleNamespace(data_files={"test": [], "dev": []}))
+    def load_dataset_builder(*arguments: object, **options: object) -> None:
+        raise ConnectionError("no network\nand many more lines")
 
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
-    sentence = "cannot read owner/some: ConnectionError: no network|owner/some has no split 'train'; it has test, dev"
-    with pytest.raises(DataError, match=f"^({sentence})$"):
+    with pytest.raises(DataError, match="^cannot read owner/some: ConnectionError: no network$"):
         make("hf:owner/some")
 
 
@@ -209,14 +196,14 @@ def test_long_texts_are_cut_where_tokens_are_cut_anyway(text_file: Path, monkeyp
     tokenizer = make_tokenizer("bpe:400", [TEXT])
     whole = tokenizer.encode(TEXT).tolist()
     monkeypatch.setattr(sources, "PIECE", 512)
-    pieces = list(sources.pieces_of("a.txt"))
+    pieces = list(sources.read_text("a.txt"))
     assert len(pieces) > 10 and max(map(len, pieces)) <= 512
     assert "".join(pieces) == TEXT
     assert [token for piece in pieces for token in tokenizer.encode(piece).tolist()] == whole
     corpus = make("a.txt")
-    assert documents_of(corpus) == [TEXT] and corpus.meta["documents"] == 1  # it starts once
+    assert documents_of(corpus) == [TEXT]  # it starts once
     Path("line.txt").write_text("猫" * 10_000, encoding="utf-8")  # nowhere to cut without harm
-    pieces = list(sources.pieces_of("line.txt"))
+    pieces = list(sources.read_text("line.txt"))
     assert "".join(pieces) == "猫" * 10_000 and max(map(len, pieces)) <= 512
 
 
@@ -228,53 +215,32 @@ def test_bpe_learns_from_the_beginning_of_a_large_corpus(monkeypatch: pytest.Mon
     assert b" words" in learned and b"second" not in learned
 
 
-def test_files_come_in_the_order_of_their_names() -> None:
-    for name in ("c", "a", "d", "b"):
-        Path(f"{name}.txt").write_text(name * 50)
-    Path("__pycache__").mkdir()
-    Path("__pycache__/a.txt").write_text("no text")
-    assert [str(path) for path in sources.files("**/*.txt")] == ["a.txt", "b.txt", "c.txt", "d.txt"]
-
-
-@pytest.mark.parametrize("num_characters, dtype", [(2**16 - 2, np.uint16), (2**16, np.uint32)])
-def test_tokens_are_as_narrow_as_the_vocabulary_allows(num_characters: int, dtype: type) -> None:
-    characters = "".join(chr(i) for i in [*range(0x20, 0xD800), *range(0x10000, 0x14000)][:num_characters])
+def test_tokens_are_as_narrow_as_the_vocabulary_allows() -> None:
+    sizes = {2**16: np.uint16, 2**16 + 1: np.uint32}
+    assert {size: dtype_of(SimpleNamespace(vocab_size=size)) for size in sizes} == sizes
+    characters = "".join(map(chr, [*range(0x20, 0xD800), *range(0x10000, 0x14000)]))
     Path("a.txt").write_text(characters, encoding="utf-8")
     corpus = make("a.txt", "chars")
-    assert corpus.tokens["train"].dtype == dtype
-    assert documents_of(corpus) == [characters.replace("\n", "")]
+    assert corpus.tokens["train"].dtype == np.uint32 and documents_of(corpus) == [characters]
 
 
-@pytest.mark.parametrize("prefix", [b"", "猫".encode(), b"\xef\xbb\xbf", b"x" * 1000, "猫".encode() * 9001])
-def test_bytes_that_are_not_utf8_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: bytes) -> None:
-    monkeypatch.setattr(sources, "PIECE", 64)
-    (tmp_path / "a.txt").write_bytes(prefix + b"\xff tail")
-    with pytest.raises(DataError, match=f"a.txt is not UTF-8: byte 0xff at offset {len(prefix)};"):
-        make("a.txt")
-    assert not prepared(tmp_path / "prepared")
-
-
-def test_a_character_cut_off_at_the_end_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"abc\xe7\x8c")
-    with pytest.raises(DataError, match="byte 0xe7 at offset 3"):
-        make("a.txt")
-
-
-@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", b" \n"])
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (b"abc\xff tail", "a.txt is not UTF-8 .invalid start byte.; if it is no text, leave it out with a glob"),
+        ("猫".encode() * 9001 + b"\xe7\x8c", "a.txt is not UTF-8 .unexpected end of data.;"),
+        (b"\xef\xbb\xbf", "a.txt has too little text to keep 10% of it for validation"),
+        (b"short", "a.txt has too little text to keep 10% of it for validation"),
+    ],
+)
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
-def test_an_empty_source_is_refused_and_nothing_is_left(tmp_path: Path, content: bytes, tokenizer: str) -> None:
-    (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(DataError, match="a.txt is empty: there is no text in it"):
+def test_a_source_without_text_is_refused_and_nothing_is_left(content: bytes, sentence: str, tokenizer: str) -> None:
+    Path("a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=sentence):
         make("a.txt", tokenizer)
-    assert not prepared(tmp_path / "prepared")
-
-
-def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(DataError, match="a.txt is too short to keep 10% of it for validation"):
-        make("a.txt")
+    assert not prepared(Path("prepared"))
     with pytest.raises(DataError, match="no text found at 'nowhere/\\*.txt'"):
-        make("nowhere/*.txt")
+        make("nowhere/*.txt", tokenizer)
 
 
 def test_prepared_once_and_again_when_something_changed(text_file: Path, capsys: pytest.CaptureFixture) -> None:
@@ -314,7 +280,7 @@ def test_an_interrupted_preparation_leaves_nothing(
         assert documents_of(prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))) == [text]
 
 
-@pytest.mark.parametrize("size", [0, 1000, 20_000])
+@pytest.mark.parametrize("size", [0, 20_000])
 def test_a_full_disk_leaves_nothing(text_file: Path, size: int) -> None:
     """The system refuses to make a file larger than so many bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -344,27 +310,28 @@ def test_a_corpus_that_has_changed_is_refused_and_prepared_again(text_file: Path
     path.write_bytes(intact)  # the same at another time
     assert open_corpus(corpus.directory).meta == corpus.meta
     before = path.stat()
-    path.write_bytes(intact[:20] + bytes([intact[20] ^ 1]) + intact[21:])
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if nothing had been
-    with pytest.raises(DataError, match="train.bin has changed since it was prepared .SHA-256 [0-9a-f]{12}, now "):
-        open_corpus(corpus.directory)
     path.write_bytes(intact[:-2])
     with pytest.raises(DataError, match="train.bin has .* bytes instead of"):
         open_corpus(corpus.directory)
-    path.write_bytes(intact[:20] + bytes([1, 1]) + intact[22:])
-    with pytest.raises(DataError, match="train.bin holds id 257 at position 10, but vocab_size is 257"):
-        open_corpus(corpus.directory)
+    path.write_bytes(intact[:20] + bytes([intact[20] ^ 1]) + intact[21:])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if nothing had been
     (tmp_path / "copy").mkdir()
     for file in corpus.directory.iterdir():
         (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(DataError, match="holds id 257"):
+    with pytest.raises(DataError, match="train.bin has changed since it was prepared"):
         make(tmp_path / "copy")
     assert "preparing it again" not in capsys.readouterr().out
     assert documents_of(make("a.txt")) == [TEXT]
-    assert "but vocab_size is 257: preparing it again" in capsys.readouterr().out
+    assert (
+        "train.bin has changed since it was prepared: its SHA-256 is another: preparing it" in capsys.readouterr().out
+    )
+    path = make("a.txt").directory / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a":', '"":').replace('"b":', '"a":').replace('"":', '"b":'))
+    with pytest.raises(DataError, match="has changed since it was prepared: its fingerprint is not that of its files"):
+        open_corpus(corpus.directory)
 
 
-def test_of_two_processes_one_prepares_and_one_waits(text_file: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_of_two_processes_one_prepares_and_one_waits(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, written = prepare.write_corpus, []
 
     def slow(*arguments: object) -> str:
@@ -376,20 +343,21 @@ def test_of_two_processes_one_prepares_and_one_waits(text_file: Path, monkeypatc
     with ThreadPoolExecutor(4) as pool:  # each opens the lock file by itself, so threads stand for processes
         assert list(pool.map(lambda _: documents_of(make("a.txt")), range(4))) == [[TEXT]] * 4
     assert len(written) == 1 and len(prepared(Path("prepared"))) == 1
-    assert capsys.readouterr().out.count("waiting for another process that is preparing ") == 3
 
 
-def test_the_text_a_run_began_with_is_not_replaced_by_another(text_file: Path, tmp_path: Path, capsys) -> None:
-    first, config = make("a.txt"), DataConfig("a.txt", "bytes")
-    text_file.write_text(TEXT + "more", encoding="utf-8")
-    with pytest.raises(DataError, match="a.txt is not the text this run began with .its fingerprint was"):
-        prepare.prepare(config, fingerprint=first.meta["fingerprint"])
-    assert prepared(tmp_path / "prepared") == [first.directory.name]
-    assert documents_of(open_corpus(first.directory)) == [TEXT]
+def test_a_run_goes_on_with_the_corpus_it_began_with(text_file: Path) -> None:
+    config, first = DataConfig("a.txt", "bytes"), make("a.txt")
+    fingerprint = first.meta["fingerprint"]
     text_file.unlink()
-    assert prepare.prepare(config, fingerprint=first.meta["fingerprint"]).meta == first.meta
-    assert "no text found at 'a.txt': " in capsys.readouterr().out
-    assert prepare.find_prepared(first.meta["fingerprint"], "a.txt").meta == first.meta
+    assert prepare.prepare(config, fingerprint=fingerprint).meta == first.meta  # without its text
+    text_file.write_text(TEXT + "more", encoding="utf-8")
+    assert prepare.prepare(config, fingerprint=fingerprint).meta == first.meta  # not with another
+    shutil.rmtree(first.directory)
+    for source in ("a.txt", make("a.txt").directory):
+        with pytest.raises(DataError, match=f"{source} is not the text this run began with: put that back to go on"):
+            prepare.prepare(DataConfig(str(source), "bytes"), fingerprint=fingerprint)
+    text_file.write_text(TEXT, encoding="utf-8")
+    assert prepare.prepare(config, fingerprint=fingerprint).meta["fingerprint"] == fingerprint
     assert prepare.find_prepared("another", "a.txt") is prepare.find_prepared(None, "a.txt") is None
 
 
@@ -399,14 +367,6 @@ def test_what_a_killed_process_left_is_removed(text_file: Path) -> None:
     os.truncate("mine.tmp/train.bin", 100)
     again = prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))
     assert again.meta["fingerprint"] == made.meta["fingerprint"] and prepared(Path()) == ["a.txt", "mine"]
-
-
-def test_an_opened_corpus_does_not_change_any_more(text_file: Path) -> None:
-    first = make("a.txt", "bpe:300")
-    files, ids = dict(first.tokenizer_files), first.tokens["train"].tolist()
-    text_file.write_text("something else " * 400, encoding="utf-8")
-    assert make("a.txt", "bpe:300").tokenizer_files != files
-    assert first.tokenizer_files == files and first.tokens["train"].tolist() == ids
 
 
 def test_a_prepared_directory_is_a_source(text_file: Path, tmp_path: Path) -> None:
@@ -459,18 +419,4 @@ def test_names_are_taken_as_they_are(tmp_path: Path) -> None:
             datasets.Dataset.from_list([row]).to_parquet(tmp_path / "d" / "out")
             (tmp_path / "d" / "out").rename(tmp_path / "d" / name)
     assert read("d") == sorted(set(names) - {"empty.jsonl"})
-
-
-def test_rows_without_text_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    rows = [{"text": f"row {i} " * 9} if i % 3 else {"body": "lost"} for i in range(300)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert make("a.jsonl").meta["without_text"] == 100
-    assert "100 of 300 documents have no text" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "name, kind",
-    [("a.csv", "csv"), ("A.CSV", "csv"), ("a.jsonl.gz", "json"), ("a.json.txt", None), ("a.parquet", "parquet")],
-)
-def test_a_kind_of_table_is_told_by_the_end_of_its_name(name: str, kind: str | None) -> None:
-    assert sources.table_kind(name) == kind
+    assert read("d/a[1].jsonl") == ["a[1].jsonl"]

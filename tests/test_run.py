@@ -122,6 +122,7 @@ def test_a_resumed_run_refuses_another_text(run, corpus_file: Path, tmp_path: Pa
     straight = tmp_path / "straight"
     run(train, *tiny_run(corpus_file, straight))
     corpus_file.write_text(corpus_file.read_text() + "one more line\n")
+    shutil.rmtree(tmp_path / "prepared")
     result = run(train, "--resume", straight, "--train.max_steps", 13)
     assert result.exit_code == 2 and "is not the text this run began with" in result.err
 

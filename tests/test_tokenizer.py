@@ -73,7 +73,7 @@ def test_chars_names_the_character_it_does_not_know(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokenizer", ALL.values(), ids=ALL)
 def test_half_a_character_is_named(tokenizer: TiktokenTokenizer) -> None:
-    with pytest.raises(DataError, match=r"lone surrogate U\+D800 at 3"):
+    with pytest.raises(DataError, match=r"cannot encode this text: .*\\ud800. in position 3: surrogates"):
         tokenizer.encode("cat\ud800")
 
 
@@ -156,20 +156,17 @@ def test_a_damaged_file_of_ours_is_refused(change: dict, tmp_path: Path) -> None
         assert change == {"": 300}  # no harm: no text is empty
 
 
-def train_their_bpe(directory: Path, start: bool, cut: str | None) -> tokenizers.Tokenizer:
+def train_their_bpe(directory: Path) -> tokenizers.Tokenizer:
     """A byte-level BPE as others save it, with its own names for the tokens around a text."""
     learner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut is None)
-    split = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(cut), "isolated")] if cut else []
-    learner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*split, byte_level]) if cut else byte_level
+    learner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     learner.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     learner.train_from_iterator([TEXT * 3, "the theory of these things, there and then"], trainer)
     learner.add_special_tokens(["<|begin|>", "<|end|>"])
-    if start:
-        begin = [("<|begin|>", learner.token_to_id("<|begin|>"))]
-        learner.post_processor = tokenizers.processors.TemplateProcessing("<|begin|> $A", special_tokens=begin)
+    begin = [("<|begin|>", learner.token_to_id("<|begin|>"))]
+    learner.post_processor = tokenizers.processors.TemplateProcessing("<|begin|> $A", special_tokens=begin)
     learner.save(str(directory / "tokenizer.json"))
     config = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>", "lstrip": False}}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

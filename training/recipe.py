@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from data.corpus import open_corpus
-from data.prepare import DataConfig, is_prepared
-from data.sources import find_shards
+from data.config import DataConfig
+from data.corpus import is_prepared, open_corpus
+from data.sources import files
 from model import ModelConfig
 from training.config import TrainConfig, TrainError
 
@@ -52,7 +52,7 @@ def measure(data: DataConfig) -> tuple[float, str | None]:
     if is_prepared(data.source):
         meta = open_corpus(Path(data.source)).meta
         return meta["train"]["bytes"] + meta["val"]["bytes"], meta["tokenizer"]
-    return sum(shard.size for shard in find_shards(data.source, data.text_column)), None
+    return sum(path.stat().st_size for path in files(data.source)), None
 
 
 def count_tokens(num_bytes: float, data: DataConfig) -> float:
