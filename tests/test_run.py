@@ -14,56 +14,31 @@ import torch
 
 import train
 from tests.conftest import metrics, same_bits, sign, tiny_run, weights
-from training.config import MAY_CHANGE, TrainConfig, TrainError
+from training.config import MAY_CHANGE, TrainError
 from training.device import environment
 from training.run import next_commands, refuse_changes, tables
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_again(run, straight: Path, corpus_file, tmp_path) -> None:
-    out = tmp_path / "young"
-    run(train, *tiny_run(corpus_file, out, train__max_steps=12))
-    for path in (out / "checkpoints").iterdir():
+def test_a_run_killed_before_its_first_checkpoint_begins_again(run, straight: Path, tmp_path: Path) -> None:
+    expected, losses = weights(straight), metrics(straight, "train_loss")
+    for path in (straight / "checkpoints").iterdir():
         shutil.rmtree(path)
-    assert run(train, "--resume", out).exit_code == 0
-    assert same_bits(weights(straight), weights(out))
-    assert metrics(straight, "train_loss") == metrics(out, "train_loss")
+    assert run(train, "--resume", straight).exit_code == 0
+    assert same_bits(expected, weights(straight)) and metrics(straight, "train_loss") == losses
 
 
-def test_a_finished_run_has_nothing_to_do(run, straight: Path) -> None:
+def test_a_run_that_has_all_its_steps_has_nothing_to_do(run, straight: Path) -> None:
     before = sorted((path, path.stat().st_mtime_ns) for path in (straight / "checkpoints").rglob("*"))
-    result = run(train, "--resume", straight)
-    assert result.exit_code == 0
-    assert "is already at step 12, of 12: nothing to do" in result.out
+    for max_steps in (12, 7):
+        result = run(train, "--resume", straight, "--train.max_steps", max_steps)
+        assert result.exit_code == 0 and f"is already at step 12, of {max_steps}: nothing to do" in result.out
     assert sorted((path, path.stat().st_mtime_ns) for path in (straight / "checkpoints").rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    "option, message",
-    [
-        ("--model.n_layer 3", "a resumed run cannot change model.n_layer: it began with 2, now 3"),
-        ("--train.seed 5", "cannot change train.seed: it began with 1337, now 5"),
-        ("--train.learning_rate 0.5", "cannot change train.learning_rate"),
-        ("--data.tokenizer chars", "cannot change data.tokenizer: it began with 'bytes', now 'chars'"),
-    ],
-)
-def test_a_resumed_run_stays_the_same_run(run, straight: Path, option: str, message: str) -> None:
-    result = run(train, "--resume", straight, *option.split())
-    assert result.exit_code == 2 and message in result.err
-    assert len(result.err.splitlines()[-1]) <= 200
-
-
-def test_a_resumed_run_may_change_what_does_not_change_its_numbers(run, straight: Path, tmp_path: Path) -> None:
-    assert set(TrainConfig.__dataclass_fields__) >= MAY_CHANGE
-    shutil.copytree(straight, tmp_path / "other")
-    for directory in ("step-00000008", "step-00000012"):
-        shutil.rmtree(tmp_path / "other" / "checkpoints" / directory)
-    looks = ["--train.eval_every", "5", "--train.log_every", "3", "--train.checkpoint_every", "7"]
-    assert run(train, "--resume", tmp_path / "other", *looks, "--train.keep_checkpoints", "1").exit_code == 0
-    assert same_bits(weights(straight), weights(tmp_path / "other"))
-    assert list(metrics(tmp_path / "other", "val_loss")) == [0, 4, 5, 10, 12]
-
-
-def test_every_option_may_change_or_may_not() -> None:
+def test_a_resumed_run_stays_the_same_run(run, straight: Path) -> None:
+    result = run(train, "--resume", straight, "--model.n_layer", 3)
+    assert result.exit_code == 2
+    assert "a resumed run cannot change model.n_layer: it began with 2, now 3" in result.err.splitlines()[-1]
     before = tables(train.Config())
     for table, content in before.items():
         for key, value in content.items():
@@ -72,10 +47,18 @@ def test_every_option_may_change_or_may_not() -> None:
             if table == "train" and key in MAY_CHANGE:
                 refuse_changes(before, now)
             else:
-                with pytest.raises(
-                    TrainError, match=f"cannot change {table}.{key}: it began with {value!r}, now 'some"
-                ):
+                with pytest.raises(TrainError, match=f"change {table}.{key}: it began with {value!r}, now 'some"):
                     refuse_changes(before, now)
+
+
+def test_a_resumed_run_may_change_what_does_not_change_its_numbers(run, straight: Path, tmp_path: Path) -> None:
+    shutil.copytree(straight, tmp_path / "other")
+    for directory in ("step-00000008", "step-00000012"):
+        shutil.rmtree(tmp_path / "other" / "checkpoints" / directory)
+    looks = ["--train.eval_every", "5", "--train.log_every", "3", "--train.checkpoint_every", "7"]
+    assert run(train, "--resume", tmp_path / "other", *looks, "--train.keep_checkpoints", "1").exit_code == 0
+    assert same_bits(weights(straight), weights(tmp_path / "other"))
+    assert list(metrics(tmp_path / "other", "val_loss")) == [0, 4, 5, 10, 12]
 
 
 def test_a_run_of_an_older_version_takes_the_defaults_of_what_is_new(
@@ -94,6 +77,7 @@ def test_a_run_of_an_older_version_takes_the_defaults_of_what_is_new(
     assert result.exit_code == 2 and "config.toml: Unrecognized options: --train.flux=5" in result.err
 
 
+@pytest.mark.long
 def test_a_longer_run_is_the_same_if_its_schedule_was_still_flat(run, corpus_file: Path, tmp_path: Path) -> None:
     wsd = {"train__schedule": "wsd", "train__decay_fraction": 0.5}
     assert run(train, *tiny_run(corpus_file, tmp_path / "long", train__max_steps=24, **wsd)).exit_code == 0
@@ -114,15 +98,12 @@ def test_a_resumed_run_says_in_what_its_environment_differs(run, straight: Path,
     monkeypatch.setattr(train, "environment", lambda *rest: environment(*rest) | {"threads": "64"})
     result = run(train, "--resume", straight, "--train.max_steps", 14)
     assert f"{differs}threads 1 -> 64\n" in result.out
-    result = run(train, "--resume", straight, "--train.max_steps", 15, "--train.dtype", "bfloat16")
-    assert f"{differs}dtype float32 -> bfloat16\n" in result.out and result.exit_code == 0
 
 
 def test_a_resumed_run_refuses_another_text(run, corpus_file: Path, tmp_path: Path) -> None:
-    straight = tmp_path / "straight"
-    run(train, *tiny_run(corpus_file, straight))
+    run(train, *tiny_run(corpus_file, tmp_path / "run", train__max_steps=1))
     corpus_file.write_text(corpus_file.read_text() + "one more line\n")
-    result = run(train, "--resume", straight, "--train.max_steps", 13)
+    result = run(train, "--resume", tmp_path / "run", "--train.max_steps", 2)
     assert result.exit_code == 2 and "is not the text this run began with" in result.err
 
 
@@ -138,7 +119,6 @@ def test_two_processes_cannot_share_a_run(run, straight: Path) -> None:
     result = run(train, "--resume", straight, "--train.max_steps", 13)
     os.close(other)
     assert result.exit_code == 2 and "is in use by another training process" in result.err
-    assert run(train, "--resume", straight, "--train.max_steps", 13).exit_code == 0
 
 
 def test_a_run_that_another_process_wrote_meanwhile_is_left_alone(run, corpus_file, tmp_path, monkeypatch) -> None:
@@ -155,23 +135,7 @@ def test_a_run_that_another_process_wrote_meanwhile_is_left_alone(run, corpus_fi
     assert list(metrics(tmp_path / "run", "train_loss")) == [1, 2, 3, 4]
 
 
-def test_fewer_steps_than_are_made_leave_nothing_to_do(run, straight: Path) -> None:
-    shutil.rmtree(straight / "checkpoints" / "step-00000012")
-    for max_steps in (6, 7):
-        result = run(train, "--resume", straight, "--train.max_steps", max_steps)
-        assert result.exit_code == 0 and f"is already at step 8, of {max_steps}: nothing to do" in result.out
-
-
-@pytest.mark.parametrize(
-    "damage, left",
-    [
-        (b'{"step": 12, "train_loss"\0\0\0\0\n{"step": 12}\n', 12),
-        (b"\xff\xfe{{{\n", 12),
-        (b"[]\n", 12),
-        (b'{"step": 9', 12),
-        (None, 0),
-    ],
-)
+@pytest.mark.parametrize("damage, left", [(b'{"step": 12, "tr\0\0\n\xff\xfe{{{\n[]\n{"step": 9', 12), (None, 0)])
 def test_damaged_metrics_do_not_end_a_run(run, straight: Path, damage: bytes | None, left: int) -> None:
     path = straight / "metrics.jsonl"
     if damage is None:
