@@ -136,10 +136,3 @@ def test_claims_of_the_page_about_changes_it_does_not_show(
     assert source.count(before) == 1
     attention.write_text(source.replace(before, after), encoding="utf-8")
     assert expected in run(re.findall(r"```sh\n(.*?\n)", CHANGES[change])[-1], tree)
-
-
-@pytest.mark.long
-def test_the_figures_are_drawn_from_the_page(tree: Path) -> None:
-    (tree / "docs" / "learned.svg").unlink()
-    said = run("python docs/figures.py", tree)
-    assert "<svg" in (tree / "docs" / "learned.svg").read_text(encoding="utf-8"), said
