@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -154,20 +151,6 @@ def test_nothing_is_asked_of_a_network_and_no_secret_is_kept(run, corpus_file, t
     assert len(files) > 9 and not any(b"canary-5f1d" in path.read_bytes() for path in files)
 
 
-@pytest.mark.long
-def test_no_setting_of_the_process_changes_a_bit(corpus_file: Path, tmp_path: Path) -> None:
-    root = Path(train.__file__).parent
-    settings = {"PYTHONHASHSEED": ("0", "1"), "TZ": ("UTC", "Asia/Tokyo"), "LANG": ("C", "C.UTF-8")}
-    for number in (0, 1):
-        environment = os.environ | {name: pair[number] for name, pair in settings.items()}
-        arguments = tiny_run(corpus_file, tmp_path / str(number))
-        work = tmp_path if number else root
-        subprocess.run([sys.executable, root / "train.py", *arguments], env=environment, cwd=work, check=True)
-    assert same_bits(weights(tmp_path / "0"), weights(tmp_path / "1"))
-    for key in ("train_loss", "val_loss", "grad_norm"):
-        assert metrics(tmp_path / "0", key) == metrics(tmp_path / "1", key)
-
-
 def test_deterministic_kernels_are_asked_for_and_noted(run, corpus_file: Path, tmp_path: Path) -> None:
     try:
         assert run(train, *tiny_run(corpus_file, tmp_path / "run", train__deterministic="true")).exit_code == 0
@@ -219,10 +202,7 @@ def test_running_out_of_memory_says_what_needs_less(run, corpus_file, tmp_path, 
     "changes, message",
     [
         ({"model__context_length": 4000}, "training split has 3,743 tokens and needs context_length + 1 = 4,001"),
-        ({"model__n_head": 4}, "n_embd must be a multiple of n_head, got n_embd=15 and n_head=4"),
         ({"train__device": "cuda:9"}, "device 'cuda:9' cannot be used"),
-        ({"train__device": "gpu"}, "device 'gpu' cannot be used"),
-        ({"data__tokenizer": "gtp2"}, "unknown tokenizer 'gtp2'"),
         ({"data__source": "nowhere.txt"}, "no text found at 'nowhere.txt'"),
     ],
 )
