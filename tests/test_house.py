@@ -108,7 +108,8 @@ def test_documented_commands_exist(command: str) -> None:
     parsed = {"train.py": train.Config, "sample.py": sample.Options, "inspect_attention.py": inspect_attention.Options}
     parsed["benchmarks/compare.py"] = compare.Options
     if words[0] == "make":
-        assert set(words[1:]) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words[1:]) <= set(targets)
     elif words[0] == "torchrun":
         check_torchrun(words[1:])
     elif words[0] == "sbatch":
