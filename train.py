@@ -48,32 +48,31 @@ def train(config: Config, ranks: Ranks) -> None:
     """Train, or go on training, as the configuration says, as one of `ranks`."""
     c, T = config.train, config.model.context_length
     tokens_per_step = c.batch_size * c.grad_accum_steps * T
-    interrupt = Interrupt(says=ranks.is_first)
+    interrupt = Interrupt(prints=ranks.is_first)
     device, dtype = choose_device(c, config.model.n_embd, ranks.local_rank)
 
     # 1. A directory, a text, a model and its optimizer: new, or as an earlier session left them.
     run = Run(config, ranks)
-    if run.step >= c.max_steps:
-        run.report()  # which a kill may have left half written
-        print(f"{run.directory} is already at step {run.step}, of {c.max_steps}: nothing to do")
-        return
     ranks.check(c, step=run.step, dtype=dtype)
+    if run.is_done():
+        return
     corpus = ranks.first_then_others(partial(prepare, config.data, fingerprint=run.fingerprint, model=run.base))
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
+    validation = Validation(corpus, c, T, dtype, ranks)
     model = ranks.place(run.make_model(corpus), c.parallel, device)
     keep_freed_memory(model, c, device)
     optimizer = make_optimizer(model, c, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run.restore(model, optimizer, scaler)
 
-    # 2. Not one step with a model that sees the future. (The loss is compiled, the model stays a plain GPT to save.)
+    # 2. Compile the loss, not the model, which stays a plain GPT to save. Train nothing that sees the future.
     compiled = c.compile if c.compile is not None else device.type == "cuda"
     loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
     certificate = certify(model, loss_fn, dtype, c.batch_size)
     run.begin(corpus, certificate, environment(device, dtype, compiled, ranks.order(c)))
 
     # 3. The steps.
-    guard, validation = FiniteGuard(optimizer, device), Validation(corpus, c, T, dtype, ranks)
+    guard = FiniteGuard(optimizer, device)
     peak = ranks.world * peak_tokens_per_second(model, device)
     with Progress(run.step, run.train_seconds, c.max_steps, tokens_per_step, peak, device) as progress:
         while True:
@@ -82,8 +81,8 @@ def train(config: Config, ranks: Ranks) -> None:
             if step != run.resumed_step and (step % c.eval_every == 0 or step == c.max_steps):
                 guard.check()
                 with progress.paused("evaluating"):
-                    found = validation.measure(model, loss_fn)
-                    progress.write(run.log_validation(step, progress.train_seconds, found))
+                    record = validation.measure(model, loss_fn)
+                    progress.write(run.log_validation(step, progress.train_seconds, record))
             stopping = step == c.max_steps or ranks.any(interrupt)
             if step != run.resumed_step and (stopping or (step % c.checkpoint_every == 0 and step > 0)):
                 guard.check()
@@ -112,7 +111,7 @@ def train(config: Config, ranks: Ranks) -> None:
             scaler.update()
             optimizer.zero_grad()
             progress.made_step()
-            interrupt.worth_saving = True
+            interrupt.step_was_made = True
 
             if progress.step % c.log_every == 0 or progress.step == c.max_steps:
                 guard.check()  # reads the device, as .item() does: not in every step

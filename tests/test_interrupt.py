@@ -109,7 +109,7 @@ def test_a_second_signal_stops_at_once_but_not_a_double_one(monkeypatch: pytest.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         interrupt = Interrupt()
-        interrupt.worth_saving = True
+        interrupt.step_was_made = True
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         assert not interrupt
         interrupt.receive(signal.SIGTERM, None)

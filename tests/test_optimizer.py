@@ -50,7 +50,7 @@ def test_the_guard_freezes_weights_from_the_first_bad_number_on(bad: float) -> N
         guard.watch(step, torch.tensor(number))
         optimizer.step()
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    with pytest.raises(NonFiniteLoss, match="step 2"):
+    with pytest.raises(NonFiniteLoss, match="step 3"):
         guard.check()
 
 
@@ -66,7 +66,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     monkeypatch.setattr(train, "next_token_loss", broken)
     result = run(train, *tiny_run(corpus_file, tmp_path / "nan", train__log_every=100))
     assert result.exit_code == 3
-    assert "not finite in step 6" in result.err.splitlines()[-1]
+    assert "not finite in step 7" in result.err.splitlines()[-1]
     assert [path.name for path in (tmp_path / "nan" / "checkpoints").iterdir()] == ["step-00000004"]
     assert same_bits(weights(straight, 4), weights(tmp_path / "nan", 4))
 

@@ -42,8 +42,8 @@ def test_the_residual_stream_is_in_bfloat16_where_products_are(family: str, chec
     ("units", "n_embd", "asked", "expected", "why"),
     [
         (True, 128, "auto", torch.bfloat16, "this CPU has units for it"),
-        (True, 127, "auto", torch.float32, "nothing is known to be faster for this model here"),
-        (False, 128, "auto", torch.float32, "nothing is known to be faster for this model here"),
+        (True, 127, "auto", torch.float32, "the default"),
+        (False, 128, "auto", torch.float32, "the default"),
         (True, 128, "float32", torch.float32, "as asked"),
     ],
 )

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from tests.conftest import make_gpt, tiny_run
 from training.device import PEAK_TFLOPS, peak_tokens_per_second
-from training.progress import Outliving, Progress, duration
+from training.progress import Outliving, Progress
 
 
 def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,13 +73,6 @@ def test_no_step_reads_a_number_between_logs(
     seen = [{name.removeprefix("aten::").split(".")[0] for name in mode.names} for mode in operations]
     assert len(seen) == 7 and all(names >= {"embedding", "_fused_adamw_"} for names in seen)  # forward, and the update
     assert [names & WAITING for names in seen] == [set()] * 7
-
-
-@pytest.mark.parametrize(
-    "seconds, words", [(0.4, "0 s"), (89, "89 s"), (95, "2 min"), (5399, "90 min"), (5400, "1.5 h"), (3e5, "3.5 days")]
-)
-def test_durations_in_words(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 def test_nobody_has_to_read_what_a_training_says(tmp_path: Path) -> None:

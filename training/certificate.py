@@ -23,7 +23,7 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
     device, T = model.lm_head.weight.device, model.config.context_length
 
     interval = 0.1 if sys.stderr.isatty() else 10  # seconds between two drawings, as of the training's own line
-    bar = tqdm(desc="causal: asking", unit=" calls", leave=False, delay=1, mininterval=interval)
+    bar = tqdm(desc="causal: probing", unit=" calls", leave=False, delay=1, mininterval=interval)
 
     def forward(idx: Tensor) -> Tensor:
         bar.update()

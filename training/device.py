@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 
 import torch
 
@@ -76,7 +77,7 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
     elif device.type == "cuda":
         dtype, why = torch.float16, "with loss scaling, as this GPU has no bfloat16"
     else:
-        dtype, why = torch.float32, "nothing is known to be faster for this model here"
+        dtype, why = torch.float32, "the default"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, where float32 products remain
@@ -140,5 +141,7 @@ def flops_per_token(model: GPT) -> float:
 def peak_tokens_per_second(model: GPT, device: torch.device) -> float:
     """Tokens a second that the device could train on if its matrix units never waited; nan where unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if known in name), math.nan)
+    peak = next(
+        (tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"(?<!\w){known}(?!\w)", name)), math.nan
+    )
     return peak / flops_per_token(model)

@@ -19,7 +19,8 @@ def read_metrics(path: Path, step: float) -> list[dict]:
     A damaged line ends the reading with a printed note: the lines that a checkpoint relies on were synced before it.
     """
     lines = []
-    for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+    content = path.read_bytes() if path.exists() else b""
+    for text in content.split(b"\n")[:-1]:
         try:
             line = json.loads(text)
             if line["step"] <= step:

@@ -4,10 +4,10 @@ A step is a list of micro-batches, and the ranks share it out: rank r of R takes
 so on. The tokens of a step therefore do not depend on the number of ranks.
 
     ddp    every rank has the whole model; gradients are added in the order of the micro-batches, so that any number of
-           ranks ends with the bits of one
+           ranks ends with the bits of one; slower than DistributedDataParallel, which does not promise that
     fsdp   every rank has a shard of each tensor, and gathers one block at a time (Zhao et al. 2023)
 
-A rank that dies is torchrun's to report: it stops the others, and with --max-restarts starts all of them again.
+If a rank dies, torchrun reports it and stops the others; with --max-restarts it starts all ranks again.
 """
 
 import contextlib
@@ -29,30 +29,33 @@ from training.config import TrainConfig, TrainError
 Result = TypeVar("Result")
 
 POLL_SECONDS = 0.1  # between two looks at whether rank 0 has finished
-RENDEZVOUS = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # variables that torchrun sets
+TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class Ranks:
-    """The processes of a run, of which this is one; the only one without `torchrun`.
+    """The place of this process among the processes of a run. Without `torchrun` there is one process.
 
-    A context: inside, only the first rank prints, and an error that several ranks meet is told once.
+    A context: inside, only the first rank prints, and an error that several ranks meet is told once. Raises TrainError
+    if torchrun is to restart ranks on several nodes, and was not told how.
     """
 
     def __init__(self) -> None:
-        self.started = RENDEZVOUS <= os.environ.keys()
+        self.started = TORCHRUN_VARIABLES <= os.environ.keys()
         place = os.environ if self.started else {}
         self.rank, self.local_rank = int(place.get("RANK", "0")), int(place.get("LOCAL_RANK", "0"))
         self.world = int(place.get("WORLD_SIZE", "1"))
         self.is_first = self.rank == 0
-        self.may_continue = int(place.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-        self.total: Tensor | None = None  # this rank's share of the sum of all gradients, flat
+        self.may_resume = int(place.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+        self.share: Tensor | None = None  # of the summed gradients, flat
         self.times_waited = 0
         self.silence = contextlib.ExitStack()
         if self.started:
             store, _, _ = next(dist.rendezvous("env://"))
-            # By default one store serves all attempts of torchrun, and still has the addresses of the dead.
-            is_new = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
-            attempt = "0" if is_new else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            # A store of torchrun serves all of its attempts, and still has the addresses of the dead.
+            is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if is_shared and self.may_resume and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+                raise TrainError("nodes count restarts by themselves: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each")
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_shared else "0"
             self.store = dist.PrefixStore(attempt, store)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world)
@@ -70,7 +73,7 @@ class Ranks:
             if self.started:
                 dist.destroy_process_group()
         elif self.world > 1:
-            if isinstance(error, RuntimeError) and "onnection" in str(error):  # as gloo and NCCL say it
+            if isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo raises a plain RuntimeError
                 sentence = "lost the connection to another rank; torchrun says which one ended, and how"
                 error = TrainError(f"{sentence}: go on with --resume, or let torchrun do so with --max-restarts")
             code = getattr(error, "exit_code", 1)
@@ -85,12 +88,13 @@ class Ranks:
         """Raise TrainError if the ranks cannot train as configured, or do not begin at the same step and precision."""
         sequences, accum = config.batch_size * config.grad_accum_steps, config.grad_accum_steps
         if accum % self.world:
-            fit = next((n for n in range(self.world, sequences + 1, self.world) if sequences % n == 0), 0)
-            less = next(n for n in range(self.world, 0, -1) if sequences % n == 0)
-            advice = f"--train.batch_size {sequences // fit} --train.grad_accum_steps {fit}" if fit else f"{less} ranks"
+            ranks = next(n for n in range(self.world, 0, -1) if (accum if step else sequences) % n == 0)
+            advice = f"{ranks} ranks"
+            if step == 0:  # a resumed run keeps its batches
+                advice += f" with --train.batch_size {sequences // ranks} --train.grad_accum_steps {ranks}"
             raise TrainError(
-                f"{self.world} ranks cannot share the {accum} micro-batches of a step (train.grad_accum_steps); "
-                f"what fits its {sequences} sequences: {advice}"
+                f"{self.world} ranks cannot share the {accum} micro-batches of a step (train.grad_accum_steps): "
+                f"use {advice}"
             )
         if config.parallel == "fsdp" and not self.started:
             raise TrainError("train.parallel fsdp is for several processes: torchrun --nproc_per_node=N train.py ...")
@@ -149,16 +153,16 @@ class Ranks:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
         for gradient in received.view(self.world, -1):
-            self.total = gradient.clone() if self.total is None else self.total.add_(gradient)
+            self.share = gradient.clone() if self.share is None else self.share.add_(gradient)
 
     def share_gradients(self, model: nn.Module) -> None:
-        """Give all parameters the sum of all micro-batches, of which each rank has a share."""
-        if self.total is None:
+        """All-gather the summed gradients of the step into `parameter.grad`."""
+        if self.share is None:
             return
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        flat, sizes = self.total.new_empty(self.world, len(self.total)), [p.numel() for p in parameters]
-        dist.all_gather(list(flat), self.total)
-        self.total = None
+        flat, sizes = self.share.new_empty(self.world, len(self.share)), [p.numel() for p in parameters]
+        dist.all_gather(list(flat), self.share)
+        self.share = None
         shares = flat.flatten()[: sum(sizes)].split(sizes)
         for parameter, gradient in zip(parameters, shares, strict=True):
             parameter.grad = gradient.view_as(parameter)
@@ -168,7 +172,7 @@ class Ranks:
         return f"fsdp on {self.world} ranks" if config.parallel == "fsdp" else "of the micro-batches"
 
     def collect(self, numbers: list[Tensor]) -> Tensor:
-        """As many scalars from each rank -> all of them, in the order in which one rank would have made them."""
+        """Return the scalars of all ranks, equally many from each, in the order of one process."""
         mine = torch.stack(numbers)
         if self.world == 1:
             return mine
@@ -194,7 +198,7 @@ class Ranks:
         return work()
 
     def wait_for_first(self) -> None:
-        """Wait until rank 0 has come here too, which does not wait; no collective runs out of time meanwhile."""
+        """Wait until rank 0 calls this, which does not wait. Polling the store cannot time out, as a collective can."""
         if self.world == 1:
             return
         self.times_waited += 1

@@ -105,15 +105,15 @@ class Muon(torch.optim.AdamW):
         for group, momentum in zip(self.param_groups[len(self.adamw_groups) :], self.momenta, strict=True):
             shape, rate = group["params"][0].shape, group["lr"]
             parameters = [local(parameter) for parameter in group["params"]]
-            going = torch.ones((), device=momentum.device) if found_inf is None else (found_inf == 0).float()
+            enabled = torch.ones((), device=momentum.device) if found_inf is None else (found_inf == 0).float()
             gradient = torch.stack([local(parameter.grad) for parameter in group["params"]])
-            gradient = gradient.where(going > 0, momentum)
-            momentum.lerp_(gradient, 1 - group["momentum"])  # where nothing goes on, of itself and itself
+            gradient = gradient.where(enabled > 0, momentum)
+            momentum.lerp_(gradient, 1 - group["momentum"])  # if the update is skipped, the two are equal
             ahead = gradient.lerp(momentum, group["momentum"])  # (Nesterov 1983)
             update = orthogonalize_together(ahead.to(self.precision), group["params"][0]).to(momentum.dtype)
-            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * going)
+            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * enabled)
             # The factor makes up for what more rows than columns would lose (Jordan et al. 2024).
-            torch._foreach_add_(parameters, list(update * (-rate * max(1, shape[0] / shape[1]) ** 0.5 * going)))
+            torch._foreach_add_(parameters, list(update * (-rate * max(1, shape[0] / shape[1]) ** 0.5 * enabled)))
 
 
 def as_shard(tensor: Tensor, parameter: Tensor) -> Tensor:

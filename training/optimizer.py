@@ -40,7 +40,7 @@ def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.f
     inside_or_head = {id(parameter) for parameter in (*inside, head)} - {id(embedding)}
     groups = [
         {"params": [p for p in matrices if id(p) not in inside_or_head], "weight_decay": 0.0, "lr_share": 1.0},
-        {"params": [head] * (head is not embedding), "weight_decay": 0.0, "lr_share": HEAD_SHARE},
+        {"params": [] if head is embedding else [head], "weight_decay": 0.0, "lr_share": HEAD_SHARE},
         vectors | {"lr_share": HEAD_SHARE},
     ]
     precision = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -99,13 +99,13 @@ class FiniteGuard:
     """Skips every update after the first non-finite loss or gradient, so that the weights stay those before it.
 
     The decision is taken on the device, through the `found_inf` of fused AdamW, so that no step waits for the host.
-    `check` reads the device, and is called where the host waits anyway.
+    `check` reads the device, and is called where the host waits anyway. With float16 the gradient scaler decides
+    instead, for each step alone; then only `check` is in force.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
         self.first_bad_step = torch.full((), math.inf, device=device)
         self.found_inf = torch.zeros((), device=device)
-        # Under loss scaling the scaler decides instead, for each step alone; `check` comes before anything is saved.
         optimizer.found_inf = self.found_inf
 
     def watch(self, step: int, number: Tensor) -> None:
@@ -119,6 +119,7 @@ class FiniteGuard:
         step = self.first_bad_step.item()
         if math.isfinite(step):
             raise NonFiniteLoss(
-                f"the loss or its gradient is not finite in step {int(step)}: its update was not made, no checkpoint "
-                "has it; begin again with a lower --train.learning_rate or a longer warmup"
+                f"the loss or its gradient is not finite in step {int(step) + 1}: its update was not made and no "
+                "checkpoint has it; begin again in another --train.out_dir, with a lower --train.learning_rate or a "
+                "longer warmup"
             )

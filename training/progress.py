@@ -94,14 +94,6 @@ class Progress:
         self.line.write(text)
 
 
-def duration(seconds: float) -> str:
-    """A time in words, in its largest fitting unit: 95 s is 2 min."""
-    for unit, size, most in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48)):
-        if seconds < most * size:
-            return f"{seconds / size:.{int(unit == 'h')}f} {unit}"
-    return f"{seconds / 86400:.1f} days"
-
-
 class Outliving:
     """An output stream that survives its reader: a closed pipe or terminal does not end a training."""
 
@@ -138,12 +130,12 @@ class Interrupted(KeyboardInterrupt):
 class Interrupt:
     """True after a SIGINT, SIGTERM or SIGHUP, which ask the run to stop after the step; a second one stops at once.
 
-    As long as `worth_saving` is false, the first signal raises Interrupted wherever it finds the program: preparing
-    data, loading, compiling. says: whether this process prints.
+    As long as `step_was_made` is false, the first signal raises Interrupted wherever it finds the program: preparing
+    data, loading, compiling. prints: whether this process tells the user.
     """
 
-    def __init__(self, says: bool = True):
-        self.says, self.worth_saving, self.received, self.name = says, False, 0.0, ""
+    def __init__(self, prints: bool = True):
+        self.prints, self.step_was_made, self.received, self.name = prints, False, 0.0, ""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
                 signal.signal(number, self.receive)
@@ -157,12 +149,13 @@ class Interrupt:
         elif not self.received:
             self.received, self.name = time.monotonic(), signal.Signals(number).name
             self.stop_if_nothing_is_made()
-            with suppress(OSError):  # no lock and no buffer: the program may just be using them
-                os.write(2, f"\n{self.name}: saving after this step; once more to stop at once\n".encode() * self.says)
+            if self.prints:
+                with suppress(OSError):  # no lock and no buffer: the program may just be using them
+                    os.write(2, f"\n{self.name}: saving after this step; once more to stop at once\n".encode())
 
     def stop_if_nothing_is_made(self) -> None:
         """Raise Interrupted if this session has not made a step."""
-        if not self.worth_saving:
+        if not self.step_was_made:
             raise Interrupted(f"{self.name} before a step was made: nothing to save, the same command starts again")
 
     def __bool__(self) -> bool:

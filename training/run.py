@@ -31,9 +31,10 @@ SAMPLE_WIDTH = 100  # characters of a sample that are printed; metrics.jsonl has
 
 
 class Run:
-    """One training run on disk, in three acts: it is found (constructed), restored, and begun.
+    """One training run on disk.
 
-    Nothing is written before `begin`. Of several ranks all read, and the first one writes.
+    It is used in this order: the constructor finds it, `make_model` and `restore` load it, `begin` locks it; then
+    `log`, `log_validation` and `save` write, and `finish` ends the session. All ranks read, and the first one writes.
     """
 
     def __init__(self, config: Config, ranks: Ranks):
@@ -56,7 +57,7 @@ class Run:
         self.corpus: Corpus | None = None
         self.about: dict = {}  # certificate and environment
         self.tracker = Tracker(config.train if self.writes else replace(config.train, wandb="disabled"))
-        if self.found and not config.resume and not ranks.may_continue:
+        if self.found and not config.resume and not ranks.may_resume:
             raise TrainError(
                 f"{self.directory} already holds a run: continue it with --resume {self.directory}, "
                 "or give another --train.out_dir"
@@ -71,6 +72,15 @@ class Run:
         exists = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
         if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
             raise TrainError(f"cannot write to {self.directory}: {exists} is not a directory one may write to")
+
+    def is_done(self) -> bool:
+        """Return whether there are no steps left to make, and print so."""
+        max_steps = self.config.train.max_steps
+        if self.step < max_steps:
+            return False
+        self.report()  # a killed session may have left an older one
+        print(f"{self.directory} is already at step {self.step}, of {max_steps}: nothing to do")
+        return True
 
     @property
     def resumed_step(self) -> int | None:
@@ -182,7 +192,8 @@ class Run:
         """Log what `Validation.measure` has found, and return lines to print."""
         sample = record.pop("sample", None)
         record["train_seconds"] = train_seconds
-        self.validations[step] = {"step": step, **record}
+        if not is_not_finite(record["val_loss"]):
+            self.validations[step] = {"step": step, **record}
         self.log(step, **record)
         text = f"step {step:7d} | val loss {record['val_loss']:7.4f} | bits/byte {record['val_bits_per_byte']:6.4f}"
         text += f" | trained {train_seconds:8.1f} s"
