@@ -65,6 +65,29 @@ def path_of(descriptor: int) -> Path:
     return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
 
 
+def fork(work: Callable[[], object], out: Path | str, err: Path | str) -> int:
+    """Call `work` in a new process, which prints to these files and ends after 100 s; return the id of the process."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        for number, path in ((1, out), (2, err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+        tqdm.set_lock(threading.RLock())  # its own is shared by all processes: a killed one would hold it for ever
+        signal.alarm(100)  # what hangs fails
+        work()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
 def in_child(
     work: Callable[[], object], after: float | None = None, number: int = signal.SIGKILL, said: Path | str = os.devnull
 ) -> int:
@@ -72,24 +95,7 @@ def in_child(
 
     after: seconds until the process gets the signal `number`. said: the file that gets what the process prints.
     """
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            sys.stdout = sys.stderr = open(file, "w", buffering=1)
-            tqdm.set_lock(threading.RLock())  # its own is shared by all processes: a killed one would hold it for ever
-            signal.alarm(60)  # what hangs fails
-            work()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+    child = fork(work, said, said)
     if after is not None:
         time.sleep(after)
         os.kill(child, number)

