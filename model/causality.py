@@ -257,8 +257,9 @@ class Prober:
                 only_row = idx.clone()
                 only_row[row] = changed[row]
                 _, key = first_cause(lambda tokens, at=(row, query): self.call(forward, tokens)[at], idx, only_row)
-                size = largest_change(before[row, query], after[row, query])
-                effect = f"moves its logits by up to {size:.2g}"
+                before, after = before[row, query].float(), after[row, query].float()
+                size, share = largest_change(before, after), largest_change(before.softmax(-1), after.softmax(-1))
+                effect = f"moves its logits by up to {size:.2g} and a probability by up to {share:.2g}"
                 raise Finding(f"{sees(query, key)}, which {effect} ({where})", query, key, size)
             if seen and before.dtype.itemsize >= 4:  # half precision rounds away one token among many
                 replaced = torch.where(self.one_hot(positions), other, idx)
