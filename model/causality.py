@@ -33,7 +33,7 @@ EXTREME = 100.0  # scales queries and keys, so that scores exceed 1e4 and a mask
 
 @dataclass(frozen=True)
 class Causality:
-    """The result of the probes: `ok`, or the first fault found. `str` describes it, `bool` is `ok`."""
+    """The result of the probes: `ok`, or the first fault found. `str` describes it."""
 
     length: int
     """The number of tokens in a probed sequence."""
@@ -51,9 +51,6 @@ class Causality:
     @property
     def ok(self) -> bool:
         return self.finding is None
-
-    def __bool__(self) -> bool:
-        return self.ok
 
     def __str__(self) -> str:
         asked = f"asked {self.num_asked} of {self.length} positions"
@@ -74,8 +71,6 @@ def check_causality(
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
     batch_size: int | None = None,
     mask: Tensor | None = None,
-    device: torch.device | str | None = None,
-    seed: int = 0,
 ) -> Causality:
     """Check that each position of `forward` sees exactly the tokens that it may see.
 
@@ -84,7 +79,8 @@ def check_causality(
         vocab_size: V, at least 2.
         length: T. Kernels may differ by length: give the length of the training.
         module: the module that has the weights of `forward`, if `forward` is not a module itself; module(idx) must
-            return the same logits. Without a module there are no derivatives, and no random and no extreme weights.
+            return the same logits. Without a module the tokens are on the CPU, and there are no derivatives and no
+            random or extreme weights.
         others: more functions of the module like `forward`, such as one that decodes with a cache.
         loss_fn: a loss of the module that hides its logits, such as a compiled one: inputs and targets, (B, T) int64
             each -> the sum over all targets except those of -100. It is called with autograd in training mode only.
@@ -92,13 +88,11 @@ def check_causality(
         mask: (T, T) bool, True where the position (row) may depend on the token (column), through all layers: windows
             of w tokens in L layers reach L (w - 1) back. None: itself and everything before it. A dependence too faint
             for the precision counts as none.
-        device: the device of the tokens. None: that of the module's weights, or the CPU.
-        seed: the seed of the tokens, of the positions and of the random weights.
 
     Raises ModelError if length, vocab_size or mask are impossible, or if `forward` does not return logits.
     """
     module = forward if module is None and isinstance(forward, nn.Module) else module
-    prober = Prober(vocab_size, length, module, batch_size, mask, device, seed)
+    prober = Prober(vocab_size, length, module, batch_size, mask)
 
     def probes() -> None:
         if module is not None:
@@ -143,8 +137,6 @@ class Prober:
         module: nn.Module | None,
         batch_size: int | None,
         mask: Tensor | None,
-        device: torch.device | str | None,
-        seed: int,
     ):
         if vocab_size < 2 or length < 1:
             raise ModelError(f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}")
@@ -153,8 +145,8 @@ class Prober:
         self.vocab_size, self.length, self.module = vocab_size, length, module
         self.batch_size = batch_size or length
         weights = [] if module is None else list(module.parameters())
-        self.device = torch.device(device or (weights[0].device if weights else "cpu"))
-        self.random = torch.Generator().manual_seed(seed)
+        self.device = weights[0].device if weights else torch.device("cpu")
+        self.random = torch.Generator().manual_seed(0)  # for tokens, positions and random weights
         places = torch.arange(length, device=self.device)
         self.mask = places <= places[:, None] if mask is None else mask.to(self.device)
         self.asked: set[int] = set()
@@ -265,8 +257,9 @@ class Prober:
                 only_row = idx.clone()
                 only_row[row] = changed[row]
                 _, key = first_cause(lambda tokens, at=(row, query): self.call(forward, tokens)[at], idx, only_row)
-                size = largest_change(before[row, query], after[row, query])
-                effect = f"moves its logits by up to {size:.2g}"
+                before, after = before[row, query].float(), after[row, query].float()
+                size, share = largest_change(before, after), largest_change(before.softmax(-1), after.softmax(-1))
+                effect = f"moves its logits by up to {size:.2g} and a probability by up to {share:.2g}"
                 raise Finding(f"{sees(query, key)}, which {effect} ({where})", query, key, size)
             if seen and before.dtype.itemsize >= 4:  # half precision rounds away one token among many
                 replaced = torch.where(self.one_hot(positions), other, idx)

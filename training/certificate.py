@@ -52,7 +52,7 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
         mask=None,  # the triangle; a layer with a window has another: see `check_causality`
     )
     bar.close()
-    if not outcome:
+    if not outcome.ok:
         meant = "; if that is meant, see `mask` in training/certificate.py" if "blind" in outcome.finding else ""
         raise TrainError(f"refusing to train: {outcome.finding}{meant}")
     print(f"causal: {outcome}, {time.perf_counter() - began:.1f} s")
