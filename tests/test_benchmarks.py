@@ -89,6 +89,7 @@ def test_heads_and_ranks_are_measured(corpus_file: Path, tmp_path: Path) -> None
     assert ways == ["ours", "eager", "alone", "ddp, 2 ranks", "fsdp, 2 ranks"]
 
 
+@pytest.mark.long
 def test_losses_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.dumps({"train_seconds": i, "val_loss": 2.0, "val_bits_per_byte": 3.0 - i}) for i in (0, 1)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
