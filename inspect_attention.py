@@ -11,6 +11,7 @@ Ways to run:
 Without --text it reads the model's validation text, if that is on this machine.
 """
 
+import os
 import shutil
 import sys
 from contextlib import AbstractContextManager
@@ -125,7 +126,14 @@ def main() -> None:
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
         print(f"        {inspections[-1].verified}", flush=True)
     for path in options.output:
-        write(path, inputs, labels, heads, inspections)
+        unfinished = path.with_name(
+            f".unfinished-{path.name}"
+        )  # a failure leaves the old file, and no half of a new one
+        try:
+            write(unfinished, inputs, labels, heads, inspections)
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
         print(f"wrote {path}")
     last, width = inspections[-1], shutil.get_terminal_size().columns
     metric = METRICS[options.sort] if options.sort else None

@@ -150,7 +150,7 @@ def test_an_error_of_all_is_said_once(tmp_path: Path, corpus_file: Path, monkeyp
     said_once(end_of(train__max_steps=2), [2, 2], "cannot save step 2", "No space left")
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def children(process: subprocess.Popen) -> list[int]:
@@ -159,15 +159,23 @@ def children(process: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.long
-def test_torchrun_begins_again_after_a_rank_was_killed(tmp_path: Path, corpus_file: Path) -> None:
+@pytest.mark.parametrize("by_itself", [True, False], ids=["max-restarts", "resume"])
+def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, corpus_file: Path, by_itself: bool) -> None:
     options = {"train__checkpoint_every": 1, "train__max_steps": 30}
     arguments = tiny_run(corpus_file, tmp_path / "out", **{**OPTIONS, **options})
-    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", "train.py", *arguments]
+    restarts = f"--max-restarts={2 if by_itself else 0}"
+    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", restarts, "train.py", *arguments]
     with open(tmp_path / "said", "w") as said:
         job = subprocess.Popen(command, stdout=said, stderr=said, cwd=ROOT)
         wait_for_step(tmp_path / "out", 2)
         os.kill(children(job)[-1], signal.SIGKILL)
-        assert job.wait(100) == 0 and "resumed from" in (tmp_path / "said").read_text()
+        code, text = job.wait(100), (tmp_path / "said").read_text()
+    if by_itself:
+        assert code == 0 and "resumed from" in text, text
+    else:
+        assert code != 0 and "Signal 9 (SIGKILL)" in text, text
+        for end in Job(2, tmp_path / "again", ["--resume", str(tmp_path / "out")]).wait():
+            assert end.exit_code == 0, end.err
     straight = trained(1, tmp_path, corpus_file, "straight", **options)
     assert same_bits(weights(straight, 30), weights(tmp_path / "out", 30))
 
@@ -178,7 +186,13 @@ def test_two_nodes_begin_again_together(tmp_path: Path, corpus_file: Path) -> No
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     out, options = tmp_path / "out", {"train__checkpoint_every": 1, "train__max_steps": 40}
-    node = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}"]
+    node = [
+        "--max-restarts=2",
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint=127.0.0.1:{port}",
+    ]
     node += ["--rdzv_id=7", "--local_addr=127.0.0.1", "train.py"]
     command = [*TORCHRUN, *node, *tiny_run(corpus_file, out, **{**OPTIONS, **options})]
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # a new store for each attempt

@@ -1,7 +1,9 @@
 """inspect_attention.py as a user types it: the table, the seven formats, generated text, ablation, and refusals."""
 
 import csv
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -177,6 +179,19 @@ def test_ablation_stands_beside_its_error(run, straight: Path, tmp_path: Path) -
 
 
 @pytest.mark.long
+def test_an_output_is_written_whole_or_not_at_all(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
+    def fail(path: Path, *rest: object) -> None:
+        path.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a.json").write_text("old")
+    monkeypatch.setattr("inspection.files.write_scores", fail)
+    result = run(inspect_attention, straight, "-o", tmp_path / "out" / "a.json")
+    assert result.exit_code == 2 and "No space left on device" in result.err
+    assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["old"]
+
+
 def test_checkpoints_make_a_timeline(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(straight)
     drawn, original = [], plots.draw_timeline

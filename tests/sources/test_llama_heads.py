@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import inspect_attention
-from inspection import plots
+from inspection import Inspection, plots
 from model import GPT, GPTConfig
 from model.attention import Attend, CausalSelfAttention, attention_weights, make_causal_mask
 from tests.test_huggingface import save
@@ -58,7 +58,12 @@ def test_its_picture_of_the_last_layer(run, tmp_path: Path, monkeypatch: pytest.
     shape = {"n_layer": 3, "n_head": H, "n_kv_head": N_KV_HEAD, "n_embd": 8 * H, "n_inner": 64, "context_length": 61}
     checkpoint = save(GPT(GPTConfig(family="llama", vocab_size=257, **shape)), tmp_path)
     drawn = {}
-    monkeypatch.setattr(plots, "draw_heads", lambda path, inspection, heads, labels: drawn.update(heads=heads))
+
+    def draw(path: Path, inspection: Inspection, heads: list, labels: list[str]) -> None:
+        drawn.update(heads=heads)
+        path.touch()
+
+    monkeypatch.setattr(plots, "draw_heads", draw)
     result = run(inspect_attention, checkpoint, "--text", TEXT, "--heads", "-1.*", "-o", tmp_path / "heads.png")
     assert result.exit_code == 0, result.err
     assert list(drawn["heads"]) == [(2, head) for head in range(H)]
