@@ -1,7 +1,6 @@
 """Compare two ways to train over several seeds: final loss with a confidence interval, time to a loss, and speed.
 
-    python benchmarks/compare.py A B --seeds 5
-    python benchmarks/compare.py configs/quickstart.toml "configs/quickstart.toml --train.learning_rate 0.01"
+    python benchmarks/compare.py configs/quickstart.toml "configs/quickstart.toml --train.learning_rate 0.01" --seeds 5
     python benchmarks/compare.py ../before:configs/quickstart.toml configs/quickstart.toml
 
 A way to train is a configuration with options, perhaps of another checkout: "[CHECKOUT:]CONFIG.toml [OPTION ...]".

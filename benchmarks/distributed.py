@@ -4,8 +4,7 @@
     python benchmarks/distributed.py --nproc 1 8             on eight GPUs
     python benchmarks/distributed.py --out results.jsonl     one JSON object per run
 
-The ways take turns, so that a machine that slows down slows all of them. The speed of a run is the median over its log
-lines, without the first.
+The ways take turns, so that a machine that slows down slows all of them. Speeds are medians over all log lines but one.
 """
 
 import statistics

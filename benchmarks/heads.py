@@ -2,7 +2,6 @@
 
     python benchmarks/heads.py                      GPT-2 small's shape; ten minutes on two CPU cores, 14 GB of memory
     python benchmarks/heads.py --out results.jsonl  one JSON object per measurement
-    python benchmarks/heads.py --device cuda        on a GPU
     python benchmarks/heads.py --tiny               tiny sizes, to see that it works
 
 Ours runs the model under capture, scores every head and verifies the weights against the kernel. Eager is the model of
