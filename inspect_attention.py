@@ -14,11 +14,12 @@ Without --text it reads the model's validation text, if that is on this machine.
 import os
 import shutil
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 import numpy as np
@@ -41,6 +42,7 @@ from model import GPT, GPTConfig
 from model.checkpoint import STEP, find_checkpoint, read_optional
 from model.load import load_config
 from training.device import autocast, find_device
+from training.progress import Outliving
 
 FORMATS = (".png", ".svg", ".html", ".npz", ".safetensors", ".csv", ".json")
 NUM_TEXTS, TEXT_LENGTH = 8, 1024  # validation text that is measured: sequences, and the most tokens of each
@@ -85,8 +87,10 @@ class Options:
         for path in self.output:
             if path.suffix not in FORMATS:
                 raise ConfigError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
-            if not path.parent.is_dir():
-                raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
+            if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+                raise ConfigError(f"cannot write {path}: it is a directory, or in none that can be written to")
+        if self.sort == "loss" and self.ablate is None:
+            raise ConfigError("loss is what --ablate measures: give that, or another --sort")
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,14 @@ class Inputs:
 
 
 def main() -> None:
-    """Inspect the checkpoints, write the outputs, and print the table of the last checkpoint."""
     options = parse(Options, sys.argv[1:])
+    # A reader that stops early, such as `head`, must not keep the files from being written.
+    with redirect_stdout(Outliving(sys.stdout)) if options.output else nullcontext():
+        inspect(options)
+
+
+def inspect(options: Options) -> None:
+    """Inspect the checkpoints, write the outputs, and print the table of the last checkpoint."""
     if {".png", ".svg"} & {path.suffix for path in options.output}:
         plots.check_installed()
     directories = in_order([find_checkpoint(path) for path in options.checkpoints])
@@ -113,6 +123,8 @@ def main() -> None:
     device = find_device(options.device)
     inputs = choose_inputs(options, directories[-1], config, tokenizer, device)
     probe = inputs.probe
+    if probe is None and options.sort in ("dup", "ind", "(ctrl)"):
+        raise ConfigError(f"{options.sort} needs random tokens that repeat; vocabulary or context is too small here")
     print(visible(f"text:   {inputs.note}"))
     labels = [label(tokenizer, token) for token in inputs.shown[0].tolist()]
     if options.generate:
@@ -122,18 +134,16 @@ def main() -> None:
 
     inspections = []
     for directory in directories:
+        if inspections and not any(path.suffix == ".html" for path in options.output):
+            inspections[-1].att.layers.clear()  # only the last one is drawn, and queries and keys are large
         inspections.append(inspect_checkpoint(directory, inputs, heads, tokenizer, device, options))
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
         print(f"        {inspections[-1].verified}", flush=True)
     for path in options.output:
-        unfinished = path.with_name(
-            f".unfinished-{path.name}"
-        )  # a failure leaves the old file, and no half of a new one
-        try:
-            write(unfinished, inputs, labels, heads, inspections)
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        path = path.resolve()  # behind a link
+        with TemporaryDirectory(prefix=".tril-", dir=path.parent) as unfinished:  # a failure leaves the old file
+            write(Path(unfinished, path.name), inputs, labels, heads, inspections)
+            os.replace(Path(unfinished, path.name), path)
         print(f"wrote {path}")
     last, width = inspections[-1], shutil.get_terminal_size().columns
     metric = METRICS[options.sort] if options.sort else None
@@ -194,8 +204,9 @@ def choose_inputs(
             raise ConfigError("the text is empty")
         note = f"{len(ids)} tokens"
         if len(ids) > room:
-            note = f"the first {room} of {note}, which is all that a context of {T} has room for"
-        measured = shown = torch.tensor([start + ids[:room]])
+            kept = "last" if num_new else "first"  # generated text continues the end
+            note = f"the {kept} {room} of {note}, which is all that a context of {T} has room for"
+        measured = shown = torch.tensor([start + (ids[-room:] if num_new else ids[:room])])
     prompt_length = shown.size(1)
     if num_new:
         model, precision = load(directory, device, options)

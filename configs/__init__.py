@@ -74,7 +74,7 @@ def options_in(file: Path, ignored: Collection[str] = ()) -> list[str]:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError("no such file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or a number of thousands of digits
         hint = "" if file.suffix == ".toml" else f"; if it is a text to train on: --data.source {file}"
         raise ConfigError(f"not a TOML file: {error}{hint}") from None
     options = []

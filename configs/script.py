@@ -61,6 +61,8 @@ def read_prompt(prompt: str) -> str:
     Raises OSError if there is no such file, ConfigError if the text is not UTF-8.
     """
     try:
+        if prompt == "-" and sys.stdin is None:
+            raise ConfigError("there is no standard input to read a text from")
         if prompt == "-":
             return sys.stdin.buffer.read().decode()
         if prompt.startswith("@"):

@@ -150,11 +150,15 @@ class HubTokenizer(Tokenizer):
         self.library.no_truncation()
         self.library.no_padding()
         self.library.encode_special_tokens = True  # a special token's name in a text is ordinary text
+        if getattr(self.library.model, "dropout", None):
+            raise ValueError("it draws ids at random")
         vocabulary = self.library.get_vocab()
         self.name, self.vocab_size = name, max(vocabulary.values()) + 1
         self.end_of_text = vocabulary.get(END_OF_TEXT, vocabulary.get(end))
         sample = self.library.encode("a")
         self.start_of_text = sample.ids[0] if sample.special_tokens_mask[:1] == [1] else None
+        if self.start_of_text is not None and self.start_of_text >= self.vocab_size:
+            raise ValueError("the token that begins a text is not in its vocabulary")
         self.added = self.library.get_added_tokens_decoder()
         self.special_tokens = {token.content: number for number, token in self.added.items() if token.special}
         self.decoder = repr(self.library.decoder)

@@ -10,6 +10,7 @@ when its source or recipe has changed, or when it is damaged.
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import sys
 from contextlib import suppress
@@ -94,12 +95,12 @@ def prepare_source(config: DataConfig, recipe: dict, out: Path | None, model: Pa
     """Open the corpus in a directory if it is up to date, else write it. One process at a time; others wait."""
     directory = (out or default_directory(config, recipe)).resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f"{directory.name}.tmp")
-    for path in (directory, temporary):
-        refuse_something_else(path)
     recipe["signature"] = sources.signature(config.source)
     directory.parent.mkdir(parents=True, exist_ok=True)
     # The lock stays: without it, a process that waits for the old file and one that makes a new file could both work.
     with FileLock(directory.with_name(f".{directory.name}.lock")):
+        for path in (directory, temporary):
+            refuse_something_else(path)
         if corpus := open_current(directory, recipe):
             return corpus
         shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
@@ -118,7 +119,9 @@ def prepare_source(config: DataConfig, recipe: dict, out: Path | None, model: Pa
 
 def default_directory(config: DataConfig, recipe: dict) -> Path:
     """Name a directory in PREPARED: readable, with a hash that tells recipes apart."""
-    short = hashlib.sha256(repr((os.path.abspath(config.source), recipe)).encode()).hexdigest()[:8]
+    is_local = config.source != "stdlib" and not config.source.startswith("hf:")
+    source = os.path.abspath(config.source) if is_local else config.source
+    short = hashlib.sha256(repr((source, recipe)).encode()).hexdigest()[:8]
     name = f"{Path(config.source).stem}-{config.tokenizer}-{short}"
     return PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
 
@@ -168,7 +171,7 @@ if __name__ == "__main__":
     import tyro
 
     from configs import parse
-    from configs.script import run_script
+    from configs.script import run_script, visible
 
     @dataclass(frozen=True)
     class Arguments(DataConfig):
@@ -181,8 +184,9 @@ if __name__ == "__main__":
     def main() -> None:
         arguments = parse(Arguments, sys.argv[1:])
         corpus = prepare(arguments, arguments.out)
-        print(f"{corpus.directory}: {corpus}")
-        options = f"--data.source {corpus.directory} --data.tokenizer {corpus.meta['tokenizer']}"
+        print(visible(f"{corpus.directory}: {corpus}"))
+        source = shlex.quote(str(corpus.directory))
+        options = f"--data.source {source} --data.tokenizer {corpus.meta['tokenizer']}"
         print(f"next: python train.py {options} --train.out_dir out/{corpus.directory.name}")
 
     run_script(main)

@@ -61,7 +61,7 @@ def train_bpe(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
     Raises DataError if the size in the name is not a number, or too small.
     """
     size = name.removeprefix("bpe:")
-    if not size.isdecimal() or int(size) < 257:
+    if not size.isdecimal() or len(size) > 8 or int(size) < 257:
         raise DataError(f"a bpe tokenizer has 257 tokens or more, as in bpe:4096, got {name!r}")
     trainer = trainers.BpeTrainer(
         vocab_size=int(size) - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False

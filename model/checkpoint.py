@@ -100,7 +100,7 @@ def find_checkpoint(path: Path) -> Path:
         try:
             verify(directory)
             return directory
-        except ModelError as error:
+        except (ModelError, OSError) as error:
             print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
     raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one")
 
@@ -154,12 +154,12 @@ def verify(directory: Path) -> None:
         if name not in paths:
             raise ModelError(f"{directory} has no {name!r}, which is in the manifest")
         if paths[name].is_symlink() or not paths[name].is_file():
-            raise ModelError(f"{paths[name]} is not a file of this directory")
+            raise ModelError(f"{directory} has {name!r}, which is not a file of this directory")
         size, expected = paths[name].stat().st_size, files[name]
         if size != expected.get("size"):
-            raise ModelError(f"{paths[name]} has {size} bytes instead of {expected.get('size')}")
+            raise ModelError(f"{name!r} in {directory} has {size} bytes instead of {expected.get('size')}")
         if sha256(paths[name]) != expected.get("sha256"):
-            raise ModelError(f"{paths[name]} is damaged: its SHA-256 is not the one in the manifest")
+            raise ModelError(f"{name!r} in {directory} is damaged: its SHA-256 is not the one in the manifest")
 
 
 def describe_certificate(manifest: dict | None) -> str:

@@ -1,6 +1,5 @@
 """The configuration of a GPT: the `[model]` table of a run, the fields that a checkpoint adds, and their checks."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -78,8 +77,11 @@ class GPTConfig(ModelConfig):
                 object.__setattr__(self, name, value)
         self.check_whole("n_kv_head", "head_dim", "n_inner")
         numbers = [self.dropout, self.rope_theta, self.norm_eps, *(self.rope_scaling or ())]
-        if not all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers):
+        if not all(type(number) in (int, float) and 0 <= number < 1e30 for number in numbers):
             raise ModelError(f"dropout, rope_theta, norm_eps and rope_scaling must be numbers from 0, got {numbers}")
+        factor, low, high, _ = self.rope_scaling or (1, 0, 1, 1)
+        if not (self.rope_theta > 0 and factor > 0 and low < high):
+            raise ModelError(f"no rotary positions with rope_theta {self.rope_theta}, scaling {self.rope_scaling}")
         if self.dropout >= 1:
             raise ModelError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.bias and family != "gpt2":

@@ -269,3 +269,10 @@ def test_a_model_is_tuned_resumed_sampled_and_inspected(run, corpus_file: Path, 
     assert result.exit_code == 0, result.err
     for label in ("⟦<s>⟧", "␣the", "⟨c3⟩", "⟨a9⟩"):
         assert label in result.out
+
+
+def test_ids_that_are_drawn_at_random_are_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="it draws ids at random"):
+        load_tokenizer(tmp_path)

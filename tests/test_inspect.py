@@ -286,7 +286,10 @@ def test_without_matplotlib_the_refusal_comes_first(run, straight: Path, tmp_pat
         (["{run}", "--heads", "2.0"], "there is no head 2.0: the model has 2 layers of 3 heads"),
         (["{run}", "--heads", "9" * 5000], "written as 0.1, 0.* or -1.*"),
         (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .png, .svg, .html,"),
-        (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: there is no directory {tmp}/no"),
+        (
+            ["{run}", "-o", "{tmp}/no/a.png"],
+            "cannot write {tmp}/no/a.png: it is a directory, or in none that can be written to",
+        ),
         (["{run}", "--generate", "0"], "generate must be at least 1, got 0"),
         (["{run}", "--generate", "11"], "generate 11 leaves no room for a text: the context has 11 tokens"),
         (["{run}", "--device", "meta"], "device 'meta' cannot be used here"),

@@ -420,3 +420,13 @@ def test_names_are_taken_as_they_are(tmp_path: Path) -> None:
             (tmp_path / "d" / "out").rename(tmp_path / "d" / name)
     assert read("d") == sorted(set(names) - {"empty.jsonl"})
     assert read("d/a[1].jsonl") == ["a[1].jsonl"]
+
+
+@pytest.mark.parametrize("source", ["stdlib", "hf:owner/name"])
+def test_the_directory_of_a_corpus_does_not_depend_on_where_one_stands(
+    source: str, tmp_path: Path, monkeypatch
+) -> None:
+    config = DataConfig(source)
+    first = prepare.default_directory(config, {})
+    monkeypatch.chdir(tmp_path)
+    assert prepare.default_directory(config, {}) == first

@@ -125,7 +125,7 @@ def test_a_tokenizer_that_merges_across_its_own_order_is_kept(tmp_path: Path) ->
         assert theirs.encode(text).ids == ours.encode(text).tolist()
 
 
-@pytest.mark.parametrize("name", ["gtp2", "bpe:", "bpe:12", "bpe:many"])
+@pytest.mark.parametrize("name", ["gtp2", "bpe:", "bpe:12", "bpe:many", "bpe:99999999999999999999"])
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(DataError, match="unknown tokenizer 'gtp2': expected bytes|a bpe tokenizer has 257 tokens"):
         make_tokenizer(name, [TEXT])
