@@ -147,8 +147,6 @@ def inspect(options: Options) -> None:
         print(f"wrote {path}")
     last, width = inspections[-1], shutil.get_terminal_size().columns
     metric = METRICS[options.sort] if options.sort else None
-    if metric and metric not in last.scores.mean:
-        raise ConfigError(f"{options.sort} was not measured: loss needs --ablate, dup and ind a longer context")
     print(f"\n{last.name}{', on average' if len(inputs.measured) > 1 else ''}")
     print(terminal.table(last.scores, heads, metric, width))
     for head in heads if options.heads else []:

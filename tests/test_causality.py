@@ -213,12 +213,11 @@ def test_sequences_that_mix_are_found(mix: object, length: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_compiled_loss_is_asked_itself(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_the_compiled_loss_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     def certify_compiled(length: int) -> None:
         torch.compiler.reset()
         loss = torch.compile(train.next_token_loss, dynamic=False)
-        certify_tiny(dtype, loss, dropout=0.1, n_kv_head=1, context_length=length)
+        certify_tiny(torch.float32, loss, dropout=0.1, n_kv_head=1, context_length=length)
 
     def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
         if torch.compiler.is_compiling():  # a mistake that only the compiled graph has
@@ -228,7 +227,7 @@ def test_the_compiled_loss_is_asked_itself(monkeypatch: pytest.MonkeyPatch, dtyp
     certify_compiled(131)
     assert check_causality(torch.compile(make_gpt(), dynamic=False), V, T).ok
     monkeypatch.setattr(Attend, "forward", forward)
-    certify_tiny(dtype, dropout=0.1, n_kv_head=1)
+    certify_tiny(torch.float32, dropout=0.1, n_kv_head=1)
     with pytest.raises(TrainError, match="position 0 sees token 1, 1 ahead of it: the loss moves by "):
         certify_compiled(T)
 

@@ -253,9 +253,10 @@ def test_the_precision_is_that_of_the_training_and_a_probe_needs_room(run, corpu
     assert "(bfloat16, cpu)" in result.out and "probe:" not in result.out and " ind" not in result.out
     saved = np.load(tmp_path / "a.npz")
     assert json.loads(str(saved["about"]))["dtype"] == "bfloat16" and saved["q.0"].dtype == np.float32
-    result = run(inspect_attention, half, "--dtype", "float32", "--sort", "ind")
-    assert "(float32, cpu)" in result.out
-    assert result.exit_code == 2 and "ind was not measured" in result.err
+    assert "(float32, cpu)" in run(inspect_attention, half, "--dtype", "float32").out
+    for option, message in (("ind", "ind needs random tokens that repeat"), ("loss", "loss is what --ablate measures")):
+        result = run(inspect_attention, half, "--sort", option)
+        assert result.exit_code == 2 and message in result.err and "model:" not in result.out
 
 
 def test_a_model_from_elsewhere_has_a_name_and_no_validation_text(run, straight: Path) -> None:
