@@ -25,7 +25,7 @@ from data.prepare import prepare
 from model import GPT
 from model.sharded import full
 from training.certificate import certify
-from training.device import autocast, choose_device, environment, peak_tokens_per_second, set_seed
+from training.device import autocast, choose_device, environment, set_seed
 from training.distributed import Ranks
 from training.memory import advice_if_out_of_memory, chunked_loss, keep_freed_memory
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule
@@ -73,8 +73,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
     # 3. The steps.
     guard = FiniteGuard(optimizer, device)
-    peak = ranks.world * peak_tokens_per_second(model, device)
-    with Progress(run.step, run.train_seconds, c.max_steps, tokens_per_step, peak, device) as progress:
+    with Progress(run.step, run.train_seconds, c.max_steps, tokens_per_step, device) as progress:
         while True:
             # Measure and save, unless an earlier session did: a checkpoint implies the evaluation of its step.
             step = progress.step

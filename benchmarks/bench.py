@@ -43,7 +43,7 @@ from model import GPT, GPTConfig
 from model.attention import Attend, attention_weights, make_causal_mask
 from train import next_token_loss
 from training.config import TrainConfig
-from training.device import find_device, flops_per_token, set_seed
+from training.device import find_device, set_seed
 from training.optimizer import FiniteGuard, make_optimizer, set_schedule
 
 # name: shape, and batch sizes, of which the first is nanoGPT's
@@ -145,6 +145,12 @@ def peak_flops(bench: Bench) -> float:
         a, b = torch.randn(2, n, n, device=bench.device, dtype=bench.dtype)
         found.append(2 * n**3 / bench.measure({"": partial(torch.matmul, a, b)}, seconds=0.5)[""] * 1e3)
     return max(found)
+
+
+def flops_per_token(model: GPT) -> float:
+    """FLOPs of training on a token: 6 N + 12 L H D T (Chowdhery et al. 2022, appendix B), N of the blocks and head."""
+    c, N = model.config, model.lm_head.weight.numel() + sum(p.numel() for p in model.blocks.parameters())
+    return 6 * N + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length
 
 
 def measure_step(bench: Bench) -> Iterator[dict]:

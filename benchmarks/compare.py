@@ -22,9 +22,10 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.loss import ROOT, read_metrics, run
+from benchmarks.loss import ROOT, run
 from configs import ConfigError, parse
 from configs.script import run_script
+from training.directory import read_metrics
 
 # Student's t for a two-sided confidence of 95 %, by degrees of freedom: 1, 2, 3, ...
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import ConfigError
 from data.prepare import DataConfig, prepare
+from training.directory import read_metrics
 
 ROOT = Path(__file__).parent.parent
 LIKE_TINY_SHAKESPEARE = 1_115_394  # characters
@@ -82,11 +83,6 @@ def run(*arguments: object) -> tuple[str, float]:
     if done.returncode:
         raise ConfigError(f"{' '.join(command[1:])}: exit code {done.returncode}: {done.stderr.strip()[-400:]}")
     return done.stdout, time.perf_counter() - began
-
-
-def read_metrics(run: Path) -> list[dict]:
-    """The lines of the metrics.jsonl of a run."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> None:

@@ -18,8 +18,6 @@ from tests.conftest import metrics, same_bits, tiny_run, weights
 from tests.test_huggingface import SHAPES, make
 from tests.test_huggingface import save as save_model
 from tests.test_tokenizer import train_their_bpe
-from training.config import TrainConfig
-from training.options import describe_finetuning
 
 
 def options(init_from: Path, source: Path, out: Path, **changes: object) -> list[str]:
@@ -122,12 +120,3 @@ def test_a_corpus_prepared_for_a_model_is_not_for_another(
     (unsigned / "tokenizer.json").unlink()
     result = run(train, *options(unsigned, corpus_file, tmp_path / "none"))
     assert result.exit_code == 2 and f"{unsigned} has no tokenizer" in result.err
-
-
-def test_muon_is_recommended_for_a_model_that_was_made_with_it(unsigned: Path) -> None:
-    assert describe_finetuning(TrainConfig(), unsigned).startswith(
-        "to fine-tune: adamw, a learning rate of 0.0006, 2,000 steps"
-    )
-    made = {"config": {"train": {"optimizer": "muon", "learning_rate": 0.5}}}
-    (unsigned / "trainer.json").write_text(json.dumps(made))
-    assert "try --train.optimizer muon --train.learning_rate 0.25)" in describe_finetuning(TrainConfig(), unsigned)

@@ -9,10 +9,9 @@ import torch
 
 import data
 import train
-from configs import ConfigError, parse
+from configs import parse
 from data.prepare import DataConfig, prepare
 from model import GPT, GPTConfig
-from training.config import TrainError
 from training.options import QUICKSTART as QUICKSTART_FILE
 from training.options import Config, read_config
 from training.recipe import EPOCHS, FEWEST_STEPS, SHAPES, TOKENS_PER_PARAMETER, tokens_for
@@ -78,8 +77,6 @@ def test_options_win_and_the_rest_fits_them(tmp_path: Path, corpus_file: Path) -
     config = read("--data.source", path, "--model.n_layer", 3, "--train.max_steps", 9, "--data.tokenizer", "chars")
     assert (config.model.n_layer, config.model.n_embd, config.train.max_steps) == (3, 128, 9)
     assert config.data.tokenizer == "chars"
-    config = read("--data.source", path, "--depth", 8, "--train.device", "cpu")
-    assert (config.model.n_layer, config.model.n_embd) == (8, 512)
     prepare(DataConfig(str(corpus_file), "chars"), tmp_path / "prepared")
     assert read("--data.source", tmp_path / "prepared").data.tokenizer == "chars"
 
@@ -94,14 +91,8 @@ def test_the_choice_is_printed_and_kept(run, tmp_path: Path, corpus_file: Path) 
     assert (again.model.n_layer, again.model.n_embd, again.data.tokenizer) == (2, 40, "bytes")
 
 
-def test_impossible_choices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TrainError, match="depth must be one of 4, 6, 8, 12, got 5"):
-        read("--depth", 5)
-    with pytest.raises(ConfigError, match="--depth chooses a configuration"):
-        read("--depth", 4, QUICKSTART_FILE)
+def test_a_text_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(data.DataError, match="no text found"):
         read("--data.source", tmp_path / "nowhere")
     monkeypatch.setenv("RANK", "1")  # under torchrun nothing is chosen
     assert read("--data.source", tmp_path / "nowhere").model == QUICKSTART.model
-    with pytest.raises(ConfigError, match="--depth chooses a configuration"):
-        read("--depth", 4)

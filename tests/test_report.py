@@ -1,10 +1,8 @@
 """The report of a run: its content, when it is written, that its failure costs nothing, and that text stays text."""
 
 import base64
-import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections import defaultdict
@@ -19,7 +17,7 @@ from configs.script import visible
 from model import GPT
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.config import TrainError
-from training.directory import best_step
+from training.directory import best_validation
 from training.report import BOTTOM, LEFT, RIGHT, TOP, draw_chart, thin, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img onerror=alert(1) src=x><!--\x1b[31m\x00\u202e{{ name }}{% %}'\"\\&lt;"
@@ -71,7 +69,7 @@ def test_a_finished_run_is_shown_in_full(straight: Path) -> None:
     page, losses = Page(straight), metrics(straight, "val_loss")
     size = f"{sum(p.numel() for p in GPT.from_pretrained(straight).parameters()):,} parameters"
     source = re.search('source = "(.*)"', (straight / "config.toml").read_text())[1]
-    assert page.summary == ["gpt2", size, source, "cpu", "float32", "step 12 of 12", "finished"]
+    assert page.summary == ["gpt2", size, source, "cpu", "float32", "step 12 of 12"]
     assert page.texts["h1"] == page.texts["title"] == ["straight"]
     assert page.entries["Validation loss, nats a token"] == f"{losses[12]:.4f}"
     assert page.entries["Best checkpoint"] == f"step {min((4, 8, 12), key=losses.get)}"
@@ -85,16 +83,8 @@ def test_a_finished_run_is_shown_in_full(straight: Path) -> None:
     previous = metrics(straight, "heads")[8]["previous"]
     score, head = max((score, f"{i}.{j}") for i, row in enumerate(previous) for j, score in enumerate(row))
     assert rows[2][3] == f"{head}: {score:.2f}"
-
-
-def test_the_state_is_the_one_of_the_directory(straight: Path) -> None:
-    lock = os.open(straight, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    assert Page(straight).summary[-1] == "running"
-    os.close(lock)
     shutil.rmtree(straight / "checkpoints" / "step-00000012")
-    page = Page(straight)
-    assert page.summary[-1] == "interrupted" and page.entries["Go on from step 8"].endswith(f"--resume {straight}")
+    assert Page(straight).entries["Go on from step 8"].endswith(f"--resume {straight}")
 
 
 def test_a_run_that_has_just_begun_or_is_old_has_a_report(tmp_path: Path) -> None:
@@ -106,17 +96,17 @@ def test_a_run_that_has_just_begun_or_is_old_has_a_report(tmp_path: Path) -> Non
     assert [text.strip() for text in page.texts["td"]] == ["11", "3.9000", "1.6333", "", "", "", ""]
 
 
-def test_the_best_step_has_a_checkpoint() -> None:
-    losses = {0: 1.0, 3: 5.0, 5: 2.0, 7: None, 11: 2.0, 13: 3.0}
+@pytest.mark.parametrize("saved, best", [((3, 5, 7, 11, 13), 5), ((3, 7, 13), 13), ((7,), None), ((), None)])
+def test_the_best_validation_has_a_checkpoint(saved: tuple[int, ...], best: int | None) -> None:
+    losses = {0: 1.0, 3: 5.0, 5: 2.0, 7: None, 11: 2.0, 13: 3.0}  # of two equal ones the first counts
     lines = [training_line(3), *(validation(step, val_loss=loss) for step, loss in losses.items())]
-    assert best_step(lines, {3, 5, 7, 11, 13}) == 5  # the first of two equal ones
-    assert best_step(lines, {3, 7, 13}) == 13
-    assert best_step(lines, {7}) is best_step([], {7}) is None
+    line = best_validation(lines, [Path(f"step-{step:08d}") for step in saved])
+    assert (line and line["step"]) == best
 
 
 def test_text_of_the_run_stays_text(tmp_path: Path) -> None:
     source = f"hf:{HOSTILE}".replace("\x00", "").replace("'", "")
-    page = Page(make_run(tmp_path / "<b>&amp;", **{"data.source": source, "train.wandb_group": "<b>"}))
+    page = Page(make_run(tmp_path / "<b>&amp;", **{"data.source": source, "train.sample_prompt": "<b>"}))
     assert page.texts["h1"] == ["<b>&amp;"] and page.entries["step 0"] == SEEN
     assert '"<b>"' in page.entries["config.toml"] and "\\x1b[31m" in page.summary[1]
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(map("".join, page.texts.values())))
@@ -165,12 +155,12 @@ def test_it_is_written_when_something_is_new_and_its_failure_costs_a_line(
     seen = []
 
     def failing(directory: Path) -> None:
-        seen.append(Page(directory).summary[-2:])
+        seen.append(Page(directory).summary[-1])
         raise RuntimeError("a\nbug\x1b")
 
     monkeypatch.setattr("training.run.write_report", failing)
     result = run(train, *tiny_run(corpus_file, tmp_path / "run"))
     steps = [0, 0, 4, 4, 8, 8, 12, 12]  # at the start, at each evaluation, at each checkpoint
-    assert seen == [*([f"step {step} of 12", "running"] for step in steps), ["step 12 of 12", "finished"]]
+    assert seen == [f"step {step} of 12" for step in (*steps, 12)]
     assert result.exit_code == 0 and result.out.count("there is no new report.html: ") == 9 and "\x1b" not in result.out
     assert same_bits(weights(straight), weights(tmp_path / "run"))

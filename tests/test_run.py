@@ -223,7 +223,8 @@ LONGER = "train.py out/a/config.toml --train.max_steps 24 --train.out_dir out/a_
     ],
 )
 def test_what_to_do_next(saved: int, best: int | None, finished: bool, looked_at: str | None, said: list[str]) -> None:
-    commands = [command.split(" ", 1)[1] for _, command in next_commands(Path("out/a"), saved, best, 12, finished)]
+    line = {"step": best, "val_loss": 2.0} if best else None
+    commands = [command.split(" ", 1)[1] for _, command in next_commands(Path("out/a"), saved, line, 12, finished)]
     looks = [f'sample.py {looked_at} --prompt "..."', f"inspect_attention.py {looked_at} -o heads.html"]
     assert [command for command in commands if command not in looks] == said
     assert set(looks) <= set(commands) or not looked_at and len(commands) == 1
@@ -232,7 +233,7 @@ def test_what_to_do_next(saved: int, best: int | None, finished: bool, looked_at
 def test_the_longer_run_that_is_recommended_begins(run, corpus_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "a"
     assert run(train, *tiny_run(corpus_file, out, train__max_steps=2)).exit_code == 0
-    _, longer = next_commands(out, 2, 2, 2, finished=True)[-1]
+    _, longer = next_commands(out, 2, None, 2, finished=True)[-1]
     result = run(train, *shlex.split(longer)[2:])
     assert result.exit_code == 0 and (tmp_path / "a_longer" / "checkpoints" / "step-00000004").is_dir()
 

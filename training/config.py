@@ -6,7 +6,7 @@ from typing import Literal
 
 # What a resumed run may change without becoming another run. Everything else would change its numbers.
 MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "max_steps", "eval_every", "log_every", "checkpoint_every"}
-MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "sample_tokens", "wandb", "wandb_group", "parallel"}
+MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "sample_tokens", "wandb", "parallel"}
 
 
 class TrainError(ValueError):
@@ -82,8 +82,6 @@ class TrainConfig:
     """Tokens of the sample at each evaluation; three times as many at the end. 0: none."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Whether Weights & Biases gets the metrics too."""
-    wandb_group: str | None = None
-    """A name there for runs that belong together."""
 
     def __post_init__(self) -> None:
         at_least_one = ("batch_size", "grad_accum_steps", "max_steps", "log_every", "eval_every", "eval_tokens")

@@ -1,34 +1,11 @@
-"""The machine: the device and precision of a run, and how fast that device could be."""
+"""The machine: the device and precision of a run."""
 
 import contextlib
-import math
 import os
-import re
 
 import torch
 
-from model import GPT
 from training.config import TrainConfig, TrainError
-
-# Dense peak of the matrix units in TFLOP/s, bfloat16 where there is one, else float16; from the makers' data sheets.
-# The first name found in the device's own name counts, so longer names stand before shorter ones.
-PEAK_TFLOPS = {
-    "B200": 2250,
-    "H200": 989,
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
-    "A100": 312,
-    "A10G": 70,
-    "A40": 149.7,
-    "L40S": 362,
-    "L4": 121,
-    "RTX 5090": 209.5,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71,
-    "V100": 125,
-    "T4": 65,
-}
 
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
 # one width at which bfloat16 was measured, and was faster (benchmarks/results/fast_cpu_2026-11-21.md).
@@ -128,20 +105,3 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradie
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Context for mixed precision: matrix products in `dtype`, sensitive operations in float32; none for float32."""
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
-
-
-def flops_per_token(model: GPT) -> float:
-    """FLOPs of training on one token: 6 N + 12 L H D T (Chowdhery et al. 2022, appendix B), N without lookup tables."""
-    c = model.config
-    tables = [model.position_embedding, None if c.tied else model.token_embedding]
-    num_multiplied = sum(p.numel() for p in model.parameters()) - sum(t.weight.numel() for t in tables if t is not None)
-    return 6 * num_multiplied + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length
-
-
-def peak_tokens_per_second(model: GPT, device: torch.device) -> float:
-    """Tokens a second that the device could train on if its matrix units never waited; nan where unknown."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next(
-        (tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"(?<!\w){known}(?!\w)", name)), math.nan
-    )
-    return peak / flops_per_token(model)

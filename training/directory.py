@@ -3,22 +3,21 @@
 training/run.py writes the directory and training/report.py shows it; both use this file.
 """
 
-import fcntl
 import json
+import math
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Container
 from pathlib import Path
 
 
-def read_metrics(path: Path, step: float) -> list[dict]:
-    """Return the lines of metrics.jsonl up to and including `step`; none if there is no file.
+def read_metrics(directory: Path, step: float = math.inf) -> list[dict]:
+    """Return the lines of a run's metrics.jsonl up to and including `step`; none if there is no file.
 
     A damaged line ends the reading with a printed note: the lines that a checkpoint relies on were synced before it.
     """
-    lines = []
+    path, lines = directory / "metrics.jsonl", []
     content = path.read_bytes() if path.exists() else b""
     for text in content.split(b"\n")[:-1]:
         try:
@@ -31,26 +30,14 @@ def read_metrics(path: Path, step: float) -> list[dict]:
     return lines
 
 
-def best_step(lines: list[dict], saved: Container[int]) -> int | None:
-    """Return the step with the lowest validation loss among the steps in `saved`; None if none of them has a loss.
+def best_validation(lines: list[dict], checkpoints: list[Path]) -> dict | None:
+    """Return the line of metrics.jsonl with the lowest validation loss of a step that has a checkpoint; None if none.
 
-    lines: lines of metrics.jsonl, in their order; of two equal losses the first one counts. saved: the steps that have
-    a checkpoint.
+    Of two equal losses the first one counts.
     """
+    saved = {int(path.name.removeprefix("step-")) for path in checkpoints}
     candidates = [line for line in lines if line["step"] in saved and line.get("val_loss") is not None]
-    return min(candidates, key=lambda line: line["val_loss"])["step"] if candidates else None
-
-
-def is_training(directory: Path) -> bool:
-    """Return True if a training process, perhaps this one, holds the lock on the run directory."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    return min(candidates, key=lambda line: line["val_loss"], default=None)
 
 
 def command(script: str, directory: Path) -> str:
@@ -63,15 +50,15 @@ def command(script: str, directory: Path) -> str:
 
 
 def next_commands(
-    directory: Path, saved: int, best: int | None, max_steps: int, finished: bool
+    directory: Path, saved: int, best: dict | None, max_steps: int, finished: bool
 ) -> list[tuple[str, str]]:
     """Return (purpose, command line) for each useful next thing to do with a run.
 
-    saved: the step of the newest checkpoint, 0 if there is none. best: the step of the best checkpoint, if a validation
-    loss was measured. finished: all steps and evaluations are done.
+    saved: the step of the newest checkpoint, 0 if there is none. best: see `best_validation`. finished: all steps and
+    evaluations are done.
     """
-    loss_rose = finished and best not in (None, saved)  # after the best checkpoint
-    checkpoint = directory / "checkpoints" / f"step-{best:08d}" if loss_rose else directory
+    loss_rose = finished and best and best["step"] < saved  # after the best checkpoint
+    checkpoint = directory / "checkpoints" / f"step-{best['step']:08d}" if loss_rose else directory
     commands = [] if finished else [(f"Go on from step {saved:,}", command("train.py --resume", directory))]
     if saved:
         which = " from the best checkpoint" if loss_rose else ""

@@ -10,7 +10,7 @@ import tyro
 from configs import ConfigError, parse
 from data.prepare import DataConfig
 from model import GPTConfig, ModelConfig
-from model.checkpoint import STEP, find_checkpoint, read_optional
+from model.checkpoint import STEP, find_checkpoint
 from model.load import load_config
 from training.config import TrainConfig, TrainError
 from training.device import device_type
@@ -19,7 +19,8 @@ from training.recipe import choose_shape, choose_steps, describe, measure
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKSTART, FINETUNE = CONFIGS / "quickstart.toml", CONFIGS / "finetune.toml"
-REMOVED = {"train.rank_timeout", "train.wandb_checkpoints"}  # options of version 1, ignored where a run has them
+# Options of version 1, ignored where a run has them.
+REMOVED = {"train.rank_timeout", "train.wandb_checkpoints", "train.wandb_group"}
 FINETUNE_CONTEXT = 1024  # tokens, unless asked for: long contexts need much memory in training
 MAY_DIFFER = {"dropout", "context_length"}  # from the model that is fine-tuned
 
@@ -45,8 +46,6 @@ class Config:
     """A TOML file of options; those on the command line win."""
     resume: Path | None = None
     """The run directory to continue, with its own configuration."""
-    depth: int | None = None
-    """Layers of a model for this text: 4, 6, 8 or 12; all else follows. None: as many as fit it and the device."""
     model: Table[ModelConfig] = ModelConfig()
     data: Table[DataConfig] = DataConfig()
     train: Table[TrainConfig] = TrainConfig()
@@ -65,12 +64,9 @@ def read_config(argv: list[str]) -> Config:
     asked = parse(Config, argv)
     if asked.resume:
         return read_resumed(argv, asked)
-    has_one, has_text = asked.config or asked.train.init_from, asked.data.source != DataConfig.source
-    if asked.depth is not None and (has_one or "RANK" in os.environ):
-        raise ConfigError("--depth chooses a configuration: not with another one, train.init_from or torchrun")
     file = asked.config or (FINETUNE if asked.train.init_from else QUICKSTART)
     config = parse(Config, argv, file)
-    if not has_one and (has_text or asked.depth is not None):
+    if not asked.config and not asked.train.init_from and asked.data.source != DataConfig.source:
         if "RANK" in os.environ:  # ranks might see another text, or none when torchrun starts them again
             print(f"config: {QUICKSTART.name}: several processes choose none for a text")
         else:
@@ -79,7 +75,8 @@ def read_config(argv: list[str]) -> Config:
         base = find_checkpoint(Path(config.train.init_from))
         config = fit_to_model(argv, file, base)
         if not asked.config:
-            print(f"config: {describe_finetuning(config.train, base)}")
+            c = config.train
+            print(f"config: to fine-tune: {c.optimizer}, a learning rate of {c.learning_rate:g}, {c.max_steps:,} steps")
     GPTConfig(**asdict(config.model))  # raises ModelError now, not after an hour of preparing data
     return config
 
@@ -87,7 +84,7 @@ def read_config(argv: list[str]) -> Config:
 def read_resumed(argv: list[str], asked: Config) -> Config:
     """Read the configuration of the run that --resume names. Raises ConfigError if that is no run."""
     directory = asked.resume
-    if asked.config or asked.depth is not None or asked.train.out_dir != TrainConfig.out_dir:
+    if asked.config or asked.train.out_dir != TrainConfig.out_dir:
         raise ConfigError("--resume takes configuration and directory from the run: give no other with it")
     if not (directory / "config.toml").is_file():
         is_step = "; of a run with such a checkpoint, give the directory" if STEP.fullmatch(directory.name) else ""
@@ -99,9 +96,9 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
 def fit_to_text(argv: list[str], config: Config) -> Config:
     """Change the quickstart's configuration for the text that it names, but not what argv asks for."""
     kind, (num_bytes, tokenizer) = device_type(config.train.device), measure(config.data)
-    shape = choose_shape(config.model, config.data, config.train, num_bytes, tokenizer, kind, config.depth)
+    shape = choose_shape(config.model, config.data, config.train, num_bytes, tokenizer, kind)
     config = parse(Config, argv, defaults=Config(**shape))
-    steps = choose_steps(config.model, config.data, config.train, num_bytes, kind, quick=config.depth is None)
+    steps = choose_steps(config.model, config.data, config.train, num_bytes, kind)
     config = parse(Config, argv, defaults=Config(model=config.model, data=config.data, train=steps))
     print(f"config: {describe(config.model, config.data, config.train, num_bytes)}")
     return config
@@ -126,14 +123,3 @@ def fit_to_model(argv: list[str], file: Path, base: Path) -> Config:
     if config.data.tokenizer != "model":
         raise TrainError(f"{init_from} knows the ids of its own tokenizer: data.tokenizer must be model")
     return config
-
-
-def describe_finetuning(train: TrainConfig, base: Path) -> str:
-    """One line that describes how a run without a configuration file fine-tunes the model in `base`."""
-    text = f"to fine-tune: {train.optimizer}, a learning rate of {train.learning_rate:g}, {train.max_steps:,} steps"
-    optimizer, rate = (
-        read_optional(base / "trainer.json", "config", "train", name) for name in ("optimizer", "learning_rate")
-    )
-    if optimizer == "muon" != train.optimizer and isinstance(rate, float):
-        text += f" (it was made with muon: try --train.optimizer muon --train.learning_rate {rate / 2:g})"
-    return text

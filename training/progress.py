@@ -1,6 +1,5 @@
 """The progress line of a run, its clock, and the signals that stop it."""
 
-import math
 import os
 import signal
 import sys
@@ -21,7 +20,6 @@ class Progress:
         step, train_seconds: what earlier sessions have done.
         max_steps: of the run.
         tokens_per_step: over all micro-batches.
-        peak_tokens_per_second: what all devices could do; nan if unknown.
         device: whose memory is reported.
     """
 
@@ -31,11 +29,10 @@ class Progress:
         train_seconds: float,
         max_steps: int,
         tokens_per_step: int,
-        peak_tokens_per_second: float,
         device: torch.device,
     ):
         self.step, self.train_seconds = step, train_seconds
-        self.tokens_per_step, self.peak_tokens_per_second, self.device = tokens_per_step, peak_tokens_per_second, device
+        self.tokens_per_step, self.device = tokens_per_step, device
         self.logged_step, self.logged_seconds = step, train_seconds
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)  # of the certificate
@@ -75,17 +72,13 @@ class Progress:
         self.line.update()
 
     def speed(self, loss: float) -> dict[str, float]:
-        """Tokens so far and per second since the last call; utilisation (MFU) and GPU memory where they are known."""
+        """Tokens so far and per second since the last call, and the most memory of a CUDA GPU so far."""
         self.lap()
         tokens = (self.step - self.logged_step) * self.tokens_per_step
         speed = {"tokens_per_second": tokens / (self.train_seconds - self.logged_seconds)}
-        text = f"loss {loss:.3f}, {speed['tokens_per_second']:,.0f} tokens/s"
-        if math.isfinite(self.peak_tokens_per_second):
-            speed["mfu"] = speed["tokens_per_second"] / self.peak_tokens_per_second
-            text += f", {speed['mfu']:.0%} of peak"
         if self.device.type == "cuda":
             speed["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-        self.line.set_postfix_str(text, refresh=False)
+        self.line.set_postfix_str(f"loss {loss:.3f}, {speed['tokens_per_second']:,.0f} tokens/s", refresh=False)
         self.logged_step, self.logged_seconds = self.step, self.train_seconds
         return {"tokens": self.step * self.tokens_per_step, **speed}
 

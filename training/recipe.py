@@ -1,4 +1,4 @@
-"""A configuration for a text where no file gives one: a single number, the depth, decides the rest.
+"""A configuration for a text where no file gives one: the number of layers decides the rest.
 
 With CUDA the model is as deep as the text can fill at TOKENS_PER_PARAMETER (Hoffmann et al. 2022), read at most EPOCHS
 times (Muennighoff et al. 2023). Without CUDA it is the smallest, and reads no more tokens than the quickstart. The
@@ -16,11 +16,11 @@ from data.config import DataConfig
 from data.corpus import is_prepared, open_corpus
 from data.sources import files
 from model import ModelConfig
-from training.config import TrainConfig, TrainError
+from training.config import TrainConfig
 
 
 class Shape(NamedTuple):
-    """Everything that follows from a depth."""
+    """Everything that follows from the number of layers."""
 
     n_embd: int
     n_head: int
@@ -73,41 +73,32 @@ def choose_shape(
     num_bytes: float,
     tokenizer: str | None,
     device_type: str,
-    depth: int | None,
 ) -> dict[str, object]:
-    """Change the tables of a run for a depth, and give them a tokenizer and a directory for the text.
+    """Change the tables of a run: the shape of the model, the tokenizer and the run directory for the text.
 
-    tokenizer, depth: None for those that fit the text. Raises TrainError for a depth that is not in SHAPES.
+    tokenizer: None for one that fits the text.
     """
     if tokenizer is None:
         most = num_bytes if device_type == "cuda" else min(num_bytes, 500_000_000)
         tokenizer = next((name for bound, name in VOCABULARIES.items() if most <= bound), "bpe:4096")
     data = replace(data, tokenizer=tokenizer)
-    if depth is None:
-        readable = EPOCHS * count_tokens(num_bytes, data)
-        filled = [d for d, shape in SHAPES.items() if tokens_for(d, shape.n_embd) <= readable]
-        depth = max(filled if device_type == "cuda" else [], default=min(SHAPES))
-    if depth not in SHAPES:
-        raise TrainError(f"depth must be one of {', '.join(map(str, SHAPES))}, got {depth}")
-    shape = SHAPES[depth]._asdict()
+    readable = EPOCHS * count_tokens(num_bytes, data)
+    filled = [n_layer for n_layer, shape in SHAPES.items() if tokens_for(n_layer, shape.n_embd) <= readable]
+    n_layer = max(filled if device_type == "cuda" else [], default=min(SHAPES))
+    shape = SHAPES[n_layer]._asdict()
     batches = {name: shape.pop(name) for name in ("batch_size", "grad_accum_steps")}
     train = replace(train, **batches, out_dir=f"out/{name_of(data.source)}")
-    return {"model": replace(model, n_layer=depth, **shape), "data": data, "train": train}
+    return {"model": replace(model, n_layer=n_layer, **shape), "data": data, "train": train}
 
 
 def choose_steps(
-    model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float, device_type: str, quick: bool
+    model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float, device_type: str
 ) -> TrainConfig:
-    """Change the [train] table to as many steps as this model and text are worth.
-
-    quick: a CPU gets no more than the quickstart's tokens.
-    """
-    tokens = tokens_for(model.n_layer, model.n_embd)
-    if (
-        num_tokens := count_tokens(num_bytes, data)
-    ) > 0:  # else it is not known, or empty, which the preparation will say
+    """Change the [train] table to as many steps as this model and text are worth; on a CPU to TOKENS_ON_CPU at most."""
+    tokens, num_tokens = tokens_for(model.n_layer, model.n_embd), count_tokens(num_bytes, data)
+    if num_tokens > 0:  # else it is not known, or empty, which the preparation will say
         tokens = min(tokens, EPOCHS * num_tokens)
-    if quick and device_type != "cuda":
+    if device_type != "cuda":
         tokens = min(tokens, TOKENS_ON_CPU)
     max_steps = max(FEWEST_STEPS, round(tokens / step_tokens(model, train)))
     every = max(FEWEST_STEPS, max_steps // EVALUATIONS)

@@ -25,7 +25,7 @@ from configs.script import run_script, visible
 from model import disk
 from model.checkpoint import read_json, step_directories
 from training.config import TrainError
-from training.directory import best_step, command, is_training, next_commands, read_metrics
+from training.directory import best_validation, command, next_commands, read_metrics
 
 TEMPLATE = Path(__file__).with_name("report.html")
 FIGURES = {
@@ -65,16 +65,17 @@ def write_report(directory: Path) -> Path:
 def read_run(directory: Path) -> dict[str, object]:
     """Return the template's variables, read from the files of a run."""
     config = (directory / "config.toml").read_text(encoding="utf-8")
-    options, lines = tomllib.loads(config), read_metrics(directory / "metrics.jsonl", math.inf)
-    checkpoints = {int(path.name.removeprefix("step-")): path for path in step_directories(directory / "checkpoints")}
-    saved, max_steps = max(checkpoints, default=0), options["train"]["max_steps"]
-    step, best = max([saved, *(line["step"] for line in lines)]), best_step(lines, checkpoints)
+    options, lines = tomllib.loads(config), read_metrics(directory)
+    checkpoints, max_steps = step_directories(directory / "checkpoints"), options["train"]["max_steps"]
+    saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
+    step, best = max([saved, *(line["step"] for line in lines)]), best_validation(lines, checkpoints)
     finished = saved == max_steps and any(line["step"] == max_steps for line in lines if "val_loss" in line)
-    state = "running" if is_training(directory) else "finished" if finished else "interrupted"
-    about = read_checkpoint(checkpoints[saved]) if checkpoints else {}
+    about = read_checkpoint(checkpoints[0]) if checkpoints else {}
     facts = [options["model"]["family"], about.get("size"), options["data"]["source"], about.get("device")]
-    facts += [about.get("dtype"), f"step {step:,} of {max_steps:,}", state]
-    latest = {key: value for line in [*lines, {"best": best}] for key, value in line.items() if value is not None}
+    facts += [about.get("dtype"), f"step {step:,} of {max_steps:,}"]
+    latest = {key: value for line in lines for key, value in line.items() if value is not None}
+    if best:
+        latest["best"] = best["step"]
     commands = next_commands(directory, saved, best, max_steps, finished)
     evaluations = read_evaluations(lines)
     return {

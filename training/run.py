@@ -14,13 +14,12 @@ from configs.script import visible
 from data.batches import seed_for
 from data.corpus import Corpus
 from model import GPT, GPTConfig, disk
-from model.checkpoint import CARD, find_checkpoint, keep_newest, read_json, save_checkpoint, step_directories
+from model.checkpoint import find_checkpoint, keep_newest, read_json, save_checkpoint, step_directories
 from model.huggingface import tensors_to_huggingface
 from model.load import load_config
 from model.sharded import gather
-from training.card import model_card
 from training.config import MAY_CHANGE, TrainConfig, TrainError
-from training.directory import best_step, command, next_commands, read_metrics
+from training.directory import best_validation, command, next_commands, read_metrics
 from training.distributed import Ranks
 from training.optimizer import learning_rate_at, load_optimizer_tensors, optimizer_tensors
 from training.options import Config
@@ -51,8 +50,6 @@ class Run:
         self.found = step_directories(self.checkpoints)
         self.resumed_from: Path | None = None
         self.base: Path | None = None  # the checkpoint that the weights of this session come from
-        self.lines: list[dict] = []  # metrics of earlier sessions, up to that checkpoint
-        self.validations: dict[int, dict] = {}  # all lines with a validation loss, by step
         self.lock: int | None = None
         self.corpus: Corpus | None = None
         self.about: dict = {}  # certificate and environment
@@ -65,8 +62,6 @@ class Run:
         if self.found:
             self.base = self.resumed_from = find_checkpoint(self.directory)
             self.read_state(self.resumed_from / "trainer.json")
-            self.lines = read_metrics(self.metrics, self.step)
-            self.validations = {line["step"]: line for line in self.lines if line.get("val_loss") is not None}
         elif config.train.init_from:
             self.base = find_checkpoint(Path(config.train.init_from))
         exists = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
@@ -87,10 +82,9 @@ class Run:
         """The step of the checkpoint that this session goes on from; None if it begins a run."""
         return self.step if self.resumed_from else None
 
-    def best_step(self, step: int) -> int | None:
-        """Return the step with the lowest validation loss, of those with a checkpoint and this one, which gets one."""
-        saved = {int(path.name.removeprefix("step-")) for path in step_directories(self.checkpoints)}
-        return best_step([*self.validations.values()], saved | {step})
+    def best_validation(self) -> dict | None:
+        """Return the metrics of the step with the lowest validation loss, of the steps that have a checkpoint."""
+        return best_validation(read_metrics(self.directory), step_directories(self.checkpoints))
 
     def read_state(self, path: Path) -> None:
         """Take over the state in a checkpoint's trainer.json.
@@ -174,7 +168,8 @@ class Run:
             raise TrainError(f"another training process has written to {self.directory} meanwhile")
         disk.replace(self.directory / "config.toml", to_toml(self.config).encode())
         # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
-        disk.replace(self.metrics, "".join(map(to_line, self.lines)).encode())
+        lines = read_metrics(self.directory, self.step) if self.resumed_from else []
+        disk.replace(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
         self.tracker.begin(self.directory, self.wandb_id, tables(self.config))
         self.wandb_id = self.tracker.run_id or self.wandb_id
         self.report()
@@ -183,18 +178,17 @@ class Run:
     def log(self, step: int, **values: object) -> None:
         """Write a line of metrics to metrics.jsonl and wandb."""
         if self.writes:
-            finite = {name: None if is_not_finite(value) else value for name, value in values.items()}
-            record = {"step": step, **finite}
-            disk.append(self.metrics, to_line(record).encode())
+            record = {"step": step, **values}
+            for name, value in values.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    record[name] = None  # JSON has no such number
+            disk.append(self.metrics, (json.dumps(record) + "\n").encode())
             self.tracker.log(record)
 
     def log_validation(self, step: int, train_seconds: float, record: dict) -> str:
         """Log what `Validation.measure` has found, and return lines to print."""
         sample = record.pop("sample", None)
-        record["train_seconds"] = train_seconds
-        if not is_not_finite(record["val_loss"]):
-            self.validations[step] = {"step": step, **record}
-        self.log(step, **record)
+        self.log(step, **record, train_seconds=train_seconds)
         text = f"step {step:7d} | val loss {record['val_loss']:7.4f} | bits/byte {record['val_bits_per_byte']:6.4f}"
         text += f" | trained {train_seconds:8.1f} s"
         if sample is not None:
@@ -219,14 +213,15 @@ class Run:
         moments = gather(optimizer_tensors(model, optimizer), keep=self.writes)
         if not self.writes:
             return
-        state = {"train_seconds": train_seconds, "fingerprint": self.fingerprint, "wandb_id": self.wandb_id}
-        best, lines = self.best_step(step), [*self.validations.values()]
-        done = {"step": step, "train_seconds": train_seconds}
-        card = model_card(self.config, model, self.corpus, done, lines, best, self.about)
-        files = {**self.corpus.tokenizer_files, CARD: card.encode()}
-        start = self.corpus.tokenizer.document_start
-        ends = (start[-1] if start else None, self.corpus.tokenizer.end_of_text)
-        trainer = {**state, "scaler": scaler.state_dict(), "config": tables(self.config)}
+        trainer = {
+            "train_seconds": train_seconds,
+            "fingerprint": self.fingerprint,
+            "wandb_id": self.wandb_id,
+            "scaler": scaler.state_dict(),
+            "config": tables(self.config),
+        }
+        files, tokenizer = self.corpus.tokenizer_files, self.corpus.tokenizer
+        ends = ([None, *tokenizer.document_start][-1], tokenizer.end_of_text)
         try:
             disk.sync(self.metrics)
             save_checkpoint(self.checkpoints, step, model.config, weights, moments, ends, files, trainer, self.about)
@@ -235,7 +230,8 @@ class Run:
             kept = f"{before[0]} is untouched" if before else "there is no earlier one"
             reason = error.strerror or error
             raise TrainError(f"cannot save step {step} in {self.checkpoints}: {reason}; {kept}") from error
-        keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, best)
+        best = self.best_validation()
+        keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, best["step"] if best else None)
         self.report()
 
     def report(self) -> None:
@@ -261,9 +257,9 @@ class Run:
 
     def print_next(self, step: int) -> None:
         """Print what to do with the finished run."""
-        best = self.best_step(step)
-        if best not in (None, step):
-            print(f"The best validation loss, {self.validations[best]['val_loss']:.4f}, was that of step {best}.")
+        best = self.best_validation()
+        if best and best["step"] < step:
+            print(f"The best validation loss, {best['val_loss']:.4f}, was that of step {best['step']}.")
         print(f"Next, with the model in {self.directory}, where report.html shows how it went:")
         for _, line in next_commands(self.directory, step, best, self.config.train.max_steps, finished=True):
             print(f"  {line}")
@@ -295,12 +291,3 @@ def warn_of_another_schedule(before: TrainConfig, now: TrainConfig, step: int) -
             f"planned for {before.max_steps}, was {learning_rate_at(step - 1, before):.2g} "
             f"and is {learning_rate_at(step, now):.2g} now"
         )
-
-
-def is_not_finite(value: object) -> bool:
-    """Return whether this is a number that JSON does not have."""
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def to_line(record: dict) -> str:
-    return json.dumps(record) + "\n"

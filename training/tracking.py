@@ -46,7 +46,6 @@ class Tracker:
         waits = dict.fromkeys(("init_timeout", "login_timeout", "finish_timeout"), WAIT_SECONDS)
         self.run = wandb.init(
             project="tril",
-            group=self.config.wandb_group,
             name=directory.name,
             id=run_id,
             resume="allow",
