@@ -39,7 +39,7 @@ def test_a_cpu_gets_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture
     own = {"device": "cpu", "out_dir": "out/text", "eval_tokens": 200_000, "eval_every": 100, "checkpoint_every": 100}
     assert config.train == replace(QUICKSTART.train, **own)
     assert config.data == DataConfig(str(path), "bpe:4096", val_fraction=QUICKSTART.data.val_fraction)
-    line = "config: for a text of 100.0 MB: 4 layers of 128, bpe:4096, 480 steps, which read a part of it\n"
+    line = "config: for a text of 100,000,000 bytes: 4 layers of 128, bpe:4096, 480 steps\n"
     assert capsys.readouterr().out == line
 
 
@@ -67,7 +67,7 @@ def test_a_gpu_gets_as_many_layers_as_the_text_can_fill(tmp_path: Path, megabyte
 def test_the_size_of_a_hub_data_set_is_unknown(capsys: pytest.CaptureFixture) -> None:
     config = read("--data.source", "hf:some/where:part@main", "--train.device", "cuda")
     assert (config.train.out_dir, config.model.n_layer) == ("out/where", 4)
-    assert capsys.readouterr().out.startswith("config: for a text of an unknown size: 4 layers")
+    assert capsys.readouterr().out.startswith("config: for a text of unknown size: 4 layers")
     config = read("--data.source", "hf:some/where", "--train.device", "cuda", "--data.max_tokens", 30_000_000)
     assert config.model.n_layer == 6
 
@@ -85,8 +85,8 @@ def test_the_choice_is_printed_and_kept(run, tmp_path: Path, corpus_file: Path) 
     options = ("--data.source", corpus_file, "--train.out_dir", tmp_path / "run", "--train.max_steps", 1)
     shape = "--model.n_layer 2 --model.n_embd 40 --model.context_length 16".split()
     result = run(train, *options, *shape, "--train.device", "cpu")
-    line = "for a text of 3.9 kB: 2 layers of 40, bytes, 1 steps, which read a part of it"
-    assert result.out.startswith(f"config: {line}\n")
+    size = corpus_file.stat().st_size
+    assert result.out.startswith(f"config: for a text of {size:,} bytes: 2 layers of 40, bytes, 1 steps\n")
     again = parse(Config, [], tmp_path / "run" / "config.toml")
     assert (again.model.n_layer, again.model.n_embd, again.data.tokenizer) == (2, 40, "bytes")
 

@@ -104,16 +104,12 @@ class Ranks:
             raise TrainError("train.parallel fsdp needs train.dtype bfloat16 or float32, got float16")
         if self.world == 1:
             return
-        begins: list[tuple[int, torch.dtype]] = [(step, dtype)] * self.world
-        dist.all_gather_object(begins, (step, dtype))
-        steps, dtypes = ({*values} for values in zip(*begins, strict=True))
-        if len(dtypes) > 1:
-            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-            raise TrainError(f"the ranks would train in {names}: choose one of them with --train.dtype")
-        if len(steps) > 1:
+        begins = [""] * self.world
+        dist.all_gather_object(begins, f"at step {step} in {str(dtype).removeprefix('torch.')}")
+        if len({*begins}) > 1:
             raise TrainError(
-                f"the ranks would begin at different steps, {min(steps)} and {max(steps)}: train.out_dir must be on a "
-                "disk that all of them see"
+                f"the ranks would begin {' and '.join(sorted({*begins}))}: train.out_dir must be on a disk that all of "
+                "them see, and the precision one that all have, as in --train.dtype float32"
             )
         print(f"ranks:  {self.world}, {config.parallel}, {accum // self.world} micro-batches of a step each")
 

@@ -14,7 +14,7 @@ from model.checkpoint import STEP, find_checkpoint
 from model.load import load_config
 from training.config import TrainConfig, TrainError
 from training.device import device_type
-from training.recipe import choose_shape, choose_steps, describe, measure
+from training.recipe import choose_shape, choose_steps, measure
 
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -100,7 +100,9 @@ def fit_to_text(argv: list[str], config: Config) -> Config:
     config = parse(Config, argv, defaults=Config(**shape))
     steps = choose_steps(config.model, config.data, config.train, num_bytes, kind)
     config = parse(Config, argv, defaults=Config(model=config.model, data=config.data, train=steps))
-    print(f"config: {describe(config.model, config.data, config.train, num_bytes)}")
+    size = f"{num_bytes:,.0f} bytes" if num_bytes >= 0 else "unknown size"  # nan
+    shape = f"{config.model.n_layer} layers of {config.model.n_embd}, {config.data.tokenizer}"
+    print(f"config: for a text of {size}: {shape}, {config.train.max_steps:,} steps")
     return config
 
 

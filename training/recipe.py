@@ -100,29 +100,10 @@ def choose_steps(
         tokens = min(tokens, EPOCHS * num_tokens)
     if device_type != "cuda":
         tokens = min(tokens, TOKENS_ON_CPU)
-    max_steps = max(FEWEST_STEPS, round(tokens / step_tokens(model, train)))
+    max_steps = max(FEWEST_STEPS, round(tokens / (train.batch_size * train.grad_accum_steps * model.context_length)))
     every = max(FEWEST_STEPS, max_steps // EVALUATIONS)
     eval_tokens = train.eval_tokens if device_type == "cuda" else EVAL_TOKENS_ON_CPU
     return replace(train, max_steps=max_steps, eval_every=every, checkpoint_every=every, eval_tokens=eval_tokens)
-
-
-def describe(model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float) -> str:
-    """One line that describes a run."""
-    num_tokens = count_tokens(num_bytes, data)
-    times = train.max_steps * step_tokens(model, train) / num_tokens if num_tokens else math.nan
-    size = f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.1f} kB"
-    size = size if math.isfinite(num_bytes) else "an unknown size"
-    read = (
-        "" if math.isnan(times) else f", which read it {times:.1f} times" if times > 1 else ", which read a part of it"
-    )
-    return (
-        f"for a text of {size}: {model.n_layer} layers of {model.n_embd}, {data.tokenizer}, "
-        f"{train.max_steps:,} steps{read}"
-    )
-
-
-def step_tokens(model: ModelConfig, train: TrainConfig) -> int:
-    return train.batch_size * train.grad_accum_steps * model.context_length
 
 
 def name_of(source: str) -> str:

@@ -41,8 +41,7 @@ CHARTS = {
     "Gradient before clipping": {"norm": "grad_norm"},
 }
 LEFT, RIGHT, TOP, BOTTOM = 50, 460, 10, 214  # edges of the plot in a chart of 480 x 240; axis labels are outside
-KINDS = ("previous", "duplicate", "induction", "sink")  # the metrics of heads that are mean attention weights
-MOST_ROWS, MOST_LETTERS = 30, 2000  # evaluations in the page; characters of a sample
+MOST_EVALUATIONS, MOST_LETTERS = 30, 2000  # in the page; characters of a sample
 
 
 def write_report(directory: Path) -> Path:
@@ -77,17 +76,14 @@ def read_run(directory: Path) -> dict[str, object]:
     if best:
         latest["best"] = best["step"]
     commands = next_commands(directory, saved, best, max_steps, finished)
-    evaluations = read_evaluations(lines)
     return {
         "name": directory.absolute().name,
         "summary": " · ".join(filter(None, facts)),
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "figures": [(name, form.format(latest[key])) for key, (name, form) in FIGURES.items() if key in latest],
         "charts": [draw_chart(title, keys, lines, step) for title, keys in CHARTS.items()],
-        "kinds": KINDS,
-        "evaluations": evaluations,
         "sections": {
-            "Samples": [(f"step {line['step']:,}", line["sample"]) for line in evaluations if line["sample"]],
+            "Evaluations": read_evaluations(lines),
             "Next": [*commands, ("Write this page again", command("-m training.report", directory))],
             "Certificate and environment": about.items(),
             "Configuration": [("config.toml", config)],
@@ -106,22 +102,16 @@ def read_checkpoint(checkpoint: Path) -> dict[str, str]:
     return {"size": f"{num_parameters:,} parameters", "causal": causal, **manifest["environment"]}
 
 
-def read_evaluations(lines: list[dict]) -> list[dict]:
-    """Return step, losses, sample and strongest heads of evaluations, at most MOST_ROWS and the last among them.
-
-    The strongest heads are (layer.head, score) for each of KINDS; None for a kind that was not measured.
-    """
+def read_evaluations(lines: list[dict]) -> list[tuple[str, str]]:
+    """Return (step and losses, sample) of at most MOST_EVALUATIONS, the newest first; the last one is among them."""
     samples = {line["step"]: line["sample"][:MOST_LETTERS] for line in lines if "sample" in line}
     validations = [line for line in lines if line.get("val_loss") is not None]
-    every = 1 + len(validations) // MOST_ROWS
+    every = 1 + len(validations) // MOST_EVALUATIONS
     evaluations = []
     for line in validations[::-every]:
-        strongest = []
-        for layers in [line.get("heads", {}).get(kind, []) for kind in KINDS]:
-            scores = {f"{i}.{j}": x for i, row in enumerate(layers) for j, x in enumerate(row) if x is not None}
-            strongest.append(max(scores.items(), key=lambda item: item[1], default=None))
-        evaluations.append({**line, "heads": strongest, "sample": samples.get(line["step"], "")})
-    return evaluations[::-1]
+        losses = f"{line['val_loss']:.4f} nats a token, {line['val_bits_per_byte']:.4f} bits a byte"
+        evaluations.append((f"step {line['step']:,}: {losses}", samples.get(line["step"], "")))
+    return evaluations
 
 
 def draw_chart(title: str, keys: dict[str, str], lines: list[dict], last_step: int) -> dict[str, object]:
