@@ -25,9 +25,8 @@ from data.prepare import prepare
 from model import GPT
 from model.sharded import full
 from training.certificate import certify
-from training.device import autocast, choose_device, environment, set_seed
+from training.device import advice_if_out_of_memory, autocast, choose_device, environment, keep_freed_memory, set_seed
 from training.distributed import Ranks
-from training.memory import advice_if_out_of_memory, chunked_loss, keep_freed_memory
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config
 from training.progress import Interrupt, Interrupted, Outliving, Progress
@@ -38,8 +37,6 @@ from training.validation import Validation
 def next_token_loss(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
     """Cross-entropy of the next tokens in nats, summed over the (B, T) targets."""
     with autocast(inputs.device, dtype):
-        if model.activation_checkpointing:
-            return chunked_loss(model, inputs, targets)
         logits = model(inputs)  # (B, T) -> (B, T, V)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 

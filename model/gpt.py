@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model import sampling
 from model.attention import CausalSelfAttention, make_causal_mask
@@ -44,9 +43,6 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """A decoder-only transformer: token ids in, a score for every possible next token out."""
-
-    activation_checkpointing = False
-    """Store only the inputs of the blocks, and compute the rest again for the gradients (Chen et al. 2016)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -102,9 +98,8 @@ class GPT(nn.Module):
         x = self.embedding_dropout(x)
         if autocast_dtype(x) == torch.bfloat16:  # the residual stream as well; it might overflow float16
             x = x.bfloat16()  # its cost in loss: benchmarks/results/bfloat16_stream_cpu_2026-11-23.md
-        recompute = self.activation_checkpointing and torch.is_grad_enabled() and not caches
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
+            x = block(x, cache)
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

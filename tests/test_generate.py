@@ -104,11 +104,3 @@ def test_filters_worked_out_by_hand(kept: Tensor, expected: list[bool]) -> None:
 def test_impossible_requests_are_refused(length: int, options: dict, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         make_gpt().generate(torch.zeros(1, length, dtype=torch.long), 1, **options)
-
-
-def test_a_cache_counts_also_where_activations_are_computed_again() -> None:
-    model, idx = make_gpt().eval(), torch.arange(7)[None]
-    model.activation_checkpointing = True
-    caches = model.new_cache(1, T)
-    chunks = [model.hidden(idx[:, :4], caches), model.hidden(idx[:, 4:], caches)]
-    torch.testing.assert_close(torch.cat(chunks, dim=1), model.hidden(idx))

@@ -42,8 +42,6 @@ class TrainConfig:
     """Sequences in a micro-batch: what is in memory at once."""
     grad_accum_steps: int = 1
     """Micro-batches in a step; their gradients are averaged."""
-    activation_checkpointing: bool = False
-    """Save memory: compute activations inside the blocks, and most logits, again in the backward pass."""
     max_steps: int = 2000
     """Optimizer updates in the run."""
 

@@ -1,15 +1,20 @@
-"""The machine: the device and precision of a run."""
+"""The machine: the device of a run, its precision, and its memory."""
 
 import contextlib
+import ctypes
 import os
+from collections.abc import Iterator
 
 import torch
 
+from configs.script import is_out_of_memory
+from model import GPT
 from training.config import TrainConfig, TrainError
 
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
 # one width at which bfloat16 was measured, and was faster (benchmarks/results/fast_cpu_2026-11-21.md).
 WIDE_ENOUGH = 128
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def device_type(name: str) -> str:
@@ -105,3 +110,36 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradie
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Context for mixed precision: matrix products in `dtype`, sensitive operations in float32; none for float32."""
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+
+def keep_freed_memory(model: GPT, config: TrainConfig, device: torch.device) -> None:
+    """Have glibc's malloc keep freed memory for the next step, on a CPU, if that is at most a tenth of the machine's.
+
+    By default malloc gives large tensors back to the system, which clears their pages anew in each step: that took up
+    to half of the quickstart's time.
+    """
+    c, num_parameters = model.config, sum(parameter.numel() for parameter in model.parameters())
+    per_token = c.n_layer * (20 * c.n_embd + 12 * c.n_head * c.head_dim + 8 * c.n_inner) + 6 * c.vocab_size
+    upper_bound = 4 * (8 * num_parameters + config.batch_size * c.context_length * per_token)  # bytes, in float32
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type == "cpu" and upper_bound < machine / 10:
+        with contextlib.suppress(AttributeError):  # another malloc has no such options
+            mallopt = ctypes.CDLL(None).mallopt
+            mallopt(M_MMAP_THRESHOLD, 2**30)
+            mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextlib.contextmanager
+def advice_if_out_of_memory(config: TrainConfig, resumed: bool) -> Iterator[None]:
+    """Turn running out of memory into a TrainError with options that need less, and keep the steps as they are."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        B, advice = config.batch_size, "a smaller --model.context_length or model"
+        if pieces := next((n for n in range(2, B + 1) if B % n == 0), 0):
+            advice = f"--train.batch_size {B // pieces} --train.grad_accum_steps {config.grad_accum_steps * pieces}"
+        if resumed:
+            advice = "a device with more memory: a resumed run keeps its batches"
+        raise TrainError(f"out of memory with {B} sequences at once: try {advice}") from error

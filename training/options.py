@@ -20,7 +20,7 @@ Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKSTART, FINETUNE = CONFIGS / "quickstart.toml", CONFIGS / "finetune.toml"
 # Options of version 1, ignored where a run has them.
-REMOVED = {"train.rank_timeout", "train.wandb_checkpoints", "train.wandb_group"}
+REMOVED = {f"train.{name}" for name in ("rank_timeout", "wandb_checkpoints", "wandb_group", "activation_checkpointing")}
 FINETUNE_CONTEXT = 1024  # tokens, unless asked for: long contexts need much memory in training
 MAY_DIFFER = {"dropout", "context_length"}  # from the model that is fine-tuned
 

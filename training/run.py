@@ -131,7 +131,6 @@ class Run:
                 weights["position_embedding.weight"] = positions[: config.context_length]  # fewer may be wanted
             model.load_state_dict(weights)
             print(f"{'resumed' if self.resumed_from else 'weights'} from {self.base}")
-        model.activation_checkpointing = self.config.train.activation_checkpointing
         print(f"model:  {config.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
         return model
 
