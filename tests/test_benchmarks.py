@@ -1,7 +1,6 @@
 """The benchmarks run in tiny sizes, and their baseline, nanoGPT, learns what our GPT-2 learns."""
 
 import json
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import bench, distributed, heads, loss, nanogpt
+from benchmarks import bench, distributed, heads, nanogpt
 from model import GPT, GPTConfig
 from training.config import TrainConfig
 
@@ -87,12 +86,3 @@ def test_heads_and_ranks_are_measured(corpus_file: Path, tmp_path: Path) -> None
     distributed.main(distributed.Options(config=config, nproc=(2,), steps=12, turns=1, out=out))
     ways = [json.loads(line)["way"] for line in out.read_text(encoding="utf-8").splitlines()]
     assert ways == ["ours", "eager", "alone", "ddp, 2 ranks", "fsdp, 2 ranks"]
-
-
-@pytest.mark.long
-def test_losses_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [json.dumps({"train_seconds": i, "val_loss": 2.0, "val_bits_per_byte": 3.0 - i}) for i in (0, 1)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(sys, "argv", ["loss.py", str(tmp_path), str(tmp_path / "curve.svg")])
-    loss.main()
-    assert "<svg" in (tmp_path / "curve.svg").read_text(encoding="utf-8")

@@ -19,16 +19,6 @@ from training.device import environment
 from training.run import next_commands, refuse_changes, tables
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_again(run, straight: Path, corpus_file, tmp_path) -> None:
-    out = tmp_path / "young"
-    run(train, *tiny_run(corpus_file, out, train__max_steps=12))
-    for path in (out / "checkpoints").iterdir():
-        shutil.rmtree(path)
-    assert run(train, "--resume", out).exit_code == 0
-    assert same_bits(weights(straight), weights(out))
-    assert metrics(straight, "train_loss") == metrics(out, "train_loss")
-
-
 def test_a_finished_run_has_nothing_to_do(run, straight: Path) -> None:
     before = sorted((path, path.stat().st_mtime_ns) for path in (straight / "checkpoints").rglob("*"))
     result = run(train, "--resume", straight)
@@ -37,19 +27,9 @@ def test_a_finished_run_has_nothing_to_do(run, straight: Path) -> None:
     assert sorted((path, path.stat().st_mtime_ns) for path in (straight / "checkpoints").rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    "option, message",
-    [
-        ("--model.n_layer 3", "a resumed run cannot change model.n_layer: it began with 2, now 3"),
-        ("--train.seed 5", "cannot change train.seed: it began with 1337, now 5"),
-        ("--train.learning_rate 0.5", "cannot change train.learning_rate"),
-        ("--data.tokenizer chars", "cannot change data.tokenizer: it began with 'bytes', now 'chars'"),
-    ],
-)
-def test_a_resumed_run_stays_the_same_run(run, straight: Path, option: str, message: str) -> None:
-    result = run(train, "--resume", straight, *option.split())
-    assert result.exit_code == 2 and message in result.err
-    assert len(result.err.splitlines()[-1]) <= 200
+def test_a_resumed_run_stays_the_same_run(run, straight: Path) -> None:
+    result = run(train, "--resume", straight, "--train.seed", 5)
+    assert result.exit_code == 2 and "cannot change train.seed: it began with 1337, now 5" in result.err
 
 
 def test_a_resumed_run_may_change_what_does_not_change_its_numbers(run, straight: Path, tmp_path: Path) -> None:
@@ -156,13 +136,6 @@ def test_a_run_that_another_process_wrote_meanwhile_is_left_alone(run, corpus_fi
     result = run(train, *tiny_run(corpus_file, tmp_path / "run"))
     assert result.exit_code == 2 and "another training process has written to" in result.err
     assert list(metrics(tmp_path / "run", "train_loss")) == [1, 2, 3, 4]
-
-
-def test_fewer_steps_than_are_made_leave_nothing_to_do(run, straight: Path) -> None:
-    shutil.rmtree(straight / "checkpoints" / "step-00000012")
-    for max_steps in (6, 7):
-        result = run(train, "--resume", straight, "--train.max_steps", max_steps)
-        assert result.exit_code == 0 and f"is already at step 8, of {max_steps}: nothing to do" in result.out
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class Progress:
 
 
 class Outliving:
-    """An output stream that survives its reader: a closed pipe or terminal does not end a training."""
+    """An output stream that survives its reader, such as the `tee` that Ctrl-C kills while a run is being saved."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
