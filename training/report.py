@@ -28,6 +28,12 @@ from training.config import TrainError
 from training.directory import best_validation, command, next_commands, read_metrics
 
 TEMPLATE = Path(__file__).with_name("report.html")
+JINJA = jinja2.Environment(  # keeps the compiled template from one report to the next
+    loader=jinja2.FileSystemLoader(TEMPLATE.parent),
+    autoescape=True,
+    finalize=lambda value: visible(str(value)),
+    trim_blocks=True,
+)
 FIGURES = {
     "val_loss": ("Validation loss, nats a token", "{:.4f}"),
     "val_bits_per_byte": ("Validation, bits a byte", "{:.4f}"),
@@ -49,12 +55,10 @@ def write_report(directory: Path) -> Path:
 
     Raises TrainError if the files there are not those of a run, OSError if one cannot be read or the page be written.
     """
-    source = TEMPLATE.read_text(encoding="utf-8")
-    style = re.search("<style>(.*?)</style>", source, re.DOTALL)[1]
+    style = re.search("<style>(.*?)</style>", TEMPLATE.read_text(encoding="utf-8"), re.DOTALL)[1]
     style_hash = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    jinja = jinja2.Environment(autoescape=True, finalize=lambda value: visible(str(value)), trim_blocks=True)
     try:
-        page = jinja.from_string(source).render(read_run(directory), style_hash=style_hash)
+        page = JINJA.get_template(TEMPLATE.name).render(read_run(directory), style_hash=style_hash)
     except (LookupError, TypeError, ValueError, AttributeError, SafetensorError, jinja2.UndefinedError) as error:
         raise TrainError(f"{directory} does not hold the files of a run: {error!r:.200}") from error
     disk.replace(directory / TEMPLATE.name, page.encode(errors="replace"))  # a file name need not be valid UTF-8
