@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 if "cuda" not in sys.argv:  # as in pytest -m cuda; all other tests run on the CPU
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Models this small gain nothing from two threads, and lose much where other work goes on: also in processes begun here.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -25,7 +27,6 @@ from model.checkpoint import CARD, save_checkpoint, sha256, with_own_hash
 # Where temporary files are in memory, waiting for the disk costs nothing; a killed process loses as much, or as little.
 if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30:
     os.environ["TMPDIR"], tempfile.tempdir = "/dev/shm", None  # which pytest has looked at already
-torch.set_num_threads(1)  # models this small gain nothing from two, and lose much where other work goes on
 # The first backward pass starts a thread for every GPU, and fake tensors let PyTorch believe in one: with such a thread
 # nothing can be forked.
 torch.ones((), requires_grad=True).backward()
