@@ -25,6 +25,7 @@ from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import numpy as np
 import torch
@@ -290,7 +291,7 @@ STAGES = {
 class Options:
     __doc__ = __doc__
 
-    stages: tuple[str, ...] = tuple(STAGES)
+    stages: tuple[Literal[*STAGES], ...] = tuple(STAGES)
     """The stages to run."""
     text: Path | None = None
     """Text for prepare and loss. None: the Python standard library."""
@@ -302,8 +303,6 @@ class Options:
     """File to append the measurements to. For a directory, the file is named after device and date."""
 
     def __post_init__(self) -> None:
-        if unknown := set(self.stages) - STAGES.keys():
-            raise ConfigError(f"stages are {', '.join(STAGES)}: there is no {min(unknown)}")
         if self.text and not self.text.is_file():
             raise ConfigError(f"there is no text {str(self.text)!r}")
 
@@ -348,8 +347,6 @@ def main(options: Options) -> None:
             print(f"{stage:9} needs more memory than there is")
         gc.collect()
         torch.cuda.empty_cache()  # the next stage may start other processes
-    if out:
-        print(f"{'results':9} {out}")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,6 @@ def main() -> None:
         seconds, losses = zip(*((line["train_seconds"], line["val_bits_per_byte"]) for line in lines), strict=True)
         axes.plot(seconds, losses, marker="o", markersize=3, label=run.name)
     axes.set(xlabel="seconds of training", ylabel="validation loss, bits per byte")
-    axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
 

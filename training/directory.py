@@ -19,13 +19,13 @@ def read_metrics(directory: Path, step: float = math.inf) -> list[dict]:
     """
     path, lines = directory / "metrics.jsonl", []
     content = path.read_bytes() if path.exists() else b""
-    for text in content.split(b"\n")[:-1]:
+    for number, text in enumerate(content.split(b"\n")[:-1]):
         try:
             line = json.loads(text)
             if line["step"] <= step:
                 lines.append(line)
         except (ValueError, TypeError, KeyError, RecursionError):
-            print(f"{path} is damaged after its line {len(lines)}: the rest is left out")
+            print(f"{path} is damaged after its line {number}: the rest is left out")
             break
     return lines
 
