@@ -1,9 +1,10 @@
 """Checkpoints: a directory without pickle, in the layout of a Hugging Face model, that is complete or not there at all.
 
 config.json  model.safetensors  tokenizer.json  tokenizer_config.json    the model, as `transformers` reads it
-README.md                                                                the model card, which people may edit
 optimizer.safetensors  trainer.json                                      the rest of a training run
 manifest.json                       size and SHA-256 of every file, and the certificate of causality; written last
+
+People may add a README.md, the model card of the Hugging Face hub, and edit it: the manifest never names it.
 """
 
 import contextlib
@@ -41,16 +42,15 @@ def save_checkpoint(
     """Write parent/step-00000000 and return it once it is on the disk. After an OSError nothing of it is left.
 
     `weights` is the state dict of the model, `optimizer` the state of its optimizer; no tensor is sharded.
-    `ends_of_text` are the token ids that begin and end a text. `texts` are the files of the tokenizer and the model
-    card, by name. `trainer` is the state that a resumed run needs, `about` the certificate and the environment.
+    `ends_of_text` are the token ids that begin and end a text. `texts` are the files of the tokenizer, by name.
+    `trainer` is the state that a resumed run needs, `about` the certificate and the environment.
     """
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
     files = {}
 
     def write(name: str, content: bytes) -> None:
         disk.write(temporary / name, content)
-        if name != CARD:
-            files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
     disk.remove(temporary)  # of a killed session
     disk.make_directory(temporary)

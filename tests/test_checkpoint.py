@@ -86,7 +86,8 @@ def test_what_does_not_belong_to_a_checkpoint_is_named(save, tmp_path: Path) -> 
     (directory / "notes.txt").write_text("mine")
     with pytest.raises(ModelError, match="has 'notes.txt', which is not in the manifest: it does not belong there"):
         verify(directory)
-    (directory / "notes.txt").unlink()
+    (directory / "notes.txt").rename(directory / "README.md")  # a model card, which people may write and edit
+    verify(directory)
     outside = (directory / "trainer.json").rename(tmp_path / "outside.json")
     (directory / "trainer.json").symlink_to(outside)
     with pytest.raises(ModelError, match="trainer.json', which is not a file of this directory"):

@@ -14,11 +14,10 @@ from configs.script import visible
 from data.batches import seed_for
 from data.corpus import Corpus
 from model import GPT, GPTConfig, disk
-from model.checkpoint import CARD, find_checkpoint, keep_newest, read_json, save_checkpoint, step_directories
+from model.checkpoint import find_checkpoint, keep_newest, read_json, save_checkpoint, step_directories
 from model.huggingface import tensors_to_huggingface
 from model.load import load_config
 from model.sharded import gather
-from training.card import model_card
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.directory import best_step, command, next_commands, read_metrics
 from training.distributed import Ranks
@@ -220,10 +219,7 @@ class Run:
         if not self.writes:
             return
         state = {"train_seconds": train_seconds, "fingerprint": self.fingerprint, "wandb_id": self.wandb_id}
-        best, lines = self.best_step(step), [*self.validations.values()]
-        done = {"step": step, "train_seconds": train_seconds}
-        card = model_card(self.config, model, self.corpus, done, lines, best, self.about)
-        files = {**self.corpus.tokenizer_files, CARD: card.encode()}
+        best, files = self.best_step(step), self.corpus.tokenizer_files
         start = self.corpus.tokenizer.document_start
         ends = (start[-1] if start else None, self.corpus.tokenizer.end_of_text)
         trainer = {**state, "scaler": scaler.state_dict(), "config": tables(self.config)}
