@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model import sampling
 from model.attention import CausalSelfAttention, make_causal_mask
 from model.cache import LayerCache
 from model.checkpoint import find_checkpoint
 from model.config import GPTConfig, ModelError
 from model.families import FAMILIES, Rotary, autocast_dtype
 from model.load import load_config, load_weights
+from model.sampling import Sampler, stream
 
 
 class Block(nn.Module):
@@ -146,7 +146,7 @@ class GPT(nn.Module):
         Raises ModelError if idx is empty or an option out of its range. `model.sampling.stream` yields the tokens one
         by one, and says what happens beyond the context length.
         """
-        new = sampling.stream(self, idx, max_new_tokens, temperature, top_k, top_p, min_p, use_cache, seed)
+        new = stream(self, idx, max_new_tokens, Sampler(temperature, top_k, top_p, min_p), use_cache, seed)
         return torch.cat((idx, *new), dim=1)
 
     @classmethod
