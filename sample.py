@@ -26,7 +26,7 @@ from configs.script import read_prompt, run_script, visible
 from data import DataError
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, ModelError
-from model.checkpoint import describe_certificate, find_checkpoint, read_optional
+from model.checkpoint import find_checkpoint, read_optional
 from model.sampling import Sampler, stream
 from training.device import find_device, weights_dtype
 
@@ -134,8 +134,8 @@ def main() -> None:
     sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
     batches = [torch.tensor([prompt_ids] * options.num_samples, device=device) for prompt_ids in ids]
     streams = [stream(model, idx, options.max_new_tokens, sampler, not options.no_cache, seed) for idx in batches]
-    certificate = describe_certificate(read_optional(directory / "manifest.json"))
-    print(f"causal: {visible(certificate)}", file=sys.stderr)
+    causal = read_optional(directory / "manifest.json", "certificate", "causal") or "unknown, there is no certificate"
+    print(f"causal: {visible(str(causal))}", file=sys.stderr)
     print(f"device: {device}, weights in {str(dtype).removeprefix('torch.')}", file=sys.stderr)
 
     T = model.config.context_length

@@ -26,7 +26,7 @@ from configs.script import read_prompt, run_script
 from data.corpus import open_corpus
 from data.tokenizer import load_tokenizer, make_tokenizer
 from model import GPT, ModelError
-from model.checkpoint import describe_certificate, read_optional, with_own_hash
+from model.checkpoint import read_optional, with_own_hash
 from tests.conftest import make_gpt, sign
 from training.distributed import Ranks
 from training.options import Config, read_config
@@ -134,7 +134,7 @@ def load(directory: Path) -> None:
     """Read what sample.py reads of a checkpoint."""
     model = GPT.from_pretrained(directory / CHECKPOINT)
     load_tokenizer(directory / CHECKPOINT).encode("a b, aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac 12")
-    describe_certificate(read_optional(directory / CHECKPOINT / "manifest.json"))
+    read_optional(directory / CHECKPOINT / "manifest.json", "certificate", "causal")
     model(torch.zeros(1, 1, dtype=torch.int64))
 
 
