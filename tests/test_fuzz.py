@@ -78,24 +78,21 @@ def walk(content: object) -> Iterator[tuple[dict | list, object]]:
 
 @contextmanager
 def bounds() -> Iterator[None]:
-    """Allow ten seconds of work, a minute of waiting, and a GiB more than this process has already."""
+    """Allow ten seconds of work, and a GiB more than this process has already."""
 
     def too_long(*_: object) -> None:
         raise AssertionError(f"took more than {SECONDS} s")
 
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    handlers = {number: signal.signal(number, too_long) for number in (signal.SIGALRM, signal.SIGPROF)}
+    handler = signal.signal(signal.SIGPROF, too_long)
     resource.setrlimit(resource.RLIMIT_AS, (size + GIB, limits[1]))
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of this process: others may be busy
-    signal.alarm(60)
     try:
         yield
     finally:
-        signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGPROF, handler)
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
