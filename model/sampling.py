@@ -96,7 +96,7 @@ def stream(
                 window = window[:, -(context_length - context_length // 2) :]
                 unread = window
                 for cache in caches:
-                    cache.clear()
+                    cache.length = 0  # forgets all positions and keeps the storage
             hidden = model.hidden(unread if use_cache else window, caches)
             unread = sampler.choose(model.logits(hidden[:, -1]), generator)
             window = torch.cat((window, unread), dim=1)

@@ -333,7 +333,7 @@ CHECKS = {
     "half": [partial(test_attention.test_half_precision_is_finite, dtype) for dtype in (torch.float16, torch.bfloat16)],
     "long": [test_leakage.test_no_token_sees_the_future_of_a_long_text],
     "parameters": [test_gpt.test_gpt2_small_has_its_published_size],
-    "mask": [test_gpt.test_one_mask_for_all_layers_wherever_the_model_goes],
+    "mask": [test_gpt.test_one_mask_and_a_tied_head_wherever_the_model_goes],
     "targets": [test_batches.test_targets_are_the_next_tokens],
 }
 

@@ -26,13 +26,7 @@ def test_first_weights_are_gpt2s() -> None:
     assert torch.equal(model.final_norm.weight, torch.ones(64))
 
 
-def test_head_is_tied_and_stays_so() -> None:
-    model = make_gpt()
-    for moved in (model, copy.deepcopy(model), model.double(), model.to("cpu")):
-        assert moved.lm_head.weight is moved.token_embedding.weight
-
-
-def test_one_mask_for_all_layers_wherever_the_model_goes() -> None:
+def test_one_mask_and_a_tied_head_wherever_the_model_goes() -> None:
     triangle = torch.ones(11, 11).tril() == 1
     with torch.device("meta"):
         from_meta = make_gpt()
@@ -41,6 +35,7 @@ def test_one_mask_for_all_layers_wherever_the_model_goes() -> None:
         masks = [block.attention.causal_mask for block in model.blocks]
         assert len({mask.data_ptr() for mask in masks}) == 1
         assert torch.equal(masks[0], triangle)
+        assert model.lm_head.weight is model.token_embedding.weight
 
 
 def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training() -> None:
