@@ -26,8 +26,8 @@ from configs.script import read_prompt, run_script, visible
 from data import DataError
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, ModelError
-from model.checkpoint import describe_certificate, find_checkpoint, read_optional
-from model.sampling import stream
+from model.checkpoint import find_checkpoint, read_optional
+from model.sampling import Sampler, stream
 from training.device import find_device, weights_dtype
 
 
@@ -131,11 +131,11 @@ def main() -> None:
     if [] in ids:
         raise DataError("this model's tokenizer has no token that begins a text: give a --prompt")
     seed = secrets.randbits(32) if options.seed is None else options.seed
-    sampling = (options.temperature, options.top_k, options.top_p, options.min_p, not options.no_cache, seed)
+    sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
     batches = [torch.tensor([prompt_ids] * options.num_samples, device=device) for prompt_ids in ids]
-    streams = [stream(model, idx, options.max_new_tokens, *sampling) for idx in batches]
-    certificate = describe_certificate(read_optional(directory / "manifest.json"))
-    print(f"causal: {visible(certificate)}", file=sys.stderr)
+    streams = [stream(model, idx, options.max_new_tokens, sampler, not options.no_cache, seed) for idx in batches]
+    causal = read_optional(directory / "manifest.json", "certificate", "causal") or "unknown, there is no certificate"
+    print(f"causal: {visible(str(causal))}", file=sys.stderr)
     print(f"device: {device}, weights in {str(dtype).removeprefix('torch.')}", file=sys.stderr)
 
     T = model.config.context_length

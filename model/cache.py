@@ -19,7 +19,3 @@ class LayerCache:
         self.values[:, :, self.length : end] = v
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def clear(self) -> None:
-        """Forget all positions and keep the storage."""
-        self.length = 0

@@ -29,6 +29,7 @@ from model.sharded import shard_like
 IGNORE = -100  # a target that F.cross_entropy skips
 NUM_POSITIONS = 12  # the least number of positions that a probe asks, if the length allows
 EXTREME = 100.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
+FOR_SCORES = re.compile(r"(^|[._])(q|k|qkv|query|key)([._]|$)|c_attn|in_proj")  # names of weights of queries and keys
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,6 @@ class Causality:
     """The position that sees a token it must not see, or misses one it must see."""
     key: int | None = None
     """The position of that token."""
-    size: float = 0.0
-    """The largest change of a number that must not change."""
 
     @property
     def ok(self) -> bool:
@@ -58,7 +57,7 @@ class Causality:
 
 
 class Finding(Exception):
-    """Ends the probing. Its arguments are the last four fields of `Causality`."""
+    """Ends the probing. Its arguments are the last three fields of `Causality`."""
 
 
 def check_causality(
@@ -92,7 +91,8 @@ def check_causality(
     Raises ModelError if length, vocab_size or mask are impossible, or if `forward` does not return logits.
     """
     module = forward if module is None and isinstance(forward, nn.Module) else module
-    prober = Prober(vocab_size, length, module, batch_size, mask)
+    without = nn.Module().eval()  # stands for the module of a plain function: no weights, nothing to restore
+    prober = Prober(vocab_size, length, without if module is None else module, batch_size, mask)
 
     def probes() -> None:
         if module is not None:
@@ -130,22 +130,14 @@ def check_causality(
 class Prober:
     """The tokens, positions and weights to probe with. Each probe raises `Finding` if it finds a fault."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        length: int,
-        module: nn.Module | None,
-        batch_size: int | None,
-        mask: Tensor | None,
-    ):
+    def __init__(self, vocab_size: int, length: int, module: nn.Module, batch_size: int | None, mask: Tensor | None):
         if vocab_size < 2 or length < 1:
             raise ModelError(f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}")
         if mask is not None and mask.shape != (length, length):
             raise ModelError(f"the mask must be ({length}, {length}), got {tuple(mask.shape)}")
         self.vocab_size, self.length, self.module = vocab_size, length, module
         self.batch_size = batch_size or length
-        weights = [] if module is None else list(module.parameters())
-        self.device = weights[0].device if weights else torch.device("cpu")
+        self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self.random = torch.Generator().manual_seed(0)  # for tokens, positions and random weights
         places = torch.arange(length, device=self.device)
         self.mask = places <= places[:, None] if mask is None else mask.to(self.device)
@@ -153,12 +145,12 @@ class Prober:
 
     def run(self, probes: Callable[[], None]) -> Causality:
         """Call `probes` and return the result; restore the module and the random state."""
-        parts = [] if self.module is None else list(self.module.modules())
-        modes = [(part, part.training) for part in parts]
-        weights = [] if self.module is None else [(p, p.detach().clone()) for p in self.module.parameters()]
+        modes = [(part, part.training) for part in self.module.modules()]
+        weights = [(parameter, parameter.detach().clone()) for parameter in self.module.parameters()]
+        copies = {id(buffer): buffer.detach().clone() for buffer in self.module.buffers()}  # layers may share a mask
         self.buffers = [
-            (part, name, buffer, buffer.detach().clone())
-            for part in parts
+            (part, name, buffer, copies[id(buffer)])
+            for part in self.module.modules()
             for name, buffer in part._buffers.items()
             if buffer is not None
         ]
@@ -183,22 +175,21 @@ class Prober:
         """Give each buffer its first tensor and value, also if the module has assigned another tensor."""
         for part, name, buffer, value in self.buffers:
             part._buffers[name] = buffer
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
+            buffer.copy_(value)
 
     @torch.no_grad()
     def randomize(self, scale: float = 1.0) -> None:
         """Give every weight a random value, so that each part of the model matters. Scale those of queries and keys."""
         torch.manual_seed(int(torch.randint(2**31, (), generator=self.random)))
         named = [(name, p) for name, p in self.module.named_parameters() if p.is_floating_point()]
-        by_name = any(is_for_scores(name) for name, _ in named)
+        for_scores = {name for name, _ in named if FOR_SCORES.search(name)} or {name for name, _ in named}
         for name, parameter in named:
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
             if parameter.dim() < 2:  # gains and biases
                 values.uniform_(0.5, 1.5).mul_(torch.randint_like(values, 2) * 2 - 1)
             else:
                 values.normal_(std=parameter.size(-1) ** -0.5)
-            if is_for_scores(name) or not by_name:
+            if name in for_scores:
                 values.mul_(scale)
             parameter.copy_(shard_like(values, parameter))
 
@@ -221,7 +212,7 @@ class Prober:
 
     def call(self, function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
         """Call a function; in training mode with the same dropout and the same buffers each time."""
-        if self.module is not None and self.module.training:
+        if self.module.training:
             torch.manual_seed(0)
             self.restore_buffers()
         return function(*arguments).detach()
@@ -254,13 +245,11 @@ class Prober:
             before, after = self.logits(forward, idx), self.logits(forward, changed)
             leaks = ~same_bits(before, after) & ~self.sees_any(hide)
             for query, row in leaks.T.nonzero()[:1].tolist():
-                only_row = idx.clone()
-                only_row[row] = changed[row]
-                _, key = first_cause(lambda tokens, at=(row, query): self.call(forward, tokens)[at], idx, only_row)
+                _, key = first_cause(lambda tokens, at=(row, query): self.call(forward, tokens)[at], idx, changed)
                 before, after = before[row, query].float(), after[row, query].float()
                 size, share = largest_change(before, after), largest_change(before.softmax(-1), after.softmax(-1))
                 effect = f"moves its logits by up to {size:.2g} and a probability by up to {share:.2g}"
-                raise Finding(f"{sees(query, key)}, which {effect} ({where})", query, key, size)
+                raise Finding(f"{sees(query, key)}, which {effect} ({where})", query, key)
             if seen and before.dtype.itemsize >= 4:  # half precision rounds away one token among many
                 replaced = torch.where(self.one_hot(positions), other, idx)
                 moved = ~same_bits(before, self.logits(forward, replaced))  # (key, query)
@@ -282,7 +271,7 @@ class Prober:
             for row, key in ((influence != 0) & ~allowed).nonzero()[:1].tolist():
                 query, size = queries[row].item(), influence[row, key].item()
                 effect = f"the derivative of its logits to it is {size:.2g} and must be exactly 0"
-                raise Finding(f"{sees(query, key)}: {effect}", query, key, size)
+                raise Finding(f"{sees(query, key)}: {effect}", query, key)
             refuse_blindness((influence == 0) & allowed, queries, torch.arange(self.length))
 
     def hidden_from_loss(self, loss_fn: Callable[[Tensor, Tensor], Tensor], where: str) -> None:
@@ -308,7 +297,7 @@ class Prober:
                     raise Finding(f"the same tokens do not give the same loss again ({where})")
                 row, key = first_cause(loss, idx, changed)
                 query, size = positions[row].item(), largest_change(before, after)
-                raise Finding(f"{sees(query, key)}: the loss moves by {size:.2g} ({where})", query, key, size)
+                raise Finding(f"{sees(query, key)}: the loss moves by {size:.2g} ({where})", query, key)
         if self.module.training and same_bits(before, loss(other)):
             raise Finding(f"the loss does not depend on the tokens ({where})")
 
@@ -319,13 +308,6 @@ class Prober:
     def sees_any(self, tokens: Tensor) -> Tensor:
         """Mark the positions that may see at least one of the marked tokens: (B, T) -> (B, T), both bool."""
         return tokens.float() @ self.mask.float().T > 0
-
-
-def is_for_scores(name: str) -> bool:
-    """Return whether a weight makes queries or keys, judging by its name."""
-    return (
-        bool({"q", "k", "qkv", "query", "key"} & set(re.split("[._]", name))) or "c_attn" in name or "in_proj" in name
-    )
 
 
 def sees(query: int, key: int) -> str:
@@ -346,7 +328,7 @@ def watch_embedding(module: nn.Module, idx: Tensor) -> tuple[Tensor, list[Tensor
     embedded = []
 
     def watch(part: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
-        if inputs[0].shape == idx.shape and torch.equal(inputs[0], idx):
+        if torch.equal(inputs[0], idx):
             embedded.append(output.detach().requires_grad_())
             return embedded[-1]
 

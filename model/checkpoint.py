@@ -1,12 +1,12 @@
 """Checkpoints: a directory without pickle, in the layout of a Hugging Face model, that is complete or not there at all.
 
 config.json  model.safetensors  tokenizer.json  tokenizer_config.json    the model, as `transformers` reads it
-README.md                                                                the model card, which people may edit
 optimizer.safetensors  trainer.json                                      the rest of a training run
 manifest.json                       size and SHA-256 of every file, and the certificate of causality; written last
+
+People may add a README.md, the model card of the Hugging Face hub, and edit it: the manifest never names it.
 """
 
-import contextlib
 import hashlib
 import json
 import re
@@ -41,16 +41,15 @@ def save_checkpoint(
     """Write parent/step-00000000 and return it once it is on the disk. After an OSError nothing of it is left.
 
     `weights` is the state dict of the model, `optimizer` the state of its optimizer; no tensor is sharded.
-    `ends_of_text` are the token ids that begin and end a text. `texts` are the files of the tokenizer and the model
-    card, by name. `trainer` is the state that a resumed run needs, `about` the certificate and the environment.
+    `ends_of_text` are the token ids that begin and end a text. `texts` are the files of the tokenizer, by name.
+    `trainer` is the state that a resumed run needs, `about` the certificate and the environment.
     """
     directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
     files = {}
 
     def write(name: str, content: bytes) -> None:
         disk.write(temporary / name, content)
-        if name != CARD:
-            files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
     disk.remove(temporary)  # of a killed session
     disk.make_directory(temporary)
@@ -87,11 +86,12 @@ def find_checkpoint(path: Path) -> Path:
     """Return the directory of a verified checkpoint.
 
     `path` is a checkpoint, a run directory (its newest intact checkpoint is taken), a Hugging Face model directory, or
-    the name OWNER/NAME of a model on the Hugging Face hub, which is downloaded unless it is in the cache.
+    the name OWNER/NAME of a model on the Hugging Face hub, which is downloaded unless it is in the cache; no directory
+    OWNER may exist then.
 
     Raises ModelError if there is none.
     """
-    if is_hub_name(path):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
         return download(str(path))
     if (path / "config.json").is_file():
         verify(path)
@@ -103,12 +103,6 @@ def find_checkpoint(path: Path) -> Path:
         except (ModelError, OSError) as error:
             print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
     raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one")
-
-
-def is_hub_name(path: str | Path) -> bool:
-    """Return whether a path has the form OWNER/NAME, and neither it nor its parent exists."""
-    exists = Path(path).exists() or Path(path).parent.exists()
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))) and not exists
 
 
 def download(name: str) -> Path:
@@ -144,7 +138,7 @@ def verify(directory: Path) -> None:
     own_hash, files = manifest.pop("sha256", None), manifest.get("files")
     if not own_hash or with_own_hash(manifest) != (directory / "manifest.json").read_bytes():
         raise ModelError(f"{directory / 'manifest.json'} is damaged: its SHA-256 is not the one in it")
-    if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
+    if not isinstance(files, dict):
         raise ModelError(f"{directory / 'manifest.json'} does not say which files there are")
     paths = {path.name: path for path in directory.iterdir() if path.name not in ("manifest.json", CARD)}
     paths = {name: path for name, path in paths.items() if name in files or not name.startswith(".")}  # .DS_Store
@@ -155,42 +149,29 @@ def verify(directory: Path) -> None:
             raise ModelError(f"{directory} has no {name!r}, which is in the manifest")
         if paths[name].is_symlink() or not paths[name].is_file():
             raise ModelError(f"{directory} has {name!r}, which is not a file of this directory")
-        size, expected = paths[name].stat().st_size, files[name]
-        if size != expected.get("size"):
-            raise ModelError(f"{name!r} in {directory} has {size} bytes instead of {expected.get('size')}")
-        if sha256(paths[name]) != expected.get("sha256"):
-            raise ModelError(f"{name!r} in {directory} is damaged: its SHA-256 is not the one in the manifest")
-
-
-def describe_certificate(manifest: dict | None) -> str:
-    """Return the certificate of causality in a manifest: one line with the finding and where it was made."""
-    try:
-        causal, environment = manifest["certificate"]["causal"], manifest["environment"]
-        return "{}, {dtype} on {device}, torch {torch}".format(causal, **environment)
-    except (KeyError, TypeError):
-        return "unknown, the checkpoint has no certificate"
+        if {"size": paths[name].stat().st_size, "sha256": sha256(paths[name])} != files[name]:
+            raise ModelError(f"{name!r} in {directory} is damaged: its size or SHA-256 is not the one in the manifest")
 
 
 def read_json(path: Path) -> dict:
     """Return the JSON object in a file. Raises ModelError if the file cannot be read or holds something else."""
-    if not path.is_file():
-        raise ModelError(f"{path} is not a file")
-    if path.stat().st_size > MOST_JSON:
-        raise ModelError(f"{path} has {path.stat().st_size} bytes, at most {MOST_JSON} are read")
     try:
+        if path.stat().st_size > MOST_JSON:
+            raise ValueError(f"it has more than {MOST_JSON} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it does not hold a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
     return content
 
 
 def read_optional(path: Path, *keys: str) -> Any:
     """Return the value under nested keys of a JSON file beside a model; None if the file or a key is missing."""
-    value = None
-    with contextlib.suppress(ModelError):
+    try:
         value = read_json(path)
+    except ModelError:
+        return None
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value

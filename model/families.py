@@ -116,23 +116,11 @@ class RMSNorm(nn.RMSNorm):
             return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
 
-def layer_norm(width: int, config: GPTConfig) -> nn.Module:
-    return nn.LayerNorm(width, config.norm_eps, bias=config.bias)
-
-
-def rms_norm(width: int, config: GPTConfig) -> nn.Module:
-    return RMSNorm(width, config.norm_eps)
-
-
-def plain_rms_norm(width: int, config: GPTConfig) -> nn.Module:
-    return RMSNorm(width, config.norm_eps, elementwise_affine=False)
-
-
 @dataclass(frozen=True)
 class Family:
     """The choice of parts that makes a family."""
 
-    norm: Callable[[int, GPTConfig], nn.Module]
+    norm: Callable[[int, GPTConfig], nn.Module]  # of vectors of this width
     mlp: type[nn.Module]
     rotary: bool = True  # else learned positions
     query_key_norm: bool = False
@@ -141,8 +129,14 @@ class Family:
 
 
 FAMILIES = {
-    "gpt2": Family(layer_norm, MLP, rotary=False),
-    "llama": Family(rms_norm, SwiGLU),
-    "qwen3": Family(rms_norm, SwiGLU, query_key_norm=True),
-    "nanochat": Family(plain_rms_norm, ReLUSquared, query_key_norm=True, embedding_norm=True, logit_cap=15.0),
+    "gpt2": Family(lambda width, c: nn.LayerNorm(width, c.norm_eps, bias=c.bias), MLP, rotary=False),
+    "llama": Family(lambda width, c: RMSNorm(width, c.norm_eps), SwiGLU),
+    "qwen3": Family(lambda width, c: RMSNorm(width, c.norm_eps), SwiGLU, query_key_norm=True),
+    "nanochat": Family(
+        lambda width, c: RMSNorm(width, c.norm_eps, elementwise_affine=False),
+        ReLUSquared,
+        query_key_norm=True,
+        embedding_norm=True,
+        logit_cap=15.0,
+    ),
 }

@@ -9,16 +9,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import sampling
 from model.attention import CausalSelfAttention, make_causal_mask
 from model.cache import LayerCache
 from model.checkpoint import find_checkpoint
 from model.config import GPTConfig, ModelError
 from model.families import FAMILIES, Rotary, autocast_dtype
 from model.load import load_config, load_weights
+from model.sampling import Sampler, stream
 
 
 class Block(nn.Module):
@@ -103,13 +102,8 @@ class GPT(nn.Module):
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the head: (..., C) -> (..., V).
-
-        Matrix kernels of a GPU are slow at odd sizes, so there the weight is padded, for this product only: parameters,
-        logits and checkpoints have the tokens of the vocabulary and no others.
-        """
-        logits = padded_linear(hidden, self.lm_head.weight) if hidden.is_cuda else self.lm_head(hidden)
-        cap = self.family.logit_cap
+        """Apply the head: (..., C) -> (..., V)."""
+        logits, cap = self.lm_head(hidden), self.family.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def new_cache(self, B: int, capacity: int) -> list[LayerCache]:
@@ -141,7 +135,7 @@ class GPT(nn.Module):
         Raises ModelError if idx is empty or an option out of its range. `model.sampling.stream` yields the tokens one
         by one, and says what happens beyond the context length.
         """
-        new = sampling.stream(self, idx, max_new_tokens, temperature, top_k, top_p, min_p, use_cache, seed)
+        new = stream(self, idx, max_new_tokens, Sampler(temperature, top_k, top_p, min_p), use_cache, seed)
         return torch.cat((idx, *new), dim=1)
 
     @classmethod
@@ -186,15 +180,3 @@ class GPT(nn.Module):
             block.attention.causal_mask = mask
         if self.rotary is not None:
             self.rotary.fill(device)
-
-
-def padded_linear(x: Tensor, weight: Tensor, multiple: int = 64) -> Tensor:
-    """Return x @ weight.T, computed with rows of zeros that round the output size up to a multiple.
-
-    For few rows of x the zeros would cost more than they save.
-    """
-    rows = weight.size(0)
-    missing = -rows % multiple
-    if not missing or x.numel() <= multiple * x.size(-1):
-        return F.linear(x, weight)
-    return F.linear(x, F.pad(weight, (0, 0, 0, missing)))[..., :rows]

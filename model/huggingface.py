@@ -9,11 +9,12 @@ from model.config import LARGEST, GPTConfig, ModelError
 
 CUT_CONTEXT = 8192  # tokens that the model sees if its context is longer than the largest of ours
 
-# Our module -> theirs. GPT-2 has q, k and v in one matrix, c_attn, and stores every matrix transposed ("Conv1D").
+# Our module -> theirs. GPT-2 has q, k and v in one matrix, and stores every matrix of a block transposed ("Conv1D").
 GPT2 = {
     "token_embedding": "transformer.wte",
     "position_embedding": "transformer.wpe",
     "blocks.{}.attention_norm": "transformer.h.{}.ln_1",
+    "blocks.{}.attention.qkv_proj": "transformer.h.{}.attn.c_attn",  # three modules of ours
     "blocks.{}.attention.o_proj": "transformer.h.{}.attn.c_proj",
     "blocks.{}.mlp_norm": "transformer.h.{}.ln_2",
     "blocks.{}.mlp.up_proj": "transformer.h.{}.mlp.c_fc",
@@ -38,7 +39,7 @@ NANOCHAT = LLAMA | {
     "blocks.{}.mlp.down_proj": "model.layers.{}.mlp.fc2",
 }
 NAMES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": LLAMA, "nanochat": NANOCHAT}
-TRANSPOSED = ("attention.o_proj", "mlp.up_proj", "mlp.down_proj")
+TRANSPOSED = ("c_attn", "c_proj", "c_fc")
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ARCHITECTURES |= {"nanochat": "NanoChatForCausalLM"}
@@ -162,15 +163,11 @@ def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[
     tensors, left = {}, set(state) - {"lm_head.weight"}  # a tied head has no name there
     for parameter in ("weight", "bias"):
         for ours, theirs in names(config):
-            if f"{ours}.{parameter}" in state:
-                tensors[f"{theirs}.{parameter}"] = turned(config, ours, state[f"{ours}.{parameter}"])
-                left.discard(f"{ours}.{parameter}")
-        for layer in range(config.n_layer if config.family == "gpt2" else 0):
-            qkv = [f"blocks.{layer}.attention.{x}_proj.{parameter}" for x in "qkv"]
-            if qkv[0] in state:
-                joined = torch.cat([state[name] for name in qkv])
-                tensors[f"transformer.h.{layer}.attn.c_attn.{parameter}"] = transpose(joined)
-                left.difference_update(qkv)
+            parts = [f"{module}.{parameter}" for module in ours if f"{module}.{parameter}" in state]
+            if parts:
+                joined = torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]
+                tensors[f"{theirs}.{parameter}"] = turned(theirs, joined)
+                left.difference_update(parts)
     if left:
         where = f"NAMES[{config.family!r}] in model/huggingface.py"
         raise ModelError(f"no checkpoint could hold {min(left)}: give it a name in {where}")
@@ -188,29 +185,26 @@ def tensors_from_huggingface(config: GPTConfig, tensors: dict[str, Tensor]) -> d
     for parameter in ("weight", "bias") if config.bias else ("weight",):
         for ours, theirs in names(config):
             if f"{theirs}.{parameter}" in tensors:
-                state[f"{ours}.{parameter}"] = turned(config, ours, tensors[f"{theirs}.{parameter}"])
-        for layer in range(config.n_layer if config.family == "gpt2" else 0):
-            qkv = transpose(tensors[f"transformer.h.{layer}.attn.c_attn.{parameter}"])
-            for x, part in zip("qkv", qkv.split(widths), strict=True):
-                state[f"blocks.{layer}.attention.{x}_proj.{parameter}"] = part
+                joined = turned(theirs, tensors[f"{theirs}.{parameter}"])
+                parts = joined.split(widths) if len(ours) > 1 else [joined]
+                state |= {f"{module}.{parameter}": part for module, part in zip(ours, parts, strict=True)}
     return state
 
 
-def names(config: GPTConfig) -> list[tuple[str, str]]:
-    """Return (our module, their module) for every module of the family that maps one to one."""
+def names(config: GPTConfig) -> list[tuple[list[str], str]]:
+    """Return (our modules, their module) for every module of theirs: GPT-2 joins q_proj, k_proj and v_proj."""
     pairs = []
     for ours, theirs in NAMES[config.family].items():
+        modules = [ours.replace("qkv", x) for x in "qkv"] if "qkv" in ours else [ours]
         layers = range(config.n_layer) if "{}" in ours else [0]
         if ours != "lm_head" or not config.tied:
-            pairs += [(ours.format(layer), theirs.format(layer)) for layer in layers]
+            pairs += [([module.format(layer) for module in modules], theirs.format(layer)) for layer in layers]
     return pairs
 
 
-def turned(config: GPTConfig, ours: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of our module as `transformers` stores it, or the other way round: it is its own inverse."""
-    return transpose(tensor) if config.family == "gpt2" and ours.endswith(TRANSPOSED) else tensor
+def turned(theirs: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of our module as `transformers` stores it, or the other way round.
 
-
-def transpose(tensor: Tensor) -> Tensor:
-    """Transpose a matrix; return a vector unchanged. A copy, because products of transposed views round differently."""
-    return tensor.T.contiguous() if tensor.dim() == 2 else tensor
+    Matrices of a GPT-2 are transposed: copied, because products of transposed views round differently.
+    """
+    return tensor.T.contiguous() if theirs.endswith(TRANSPOSED) and tensor.dim() == 2 else tensor

@@ -85,8 +85,6 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
 
 def read_file(path: Path, shapes: Shapes) -> dict[str, Tensor]:
     """Return the tensors of one safetensors file; see `load_tensors`. Shapes are checked before memory is allocated."""
-    if not path.is_file():
-        raise ModelError(f"{path} is not a file")
     tensors = {}
     try:
         with safe_open(path, "pt") as file:

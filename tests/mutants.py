@@ -10,9 +10,8 @@ the two together. To print the table:
 import contextlib
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from model.gpt import Block
 from tests import test_attention, test_batches, test_capture, test_causality, test_gpt, test_leakage
 from training.config import TrainError
 
-Weights = Callable[[Attend, Tensor, Tensor], Tensor]
+Weights = Callable[[Tensor, Tensor], Tensor]
 
 
 # ------------------------------------------------------------------------------------------ mistakes in the weights
@@ -42,108 +41,92 @@ def triangle(scores: Tensor, diagonal: int = 0) -> Tensor:
     return torch.ones(T_query, T_key, dtype=torch.bool).tril(T_key - T_query + diagonal)
 
 
-def fill(scores: Tensor, mask: Tensor, value: float = -math.inf) -> Tensor:
-    return scores.masked_fill(~mask, value)
+def softmax(scores: Tensor, mask: Tensor, value: float = -math.inf, dim: int = -1) -> Tensor:
+    return scores.masked_fill(~mask, value).softmax(dim)
 
 
 def causal(scores: Tensor) -> Tensor:
-    return fill(scores, triangle(scores)).softmax(-1)
+    return softmax(scores, triangle(scores))
 
 
-def filled_for_nothing(layer: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    fill(scores, mask)
+def filled_for_nothing(scores: Tensor, mask: Tensor) -> Tensor:
+    scores.masked_fill(~mask, -math.inf)
     return scores.softmax(-1)
 
 
-def laid_over_batch(layer: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-    mask = mask[: scores.size(0), None, None] if len(mask) >= scores.size(0) else mask
-    return fill(scores, mask).softmax(-1)
+def laid_over_batch(scores: Tensor, mask: Tensor) -> Tensor:
+    return softmax(scores, mask[: scores.size(0), None, None] if len(mask) >= scores.size(0) else mask)
 
 
-def with_extra_rows(rows: slice, columns: slice = slice(None)) -> Weights:
+def opened(scores: Tensor, rows: slice, columns: slice = slice(None)) -> Tensor:
     """The weights of a mask that is open in these rows and columns."""
-
-    def weights(layer: Attend, scores: Tensor, mask: Tensor) -> Tensor:
-        mask = triangle(scores)
-        mask[rows, columns] = True
-        return fill(scores, mask).softmax(-1)
-
-    return weights
+    mask = triangle(scores)
+    mask[rows, columns] = True
+    return softmax(scores, mask)
 
 
-def unmasked_if(leaks: Callable[[Attend, Tensor], bool]) -> Weights:
-    """Weights without a mask where leaks(layer, scores), else correct ones."""
-    return lambda layer, scores, mask: scores.softmax(-1) if leaks(layer, scores) else causal(scores)
-
-
-# mistake -> (layer, scores, mask) -> weights. scores: (B, H, T_query, T_key); the layer knows `group`, query heads per
-# key head, and `dropout`.
+# mistake -> (scores, mask) -> weights. scores: (B, H, T_query, T_key).
 WEIGHTS: dict[str, Weights] = {
-    "no mask": unmasked_if(lambda layer, scores: True),
+    "no mask": lambda scores, mask: scores.softmax(-1),
     "masked_fill without using its result": filled_for_nothing,
-    "mask after softmax": lambda layer, scores, mask: scores.softmax(-1) * mask,
-    "mask after softmax, rows rescaled": lambda layer, scores, mask: F.normalize(scores.softmax(-1) * mask, 1, -1),
-    "scores multiplied by the mask": lambda layer, scores, mask: (scores * mask).softmax(-1),
-    "(1 - mask) times minus infinity": lambda layer, scores, mask: (scores + (1 - mask.to(scores)) * -math.inf).softmax(
-        -1
-    ),
-    "softmax over the queries": lambda layer, scores, mask: fill(scores, mask).softmax(-2),
-    "softmax over the heads": lambda layer, scores, mask: fill(scores, mask).softmax(1),
-    "softmax over the heads, -1e9": lambda layer, scores, mask: fill(scores, mask, -1e9).softmax(1),
-    "diagonal off by one: sees the next token": lambda layer, scores, mask: fill(scores, triangle(scores, 1)).softmax(
-        -1
-    ),
-    "diagonal off by one: does not see itself": lambda layer, scores, mask: fill(scores, triangle(scores, -1)).softmax(
-        -1
-    ),
-    "diagonal off by one: does not see itself, -1e9": lambda layer, scores, mask: fill(
-        scores, triangle(scores, -1), -1e9
-    ).softmax(-1),
-    "mask transposed": lambda layer, scores, mask: fill(
-        scores, mask.T if mask.size(0) == mask.size(1) else mask
-    ).softmax(-1),
+    "mask after softmax": lambda scores, mask: scores.softmax(-1) * mask,
+    "mask after softmax, rows rescaled": lambda scores, mask: F.normalize(scores.softmax(-1) * mask, 1, -1),
+    "scores multiplied by the mask": lambda scores, mask: (scores * mask).softmax(-1),
+    "(1 - mask) times minus infinity": lambda scores, mask: (scores + (1 - mask.to(scores)) * -math.inf).softmax(-1),
+    "softmax over the queries": lambda scores, mask: softmax(scores, mask, dim=-2),
+    "softmax over the heads": lambda scores, mask: softmax(scores, mask, dim=1),
+    "softmax over the heads, -1e9": lambda scores, mask: softmax(scores, mask, -1e9, dim=1),
+    "diagonal off by one: sees the next token": lambda scores, mask: softmax(scores, triangle(scores, 1)),
+    "diagonal off by one: does not see itself": lambda scores, mask: softmax(scores, triangle(scores, -1)),
+    "diagonal off by one: does not see itself, -1e9": lambda scores, mask: softmax(scores, triangle(scores, -1), -1e9),
+    "mask transposed": lambda scores, mask: softmax(scores, mask.T if mask.size(0) == mask.size(1) else mask),
     "mask laid over (batch, keys)": laid_over_batch,
-    "mask value -1e4": lambda layer, scores, mask: fill(scores, mask, -1e4).softmax(-1),
-    "mask value -1e9": lambda layer, scores, mask: fill(scores, mask, -1e9).softmax(-1),
-    "scale sqrt(C)": lambda layer, scores, mask: causal(scores / math.sqrt(scores.size(1))),
-    "no scale": lambda layer, scores, mask: causal(scores * math.sqrt(5)),
-    "dropout of weights in evaluation": lambda layer, scores, mask: F.dropout(causal(scores), 0.1),
-    "weights normalised over the batch": lambda layer, scores, mask: F.normalize(causal(scores), 1, 0),
-    "no mask in training": unmasked_if(lambda layer, scores: layer.training),
-    "no mask in evaluation": unmasked_if(lambda layer, scores: not layer.training),
-    "no mask with dropout": unmasked_if(lambda layer, scores: layer.dropout > 0),
-    "no mask under autograd": unmasked_if(lambda layer, scores: torch.is_grad_enabled()),
-    "no mask without autograd": unmasked_if(lambda layer, scores: not torch.is_grad_enabled()),
-    "no mask for grouped heads": unmasked_if(lambda layer, scores: layer.group > 1),
-    "no mask in one head": lambda layer, scores, mask: torch.cat(
-        (causal(scores[:, :-1]), scores[:, -1:].softmax(-1)), dim=1
-    ),
-    "no mask in bfloat16": unmasked_if(lambda layer, scores: scores.dtype == torch.bfloat16),
-    "no mask beyond 128 tokens": with_extra_rows(slice(128, None)),
-    "only the last but one sees the last token": with_extra_rows(slice(-2, None)),
-    "only the first sees the second token": with_extra_rows(slice(0, 1), slice(0, 2)),
-    "leak of 1e-6": lambda layer, scores, mask: causal(scores) + 1e-6 * scores.softmax(-1),
-    "leak of 1e-12, below rounding": lambda layer, scores, mask: causal(scores) + 1e-12 * scores.softmax(-1),
-    "is_causal with a cache: aligned to the top left": lambda layer, scores, mask: fill(
+    "mask value -1e4": lambda scores, mask: softmax(scores, mask, -1e4),
+    "mask value -1e9": lambda scores, mask: softmax(scores, mask, -1e9),
+    "scale sqrt(C)": lambda scores, mask: causal(scores / math.sqrt(scores.size(1))),
+    "no scale": lambda scores, mask: causal(scores * math.sqrt(5)),
+    "dropout of weights in evaluation": lambda scores, mask: F.dropout(causal(scores), 0.1),
+    "weights normalised over the batch": lambda scores, mask: F.normalize(causal(scores), 1, 0),
+    "no mask in one head": lambda scores, mask: torch.cat((causal(scores[:, :-1]), scores[:, -1:].softmax(-1)), dim=1),
+    "no mask beyond 128 tokens": lambda scores, mask: opened(scores, slice(128, None)),
+    "only the last but one sees the last token": lambda scores, mask: opened(scores, slice(-2, None)),
+    "only the first sees the second token": lambda scores, mask: opened(scores, slice(0, 1), slice(0, 2)),
+    "leak of 1e-6": lambda scores, mask: causal(scores) + 1e-6 * scores.softmax(-1),
+    "leak of 1e-12, below rounding": lambda scores, mask: causal(scores) + 1e-12 * scores.softmax(-1),
+    "is_causal with a cache: aligned to the top left": lambda scores, mask: softmax(
         scores, torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    ).softmax(-1),
-    "no mask when a cache is filled in chunks": unmasked_if(lambda layer, scores: scores.size(-2) != scores.size(-1)),
+    ),
+}
+# place -> (layer, scores) -> whether the mask is missing there. The layer knows `group`, query heads per key head, and
+# `dropout`.
+UNMASKED: dict[str, Callable[[Attend, Tensor], bool]] = {
+    "no mask in training": lambda layer, scores: layer.training,
+    "no mask in evaluation": lambda layer, scores: not layer.training,
+    "no mask with dropout": lambda layer, scores: layer.dropout > 0,
+    "no mask under autograd": lambda layer, scores: torch.is_grad_enabled(),
+    "no mask without autograd": lambda layer, scores: not torch.is_grad_enabled(),
+    "no mask for grouped heads": lambda layer, scores: layer.group > 1,
+    "no mask in bfloat16": lambda layer, scores: scores.dtype == torch.bfloat16,
+    "no mask when a cache is filled in chunks": lambda layer, scores: scores.size(-2) != scores.size(-1),
 }
 
 
-def attend_with(weights: Weights) -> Callable[[pytest.MonkeyPatch], None]:
-    """The change to a project whose attention has these weights."""
+def attend_with(
+    weights: Weights, used: Callable[[Attend, Tensor], bool] = lambda layer, scores: True
+) -> Callable[[pytest.MonkeyPatch], None]:
+    """The change to a project whose attention has these weights where used(layer, scores), else correct ones."""
 
     def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
         self.group, self.dropout = q.size(1) // k.size(1), dropout
         k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-        return F.dropout(weights(self, scores, mask), dropout) @ v
+        return F.dropout(weights(scores, mask) if used(self, scores) else causal(scores), dropout) @ v
 
     return lambda patch: patch.setattr(Attend, "forward", forward)
 
 
 MUTANTS = {name: attend_with(weights) for name, weights in WEIGHTS.items()}
+MUTANTS |= {name: attend_with(WEIGHTS["no mask"], used) for name, used in UNMASKED.items()}
 
 
 # ------------------------------------------------------------------------------------- mistakes around the weights
@@ -312,7 +295,7 @@ def do_not_shift_targets(patch: pytest.MonkeyPatch) -> None:
 def fill_the_triangle(patch: pytest.MonkeyPatch) -> None:
     for user in (model.attention, model.gpt):
         patch.setattr(user, "make_causal_mask", lambda T, device=None: torch.ones(T, T, dtype=torch.bool))
-    attend_with(lambda layer, scores, mask: fill(scores, mask).softmax(-1))(patch)  # the fused kernel has its own mask
+    attend_with(softmax)(patch)  # the fused kernel has its own mask
 
 
 MUTANTS["the triangle itself is full"] = fill_the_triangle
@@ -322,44 +305,36 @@ MUTANTS["targets are the inputs"] = do_not_shift_targets
 
 # ------------------------------------------------------------------------------------------------------- the checks
 
-HEADS = (1, 3)  # key heads, of 3
+
+def for_heads(test: Callable, *arguments: object) -> list[partial]:
+    """The calls of a test with one key head and with three, of three."""
+    return [partial(test, *arguments, n_kv_head) for n_kv_head in (1, 3)]
 
 
-def calls(test: Callable, *arguments: Iterable) -> list[partial]:
-    """The calls of a test with all combinations of these arguments."""
-    return [partial(test, *values) for values in product(*arguments)]
-
-
-def on_path(name: str) -> list[partial]:
-    """The test of the future's bits on one way through the model."""
-    return calls(test_leakage.test_changing_the_future_changes_no_bit_of_the_past, [test_leakage.PATHS[name]], HEADS)
-
-
+FUTURE = test_leakage.test_changing_the_future_changes_no_bit_of_the_past
 CHECKS = {
     "certificate": [
         partial(test_causality.test_what_is_causal_passes, 11, 3, torch.float32),
         partial(test_causality.test_what_is_causal_passes, 11, 1, torch.bfloat16),
         partial(test_causality.test_what_is_causal_passes, 131, 3, torch.float32),
     ],
-    "future": on_path("eval"),
-    "training": on_path("train"),
-    "autocast": on_path("autocast"),
-    "weights": on_path("weights"),
-    "inspection": calls(test_capture.test_the_weights_of_earlier_tokens_do_not_move_when_later_tokens_do),
-    "gradient": calls(
-        test_leakage.test_gradient_is_zero_to_the_future_and_not_to_the_past, [test_leakage.plain], HEADS
-    ),
-    "oracle": calls(test_attention.test_layer_equals_three_loops_over_plain_numbers, HEADS),
-    "cache": calls(test_leakage.test_logits_through_the_cache_are_those_of_one_pass, HEADS),
-    "prefix": calls(test_leakage.test_a_prefix_has_the_logits_it_has_inside_the_whole, HEADS),
-    "batch": calls(test_leakage.test_sequences_of_a_batch_do_not_see_each_other),
-    "repeatable": calls(test_leakage.test_the_same_tokens_have_the_same_logits_again),
-    "extreme": calls(test_leakage.test_extreme_scores_hide_no_leak, HEADS),
-    "half": calls(test_attention.test_half_precision_is_finite, [torch.float16, torch.bfloat16]),
-    "long": calls(test_leakage.test_no_token_sees_the_future_of_a_long_text),
-    "parameters": calls(test_gpt.test_gpt2_small_has_its_published_size),
-    "mask": calls(test_gpt.test_one_mask_for_all_layers_wherever_the_model_goes),
-    "targets": calls(test_batches.test_targets_are_the_next_tokens),
+    "future": for_heads(FUTURE, test_leakage.plain),
+    "training": for_heads(FUTURE, test_leakage.training),
+    "autocast": for_heads(FUTURE, test_leakage.autocast),
+    "weights": for_heads(FUTURE, test_leakage.by_weights),
+    "inspection": [test_capture.test_the_weights_of_earlier_tokens_do_not_move_when_later_tokens_do],
+    "gradient": for_heads(test_leakage.test_gradient_is_zero_to_the_future_and_not_to_the_past, test_leakage.plain),
+    "oracle": for_heads(test_attention.test_layer_equals_three_loops_over_plain_numbers),
+    "cache": for_heads(test_leakage.test_logits_through_the_cache_are_those_of_one_pass),
+    "prefix": for_heads(test_leakage.test_a_prefix_has_the_logits_it_has_inside_the_whole),
+    "batch": [test_leakage.test_sequences_of_a_batch_do_not_see_each_other],
+    "repeatable": [test_leakage.test_the_same_tokens_have_the_same_logits_again],
+    "extreme": for_heads(test_leakage.test_extreme_scores_hide_no_leak),
+    "half": [partial(test_attention.test_half_precision_is_finite, dtype) for dtype in (torch.float16, torch.bfloat16)],
+    "long": [test_leakage.test_no_token_sees_the_future_of_a_long_text],
+    "parameters": [test_gpt.test_gpt2_small_has_its_published_size],
+    "mask": [test_gpt.test_one_mask_and_a_tied_head_wherever_the_model_goes],
+    "targets": [test_batches.test_targets_are_the_next_tokens],
 }
 
 
@@ -392,17 +367,12 @@ def kills(check: str, mistake: str) -> bool:
 
 
 def table() -> str:
-    """Format as Markdown which checks notice which mistake, and which tests the checks are."""
+    """Format as Markdown which checks notice which mistake."""
     lines = ["| mistake | certificate | others that notice it |", "|---|---|---|"]
     for mistake in MUTANTS:
         killers = [check for check in CHECKS if kills(check, mistake)]
         certificate = "refuses" if "certificate" in killers else "-"
         lines.append(f"| {mistake} | {certificate} | {', '.join(k for k in killers if k != 'certificate')} |")
-    lines += ["", "| check | tests |", "|---|---|"]
-    for check, tests in CHECKS.items():
-        names = dict.fromkeys(f"`{call.func.__module__.removeprefix('tests.')}.{call.func.__name__}`" for call in tests)
-        values = dict.fromkeys(name for call in tests for name, path in test_leakage.PATHS.items() if path in call.args)
-        lines.append(f"| {check} | {', '.join(names)}{f' [{values.popitem()[0]}]' if values else ''} |")
     return "\n".join(lines)
 
 

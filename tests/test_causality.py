@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,6 @@ import train
 from model import GPT, GPTConfig, ModelError
 from model.attention import Attend, make_causal_mask
 from model.causality import check_causality
-from model.checkpoint import describe_certificate
 from tests.conftest import make_gpt, often, tiny_run
 from training.certificate import certify
 from training.config import TrainError
@@ -118,9 +118,8 @@ def test_the_pair_and_the_size_of_a_leak_are_named(monkeypatch: pytest.MonkeyPat
     see(monkeypatch, mask)
     outcome = check_causality(make_gpt(n_layer=1), V, T)  # a second layer would bring what token 7 sees with it
     assert (outcome.ok, outcome.query, outcome.key) == (False, 3, 7)
-    assert 0 < outcome.size < 100
-    start = f"no, position 3 sees token 7, 4 ahead of it, which moves its logits by up to {outcome.size:.2g} and"
-    assert str(outcome).startswith(start)
+    effect = r"which moves its logits by up to \d.* and a probability by up to 0\.\d* \(with the weights as they are\)"
+    assert re.fullmatch(f"no, position 3 sees token 7, 4 ahead of it, {effect}", str(outcome))
 
 
 @pytest.mark.parametrize("zero", ["o_proj", "final_norm", "q_proj"])
@@ -252,7 +251,6 @@ def test_no_run_begins_with_a_model_that_sees_the_future(run, corpus_file: Path,
     manifest = json.loads((out / "checkpoints" / "step-00000012" / "manifest.json").read_text())
     assert manifest["certificate"]["causal"].startswith("yes, each position")
     assert run(sample, out, "--max_new_tokens", 1).err.startswith("causal: yes, each position")
-    assert describe_certificate({}) == "unknown, the checkpoint has no certificate"
 
     before = sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*") if path.is_file())
     see(monkeypatch, torch.ones(T, T, dtype=torch.bool))

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,9 +63,9 @@ def test_damage_is_named(save) -> None:
     content = path.read_bytes()
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 1
-    for damaged, message in ((flipped, "is damaged: its SHA-256"), (content[:-1], "bytes instead of")):
+    for damaged in (flipped, content[:-1]):
         path.write_bytes(damaged)
-        with pytest.raises(ModelError, match=f"model.safetensors.*{message}"):
+        with pytest.raises(ModelError, match="model.safetensors.* is damaged: its size or SHA-256 is not the one in"):
             GPT.from_pretrained(directory)
     path.unlink()
     with pytest.raises(ModelError, match="has no 'model.safetensors'"):
@@ -86,7 +85,8 @@ def test_what_does_not_belong_to_a_checkpoint_is_named(save, tmp_path: Path) -> 
     (directory / "notes.txt").write_text("mine")
     with pytest.raises(ModelError, match="has 'notes.txt', which is not in the manifest: it does not belong there"):
         verify(directory)
-    (directory / "notes.txt").unlink()
+    (directory / "notes.txt").rename(directory / "README.md")  # a model card, which people may write and edit
+    verify(directory)
     outside = (directory / "trainer.json").rename(tmp_path / "outside.json")
     (directory / "trainer.json").symlink_to(outside)
     with pytest.raises(ModelError, match="trainer.json', which is not a file of this directory"):
@@ -125,20 +125,6 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(save) -> None:
     assert torch.equal(GPT.from_pretrained(save(5, newer)).final_norm.weight, newer.final_norm.weight)
 
 
-@pytest.mark.parametrize("room", [0, 100, 3000, 10_000])
-def test_a_full_disk_leaves_the_old_checkpoints(save, tmp_path: Path, room: int) -> None:
-    save(5)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            save(10)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000005"]
-    verify(tmp_path / "run" / "checkpoints" / "step-00000005")
-
-
 def test_old_checkpoints_go_and_the_best_and_later_ones_stay(save) -> None:
     for step in (3, 5, 10, 15, 20, 25):
         parent = save(step).parent
@@ -146,22 +132,3 @@ def test_old_checkpoints_go_and_the_best_and_later_ones_stay(save) -> None:
     keep_newest(parent, 20, 2, best_step=5)
     left = sorted(path.name for path in parent.iterdir())
     assert left == ["notes", "step-00000005", "step-00000015", "step-00000020", "step-00000025"]
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"model_type": "bert"}, "model_type 'bert', this version reads gpt2, llama, qwen3, nanochat"),
-        ({"tril": 3}, "does not describe a GPT"),
-        ({"vocab_size": 18}, "transformer.wte.weight is \\(17, 15\\), expected \\(18, 15\\)"),
-        ({"n_layer": 3}, "has no tensor transformer.h.2"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_refused(save, change: dict, message: str) -> None:
-    directory = save()
-    (directory / "manifest.json").unlink()
-    directory = directory.rename(directory.with_name("foreign"))
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ModelError, match=message):
-        GPT.from_pretrained(directory)

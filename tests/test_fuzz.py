@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import pickle
 import random
 import resource
@@ -18,15 +17,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 import sample
 from configs import parse
 from configs.script import read_prompt, run_script
 from data.corpus import open_corpus
 from data.tokenizer import load_tokenizer, make_tokenizer
-from model import GPT, ModelError
-from model.checkpoint import describe_certificate, read_optional, with_own_hash
+from model import GPT
+from model.checkpoint import read_optional, with_own_hash
 from tests.conftest import make_gpt, sign
 from training.distributed import Ranks
 from training.options import Config, read_config
@@ -78,24 +76,21 @@ def walk(content: object) -> Iterator[tuple[dict | list, object]]:
 
 @contextmanager
 def bounds() -> Iterator[None]:
-    """Allow ten seconds of work, a minute of waiting, and a GiB more than this process has already."""
+    """Allow ten seconds of work, and a GiB more than this process has already."""
 
     def too_long(*_: object) -> None:
         raise AssertionError(f"took more than {SECONDS} s")
 
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    handlers = {number: signal.signal(number, too_long) for number in (signal.SIGALRM, signal.SIGPROF)}
+    handler = signal.signal(signal.SIGPROF, too_long)
     resource.setrlimit(resource.RLIMIT_AS, (size + GIB, limits[1]))
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of this process: others may be busy
-    signal.alarm(60)
     try:
         yield
     finally:
-        signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGPROF, handler)
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
@@ -134,7 +129,7 @@ def load(directory: Path) -> None:
     """Read what sample.py reads of a checkpoint."""
     model = GPT.from_pretrained(directory / CHECKPOINT)
     load_tokenizer(directory / CHECKPOINT).encode("a b, aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac 12")
-    describe_certificate(read_optional(directory / CHECKPOINT / "manifest.json"))
+    read_optional(directory / CHECKPOINT / "manifest.json", "certificate", "causal")
     model(torch.zeros(1, 1, dtype=torch.int64))
 
 
@@ -309,13 +304,3 @@ def test_a_hostile_file_does_no_harm(intact: Path, monkeypatch: pytest.MonkeyPat
             sign(directory / CHECKPOINT)
         used_or_refused(partial(read, directory))
     assert not Path("canary").exists()
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_refused(intact: Path, value: float) -> None:
-    name, tensors = "transformer.h.1.ln_1.weight", load_file(intact / WEIGHTS)
-    tensors[name][3] = value
-    save_file(tensors, intact / WEIGHTS)
-    sign(intact / CHECKPOINT)
-    with pytest.raises(ModelError, match=f"{name} holds numbers that are not finite"):
-        GPT.from_pretrained(intact / CHECKPOINT)

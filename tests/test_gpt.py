@@ -4,10 +4,8 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from model import GPT, GPTConfig, ModelError
-from model.gpt import padded_linear
 from tests.conftest import make_gpt
 
 
@@ -26,13 +24,7 @@ def test_first_weights_are_gpt2s() -> None:
     assert torch.equal(model.final_norm.weight, torch.ones(64))
 
 
-def test_head_is_tied_and_stays_so() -> None:
-    model = make_gpt()
-    for moved in (model, copy.deepcopy(model), model.double(), model.to("cpu")):
-        assert moved.lm_head.weight is moved.token_embedding.weight
-
-
-def test_one_mask_for_all_layers_wherever_the_model_goes() -> None:
+def test_one_mask_and_a_tied_head_wherever_the_model_goes() -> None:
     triangle = torch.ones(11, 11).tril() == 1
     with torch.device("meta"):
         from_meta = make_gpt()
@@ -41,6 +33,7 @@ def test_one_mask_for_all_layers_wherever_the_model_goes() -> None:
         masks = [block.attention.causal_mask for block in model.blocks]
         assert len({mask.data_ptr() for mask in masks}) == 1
         assert torch.equal(masks[0], triangle)
+        assert model.lm_head.weight is model.token_embedding.weight
 
 
 def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training() -> None:
@@ -52,19 +45,6 @@ def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training() -
     assert len(shares) == 2 * (1 + 2 * 2)
     assert all(0.3 < share < 0.7 for share in shares)
     assert torch.equal(model.eval()(idx), model(idx))
-
-
-def test_padding_the_head_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.randn(5, 13, 7), torch.randn(17, 7, requires_grad=True)
-    plain, padded = F.linear(x, weight), padded_linear(x, weight)
-    torch.testing.assert_close(padded, plain)
-    gradients = [torch.autograd.grad(y.square().sum(), weight)[0] for y in (plain, padded)]
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
-    shapes = []
-    monkeypatch.setattr(F, "linear", lambda x, w: shapes.append(w.shape) or torch.zeros(*x.shape[:-1], len(w)))
-    for rows, width, computed in ((65, 17, 64), (65, 128, 128), (64, 17, 17)):
-        padded_linear(torch.randn(rows, 7), torch.randn(width, 7))
-        assert shapes.pop() == (computed, 7)
 
 
 @pytest.mark.parametrize(

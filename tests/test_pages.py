@@ -53,15 +53,6 @@ def test_links_lead_somewhere(page: str) -> None:
         assert link.startswith("http") or not title or title in titles(target), link
 
 
-def test_figures_py_says_how_every_picture_is_drawn() -> None:
-    script = (DOCS / "figures.py").read_text(encoding="utf-8")
-    for picture in (*DOCS.glob("*.png"), *DOCS.glob("*.svg")):
-        assert f"docs/{picture.name}" in script or f'DOCS / "{picture.name}"' in script, picture.name
-        assert any(f"{picture.name})" in text for text in PAGES.values()), f"no page shows {picture.name}"
-    for command in re.findall(r"^    python (\S+)", script, re.MULTILINE):
-        assert (ROOT / command).is_file(), command
-
-
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the project with a text, to be changed."""

@@ -219,8 +219,8 @@ class Run:
             "scaler": scaler.state_dict(),
             "config": tables(self.config),
         }
-        files, tokenizer = self.corpus.tokenizer_files, self.corpus.tokenizer
-        ends = ([None, *tokenizer.document_start][-1], tokenizer.end_of_text)
+        files, start = self.corpus.tokenizer_files, self.corpus.tokenizer.document_start
+        ends = (start[-1] if start else None, self.corpus.tokenizer.end_of_text)
         try:
             disk.sync(self.metrics)
             save_checkpoint(self.checkpoints, step, model.config, weights, moments, ends, files, trainer, self.about)

@@ -14,7 +14,7 @@ from data.batches import validation_batches
 from data.corpus import Corpus
 from inspection.heads import as_json, head_scores, repeat_probe
 from model import GPT
-from model.sampling import stream
+from model.sampling import Sampler, stream
 from training.config import TrainConfig
 from training.device import autocast
 from training.distributed import Ranks
@@ -73,7 +73,7 @@ class Validation:
         device, tokenizer = model.lm_head.weight.device, self.tokenizer
         with autocast(device, self.dtype):
             idx = torch.tensor([self.prompt], device=device)
-            new = torch.cat([*stream(model, idx, num_tokens, temperature=0.8, top_k=50, seed=0)], dim=1)
+            new = torch.cat([*stream(model, idx, num_tokens, Sampler(temperature=0.8, top_k=50), seed=0)], dim=1)
         text = self.prompt[len(tokenizer.document_start) :] + new[0].tolist()
         return tokenizer.decode([*takewhile(lambda token: token != tokenizer.end_of_text, text)])
 
