@@ -52,7 +52,7 @@ def test_several_samples_differ_and_are_repeatable(run, trained: Path) -> None:
     first = texts(run, *arguments)
     assert len(set(first)) == 3 and texts(run, trained / "checkpoints" / "step-00000012", *arguments[1:]) == first
     out = run(sample, *arguments).out
-    assert all(f"--- sample {n} of 3\n" in out for n in (1, 2, 3))
+    assert all(f"--- prompt 1 of 1, sample {n} of 3\n" in out for n in (1, 2, 3))
 
 
 def test_a_long_prompt_is_said(run, trained: Path) -> None:
@@ -99,18 +99,17 @@ def feed(tokens: list[int], stop: str | None = None) -> tuple[list[str], Text]:
     for token in tokens:
         text.add(token)
         certain.append(text.certain)
-    text.close()
     return certain, text
 
 
 def test_a_text_ends_where_it_should_and_only_certain_characters_are_shown() -> None:
     shown, text = feed(list("a猫b".encode()))  # a character appears when its last byte does
     assert shown == ["a", "a", "a", "a猫", "a猫b"]
-    assert (text.text, text.finish, text.num_tokens) == ("a猫b", "length", 5)
+    assert (text.text, text.finish, text.num_tokens) == ("a猫b", "", 5)
     shown, text = feed(list(b"one. two"), stop=". t")  # even across tokens
     assert shown == ["", "", "", "o", "on", *["one"] * 3] and (text.text, text.finish) == ("one", "stop")
     _, text = feed(list(b"one. "), stop=". t")  # not the stop text after all
-    assert (text.text, text.finish) == ("one. ", "length")
+    assert (text.text, text.finish) == ("one. ", "")
     _, text = feed([*b"one", 256, *b"two"])
     assert (text.text, text.finish, text.num_tokens) == ("one", "end of text", 3)
 
