@@ -91,6 +91,11 @@ class Text:
         if self.stop and self.stop in self.text:
             self.text, self.finish = self.text.partition(self.stop)[0], "stop"
 
+    def close(self) -> None:
+        """Append what is there of the last character, when no more tokens will come."""
+        if self.finish != "stop":
+            self.text += self.stream.end()
+
     @property
     def certain(self) -> str:
         """The text without the last characters, with which the stop text may begin."""
@@ -142,6 +147,7 @@ def main() -> None:
                 break
         tokens.close()  # frees the cache
         for sample, text in enumerate(texts):
+            text.close()
             if is_only:
                 show(text.text[num_shown:] + "\n")
             elif options.json:

@@ -99,6 +99,7 @@ def feed(tokens: list[int], stop: str | None = None) -> tuple[list[str], Text]:
     for token in tokens:
         text.add(token)
         certain.append(text.certain)
+    text.close()
     return certain, text
 
 
@@ -106,6 +107,7 @@ def test_a_text_ends_where_it_should_and_only_certain_characters_are_shown() -> 
     shown, text = feed(list("a猫b".encode()))  # a character appears when its last byte does
     assert shown == ["a", "a", "a", "a猫", "a猫b"]
     assert (text.text, text.finish, text.num_tokens) == ("a猫b", "", 5)
+    assert feed(list("猫".encode())[:2])[1].text == "\ufffd"
     shown, text = feed(list(b"one. two"), stop=". t")  # even across tokens
     assert shown == ["", "", "", "o", "on", *["one"] * 3] and (text.text, text.finish) == ("one", "stop")
     _, text = feed(list(b"one. "), stop=". t")  # not the stop text after all
