@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,16 +46,6 @@ def pattern(name: str, step: int = 400) -> Tensor:
     return scores.masked_fill(~torch.ones(T, T).tril().bool(), float("-inf")).softmax(-1)
 
 
-class Patterns:
-    """Stands for Captured: patterns by layer and head."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def pattern(self, layer: int, head: int) -> Tensor:
-        return pattern(f"{layer}.{head}", self.step)[None]
-
-
 def inspected(step: int = 400) -> Inspection:
     samples = {name: pattern(name, step)[None, -L:, :H] for name in ("entropy", "induction", "ablation")}
     samples["ablation"][:, 0, 1] = float("nan")
@@ -66,7 +57,7 @@ def inspected(step: int = 400) -> Inspection:
         step=step,
         verified="weights match the kernel",
         scores=HeadScores(samples, torch.tensor([1000 / step]), 0.0),
-        att=Patterns(step),
+        att=SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step)[None]),
         influence=influence,
         predictions=[(f"next{i}", (i + 1) / (T + 2)) for i in range(T)],
     )
@@ -192,7 +183,7 @@ def test_heads_are_chosen_and_share_one_scale(show: Callable) -> None:
 
 
 @pytest.mark.long
-def test_the_pointer_reads_weights_and_chooses_a_row(show: Callable) -> None:
+def test_the_pointer_reads_weights_and_chooses_what_the_strips_show(show: Callable) -> None:
     page = show()
     picture, query = page.locator("#picture"), page.locator("#attention .query")
     for row, key in ((7, 2), (5, 5), (10, 0)):
@@ -202,16 +193,10 @@ def test_the_pointer_reads_weights_and_chooses_a_row(show: Callable) -> None:
     assert page.locator("#readout").inner_text() == "query 10 ␣w10" and query.inner_text() == "␣w10"
     picture.click(position=cell(page, 6, 4))
     assert query.inner_text() == "␣w6"
-    page.locator("#attention bdi").nth(8).click()
-    page.locator("#influence bdi").nth(5).hover()
-    assert_read(page, 8, 5)
-
-
-@pytest.mark.long
-def test_strips_show_attention_influence_and_prediction(show: Callable) -> None:
-    page = show()
-    opacity = "(part) => Number(getComputedStyle(part).backgroundColor.match(/[\\d.]+/g)[3] ?? 1)"
     page.locator("#attention bdi").nth(5).click()
+    page.locator("#influence bdi").nth(4).hover()
+    assert_read(page, 5, 4)
+    opacity = "(part) => Number(getComputedStyle(part).backgroundColor.match(/[\\d.]+/g)[3] ?? 1)"
     for strip, row in (("#attention", pattern("0.0")[5]), ("#influence", inspected().influence[5])):
         parts = page.locator(f"{strip} bdi").all()
         shades = [part.evaluate(opacity) for part in parts[:6]]

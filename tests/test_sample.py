@@ -128,14 +128,9 @@ def test_a_terminal_is_not_commanded(monkeypatch: pytest.MonkeyPatch, capsys: py
         (["{run}x"], "x is neither an intact checkpoint nor a run that has one"),
         (["{run}", "--temperature", "-1"], "temperature must be at least 0 and finite, got -1.0"),
         (["{run}", "--num_samples", "0"], "num_samples must be at least 1, got 0"),
-        (["{run}", "--prompt", "@nowhere.txt"], "No such file or directory: nowhere.txt"),
-        (
-            ["{run}", "--prompt", "@{tmp}/latin1.txt"],
-            "can't decode byte 0xe9 in position 3",
-        ),
+        (["{run}", "--prompt", "@{tmp}/latin1.txt"], "can't decode byte 0xe9 in position 3"),
         (["{run}", "--temprature", "1"], "did you mean --temperature?"),
         (["{run}", "--prompt"], "--prompt must be followed by a text"),
-        ([], "checkpoint"),
     ],
 )
 def test_mistakes_get_one_sentence(run, trained: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
