@@ -57,17 +57,6 @@ def test_the_weights_of_earlier_tokens_do_not_move_when_later_tokens_do() -> Non
     assert not torch.equal(shown[0], shown[1])
 
 
-@pytest.mark.parametrize("n_kv_head", [1, 3])
-def test_cached_steps_become_the_triangle_of_one_pass(n_kv_head: int) -> None:
-    model, idx = make_gpt(n_kv_head=n_kv_head).eval(), torch.randint(V, (B, 4))
-    with capture(model) as steps:
-        text = model.generate(idx, 7, temperature=0)
-    steps.verify()
-    whole = run_captured(model, text[:, :-1])
-    for layer in range(L):
-        torch.testing.assert_close(steps.patterns(layer), whole.patterns(layer), rtol=0, atol=1e-6)
-
-
 def test_another_sequence_replaces_the_one_before() -> None:
     model = make_gpt().eval()
     with capture(model) as att:

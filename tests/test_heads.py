@@ -136,6 +136,11 @@ def test_a_probe_repeats_and_its_control_does_not() -> None:
     assert repeat_probe(tokens[:3], 0, 1000) is None and repeat_probe(tokens, 0, 4) is None
 
 
+def loss(model: GPT, text: Tensor) -> Tensor:
+    with torch.no_grad():
+        return F.cross_entropy(model(text)[:, :-1].transpose(1, 2), text[:, 1:], reduction="none").mean(1)
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"n_kv_head": 1}, {"family": "qwen3", "n_embd": 18}, {"family": "nanochat", "n_embd": 18}], ids=str
 )
@@ -152,9 +157,7 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
         torch.testing.assert_close(scores.mean[name], samples.mean(0))
         torch.testing.assert_close(scores.error[name], samples.std(0) / num**0.5, rtol=1e-9, atol=1e-12)
     model.eval()
-    with torch.no_grad():
-        losses = F.cross_entropy(model(text)[:, :-1].transpose(1, 2), text[:, 1:], reduction="none").mean(1)
-    torch.testing.assert_close(scores.losses, losses, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.losses, loss(model, text), rtol=0, atol=1e-5)
     assert head_scores(model, text[:1]).error["sink"].isnan().all()
     assert math.isnan(head_scores(model, text[:1, :1]).losses.item()) and not model.training
     for sequences, name in ((probe.repeated, "induction"), (probe.control, "induction_control")):
@@ -174,11 +177,6 @@ def test_scores_as_json_are_the_rounded_means() -> None:
         torch.testing.assert_close(torch.tensor(rows).double(), scores.mean[name], rtol=0, atol=6e-5)
         assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     assert as_json(head_scores(model, text[:, :1]))["entropy"] == [[None] * H] * L
-
-
-def loss(model: GPT, text: Tensor) -> Tensor:
-    with torch.no_grad():
-        return F.cross_entropy(model(text)[:, :-1].transpose(1, 2), text[:, 1:], reduction="none").mean(1)
 
 
 @pytest.mark.parametrize("mode", ["zero", "mean"])

@@ -174,9 +174,6 @@ def test_checkpoints_make_a_timeline(run, straight: Path, tmp_path: Path, monkey
     assert list(dict.fromkeys(row["step"] for row in rows)) == [4, 8, 12]
     summaries = [each["summary"] for each in data_of(tmp_path / "t.html")["checkpoints"]]
     assert [summary.split(" · ")[0] for summary in summaries] == [f"straight step-{n:08d}" for n in (4, 8, 12)]
-    assert run(inspect_attention, FIRST, "-o", tmp_path / "a.json").exit_code == 0
-    alone = json.loads((tmp_path / "a.json").read_text())["scores"]
-    assert alone == [row for row in rows if row["step"] == 4]
 
 
 def test_a_text_is_continued_and_inspected(run, straight: Path, tmp_path: Path) -> None:
