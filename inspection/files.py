@@ -25,11 +25,10 @@ def write_scores(path: Path, inspections: Sequence[Inspection], heads: Sequence[
     """
     rows = []
     for each in inspections:
-        checkpoint = {"checkpoint": each.name, "step": each.step, "loss": each.loss, "verified": each.verified}
         mean, error = each.scores.mean, each.scores.error
         for head, metric in itertools.product(heads, mean):
             numbers = {"mean": mean[metric][head].item(), "standard_error": error[metric][head].item()}
-            row = checkpoint | {"head": name_of(head), "metric": metric} | numbers
+            row = each.about | {"head": name_of(head), "metric": metric} | numbers
             finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
             rows.append(finite)
     if path.suffix == ".json":
@@ -53,15 +52,9 @@ def write_tensors(path: Path, inspection: Inspection, tokens: torch.Tensor, labe
     for layer in range(len(inspection.att.layers)):
         q, k, _ = inspection.att[layer]
         tensors |= {f"q.{layer}": q.cpu().contiguous(), f"k.{layer}": k.cpu().contiguous()}
-    about = {
-        "checkpoint": inspection.name,
-        "step": inspection.step,
-        "loss": inspection.loss,
-        "verified": inspection.verified,
-        "labels": list(labels),
-    }
+    about = json.dumps(inspection.about | {"labels": list(labels)})
     if path.suffix == ".safetensors":
-        path.write_bytes(save(tensors, metadata={"about": json.dumps(about)}))
+        path.write_bytes(save(tensors, metadata={"about": about}))
     else:
         arrays = {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in tensors.items()}
-        np.savez_compressed(path, about=np.array(json.dumps(about)), **arrays)
+        np.savez_compressed(path, about=np.array(about), **arrays)

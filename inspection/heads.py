@@ -89,6 +89,11 @@ class Inspection:
         """Mean cross-entropy of the measured texts, in nats a token."""
         return self.scores.losses.mean().item()
 
+    @property
+    def about(self) -> dict[str, str | int | float | None]:
+        """Description of the checkpoint in files."""
+        return {"checkpoint": self.name, "step": self.step, "loss": self.loss, "verified": self.verified}
+
 
 @contextmanager
 def evaluating(model: GPT) -> Iterator[None]:
