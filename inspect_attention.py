@@ -5,21 +5,20 @@ Ways to run:
     python inspect_attention.py out/quickstart                                a table of every head
     python inspect_attention.py out/quickstart --text "def f(x):" --heads 2.1 "-1.*"
     python inspect_attention.py out/quickstart --text @a.py -o heads.png -o page.html
-    python inspect_attention.py out/quickstart/checkpoints/* -o timeline.png -o heads.csv
+    python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html -o heads.csv
     python inspect_attention.py out/quickstart --ablate zero                  what each head is worth
 
 Without --text it reads the model's validation text, if that is on this machine.
 """
 
-import os
+import importlib.util
 import shutil
 import sys
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 import numpy as np
@@ -33,29 +32,25 @@ from configs.script import read_prompt, run_script, visible
 from data import DataError
 from data.prepare import find_prepared
 from data.tokenizer import Tokenizer, load_tokenizer
-from inspection import files, page, plots, terminal
+from inspection import files, page, terminal
 from inspection.heads import Inspection, RepeatProbe, ablate, head_scores, influence, repeat_probe
-from inspection.metrics import DEFINITIONS
-from inspection.patterns import Captured, capture
+from inspection.metrics import METRICS
+from inspection.patterns import capture
 from inspection.terminal import Head
 from model import GPT, GPTConfig
 from model.checkpoint import STEP, find_checkpoint, read_optional
 from model.load import load_config
 from training.device import autocast, find_device
-from training.progress import Outliving
 
 FORMATS = (".png", ".svg", ".html", ".npz", ".safetensors", ".csv", ".json")
 NUM_TEXTS, TEXT_LENGTH = 8, 1024  # validation text that is measured: sequences, and the most tokens of each
 SHOWN_LENGTH = 256  # the most tokens of it in a picture
-INFLUENCE_FLOPS = 5e12  # spent on the influence of a page, on a CPU: half a minute
-METRICS = {title: name for name, (title, _) in terminal.COLUMNS.items()}
 
 
 @dataclass(frozen=True)
 class Options:
     __doc__ = f"{__doc__}\nColumns and metrics; A_ij is the weight of query i for key j:\n" + "\n".join(
-        f"    {terminal.COLUMNS[name][0] if name in terminal.COLUMNS else '':8} {name}: {meaning}"
-        for name, meaning in DEFINITIONS.items()
+        f"    {title:8} {name}: {meaning}" for name, (title, _, meaning) in METRICS.items()
     )
 
     checkpoints: tyro.conf.Positional[tuple[Path, ...]]
@@ -66,14 +61,12 @@ class Options:
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer) or "-1.*" (the last layer); after the checkpoints. None: all."""
     generate: int | None = None
-    """Let the (last) model write this many tokens, and inspect them as they are decoded with the cache."""
+    """Let the (last) model continue --text by this many tokens, and inspect them too."""
     ablate: Literal["zero", "mean"] | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """A file to write, any number of times: .png, .svg, .html, .csv, .json, or queries and keys of the last checkpoint
-    as .npz or .safetensors."""
-    sort: Literal[*METRICS] | None = None
-    """Sort the table by this column, the largest first. None: by layer and head."""
+    """A file to write, any number of times: .html, .csv, .json of all checkpoints; of the last one a picture as .png or
+    .svg, or queries and keys as .npz or .safetensors."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -82,15 +75,15 @@ class Options:
     def __post_init__(self) -> None:
         if not self.checkpoints:
             raise ConfigError("which checkpoint? As in: python inspect_attention.py out/quickstart --heads 0.1")
-        if self.generate is not None and self.generate < 1:
-            raise ConfigError(f"generate must be at least 1, got {self.generate}")
+        if self.generate is not None and (self.generate < 1 or self.text is None):
+            raise ConfigError("--generate continues a --text by a number of tokens, at least 1")
         for path in self.output:
             if path.suffix not in FORMATS:
                 raise ConfigError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
-            if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-                raise ConfigError(f"cannot write {path}: it is a directory, or in none that can be written to")
-        if self.sort == "loss" and self.ablate is None:
-            raise ConfigError("loss is what --ablate measures: give that, or another --sort")
+            if not path.parent.is_dir():
+                raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
+            if path.suffix in (".png", ".svg") and importlib.util.find_spec("matplotlib") is None:
+                raise ConfigError("pictures are drawn by matplotlib: pip install -c constraints.txt -e '.[plot]'")
 
 
 @dataclass(frozen=True)
@@ -99,22 +92,13 @@ class Inputs:
 
     measured: Tensor  # (N, T), scores are means over these sequences
     shown: Tensor  # (1, T), the text of the pictures
-    prompt_length: int  # tokens of `shown` that are read at once; generated ones follow, one at a time
     note: str  # describes `measured`
     probe: RepeatProbe | None
 
 
 def main() -> None:
-    options = parse(Options, sys.argv[1:])
-    # A reader that stops early, such as `head`, must not keep the files from being written.
-    with redirect_stdout(Outliving(sys.stdout)) if options.output else nullcontext():
-        inspect(options)
-
-
-def inspect(options: Options) -> None:
     """Inspect the checkpoints, write the outputs, and print the table of the last checkpoint."""
-    if {".png", ".svg"} & {path.suffix for path in options.output}:
-        plots.check_installed()
+    options = parse(Options, sys.argv[1:])
     directories = in_order([find_checkpoint(path) for path in options.checkpoints])
     config, tokenizer = load_config(directories[-1]), load_tokenizer(directories[-1])
     if tokenizer.vocab_size > config.vocab_size:
@@ -122,33 +106,24 @@ def inspect(options: Options) -> None:
     heads = choose_heads(options.heads, config)
     device = find_device(options.device)
     inputs = choose_inputs(options, directories[-1], config, tokenizer, device)
-    probe = inputs.probe
-    if probe is None and options.sort in ("dup", "ind", "(ctrl)"):
-        raise ConfigError(f"{options.sort} needs random tokens that repeat; vocabulary or context is too small here")
     print(visible(f"text:   {inputs.note}"))
     labels = [label(tokenizer, token) for token in inputs.shown[0].tolist()]
     if options.generate:
-        print(f"wrote:  {''.join(labels[inputs.prompt_length :])}")
-    if probe:
-        print(f"probe:  {len(probe.repeated)} x [start, {probe.repeat} random tokens, the same again]")
+        print(f"wrote:  {''.join(labels[-options.generate :])}")
+    if inputs.probe:
+        print(f"probe:  {len(inputs.probe.repeated)} x [start, {inputs.probe.repeat} random tokens, the same again]")
 
     inspections = []
     for directory in directories:
-        if inspections and not any(path.suffix == ".html" for path in options.output):
-            inspections[-1].att.layers.clear()  # only the last one is drawn, and queries and keys are large
         inspections.append(inspect_checkpoint(directory, inputs, heads, tokenizer, device, options))
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
         print(f"        {inspections[-1].verified}", flush=True)
     for path in options.output:
-        path = path.resolve()  # behind a link
-        with TemporaryDirectory(prefix=".tril-", dir=path.parent) as unfinished:  # a failure leaves the old file
-            write(Path(unfinished, path.name), inputs, labels, heads, inspections)
-            os.replace(Path(unfinished, path.name), path)
+        write(path, inputs, labels, heads, inspections)
         print(f"wrote {path}")
     last, width = inspections[-1], shutil.get_terminal_size().columns
-    metric = METRICS[options.sort] if options.sort else None
     print(f"\n{last.name}{', on average' if len(inputs.measured) > 1 else ''}")
-    print(terminal.table(last.scores, heads, metric, width))
+    print(terminal.table(last.scores, heads))
     for head in heads if options.heads else []:
         print(f"\nhead {terminal.name_of(head)}: a line is a query, a character is a key, in the order of the lines")
         print(terminal.triangle(last.att.pattern(*head)[0].cpu(), labels, width))
@@ -165,19 +140,18 @@ def in_order(directories: list[Path]) -> list[Path]:
 
 def choose_heads(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
     """List the heads that match, in the order of the patterns. Raises ConfigError for a head that does not exist."""
-    layers, heads = range(config.n_layer), range(config.n_head)
-    chosen: dict[Head, None] = {}
+    names = {
+        (layer, head): (f"{layer}.{head}", f"{layer - config.n_layer}.{head}")
+        for layer, head in product(range(config.n_layer), range(config.n_head))
+    }
+    chosen = []
     for pattern in patterns or ("*",):
-        found = []
-        for layer, head in product(layers, heads):
-            names = [f"{i}.{j}" for i in (layer, layer - len(layers)) for j in (head, head - len(heads))]
-            if any(fnmatchcase(name, pattern) for name in names):
-                found.append((layer, head))
+        found = [head for head in names if any(fnmatchcase(name, pattern) for name in names[head])]
         if not found:
-            shape = f"{len(layers)} layers of {len(heads)} heads, written as 0.1, 0.* or -1.*"
+            shape = f"{config.n_layer} layers of {config.n_head} heads, written as 0.1, 0.* or -1.*"
             raise ConfigError(f"there is no head {pattern:.80}: the model has {shape}")
-        chosen |= dict.fromkeys(found)
-    return list(chosen)
+        chosen += found
+    return list(dict.fromkeys(chosen))
 
 
 def choose_inputs(
@@ -185,47 +159,43 @@ def choose_inputs(
 ) -> Inputs:
     """Read or generate the text. Raises ConfigError or DataError if there is none, or no room for it."""
     T, num_new = config.context_length, options.generate or 0
-    start = [] if options.text is None or tokenizer.start_of_text is None else [tokenizer.start_of_text]
-    room = T - num_new - len(start)
-    if room < 1:
-        raise ConfigError(f"generate {num_new} leaves no room for a text: the context has {T} tokens")
     if options.text is None:
-        tokens = validation_text(directory)
-        T = min(T, TEXT_LENGTH, len(tokens))
-        starts = np.linspace(0, len(tokens) - T, min(NUM_TEXTS, len(tokens) // T)).astype(int)
-        measured = torch.from_numpy(tokens[starts[:, None] + np.arange(T)].astype(np.int64))
-        shown = measured[:1, : min(SHOWN_LENGTH, room)]
-        note = f"{len(measured)} x {T} tokens of its validation text"
+        measured = validation_texts(directory, min(T, TEXT_LENGTH))
+        shown = measured[:1, :SHOWN_LENGTH]
+        note = f"{len(measured)} x {measured.size(1)} tokens of its validation text"
     else:
-        ids = tokenizer.encode(read_prompt(options.text)).tolist()
-        if not ids:
-            raise ConfigError("the text is empty")
-        note = f"{len(ids)} tokens"
+        start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
+        ids = start + tokenizer.encode(read_prompt(options.text)).tolist()
+        room, note = T - num_new, f"{len(ids)} tokens"
+        if room < 1:
+            raise ConfigError(f"generate {num_new} leaves no room for a text: the context has {T} tokens")
         if len(ids) > room:
-            kept = "last" if num_new else "first"  # generated text continues the end
-            note = f"the {kept} {room} of {note}, which is all that a context of {T} has room for"
-        measured = shown = torch.tensor([start + (ids[-room:] if num_new else ids[:room])])
-    prompt_length = shown.size(1)
-    if num_new:
-        model, precision = load(directory, device, options)
-        with precision:
-            shown = model.generate(shown.to(device), num_new, temperature=0.8, seed=0).cpu()
-        if options.text is not None:
-            measured, note = shown, f"{note}; and {num_new} that it wrote"
+            note = f"the first {room} of {note}, which is all that a context of {T} has room for"
+        measured = shown = torch.tensor([ids[:room]])
+        if num_new:
+            model, precision = load(directory, device, options)
+            with precision:
+                measured = shown = model.generate(shown.to(device), num_new, temperature=0.8, seed=0).cpu()
+            note += f"; and {num_new} that it wrote"
     if measured.size(1) < 2:
-        raise ConfigError("attention is between tokens, and the text has only one")
-    return Inputs(measured, shown, prompt_length, note, make_probe(tokenizer, measured, config))
+        raise ConfigError("attention is between tokens: give a text of two or more")
+    return Inputs(measured, shown, note, make_probe(tokenizer, measured, config))
 
 
-def validation_text(directory: Path) -> np.ndarray:
-    """Return ids the model was not trained on. Raises DataError if they are not on this machine."""
+def validation_texts(directory: Path, T: int) -> Tensor:
+    """Return up to NUM_TEXTS texts that the model was not trained on, evenly spread, (N, T); T is less if they are few.
+
+    Raises DataError if they are not on this machine.
+    """
     trainer = directory / "trainer.json"
-    corpus = find_prepared(
-        read_optional(trainer, "fingerprint"), str(read_optional(trainer, "config", "data", "source"))
-    )
+    source = str(read_optional(trainer, "config", "data", "source"))
+    corpus = find_prepared(read_optional(trainer, "fingerprint"), source)
     if corpus is None:
         raise DataError("the model's validation text is not here: give a text with --text")
-    return corpus.tokens["val"]
+    tokens = corpus.tokens["val"]
+    T = min(T, len(tokens))
+    starts = np.linspace(0, len(tokens) - T, min(NUM_TEXTS, len(tokens) // T)).astype(int)
+    return torch.from_numpy(tokens[starts[:, None] + np.arange(T)].astype(np.int64))
 
 
 def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> RepeatProbe | None:
@@ -248,10 +218,11 @@ def inspect_checkpoint(
         if options.ablate:
             progress = tqdm(heads, unit="head", leave=False, disable=None)
             scores.samples["ablation"] = ablate(model, inputs.measured, progress, options.ablate)
-        att = decode(model, inputs, device)
+        with capture(model) as att, torch.no_grad():
+            model.hidden(inputs.shown.to(device))
         row_error = max(scores.row_error, *att.verify().values())
         if ".html" in {path.suffix for path in options.output}:
-            shares, tokens, probabilities = explain(model, inputs)
+            shares, tokens, probabilities = influence(model, inputs.shown)
             names = [label(tokenizer, token) for token in tokens.tolist()]
             predictions = list(zip(names, probabilities.tolist(), strict=True))
     dtype = str(att[0][0].dtype).removeprefix("torch.")
@@ -259,7 +230,6 @@ def inspect_checkpoint(
         name=visible(name_of_model(directory)),
         step=int(directory.name.removeprefix("step-")) if STEP.fullmatch(directory.name) else None,
         verified=f"weights match the fused kernel: max row error {row_error:.1e} ({dtype}, {device.type})",
-        config=asdict(model.config),
         scores=scores,
         att=att,
         influence=shares,
@@ -274,42 +244,19 @@ def name_of_model(directory: Path) -> str:
     return " ".join(directory.parts[-3::2]) if STEP.fullmatch(directory.name) else directory.name
 
 
-@torch.no_grad()
-def decode(model: GPT, inputs: Inputs, device: torch.device) -> Captured:
-    """Capture the text that is shown: the prompt at once, generated tokens one by one with the cache."""
-    idx = inputs.shown.to(device)
-    caches = model.new_cache(1, idx.size(1)) if inputs.prompt_length < idx.size(1) else None
-    with capture(model) as att:
-        model.hidden(idx[:, : inputs.prompt_length], caches)
-        for position in range(inputs.prompt_length, idx.size(1)):
-            model.hidden(idx[:, position : position + 1], caches)
-    return att
-
-
-def explain(model: GPT, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `influence` for as many rows as INFLUENCE_FLOPS allow, evenly spread, the last among them."""
-    T = inputs.shown.size(1)
-    flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
-    num_rows = T if model.lm_head.weight.is_cuda else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
-    return influence(model, inputs.shown, np.linspace(T - 1, 0, num_rows).astype(int).tolist())
-
-
 def write(path: Path, inputs: Inputs, labels: list[str], heads: list[Head], inspections: list[Inspection]) -> None:
     """Write one output in the format of its suffix."""
-    last, suffix = inspections[-1], path.suffix
-    if suffix in (".csv", ".json"):
+    if path.suffix in (".csv", ".json"):
         about = {"text": inputs.note, "tokens": inputs.shown[0].tolist(), "labels": labels}
         files.write_scores(path, inspections, heads, about)
-    elif suffix in (".npz", ".safetensors"):
-        files.write_tensors(path, last, inputs.shown[0], labels)
-    elif suffix == ".html":
-        num_new = len(labels) - inputs.prompt_length
-        note = f"scores of {inputs.note}; pictures of {inputs.prompt_length} tokens and {num_new} that it wrote"
-        page.write_page(path, note, labels, heads, inspections)
-    elif len(inspections) > 1:
-        plots.draw_timeline(path, inspections, heads)
+    elif path.suffix in (".npz", ".safetensors"):
+        files.write_tensors(path, inspections[-1], inputs.shown[0], labels)
+    elif path.suffix == ".html":
+        page.write_page(path, f"scores of {inputs.note}", labels, heads, inspections)
     else:
-        plots.draw_heads(path, last, heads, labels)
+        from inspection import plots  # imported here because matplotlib is optional
+
+        plots.draw_heads(path, inspections[-1], heads, labels)
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
@@ -324,9 +271,8 @@ def load(directory: Path, device: torch.device, options: Options) -> tuple[GPT, 
     The weights are as they were stored, or float32 if that is asked for.
     """
     model = GPT.read(directory, device, torch.float32 if options.dtype == "float32" else None)
-    name = (
-        read_optional(directory / "manifest.json", "environment", "dtype") if options.dtype == "auto" else options.dtype
-    )
+    of_training = read_optional(directory / "manifest.json", "environment", "dtype")
+    name = of_training if options.dtype == "auto" else options.dtype
     return model, autocast(device, getattr(torch, name) if name in ("bfloat16", "float16") else torch.float32)
 
 

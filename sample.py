@@ -68,22 +68,20 @@ class Options:
         for name in ("max_new_tokens", "num_samples"):
             if getattr(self, name) < 1:
                 raise ModelError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ModelError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
         if not self.prompt:
             raise ModelError("--prompt must be followed by a text")
 
 
 class Text:
-    """A text that grows token by token until it ends; `finish` says why."""
+    """A text that grows token by token until it ends; `finish` says why, and is empty until then."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: Sequence[int] = ()):
         self.stop, self.end_of_text, self.stream = stop or "", tokenizer.end_of_text, tokenizer.stream(prompt)
-        self.text, self.num_tokens, self.finish = "", 0, "length"
+        self.text, self.num_tokens, self.finish = "", 0, ""
 
     def add(self, token: int) -> None:
         """Append a token, unless the text has ended already or ends here."""
-        if self.ended:
+        if self.finish:
             return
         if token == self.end_of_text:
             self.finish = "end of text"
@@ -94,20 +92,14 @@ class Text:
             self.text, self.finish = self.text.partition(self.stop)[0], "stop"
 
     def close(self) -> None:
-        """Append the rest of the last token, when no more will come."""
+        """Append what is there of the last character, when no more tokens will come."""
         if self.finish != "stop":
             self.text += self.stream.end()
-            if self.stop and self.stop in self.text:
-                self.text, self.finish = self.text.partition(self.stop)[0], "stop"
-
-    @property
-    def ended(self) -> bool:
-        return self.finish != "length"
 
     @property
     def certain(self) -> str:
         """The text without the last characters, with which the stop text may begin."""
-        return self.text if self.ended else self.text[: max(0, len(self.text) - len(self.stop))]
+        return self.text if self.finish else self.text[: max(0, len(self.text) - len(self.stop))]
 
 
 def show(text: str) -> None:
@@ -128,8 +120,6 @@ def main() -> None:
 
     start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
     ids = [start + tokenizer.encode(prompt).tolist() or tokenizer.document_start for prompt in prompts]
-    if [] in ids:
-        raise DataError("this model's tokenizer has no token that begins a text: give a --prompt")
     seed = secrets.randbits(32) if options.seed is None else options.seed
     sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
     batches = [torch.tensor([prompt_ids] * options.num_samples, device=device) for prompt_ids in ids]
@@ -153,7 +143,7 @@ def main() -> None:
             if is_only:
                 show(text.certain[num_shown:])
                 num_shown = len(text.certain)
-            if all(text.ended for text in texts):
+            if all(text.finish for text in texts):
                 break
         tokens.close()  # frees the cache
         for sample, text in enumerate(texts):
@@ -162,10 +152,10 @@ def main() -> None:
                 show(text.text[num_shown:] + "\n")
             elif options.json:
                 record = {"prompt_number": number, "sample": sample, "seed": seed, "prompt": prompt, "text": text.text}
-                print(json.dumps(record | {"tokens": text.num_tokens, "finish": text.finish}))
+                print(json.dumps(record | {"tokens": text.num_tokens, "finish": text.finish or "length"}))
             else:
-                which = f"prompt {number + 1} of {len(prompts)}, " if len(prompts) > 1 else ""
-                show(f"--- {which}sample {sample + 1} of {options.num_samples}\n{prompt}{text.text}\n")
+                which = f"prompt {number + 1} of {len(prompts)}, sample {sample + 1} of {options.num_samples}"
+                show(f"--- {which}\n{prompt}{text.text}\n")
 
 
 if __name__ == "__main__":

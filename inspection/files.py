@@ -1,10 +1,6 @@
 """Write inspections to files for further work: scores as csv or json, queries and keys as npz or safetensors.
 
-Nothing is pickled. An npz file gives the weights of every head of a layer back in three lines:
-
-    saved = np.load("attention.npz")
-    q, k = torch.from_numpy(saved["q.5"]), torch.from_numpy(saved["k.5"])
-    weights = attention_weights(q, k, make_causal_mask(k.size(2)))  # (B, H, T, T), from model.attention
+Nothing is pickled. README.md has the three lines that make an npz file the weights of every head again.
 """
 
 import csv
@@ -19,7 +15,6 @@ import torch
 from safetensors.torch import save
 
 from inspection.heads import Inspection
-from inspection.metrics import BY_DISTANCE
 from inspection.terminal import Head, name_of
 
 
@@ -30,14 +25,12 @@ def write_scores(path: Path, inspections: Sequence[Inspection], heads: Sequence[
     """
     rows = []
     for each in inspections:
-        checkpoint = {"checkpoint": each.name, "step": each.step, "loss": each.loss, "verified": each.verified}
         mean, error = each.scores.mean, each.scores.error
         for head, metric in itertools.product(heads, mean):
-            if metric != BY_DISTANCE:
-                numbers = {"mean": mean[metric][head].item(), "standard_error": error[metric][head].item()}
-                row = checkpoint | {"head": name_of(head), "metric": metric} | numbers
-                finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
-                rows.append(finite)
+            numbers = {"mean": mean[metric][head].item(), "standard_error": error[metric][head].item()}
+            row = each.about | {"head": name_of(head), "metric": metric} | numbers
+            finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
+            rows.append(finite)
     if path.suffix == ".json":
         path.write_text(json.dumps({**about, "scores": rows}, indent=1, allow_nan=False) + "\n")
     else:
@@ -52,25 +45,16 @@ def write_tensors(path: Path, inspection: Inspection, tokens: torch.Tensor, labe
 
     q.LAYER (B, H, T_query, D), k.LAYER (B, n_kv_head, T_key, D), tokens (T,), score.METRIC (L, H),
 
-    and "about", which is JSON: checkpoint, step, loss, verified, labels of the tokens, config and dtype. In an
-    npz, which has no bfloat16, such tensors are float32.
+    and "about", which is JSON: checkpoint, step, loss, verified and labels of the tokens. In an npz, which has no
+    bfloat16, such tensors are float32.
     """
-    means = {name: mean for name, mean in inspection.scores.mean.items() if name != BY_DISTANCE}
-    tensors = {"tokens": tokens.cpu()} | {f"score.{name}": mean.float() for name, mean in means.items()}
+    tensors = {"tokens": tokens} | {f"score.{name}": mean.float() for name, mean in inspection.scores.mean.items()}
     for layer in range(len(inspection.att.layers)):
         q, k, _ = inspection.att[layer]
         tensors |= {f"q.{layer}": q.cpu().contiguous(), f"k.{layer}": k.cpu().contiguous()}
-    about = {
-        "checkpoint": inspection.name,
-        "step": inspection.step,
-        "loss": inspection.loss,
-        "verified": inspection.verified,
-        "labels": list(labels),
-        "config": inspection.config,
-        "dtype": str(q.dtype).removeprefix("torch."),
-    }
+    about = json.dumps(inspection.about | {"labels": list(labels)})
     if path.suffix == ".safetensors":
-        path.write_bytes(save(tensors, metadata={"about": json.dumps(about)}))
+        path.write_bytes(save(tensors, metadata={"about": about}))
     else:
         arrays = {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in tensors.items()}
-        np.savez_compressed(path, about=np.array(json.dumps(about)), **arrays)
+        np.savez_compressed(path, about=np.array(about), **arrays)

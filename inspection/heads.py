@@ -7,7 +7,8 @@ The metrics are defined in inspection/metrics.py. Shapes are named as in model/a
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -16,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inspection.metrics import BY_DISTANCE
 from inspection.patterns import Captured, capture
 from model import GPT
 from model.attention import Attend
 
 POSITIONS = 256  # logits are computed for so many positions at a time: V numbers each
+INFLUENCE_FLOPS = 5e12  # spent on influence on a CPU: half a minute
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8, 
 class HeadScores:
     """Metrics of all heads, sequence by sequence."""
 
-    samples: dict[str, Tensor]  # metric -> (N, L, H) float64; BY_DISTANCE -> (N, L, H, 10)
+    samples: dict[str, Tensor]  # metric -> (N, L, H) float64
     losses: Tensor  # (N,) mean cross-entropy of each text, in nats a token
     row_error: float  # the largest error of a row of weights against the kernel; nan if that was not verified
 
@@ -78,7 +79,6 @@ class Inspection:
     name: str  # of the checkpoint, as "quickstart step-00000400"
     step: int | None  # training steps; None: unknown
     verified: str  # one line that says how the weights were verified
-    config: dict  # of the model
     scores: HeadScores
     att: Captured  # queries and keys of the text that is shown, (1, T)
     influence: Tensor | None = None  # (T, T), rows of nan were not computed; None: no row was
@@ -89,6 +89,22 @@ class Inspection:
         """Mean cross-entropy of the measured texts, in nats a token."""
         return self.scores.losses.mean().item()
 
+    @property
+    def about(self) -> dict[str, str | int | float | None]:
+        """Description of the checkpoint in files."""
+        return {"checkpoint": self.name, "step": self.step, "loss": self.loss, "verified": self.verified}
+
+
+@contextmanager
+def evaluating(model: GPT) -> Iterator[None]:
+    """Put the model in eval mode for a while."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
 
 @torch.no_grad()
 def head_scores(model: GPT, text: Tensor, probe: RepeatProbe | None = None, verify: bool = True) -> HeadScores:
@@ -97,8 +113,6 @@ def head_scores(model: GPT, text: Tensor, probe: RepeatProbe | None = None, veri
     Without a probe, duplicate and induction are left out. Raises NotTheKernels if the weights are not those that the
     kernel used; verify=False skips that proof. All ranks of a sharded model have to call this together.
     """
-    was_training = model.training
-    model.eval()
     row_errors = []
 
     def measured(sequences: Tensor, repeat: int | None = None) -> tuple[dict[str, Tensor], Tensor]:
@@ -110,20 +124,18 @@ def head_scores(model: GPT, text: Tensor, probe: RepeatProbe | None = None, veri
             samples.append(att.measured(repeat))
         return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}, torch.cat(losses)
 
-    try:
+    with evaluating(model):
         samples, losses = measured(text)
         if probe is not None:
             for sequences, suffix in ((probe.repeated, ""), (probe.control, "_control")):
                 on_probe, _ = measured(sequences, probe.repeat)
                 samples |= {f"{name}{suffix}": on_probe[name] for name in ("duplicate", "induction")}
-    finally:
-        model.train(was_training)
     return HeadScores(samples, losses, max(row_errors))
 
 
 def as_json(scores: HeadScores) -> dict[str, list[list[float | None]]]:
     """Metric -> L rows of H numbers for JSON: means with four digits after the point, None for what is not finite."""
-    rows = {name: mean.round(decimals=4).tolist() for name, mean in scores.mean.items() if name != BY_DISTANCE}
+    rows = {name: mean.round(decimals=4).tolist() for name, mean in scores.mean.items()}
     return {name: [[x if math.isfinite(x) else None for x in row] for row in table] for name, table in rows.items()}
 
 
@@ -142,10 +154,10 @@ def next_token_losses(model: GPT, hidden: Tensor, idx: Tensor) -> Tensor:
     return torch.cat(losses, dim=1) if losses else hidden.new_full((len(idx), 1), torch.nan)
 
 
-def replace_head(attend: Attend, inputs: tuple, output: Tensor, head: int, value: Tensor | float) -> Tensor:
-    """Forward hook that replaces the output of one head, before the output projection, by (D,) or one number."""
+def replace_head(attend: Attend, inputs: tuple, output: Tensor, head: int, mode: str) -> Tensor:
+    """Forward hook that replaces the output of one head, before the output projection, by zero or its mean."""
     output = output.clone()
-    output[:, head] = value
+    output[:, head] = 0.0 if mode == "zero" else output[:, head].mean((0, 1))
     return output
 
 
@@ -158,66 +170,45 @@ def ablate(
     The head's output becomes zero, or its mean over the text (N, T) (Michel, Levy and Neubig 2019). The model was
     trained for neither, and other heads can take over: this is one measure of importance among several.
     """
-    was_training = model.training
-    model.eval()
     text = text.to(model.lm_head.weight.device)
     rises = torch.full((len(text), model.config.n_layer, model.config.n_head), torch.nan, dtype=torch.float64)
-    inputs, means, hooks = [], [], []
-    for block in model.blocks:
-        hooks.append(block.register_forward_pre_hook(lambda block, given: inputs.append(given[0])))
-        attend = block.attention.attend
-        hooks.append(attend.register_forward_hook(lambda attend, given, output: means.append(output.mean((0, 2)))))
-    try:
-        hidden = model.hidden(text)
-        for hook in hooks:
-            hook.remove()
-        losses = next_token_losses(model, hidden, text).mean(1)
+
+    def losses() -> Tensor:
+        return next_token_losses(model, model.hidden(text), text).mean(1)
+
+    with evaluating(model):
+        before = losses()
         for layer, head in heads:
-            value = 0.0 if mode == "zero" else means[layer][head]
             attend = model.blocks[layer].attention.attend
-            hooks.append(attend.register_forward_hook(partial(replace_head, head=head, value=value)))
-            x = inputs[layer]  # the blocks below are not affected, so the model runs from here on
-            for block in model.blocks[layer:]:
-                x = block(x)
-            hooks.pop().remove()
-            rises[:, layer, head] = (next_token_losses(model, model.final_norm(x), text).mean(1) - losses).cpu()
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(was_training)
+            with attend.register_forward_hook(partial(replace_head, head=head, mode=mode)):
+                rises[:, layer, head] = (losses() - before).cpu()
     return rises
 
 
-def influence(model: GPT, idx: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def influence(model: GPT, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Measure how much each token influences a prediction: the gradient of its log-probability by the embedding.
 
-    idx is (1, T); rows are the positions whose predictions are explained. Returns the norms of the gradients (Simonyan
-    et al. 2014) as shares of their sum, (T, T), nan in all other rows; and for every position the likeliest next token,
-    (T,), and its probability, (T,).
+    idx is (1, T). Returns the norms of the gradients (Simonyan et al. 2014) as shares of their sum, (T, T), a row for
+    each prediction; and for every position the likeliest next token, (T,), and its probability, (T,). On a CPU only as
+    many rows are computed as INFLUENCE_FLOPS allow, evenly spread, the last among them; the others are nan.
     """
+    T, on_gpu = idx.size(1), model.lm_head.weight.is_cuda
+    flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
+    num_rows = T if on_gpu else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
     embedded = []
 
     def hook(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
         return embedded[0]
 
-    was_training, handle = model.training, model.token_embedding.register_forward_hook(hook)
-    model.eval()
-    try:
-        with torch.enable_grad():
-            hidden = model.hidden(idx.to(model.lm_head.weight.device))
-            likeliest = []
-            with torch.no_grad():
-                for part in hidden.split(POSITIONS, dim=1):
-                    likeliest.append(model.logits(part)[0].float().softmax(-1).max(-1))
-            probabilities, tokens = (torch.cat(parts).cpu() for parts in zip(*likeliest, strict=True))
-            shares = torch.full((idx.size(1), idx.size(1)), torch.nan)
-            for row in rows:
-                log_probability = model.logits(hidden[0, row]).float().log_softmax(-1)[tokens[row]]
-                (gradient,) = torch.autograd.grad(log_probability, embedded, retain_graph=True)
-                norms = gradient[0].float().norm(dim=-1)
-                shares[row] = (norms / norms.sum()).cpu()
-    finally:
-        handle.remove()
-        model.train(was_training)
-    return shares, tokens, probabilities
+    shares = torch.full((T, T), torch.nan)
+    with evaluating(model), model.token_embedding.register_forward_hook(hook), torch.enable_grad():
+        hidden = model.hidden(idx.to(model.lm_head.weight.device))[0]
+        with torch.no_grad():
+            probabilities, tokens = model.logits(hidden).float().softmax(-1).max(-1)
+        for row in torch.linspace(T - 1, 0, num_rows).int().tolist():
+            log_probability = model.logits(hidden[row]).float().log_softmax(-1)[tokens[row]]
+            (gradient,) = torch.autograd.grad(log_probability, embedded, retain_graph=True)
+            norms = gradient[0].float().norm(dim=-1)
+            shares[row] = (norms / norms.sum()).cpu()
+    return shares, tokens.cpu(), probabilities.cpu()

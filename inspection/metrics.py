@@ -12,27 +12,22 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-DEFINITIONS = {
-    "entropy": "evenness of a row: -sum_j A_ij ln A_ij divided by its maximum ln(i + 1), for rows i >= 1",
-    "distance": "mean distance in tokens: the sum of A_ij (i - j) over the sum of A_ij",
-    "sink": "weight of the first token, A_i0, for rows i >= 1 (row 0 has no choice)",
-    "current": "weight of the token itself, A_ii, for rows i >= 1",
-    "previous": "weight of the token before, A_i,i-1, for rows i >= 1",
-    "duplicate": "on [start, r_1..r_L, r_1..r_L]: weight from a token of the second copy to its first copy",
-    "induction": "on the same tokens: weight to the token after its first copy, which is the one to predict",
-    "induction_control": "induction on [start, r, r'], where nothing repeats; duplicate_control likewise",
-    "max_logit": "the largest score before the softmax",
-    "ablation": "rise of the loss without the head, in nats a token",
+METRICS = {  # name -> title and format in a table, and definition; A_ij is the weight of query i for key j
+    "entropy": ("entropy", ".2f", "evenness of a row: -sum_j A_ij ln A_ij over its maximum ln(i + 1), for i >= 1"),
+    "distance": ("distance", ".1f", "mean distance in tokens: the sum of A_ij (i - j) over the sum of A_ij"),
+    "sink": ("sink", ".2f", "weight of the first token, A_i0, for i >= 1 (row 0 has no choice)"),
+    "current": ("self", ".2f", "weight of the token itself, A_ii, for i >= 1"),
+    "previous": ("prev", ".2f", "weight of the token before, A_i,i-1, for i >= 1"),
+    "duplicate": ("dup", ".2f", "on [start, r_1..r_L, r_1..r_L]: weight of a token's first copy, from the second"),
+    "induction": ("ind", ".2f", "on the same tokens: weight of the token after its first copy, the one to predict"),
+    "induction_control": ("(ctrl)", ".2f", "induction on [start, r, r'], where nothing repeats; duplicate_control too"),
+    "max_logit": ("logit", ".1f", "the largest score before the softmax"),
+    "ablation": ("loss", "+.4f", "rise of the loss without the head, in nats a token"),
 }
-
-# The share of attention by distance: one number for each interval of distances that begins here, without the first
-# token, and one for the first token.
-BY_DISTANCE = "by_distance"
-DISTANCES = (0, 1, 2, 3, 5, 9, 17, 33, 65)
 
 
 def measure(blocks: Iterable[tuple[int, Tensor, Tensor]], repeat: int | None = None) -> dict[str, Tensor]:
-    """Metric -> (B, H) of one layer in float64 on the CPU, and BY_DISTANCE -> (B, H, 10).
+    """Metric -> (B, H) of one layer in float64 on the CPU.
 
     A block is the position of its first query, then weights and scores (B, H, rows, keys up to the last query).
     repeat: the length L for duplicate and induction; None leaves these two out. A metric without any row is nan.
@@ -42,7 +37,7 @@ def measure(blocks: Iterable[tuple[int, Tensor, Tensor]], repeat: int | None = N
     largest = []
 
     def add(name: str, rows: Tensor) -> None:
-        """Add rows of (B, H, rows) or (B, H, rows, 10)."""
+        """Add rows of (B, H, rows)."""
         exact = torch.float32 if rows.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
         sums[name] = sums[name] + rows.sum(2, dtype=exact)
         num_rows[name] += rows.size(2)
@@ -61,7 +56,6 @@ def measure(blocks: Iterable[tuple[int, Tensor, Tensor]], repeat: int | None = N
         if repeat is not None:
             add("duplicate", at_distance(weights, start, repeat, repeat + 1))
             add("induction", at_distance(weights, start, repeat - 1, repeat + 1))
-        add(BY_DISTANCE, by_distance(later_weights, later_positions))
         largest.append(scores.amax((2, 3)))
     means = {name: total.cpu().double() / num_rows[name] for name, total in sums.items()}
     means["distance"] = means["distance"] / means.pop("mass")
@@ -72,11 +66,3 @@ def at_distance(weights: Tensor, start: int, distance: int, first: int) -> Tenso
     """Weights of the keys `distance` tokens back, of queries from `first` on: (B, H, rows, keys) -> (B, H, queries)."""
     diagonal = weights.diagonal(start - distance, -2, -1)  # begins with the first query that has such a key
     return diagonal[..., max(0, first - max(start, distance)) :]
-
-
-def by_distance(weights: Tensor, positions: Tensor) -> Tensor:
-    """Share of each row's attention by distance: (B, H, rows, keys) of queries at `positions` -> (B, H, rows, 10)."""
-    until = weights.cumsum(-1)
-    back = (positions[:, None] - torch.tensor((*DISTANCES, weights.size(3)), device=weights.device)).clamp(min=0)
-    at_least = until.gather(-1, back.expand(*weights.shape[:2], -1, -1))  # keys at least so far back
-    return torch.cat((at_least[..., :-1] - at_least[..., 1:], weights[..., :1]), dim=-1)

@@ -3,8 +3,7 @@
 The policy in its head lets a browser run the page's own script and style and forbids every request. Jinja escapes
 markup in tokens and names. The rest is in page.html.
 
-A pattern is stored as its lower triangle, row by row, in multiples of 1/65535: first the low bytes of all weights, then
-the high bytes (a tenth to a fifth smaller than in turns), deflated, in base64.
+A pattern is stored as its lower triangle, row by row, in multiples of 1/65535 of two bytes, deflated, in base64.
 """
 
 import base64
@@ -19,7 +18,8 @@ import numpy as np
 from torch import Tensor
 
 from inspection.heads import Inspection
-from inspection.terminal import COLUMNS, Head, grid_columns, kind, name_of, number
+from inspection.metrics import METRICS
+from inspection.terminal import Head, grid_columns, kind, name_of, number
 from model import ModelError
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -28,17 +28,12 @@ MOST_NAMED = 48  # the most tokens that are named beside the large picture
 
 
 def write_page(
-    path: Path,
-    note: str,
-    labels: Sequence[str],
-    heads: Sequence[Head],
-    inspections: Sequence[Inspection],
-    limit: int = LIMIT,
+    path: Path, note: str, labels: Sequence[str], heads: Sequence[Head], inspections: Sequence[Inspection]
 ) -> None:
     """Write the page.
 
     note: says what was measured; labels: the T tokens; heads: those that are shown; inspections: in order, not empty,
-    with influence and predictions. Raises ModelError if the weights would have more than `limit` bytes.
+    with influence and predictions. Raises ModelError if the weights would have more than LIMIT bytes.
     """
     triangles, size = {}, 0
     for checkpoint, inspection in enumerate(inspections):
@@ -47,9 +42,9 @@ def write_page(
         for name, pattern in patterns.items():
             triangles[f"{checkpoint}/{name}"] = encode(pattern)
             size += len(triangles[f"{checkpoint}/{name}"])
-            if size > limit:
+            if size > LIMIT:
                 raise ModelError(
-                    f"{path} would be larger than {limit / 2**20:.4g} MiB: choose fewer heads (--heads), fewer "
+                    f"{path} would be larger than {LIMIT / 2**20:.4g} MiB: choose fewer heads (--heads), fewer "
                     "checkpoints, or a shorter text (--text)"
                 )
     source = TEMPLATE.read_text(encoding="utf-8")
@@ -72,8 +67,7 @@ def encode(pattern: Tensor) -> str:
     """Encode the lower triangle of (T, T)."""
     values = pattern.float().cpu().numpy()[np.tri(len(pattern), dtype=bool)]
     units = np.round(values.clip(0, 1) * 65535).astype("<u2")
-    planes = units.view(np.uint8).reshape(-1, 2).T.tobytes()  # low bytes, high bytes
-    return base64.b64encode(zlib.compress(planes)).decode()
+    return base64.b64encode(zlib.compress(units.tobytes())).decode()
 
 
 def own_hash(source: str, tag: str) -> str:
@@ -85,7 +79,7 @@ def own_hash(source: str, tag: str) -> str:
 def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
     """Return the texts about one checkpoint: about all of it, each head, and each token's prediction."""
     mean = inspection.scores.mean
-    columns = [(name, *COLUMNS[name]) for name in COLUMNS if name in mean]
+    columns = [(name, title, form) for name, (title, form, _) in METRICS.items() if name in mean]
     return {
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
         "kinds": [kind(mean, head) for head in heads],

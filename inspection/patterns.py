@@ -40,20 +40,14 @@ class LayerCalls:
         self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def hook(self, module: Attend, inputs: tuple, output: Tensor) -> None:
-        """Store one call. If its keys do not continue those of the earlier calls, forget the earlier calls."""
+        """Store one call. Where a cache grows, it continues the earlier calls; if not, a new text begins."""
         q, k, _, mask, _ = inputs
         q, k = q.detach(), k.detach().to(q.dtype)
-        if not self.is_continued_by(k[:, :, : -q.size(2)]):
-            self.calls = []
-        self.calls.append((q, k[:, :, self.num_keys :].clone(), mask))  # a copy: the cache is overwritten later
-
-    def is_continued_by(self, past_keys: Tensor) -> bool:
-        """Return True if these keys are those of the earlier calls: a cache is growing. False: a new text begins."""
-        return bool(self.calls) and torch.equal(past_keys, torch.cat([k for _, k, _ in self.calls], dim=2))
-
-    @property
-    def num_keys(self) -> int:
-        return sum(k.size(2) for _, k, _ in self.calls)
+        stored = [keys for _, keys, _ in self.calls]
+        if not stored or not torch.equal(torch.cat(stored, dim=2), k[:, :, : -q.size(2)]):
+            self.calls, stored = [], []
+        num_stored = sum(keys.size(2) for keys in stored)
+        self.calls.append((q, k[:, :, num_stored:].clone(), mask))  # a copy: the cache is overwritten later
 
 
 class Captured:

@@ -22,15 +22,6 @@ def windows(text: list[int], prompt: int) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize("changes", SHAPES, ids=str)
-@pytest.mark.parametrize("length", [1, 5, 11, 25])
-def test_cache_writes_the_same_text_also_past_the_context(changes: dict, length: int) -> None:
-    model, idx = make_gpt(**changes).double(), torch.randint(V, (3, length))  # double: rounding decides nothing
-    cached, uncached = (model.generate(idx, 3 * T, temperature=0, use_cache=use_cache) for use_cache in (True, False))
-    assert cached.shape == (3, length + 3 * T) and torch.equal(cached[:, :length], idx)
-    assert torch.equal(cached, uncached)
-
-
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("length", [2, 11, 25])
 def test_a_full_window_drops_its_older_half(monkeypatch: pytest.MonkeyPatch, use_cache: bool, length: int) -> None:
@@ -45,13 +36,17 @@ def test_a_full_window_drops_its_older_half(monkeypatch: pytest.MonkeyPatch, use
     assert read == expected  # with a cache each token is read once, and half a window again when it was full
 
 
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_a_seed_draws_what_multinomial_draws_from_the_whole_model(use_cache: bool) -> None:
-    model, idx, generator = make_gpt().double().eval(), torch.randint(V, (3, 5)), torch.Generator().manual_seed(7)
+@pytest.mark.parametrize("length", [1, 5, 11, 25])
+def test_a_seed_draws_what_multinomial_draws_from_the_whole_model(changes: dict, use_cache: bool, length: int) -> None:
+    model, idx, generator = make_gpt(**changes).double().eval(), torch.randint(V, (3, length)), torch.Generator()
     text = model.generate(idx, 3 * T, seed=7, use_cache=use_cache)
-    for column in range(idx.size(1), text.size(1)):
-        seen = torch.tensor([windows(row, 5)[column - 5] for row in text.tolist()])
-        probabilities = model(seen)[:, -1].float().softmax(-1)  # temperature 1 unless another is given
+    assert text.shape == (3, length + 3 * T) and torch.equal(text[:, :length], idx)
+    generator.manual_seed(7)
+    seen = zip(*(windows(row, length) for row in text.tolist()), strict=True)
+    for column, window in enumerate(seen, start=length):
+        probabilities = model(torch.tensor(window))[:, -1].float().softmax(-1)  # temperature 1 unless another is given
         assert torch.equal(text[:, column], torch.multinomial(probabilities, 1, generator=generator)[:, 0])
 
 
@@ -62,13 +57,9 @@ def test_same_seed_same_text() -> None:
     before = torch.random.get_rng_state()
     model.generate(idx, 5, seed=7)
     assert torch.equal(torch.random.get_rng_state(), before)  # a seeded call leaves the global generator alone
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_generation_restores_the_mode_of_the_model(training: bool) -> None:
-    model = make_gpt().train(training)
-    model.generate(torch.zeros(1, 1, dtype=torch.long), 2)
-    assert model.training == training
+    assert model.training
+    model.eval().generate(idx, 2)
+    assert not model.training
 
 
 LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()

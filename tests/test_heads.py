@@ -11,12 +11,12 @@ from torch import Tensor
 
 import inspection.heads
 import inspection.patterns
-from inspection import Captured, ablate, as_json, capture, head_scores, influence, repeat_probe
-from inspection.metrics import BY_DISTANCE, DISTANCES, measure
-from inspection.patterns import LayerCalls
+from inspection import Captured, ablate, capture, head_scores, influence, repeat_probe
+from inspection.heads import as_json
+from inspection.metrics import measure
 from model import GPT
-from model.attention import Attend, make_causal_mask
 from tests.conftest import make_gpt
+from tests.test_capture import attend_captured
 
 B, T, V, L, H = 2, 11, 17, 2, 3
 REPEAT = 7  # r_1 to r_7, twice, behind a start
@@ -68,31 +68,12 @@ def test_known_heads_have_their_known_values(name: str, rows: int) -> None:
         assert found[metric].item() == pytest.approx(value, abs=1e-6), metric
 
 
-def test_a_uniform_head_of_fifty_tokens_has_the_published_value() -> None:
-    pattern = torch.ones(101, 101).tril() / torch.arange(1, 102)[:, None]
-    assert measure(in_blocks(pattern, 101), 50)["induction"].item() == pytest.approx(0.0136, abs=5e-5)
-
-
-@pytest.mark.parametrize("rows", [1, 7, 101])
-def test_attention_by_distance_is_the_sum_over_all_pairs(rows: int) -> None:
-    """The first token has a number of its own, the last, and is in no other."""
-    pattern = torch.randn(101, 101).masked_fill(~make_causal_mask(101), -math.inf).softmax(-1)
-    shares = [0.0] * 10
-    for i in range(1, 101):
-        for j in range(i + 1):
-            place = 9 if j == 0 else max(n for n, distance in enumerate(DISTANCES) if distance <= i - j)
-            shares[place] += pattern[i, j].item() / 100
-    found = measure(in_blocks(pattern, rows))[BY_DISTANCE][0, 0]
-    torch.testing.assert_close(found, torch.tensor(shares, dtype=torch.float64), rtol=0, atol=1e-5)
-    assert found.sum().item() == pytest.approx(1, abs=1e-6)
-
-
 def test_a_text_of_one_token_has_no_row_to_measure() -> None:
     found = measure(in_blocks(torch.ones(1, 1), 1))
     assert math.isnan(found["entropy"].item()) and math.isnan(found["sink"].item()) and found["distance"].item() == 0
 
 
-def planted(tokens: Tensor, cached: bool) -> Captured:
+def planted(tokens: Tensor) -> Captured:
     """Three heads made by hand, run through the kernel: previous token, induction, and one of zeros, which is uniform.
 
     An induction head matches its token with the token before each key: q_i = c onehot(tok_i), k_j = c onehot(tok_j-1).
@@ -103,23 +84,14 @@ def planted(tokens: Tensor, cached: bool) -> Captured:
     position, token, earlier = (torch.eye(D)[x] * sharp for x in (torch.arange(length), tokens, before))
     shifted = torch.eye(D)[(torch.arange(length) - 1).clamp(min=0)] * sharp
     q, k = torch.stack((shifted, token, torch.zeros_like(token))), torch.stack((position, earlier, position))
-    attend, mask = Attend(), make_causal_mask(length)
-    layer = LayerCalls(attend)
-    hook = attend.register_forward_hook(layer.hook)
-    for start in range(length) if cached else [0]:
-        end = start + 1 if cached else length
-        k_now = k[None, :, :end]
-        attend(q[None, :, start:end], k_now, torch.randn_like(k_now), mask[start:end, :end], 0.0)
-    hook.remove()
-    return Captured([layer])
+    return attend_captured(q[None], k[None])
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_planted_heads_are_found_through_the_kernel(cached: bool) -> None:
+def test_planted_heads_are_found_through_the_kernel() -> None:
     probe = repeat_probe(torch.arange(V - 2), V - 2, 2 * REPEAT + 1, num=1)
-    att = planted(probe.repeated[0], cached)
+    att = planted(probe.repeated[0])
     assert att.verify()[0] < 1e-5
-    scores, control = att.scores(probe.repeat), planted(probe.control[0], cached).scores(probe.repeat)
+    scores, control = att.scores(probe.repeat), planted(probe.control[0]).scores(probe.repeat)
     assert scores["previous"][0].tolist() == pytest.approx([1, scores["previous"][0, 1].item(), SHARE], abs=1e-6)
     assert scores["induction"][0].tolist() == pytest.approx([0, 1, LATE], abs=1e-6)
     assert scores["duplicate"][0, 2].item() == pytest.approx(LATE, abs=1e-6)
@@ -129,7 +101,7 @@ def test_planted_heads_are_found_through_the_kernel(cached: bool) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 10**9])
 def test_scores_do_not_depend_on_blocks_and_are_those_of_the_patterns(size: int, monkeypatch) -> None:
-    model, idx = make_gpt().eval(), torch.randint(V, (B, T))
+    model, idx = make_gpt(n_kv_head=1).eval(), torch.randint(V, (B, T))
     with capture(model) as att:
         model(idx)
     before = [tensor.clone() for layer in range(L) for tensor in att[layer]]
@@ -164,6 +136,11 @@ def test_a_probe_repeats_and_its_control_does_not() -> None:
     assert repeat_probe(tokens[:3], 0, 1000) is None and repeat_probe(tokens, 0, 4) is None
 
 
+def loss(model: GPT, text: Tensor) -> Tensor:
+    with torch.no_grad():
+        return F.cross_entropy(model(text)[:, :-1].transpose(1, 2), text[:, 1:], reduction="none").mean(1)
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"n_kv_head": 1}, {"family": "qwen3", "n_embd": 18}, {"family": "nanochat", "n_embd": 18}], ids=str
 )
@@ -176,13 +153,11 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
     assert model.training and scores.row_error < 1e-5
     for name, samples in scores.samples.items():
         num = 3 if name.startswith(("duplicate", "induction")) else 5
-        assert samples.shape == ((num, L, H, 10) if name == BY_DISTANCE else (num, L, H))
+        assert samples.shape == (num, L, H)
         torch.testing.assert_close(scores.mean[name], samples.mean(0))
         torch.testing.assert_close(scores.error[name], samples.std(0) / num**0.5, rtol=1e-9, atol=1e-12)
     model.eval()
-    with torch.no_grad():
-        losses = F.cross_entropy(model(text)[:, :-1].transpose(1, 2), text[:, 1:], reduction="none").mean(1)
-    torch.testing.assert_close(scores.losses, losses, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.losses, loss(model, text), rtol=0, atol=1e-5)
     assert head_scores(model, text[:1]).error["sink"].isnan().all()
     assert math.isnan(head_scores(model, text[:1, :1]).losses.item()) and not model.training
     for sequences, name in ((probe.repeated, "induction"), (probe.control, "induction_control")):
@@ -197,16 +172,11 @@ def test_scores_as_json_are_the_rounded_means() -> None:
         scores = head_scores(model, text, repeat_probe(torch.arange(V - 1), V - 1, T, num=1), verify=False)
     found = as_json(scores)
     assert model.training and math.isnan(scores.row_error)
-    assert found.keys() == scores.mean.keys() - {BY_DISTANCE} and "induction_control" in found
+    assert found.keys() == scores.mean.keys() and "induction_control" in found
     for name, rows in found.items():
         torch.testing.assert_close(torch.tensor(rows).double(), scores.mean[name], rtol=0, atol=6e-5)
         assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     assert as_json(head_scores(model, text[:, :1]))["entropy"] == [[None] * H] * L
-
-
-def loss(model: GPT, text: Tensor) -> Tensor:
-    with torch.no_grad():
-        return F.cross_entropy(model(text)[:, :-1].transpose(1, 2), text[:, 1:], reduction="none").mean(1)
 
 
 @pytest.mark.parametrize("mode", ["zero", "mean"])
@@ -238,63 +208,26 @@ def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: st
         o_proj.weight.data = whole
 
 
-@pytest.mark.parametrize("family, positions", [("gpt2", 3), ("nanochat", 256)])
-def test_influence_is_the_derivative_of_the_prediction(family: str, positions: int, monkeypatch) -> None:
-    """Against differences of the log-probability, in float64; nothing comes from the future, or stays behind."""
-    monkeypatch.setattr(inspection.heads, "POSITIONS", positions)
-    model, idx = make_gpt(family=family, n_embd=18, bias=None, tied=False).double(), torch.randint(V, (1, T))
-    shares, tokens, probabilities = influence(model, idx, [4, T - 1])
-    assert model.training and influence(model, idx, [])[0].isnan().all()
+@pytest.mark.parametrize("family", ["gpt2", "nanochat"])
+def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing comes from the future, or stays behind."""
+    model, idx = make_gpt(family=family, n_embd=18, bias=None, tied=False).double(), torch.randperm(V)[None, :T]
+    shares, tokens, probabilities = influence(model, idx)
+    assert model.training
     model.eval()
     likeliest = model(idx)[0].softmax(-1).max(-1)
     assert torch.equal(tokens, likeliest.indices)
     torch.testing.assert_close(probabilities, likeliest.values.float())
-    assert shares.shape == (T, T) and torch.equal(shares[4, 5:], torch.zeros(T - 5))
-    torch.testing.assert_close(shares[[4, T - 1]].sum(-1), torch.ones(2))
-    assert shares.isnan().all(1).sum() == T - 2  # rows that were not asked for
+    assert torch.equal(shares.triu(1), torch.zeros(T, T))
+    torch.testing.assert_close(shares.sum(-1), torch.ones(T))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
+    monkeypatch.setattr(inspection.heads, "INFLUENCE_FLOPS", 3.5 * 2 * T * sum(p.numel() for p in model.parameters()))
+    some, _, _ = influence(model, idx)
+    assert (~some.isnan().any(1)).nonzero().flatten().tolist() == [0, 5, 10] and torch.equal(some[5], shares[5])
 
-    norms, step = [], 1e-5
-    for position in range(5):
-        slopes = []
-        for channel in range(18):
-            ends = []
-            for sign in (1, -1):
-
-                def nudge(module, inputs, y, position=position, channel=channel, sign=sign):
-                    y = y.clone()
-                    y[0, position, channel] += sign * step
-                    return y
-
-                hook = model.token_embedding.register_forward_hook(nudge)
-                ends.append(model(idx)[0, 4].log_softmax(-1)[tokens[4]].item())
-                hook.remove()
-            slopes.append((ends[0] - ends[1]) / (2 * step))
-        norms.append(math.hypot(*slopes))
-    expected = torch.tensor(norms) / sum(norms)
-    torch.testing.assert_close(shares[4, :5], expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.long
-def test_a_small_model_grows_an_induction_head() -> None:
-    """Two layers of attention alone, on random tokens that repeat, at distances that vary: the first can only learn to
-    look at the token before, and the second, through it, where the same token was followed by what comes next.
-    """
-    options = {"family": "llama", "bias": None, "tied": False, "rope_theta": 100.0, "dropout": 0.0}
-    model = make_gpt(n_head=2, n_embd=64, vocab_size=37, context_length=41, **options)
-    model.init_weights()
-    for block in model.blocks:
-        block.mlp = torch.nn.Module()
-        block.mlp.forward = torch.zeros_like
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    for step in range(300):
-        probe = repeat_probe(torch.arange(36), 36, 2 * (5 + step * 7 % 13) + 1, num=32, seed=step + 1)
-        logits, targets = model(probe.repeated)[:, probe.repeat : -1], probe.repeated[:, probe.repeat + 1 :]
-        F.cross_entropy(logits.transpose(1, 2), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    scores = head_scores(model, probe.repeated, repeat_probe(torch.arange(36), 36, 31, num=8, seed=0)).mean
-    assert scores["induction"][1].max() > 0.8
-    assert scores["induction"][0].max() < 0.2 and scores["induction_control"].max() < 0.2
-    assert scores["previous"][0].max() > 0.5
+    rows = model.token_embedding.weight  # each token is there once, so its row has the gradient of its place
+    for position in (4, T - 1):
+        log_probability = model(idx)[0, position].log_softmax(-1)[tokens[position]]
+        norms = torch.autograd.grad(log_probability, rows)[0][idx[0]].norm(dim=-1)
+        torch.testing.assert_close(shares[position], (norms / norms.sum()).float(), rtol=1e-5, atol=1e-6)

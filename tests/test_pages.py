@@ -98,6 +98,8 @@ def test_changes_are_judged_as_the_page_says(change: str, tree: Path) -> None:
         else:
             assert loosened(content) in loosened(said), said
             if "causal: yes" in content:
-                assert "Traceback" not in said and "not those of the kernel" not in said and "near > far" in said, said
+                assert "Traceback" not in said and "not those of the kernel" not in said and "head entropy" in said, (
+                    said
+                )
     tests = run("python -m pytest -x -m 'not long' tests/test_leakage.py", tree)
     assert (" failed" in tests or "FAILED" in tests) == ("leak" in change), tests
