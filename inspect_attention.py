@@ -12,6 +12,7 @@ Without --text it reads the model's validation text, if that is on this machine.
 """
 
 import importlib.util
+import os
 import shutil
 import sys
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 import numpy as np
@@ -80,8 +82,8 @@ class Options:
         for path in self.output:
             if path.suffix not in FORMATS:
                 raise ConfigError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
-            if not path.parent.is_dir():
-                raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
+            if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+                raise ConfigError(f"cannot write {path}: it is a directory, or in none that can be written to")
             if path.suffix in (".png", ".svg") and importlib.util.find_spec("matplotlib") is None:
                 raise ConfigError("pictures are drawn by matplotlib: pip install -c constraints.txt -e '.[plot]'")
 
@@ -119,7 +121,9 @@ def main() -> None:
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
         print(f"        {inspections[-1].verified}", flush=True)
     for path in options.output:
-        write(path, inputs, labels, heads, inspections)
+        with TemporaryDirectory(prefix=".tril-", dir=path.parent) as unfinished:  # a failure leaves the old file
+            write(Path(unfinished, path.name), inputs, labels, heads, inspections)
+            os.replace(Path(unfinished, path.name), path)
         print(f"wrote {path}")
     last, width = inspections[-1], shutil.get_terminal_size().columns
     print(f"\n{last.name}{', on average' if len(inputs.measured) > 1 else ''}")

@@ -68,6 +68,8 @@ class Options:
         for name in ("max_new_tokens", "num_samples"):
             if getattr(self, name) < 1:
                 raise ModelError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ModelError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
         if not self.prompt:
             raise ModelError("--prompt must be followed by a text")
 

@@ -8,7 +8,7 @@ The metrics are defined in inspection/metrics.py. Shapes are named as in model/a
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -173,15 +173,19 @@ def ablate(
     text = text.to(model.lm_head.weight.device)
     rises = torch.full((len(text), model.config.n_layer, model.config.n_head), torch.nan, dtype=torch.float64)
 
-    def losses() -> Tensor:
-        return next_token_losses(model, model.hidden(text), text).mean(1)
-
+    inputs: list[Tensor] = []  # of each block
     with evaluating(model):
-        before = losses()
+        with ExitStack() as hooks:
+            for block in model.blocks:
+                hooks.enter_context(block.register_forward_pre_hook(lambda block, given: inputs.append(given[0])))
+            before = next_token_losses(model, model.hidden(text), text).mean(1)
         for layer, head in heads:
-            attend = model.blocks[layer].attention.attend
+            attend, x = model.blocks[layer].attention.attend, inputs[layer]
             with attend.register_forward_hook(partial(replace_head, head=head, mode=mode)):
-                rises[:, layer, head] = (losses() - before).cpu()
+                for block in model.blocks[layer:]:  # the blocks below are not affected
+                    x = block(x)
+            after = next_token_losses(model, model.final_norm(x), text).mean(1)
+            rises[:, layer, head] = (after - before).cpu()
     return rises
 
 
@@ -205,10 +209,11 @@ def influence(model: GPT, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with evaluating(model), model.token_embedding.register_forward_hook(hook), torch.enable_grad():
         hidden = model.hidden(idx.to(model.lm_head.weight.device))[0]
         with torch.no_grad():
-            probabilities, tokens = model.logits(hidden).float().softmax(-1).max(-1)
+            likeliest = [model.logits(part).float().softmax(-1).max(-1) for part in hidden.split(POSITIONS)]
+        probabilities, tokens = (torch.cat(parts).cpu() for parts in zip(*likeliest, strict=True))
         for row in torch.linspace(T - 1, 0, num_rows).int().tolist():
             log_probability = model.logits(hidden[row]).float().log_softmax(-1)[tokens[row]]
             (gradient,) = torch.autograd.grad(log_probability, embedded, retain_graph=True)
             norms = gradient[0].float().norm(dim=-1)
             shares[row] = (norms / norms.sum()).cpu()
-    return shares, tokens.cpu(), probabilities.cpu()
+    return shares, tokens, probabilities

@@ -228,7 +228,7 @@ def test_without_matplotlib_the_refusal_comes_first(run, straight: Path, tmp_pat
         (["--heads", "0.1", "{run}"], "which checkpoint?"),
         (["{run}", "--heads", "2.0"], "there is no head 2.0: the model has 2 layers of 3 heads"),
         (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .png, .svg, .html,"),
-        (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: there is no directory {tmp}/no"),
+        (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: it is a directory, or in none"),
         (["{run}", "--generate", "1"], "--generate continues a --text by a number of tokens, at least 1"),
         (["{run}", "--text", "1", "--generate", "11"], "generate 11 leaves no room for a text: the context has 11"),
         (["{run}", "--device", "meta"], "device 'meta' cannot be used here"),
