@@ -40,7 +40,7 @@ def make(source: object, tokenizer: str = "bytes", **options: object) -> Corpus:
 
 def read(source: str) -> list[str]:
     """The documents of a source."""
-    return ["".join(document) for document in sources.documents(source)]
+    return ["".join(document) for document in sources.documents(source, "text")]
 
 
 def prepared(parent: Path) -> list[str]:
@@ -107,32 +107,6 @@ def test_folder_glob_and_tables(tmp_path: Path) -> None:
             make(name, text_column="n")
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_hub_data_sets_are_read_where_they_are(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    texts = [f"document {i} of the hub" for i in range(250)]
-    urls = [f"file://{tmp_path}/{shard}.{suffix}" for shard in range(3)]
-    for shard, url in enumerate(urls):
-        rows = datasets.Dataset.from_dict({"text": texts[shard::3], "id": range(len(texts[shard::3]))})
-        (rows.to_parquet if suffix == "parquet" else rows.to_json)(url.removeprefix("file://"))
-
-    def load_dataset_builder(path: str, name: str, revision: str) -> SimpleNamespace:
-        assert (path, name, revision) == ("owner/some", "v2", "refs/convert/parquet")
-        return SimpleNamespace(config=SimpleNamespace(data_files={"train": urls}))
-
-    def load_dataset(path: str, name: str, revision: str, **options: object) -> datasets.IterableDataset:
-        assert (path, name, revision, suffix) == ("owner/some", "v2", "refs/convert/parquet", "jsonl")
-        return load("json", data_files=urls, **options)
-
-    load = datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    source = "hf:owner/some:v2@refs/convert/parquet"
-    assert read(source) == [text for shard in range(3) for text in texts[shard::3]]
-    assert sorted(documents_of(make(source))) == sorted(texts)
-
-
 def test_what_the_hub_would_answer_is_understood(tmp_path: Path) -> None:
     """A directory is to `datasets` what a repository of the hub is: one with a card that names its configurations."""
     import datasets
@@ -151,21 +125,19 @@ def test_what_the_hub_would_answer_is_understood(tmp_path: Path) -> None:
         make(f"hf:{tmp_path}/set")
 
 
-@pytest.mark.parametrize("source", ["hf:", "hf:@main", "hf:a b"])
-def test_a_name_that_is_none_is_refused(source: str) -> None:
-    with pytest.raises(DataError, match="does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does"):
-        make(source)
-
-
 def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def load_dataset_builder(*arguments: object, **options: object) -> None:
+    def load_dataset(path: str, name: str, revision: str, split: str, streaming: bool) -> None:
+        assert (path, name, revision) == ("owner/some", "v2", "refs/convert/parquet")
         raise ConnectionError("no network\nand many more lines")
 
-    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(DataError, match="^cannot read owner/some: ConnectionError: no network$"):
-        make("hf:owner/some")
+        make("hf:owner/some:v2@refs/convert/parquet")
+    for source in ("hf:", "hf:@main", "hf:a b"):
+        with pytest.raises(DataError, match="does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does"):
+            make(source)
 
 
 def test_command_line(run: Callable, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
