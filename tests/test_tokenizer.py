@@ -84,7 +84,6 @@ def test_special_tokens() -> None:
         assert tokenizer.special_tokens == {END_OF_TEXT: size - 1} == {END_OF_TEXT: tokenizer.end_of_text}
         assert tokenizer.start_of_text is None and tokenizer.document_start == [size - 1]
         assert tokenizer.token_bytes(size - 1) == END_OF_TEXT.encode() and tokenizer.decode([size - 1]) == ""
-        assert tokenizer.ordinary_tokens().tolist() == list(range(size - 1))
     for name in ("bytes", "bpe:280"):
         ids = ALL[name].encode(f"a {END_OF_TEXT} b").tolist()
         assert ALL[name].end_of_text not in ids and ALL[name].decode(ids) == f"a {END_OF_TEXT} b"
@@ -132,7 +131,7 @@ def test_unknown_names_are_refused(name: str) -> None:
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match="has no tokenizer that this version can read: .*tokenizer.json"):
+    with pytest.raises(DataError, match="has no tokenizer: there is no tokenizer.json"):
         load_tokenizer(tmp_path)
     save_tokenizer(ALL["bytes"], tmp_path)
     monkeypatch.setattr("data.tokenizer.MOST_JSON", 1000)
