@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import runpy
 import shutil
 import sys
@@ -182,7 +181,7 @@ def test_long_texts_are_cut_where_tokens_are_cut_anyway(text_file: Path, monkeyp
 def test_bpe_learns_from_the_beginning_of_a_large_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (("a", "first words " * 50), ("b", "first words " * 50), ("c", "second " * 200)):
         Path(f"{name}.txt").write_text(text)
-    monkeypatch.setattr(tokenise, "BPE_SAMPLE", 1000)  # ends in the second file
+    monkeypatch.setattr("data.tokenizer.BPE_SAMPLE", 1000)  # ends in the second file
     learned = make("*.txt", "bpe:300").tokenizer.ordinary.values()
     assert b" words" in learned and b"second" not in learned
 
@@ -222,7 +221,7 @@ def test_prepared_once_and_again_when_something_changed(text_file: Path, capsys:
     assert make("a.txt", "chars").directory != first.directory
     text_file.write_text(TEXT + "more", encoding="utf-8")
     second = make("a.txt")
-    assert "its source has changed: preparing it again" in capsys.readouterr().out
+    assert "is damaged, or its source or options have changed: preparing it again" in capsys.readouterr().out
     assert second.directory == first.directory
     assert second.meta["fingerprint"] != first.meta["fingerprint"]
     changed = TEXT.replace("odd", "ODD")  # as many bytes
@@ -250,20 +249,6 @@ def test_an_interrupted_preparation_leaves_nothing(
         assert prepared(Path()) == ["a.txt", *older]
         assert not older or documents_of(open_corpus(Path("mine"))) == [TEXT]
         assert documents_of(prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))) == [text]
-
-
-@pytest.mark.parametrize("size", [0, 20_000])
-def test_a_full_disk_leaves_nothing(text_file: Path, size: int) -> None:
-    """The system refuses to make a file larger than so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        with pytest.raises((OSError, DataError)):
-            make("a.txt")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not prepared(Path("prepared"))
-    assert documents_of(make("a.txt")) == [TEXT]
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +279,7 @@ def test_a_corpus_that_has_changed_is_refused_and_prepared_again(text_file: Path
         make(tmp_path / "copy")
     assert "preparing it again" not in capsys.readouterr().out
     assert documents_of(make("a.txt")) == [TEXT]
-    assert (
-        "train.bin has changed since it was prepared: its SHA-256 is another: preparing it" in capsys.readouterr().out
-    )
+    assert "is damaged, or its source or options have changed: preparing it again" in capsys.readouterr().out
     path = make("a.txt").directory / "tokenizer.json"
     path.write_text(path.read_text().replace('"a":', '"":').replace('"b":', '"a":').replace('"":', '"b":'))
     with pytest.raises(DataError, match="has changed since it was prepared: its fingerprint is not that of its files"):
@@ -349,8 +332,6 @@ def test_a_prepared_directory_is_a_source(text_file: Path, tmp_path: Path) -> No
     assert make(tmp_path / "link").meta == first.meta
     with pytest.raises(DataError, match="was prepared with --data.tokenizer bytes, not chars"):
         make(tmp_path / "link", "chars")
-    with pytest.raises(DataError, match="nothing to write to"):
-        prepare.prepare(DataConfig(str(tmp_path / "link"), "bytes"), tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize("name", ["mine", "mine.tmp"])
@@ -377,20 +358,13 @@ def test_reading_ends_at_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_are_taken_as_they_are(tmp_path: Path) -> None:
-    """Not as patterns, addresses or archives, as the libraries that read tables would."""
-    import datasets
-
+    """Not as patterns, addresses or archives, as the library that reads tables would."""
     (tmp_path / "d").mkdir()
-    names = ["a[1].jsonl", "a1.jsonl", "b*.jsonl", "bc.jsonl", "empty.jsonl", "~x.jsonl", "c:d.jsonl"]
-    names += [name.replace("jsonl", "parquet") for name in names if name != "empty.jsonl"]
+    names = ["a1.jsonl", "a[1].jsonl", "b*.jsonl", "bc.jsonl", "c:d.jsonl", "~x.jsonl"]
     for name in names:
-        row = {"text": name, name: 1}  # no two have the same columns
-        if name.endswith("jsonl"):
-            (tmp_path / "d" / name).write_text(json.dumps(row) + "\n" if name != "empty.jsonl" else "")
-        else:
-            datasets.Dataset.from_list([row]).to_parquet(tmp_path / "d" / "out")
-            (tmp_path / "d" / "out").rename(tmp_path / "d" / name)
-    assert read("d") == sorted(set(names) - {"empty.jsonl"})
+        (tmp_path / "d" / name).write_text(json.dumps({"text": name, name: 1}))  # no two have the same columns
+    (tmp_path / "d" / "empty.jsonl").write_text("")
+    assert read("d") == names
     assert read("d/a[1].jsonl") == ["a[1].jsonl"]
 
 
