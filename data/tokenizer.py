@@ -20,7 +20,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from data import DataError, errors_as_data_error
 from data.encoding import END_OF_TEXT, SPELLING, HubTokenizer, TiktokenTokenizer, Tokenizer, to_bytes
 
-MOST_JSON = 1 << 26  # bytes
 BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
 FILES = ("tokenizer.json", "tokenizer_config.json")
 ANY_CHARACTER = r"[\s\S]"  # means the same to every regex engine
@@ -123,16 +122,10 @@ def save_tokenizer(tokenizer: TiktokenTokenizer, directory: Path) -> None:
 
 
 def read_files(directory: Path) -> dict[str, bytes]:
-    """Read FILES, contents by name. A tokenizer that is not ours may lack tokenizer_config.json.
-
-    Raises DataError if there is no tokenizer.json, or if a file is too large to be a tokenizer.
-    """
+    """Read FILES, contents by name. Raises DataError if there is no tokenizer.json; the other may be missing."""
     paths = [directory / name for name in FILES if (directory / name).is_file()]
     if directory / FILES[0] not in paths:
         raise DataError(f"{directory} has no tokenizer: there is no {FILES[0]}")
-    for path in paths:
-        if path.stat().st_size > MOST_JSON:
-            raise DataError(f"{path} has more than {MOST_JSON} bytes")
     return {path.name: path.read_bytes() for path in paths}
 
 

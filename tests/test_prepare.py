@@ -157,10 +157,13 @@ def test_command_line(run: Callable, text_file: Path, tmp_path: Path, monkeypatc
     assert run(script, "--help").exit_code == 0
 
 
-def test_standard_library_is_a_corpus() -> None:
+def test_standard_library_is_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = sources.files("stdlib")
     assert {"argparse.py", "dataclasses.py"} <= {path.name for path in found} and len(found) > 500
     assert not any("test" in path.parts for path in found) and found == sorted(found)
+    directory = prepare.default_directory(DataConfig("stdlib"), {})
+    monkeypatch.chdir(tmp_path.parent)
+    assert prepare.default_directory(DataConfig("stdlib"), {}) == directory  # wherever one stands
 
 
 def test_long_texts_are_cut_where_tokens_are_cut_anyway(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,13 +369,3 @@ def test_names_are_taken_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "d" / "empty.jsonl").write_text("")
     assert read("d") == names
     assert read("d/a[1].jsonl") == ["a[1].jsonl"]
-
-
-@pytest.mark.parametrize("source", ["stdlib", "hf:owner/name"])
-def test_the_directory_of_a_corpus_does_not_depend_on_where_one_stands(
-    source: str, tmp_path: Path, monkeypatch
-) -> None:
-    config = DataConfig(source)
-    first = prepare.default_directory(config, {})
-    monkeypatch.chdir(tmp_path)
-    assert prepare.default_directory(config, {}) == first
