@@ -204,7 +204,8 @@ def validation_texts(directory: Path, T: int) -> Tensor:
 
 def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> RepeatProbe | None:
     """Draw a probe from the tokens of the text if they are many, because a model may never have seen the others."""
-    ordinary = torch.from_numpy(tokenizer.ordinary_tokens())
+    special = set(tokenizer.special_tokens.values())
+    ordinary = torch.tensor([token for token in range(tokenizer.vocab_size) if token not in special])
     seen = text.unique()
     seen = seen[torch.isin(seen, ordinary)]
     tokens = seen if 2 * len(seen) > min(len(ordinary), 200) else ordinary

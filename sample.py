@@ -122,6 +122,8 @@ def main() -> None:
 
     start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
     ids = [start + tokenizer.encode(prompt).tolist() or tokenizer.document_start for prompt in prompts]
+    if [] in ids:
+        raise DataError("this model's tokenizer has no token that begins a text: give a --prompt")
     seed = secrets.randbits(32) if options.seed is None else options.seed
     sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
     batches = [torch.tensor([prompt_ids] * options.num_samples, device=device) for prompt_ids in ids]

@@ -6,7 +6,6 @@
 Special tokens, such as the end of a text, are never made from text and have no text.
 """
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -69,12 +68,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
         """The bytes that label one token: its text, the name of a special token, or b"" for an unused id."""
-
-    def ordinary_tokens(self) -> np.ndarray:
-        """The ids that stand for text, (n,) int64 in ascending order."""
-        special = set(self.special_tokens.values())
-        ids = [token for token in range(self.vocab_size) if token not in special and self.token_bytes(token)]
-        return np.array(ids, dtype=np.int64)
 
     def stream(self, before: Sequence[int] = ()) -> "TextStream":
         """Decode ids one at a time. before: ids of the prompt, whose text is not repeated."""
@@ -156,9 +149,7 @@ class HubTokenizer(Tokenizer):
         self.name, self.vocab_size = name, max(vocabulary.values()) + 1
         self.end_of_text = vocabulary.get(END_OF_TEXT, vocabulary.get(end))
         sample = self.library.encode("a")
-        self.start_of_text = sample.ids[0] if sample.special_tokens_mask[:1] == [1] else None
-        if self.start_of_text is not None and self.start_of_text >= self.vocab_size:
-            raise ValueError("the token that begins a text is not in its vocabulary")
+        self.start_of_text = vocabulary.get(sample.tokens[0]) if sample.special_tokens_mask[:1] == [1] else None
         self.added = self.library.get_added_tokens_decoder()
         self.special_tokens = {token.content: number for number, token in self.added.items() if token.special}
         self.decoder = repr(self.library.decoder)
@@ -176,6 +167,4 @@ class HubTokenizer(Tokenizer):
             return spelled.encode()
         if "ByteLevel" in self.decoder and all(character in BYTES for character in spelled):
             return to_bytes(spelled)
-        if "ByteFallback" in self.decoder and re.fullmatch("<0x[0-9A-F]{2}>", spelled):
-            return bytes.fromhex(spelled[3:5])
         return spelled.replace("\u2581", " ").encode()  # SentencePiece's sign for a space (Kudo and Richardson 2018)

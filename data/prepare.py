@@ -46,44 +46,24 @@ def prepare(
     """
     corpus = find_prepared(fingerprint, config.source)
     if corpus is None:
-        recipe = make_recipe(config, model)
-        if not is_prepared(config.source):
-            corpus = prepare_source(config, recipe, out, model)
-        elif out is None:
-            corpus = open_source(config, recipe)
+        if config.tokenizer == "model" and model is None:
+            raise DataError("the tokenizer 'model' is that of train.init_from, which is not given")
+        if is_prepared(config.source):
+            corpus = open_source(config, model)
         else:
-            raise DataError(f"{config.source} is a prepared corpus: there is nothing to write to {out}")
+            corpus = prepare_source(config, out, model)
     if fingerprint not in (None, corpus.meta["fingerprint"]):
         raise DataError(f"{config.source} is not the text this run began with: put that back to go on")
     return corpus
 
 
-def make_recipe(config: DataConfig, model: Path | None) -> dict:
-    """Return everything a corpus depends on, apart from the state of its source.
-
-    Raises DataError if the tokenizer of a model is asked for and there is none.
-    """
-    recipe = {"format": FORMAT, **{field.name: getattr(config, field.name) for field in fields(DataConfig)}}
-    recipe["vocabulary"] = None
-    if config.tokenizer == "model":
-        if model is None:
-            raise DataError("the tokenizer 'model' is that of train.init_from, which is not given")
-        load_tokenizer(model)  # a bad one is refused here, where its directory can be named
-        recipe["vocabulary"] = digest(read_files(model))
-    return recipe
-
-
-def digest(tokenizer_files: dict[str, bytes]) -> str:
-    """Return the SHA-256 of a tokenizer's files."""
-    return hashlib.sha256(b"\0".join(tokenizer_files.values())).hexdigest()
-
-
-def open_source(config: DataConfig, recipe: dict) -> Corpus:
+def open_source(config: DataConfig, model: Path | None) -> Corpus:
     """Open a source that is a prepared corpus. Raises DataError if it has another tokenizer than the configuration."""
     corpus = open_corpus(Path(config.source))
-    same = corpus.meta["tokenizer"] == config.tokenizer
-    if recipe["vocabulary"]:
-        same = digest(corpus.tokenizer_files) == recipe["vocabulary"]
+    if config.tokenizer == "model":
+        same = corpus.tokenizer_files == read_files(model)
+    else:
+        same = corpus.meta["tokenizer"] == config.tokenizer
     if not same:
         raise DataError(
             f"{config.source} was prepared with --data.tokenizer {corpus.meta['tokenizer']}, not {config.tokenizer}"
@@ -91,8 +71,9 @@ def open_source(config: DataConfig, recipe: dict) -> Corpus:
     return corpus
 
 
-def prepare_source(config: DataConfig, recipe: dict, out: Path | None, model: Path | None) -> Corpus:
+def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> Corpus:
     """Open the corpus in a directory if it is up to date, else write it. One process at a time; others wait."""
+    recipe = make_recipe(config, model)
     directory = (out or default_directory(config, recipe)).resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f"{directory.name}.tmp")
     recipe["signature"] = sources.signature(config.source)
@@ -100,9 +81,14 @@ def prepare_source(config: DataConfig, recipe: dict, out: Path | None, model: Pa
     # The lock stays: without it, a process that waits for the old file and one that makes a new file could both work.
     with FileLock(directory.with_name(f".{directory.name}.lock")):
         for path in (directory, temporary):
-            refuse_something_else(path)
-        if corpus := open_current(directory, recipe):
-            return corpus
+            if path.exists() and not (path.is_dir() and set(os.listdir(path)) <= CORPUS_FILES):
+                raise DataError(f"{path} exists and is not a prepared corpus: choose another directory")
+        if is_prepared(directory):
+            with suppress(DataError):  # it is damaged
+                corpus = open_corpus(directory)
+                if recipe.items() <= corpus.meta.items():
+                    return corpus
+            print(f"{directory} is damaged, or its source or options have changed: preparing it again")
         shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
         temporary.mkdir()
         try:
@@ -117,6 +103,16 @@ def prepare_source(config: DataConfig, recipe: dict, out: Path | None, model: Pa
     return open_corpus(directory)
 
 
+def make_recipe(config: DataConfig, model: Path | None) -> dict:
+    """Return everything a corpus depends on, apart from the state of its source."""
+    recipe = {"format": FORMAT, **{field.name: getattr(config, field.name) for field in fields(DataConfig)}}
+    recipe["vocabulary"] = None
+    if config.tokenizer == "model":
+        load_tokenizer(model)  # a bad one is refused here, where its directory can be named
+        recipe["vocabulary"] = hashlib.sha256(b"\0".join(read_files(model).values())).hexdigest()
+    return recipe
+
+
 def default_directory(config: DataConfig, recipe: dict) -> Path:
     """Name a directory in PREPARED: readable, with a hash that tells recipes apart."""
     is_local = config.source != "stdlib" and not config.source.startswith("hf:")
@@ -124,27 +120,6 @@ def default_directory(config: DataConfig, recipe: dict) -> Path:
     short = hashlib.sha256(repr((source, recipe)).encode()).hexdigest()[:8]
     name = f"{Path(config.source).stem}-{config.tokenizer}-{short}"
     return PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
-
-
-def refuse_something_else(path: Path) -> None:
-    """Raise DataError if the path exists and holds anything that is not part of a corpus."""
-    if path.exists() and not (path.is_dir() and set(os.listdir(path)) <= CORPUS_FILES):
-        raise DataError(f"{path} exists and is not a prepared corpus: choose another directory")
-
-
-def open_current(directory: Path, recipe: dict) -> Corpus | None:
-    """Return the corpus in a directory. None if there is none, or if it is damaged or out of date, which is printed."""
-    if not is_prepared(directory):
-        return None
-    problem = f"{directory} was made from something else, or its source has changed"
-    try:
-        corpus = open_corpus(directory)
-        if all(corpus.meta.get(key) == value for key, value in recipe.items()):
-            return corpus
-    except DataError as error:
-        problem = error
-    print(f"{problem}: preparing it again")
-    return None
 
 
 def find_prepared(fingerprint: str | None, source: str) -> Corpus | None:

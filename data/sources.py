@@ -6,13 +6,16 @@ corpus nor one long line ever has to fit in memory.
 
 import glob
 import hashlib
-import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data import DataError, errors_as_data_error
+
+if TYPE_CHECKING:
+    import pyarrow
 
 PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of stack
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
@@ -21,28 +24,35 @@ CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
 HIDDEN = re.compile(r"\..*|__pycache__")
 NOT_STDLIB = re.compile(r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*")
 BATCH = 100  # rows of a table that are read at once
-TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # suffix -> builder of `datasets`
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # of `datasets`, by suffix
 
 Document = Iterator[str]
 
 
-def documents(source: str, text_column: str = "text") -> Iterator[Document]:
+def documents(source: str, text_column: str) -> Iterator[Document]:
     """Yield the documents of a source, in a fixed order. Read each one before asking for the next.
 
     source: "stdlib"; a file, folder or glob of text or tables (JSON lines, Parquet, CSV); or a hub data set, as in
-    hf:NAME[:CONFIG][@REVISION]. Raises DataError if there is nothing of this name, or for a file that holds no text.
+    hf:NAME[:CONFIG][@REVISION], of which the training split is read over the network. Raises DataError if there is
+    nothing of this name, or for a file that holds no text.
     """
     if source.startswith("hf:"):
         yield from read_hub(source, text_column)
         return
     for file in files(source):
-        path, kind = str(file), table_kind(file)
-        if kind is None:
-            yield read_text(path)
-        elif path.lower().endswith(".parquet"):
-            yield from read_parquet(path, text_column)
-        elif os.path.getsize(path):  # `datasets` cannot read an empty one
-            yield from read_rows(path, text_column, kind, data_files=[glob.escape(path)])
+        yield from read_file(file, text_column)
+
+
+def read_file(path: Path, text_column: str) -> Iterator[Document]:
+    """Yield the rows of a table, compressed or not, by the name of the file; else the file as one document."""
+    name = re.sub(r"\.(gz|bz2|xz|zst)$", "", path.name.lower())
+    builder = BUILDERS.get(Path(name).suffix)
+    if builder is None:
+        yield read_text(path)
+    elif path.name.lower().endswith(".parquet"):
+        yield from read_parquet(str(path), text_column)
+    elif path.stat().st_size:  # `datasets` cannot read an empty one
+        yield from read_table(str(path), text_column, builder, data_files=[glob.escape(str(path))])
 
 
 def files(source: str) -> list[Path]:
@@ -76,16 +86,8 @@ def signature(source: str) -> str:
     return hashlib.sha256(stamps.encode(errors="surrogateescape")).hexdigest()
 
 
-def table_kind(path: Path) -> str | None:
-    """Return the kind of table that a file is by its name, compressed or not; None for plain text."""
-    return TABLES.get(Path(re.sub(r"\.(gz|bz2|xz|zst)$", "", path.name.lower())).suffix)
-
-
 def read_hub(source: str, text_column: str) -> Iterator[Document]:
-    """Yield the training split of a hub data set, read over the network.
-
-    Raises DataError for a name that cannot be one, or if the hub cannot be read.
-    """
+    """Yield the training split of a hub data set, read over the network. Raises DataError for a name that is none."""
     parts = re.fullmatch(r"hf:([\w./-]+)(?::([^@]+))?(?:@(.+))?", source)
     if not parts:
         raise DataError(f"{source!r} does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
@@ -94,18 +96,18 @@ def read_hub(source: str, text_column: str) -> Iterator[Document]:
     name, config, revision = parts.groups()
     with errors_as_data_error(f"cannot read {name}"):
         splits = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
-        paths = list(map(str, splits.get("train", ())))
+    paths = [str(path) for path in splits.get("train", ())]
     if paths and all(path.endswith(".parquet") for path in paths):
         for path in paths:
             yield from read_parquet(path, text_column)
     else:
-        yield from read_rows(name, text_column, name, name=config, revision=revision)
+        yield from read_table(name, text_column, name, name=config, revision=revision)
 
 
 def read_parquet(path: str, text_column: str) -> Iterator[Document]:
     """Yield the text column of a Parquet file, local or on the hub, one document a row.
 
-    With `pyarrow` itself, because `datasets` needs more memory and time.
+    By `pyarrow` itself: streamed by `datasets`, it may abort the process in the end (apache/arrow#45214).
     """
     import fsspec  # slow to import, like the next one
     import pyarrow.parquet
@@ -115,37 +117,36 @@ def read_parquet(path: str, text_column: str) -> Iterator[Document]:
         fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file,
     ):
         table = pyarrow.parquet.ParquetFile(file)
-        check_column(path, text_column, table.schema_arrow.names)
-        for batch in table.iter_batches(BATCH, columns=[text_column]):
-            yield from as_documents(path, text_column, batch.column(0).to_pylist())
+        columns = [text_column] if text_column in table.schema_arrow.names else None
+        for batch in table.iter_batches(BATCH, columns=columns):
+            yield from as_documents(path, text_column, batch)
 
 
-def read_rows(where: str, text_column: str, *table: object, **options: object) -> Iterator[Document]:
-    """Yield the text column of a table that `datasets` streams, one document a row."""
+def read_table(where: str, text_column: str, table: str, **options: object) -> Iterator[Document]:
+    """Yield the text column of a table that `datasets` streams, one document a row.
+
+    where: for messages. table, options: for `load_dataset`.
+    """
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would report an error a second time
     with errors_as_data_error(f"cannot read {where}"):
-        for batch in datasets.load_dataset(*table, split="train", streaming=True, **options).iter(BATCH):
-            check_column(where, text_column, batch)
-            yield from as_documents(where, text_column, batch[text_column])
+        rows = datasets.load_dataset(table, split="train", streaming=True, **options)
+        for batch in rows.with_format("arrow").iter(BATCH):
+            yield from as_documents(where, text_column, batch)
 
 
-def check_column(where: str, text_column: str, names: Iterable[str]) -> None:
-    """Raise DataError if a table with these columns has no such column."""
-    if text_column not in names:
-        raise DataError(f"{where} has no column {text_column!r}; it has {', '.join(names)}")
-
-
-def as_documents(where: str, text_column: str, texts: list) -> Iterator[Document]:
-    """Yield rows of a table as documents. A null is an empty document."""
-    for text in texts:
+def as_documents(where: str, text_column: str, batch: "pyarrow.Table | pyarrow.RecordBatch") -> Iterator[Document]:
+    """Yield the rows of a batch as documents. A null is an empty document."""
+    if text_column not in batch.column_names:
+        raise DataError(f"{where} has no column {text_column!r}; it has {', '.join(batch.column_names)}")
+    for text in batch.column(text_column).to_pylist():
         if not isinstance(text, str | None):
             raise DataError(f"{where}: the column {text_column!r} holds no text, but {type(text).__name__}")
         yield split(text or "")
 
 
-def read_text(path: str) -> Document:
+def read_text(path: Path) -> Document:
     """Yield a UTF-8 file in pieces. Raises DataError if it is not UTF-8."""
     rest = ""
     with open(path, encoding="utf-8-sig", newline="") as file:

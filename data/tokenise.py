@@ -22,7 +22,6 @@ from data.encoding import HubTokenizer, Tokenizer
 from data.sources import documents
 from data.tokenizer import load_tokenizer, make_tokenizer, read_files, save_tokenizer
 
-BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
 GROUP = 16  # pieces that a thread encodes at a time, since documents may be small
 CHUNK = 1 << 22  # ids that are decoded at a time
 
@@ -44,7 +43,7 @@ def write_corpus(config: DataConfig, recipe: dict, directory: Path, model: Path 
     tokenizer = load_tokenizer(directory)
     counts = write_tokens(config, tokenizer, directory)
     num_tokens = sum(count["tokens"] for count in counts.values())
-    if not config.val_fraction / 2 <= counts["val"]["tokens"] / max(1, num_tokens) <= config.val_fraction * 2:
+    if num_tokens and not config.val_fraction / 2 <= counts["val"]["tokens"] / num_tokens <= config.val_fraction * 2:
         cut_tail(config.val_fraction, tokenizer, directory, counts)  # one document, or too few to share out
     if any(count["tokens"] < 2 or count["bytes"] < 1 for count in counts.values()):
         raise DataError(f"{config.source} has too little text to keep {config.val_fraction:.0%} of it for validation")
@@ -64,8 +63,6 @@ def write_tokenizer(config: DataConfig, directory: Path, model: Path | None) -> 
             (directory / name).write_bytes(content)
         return
     texts = (piece.text for piece in pieces(config))
-    if config.tokenizer.startswith("bpe:"):
-        texts = at_most(texts, BPE_SAMPLE)
     with tqdm(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as bar:
         save_tokenizer(make_tokenizer(config.tokenizer, bar), directory)
 
@@ -101,13 +98,11 @@ def pieces(config: DataConfig, whole: bool = False) -> Iterator[Piece]:
     A document goes to validation by a hash of its first piece, so equal documents are never in both splits.
     """
     for document in documents(config.source, config.text_column):
-        split = None
-        for text in filter(None, ["".join(document)] if whole else document):
-            is_start = split is None
-            if is_start:
+        for number, text in enumerate(filter(None, ["".join(document)] if whole else document)):
+            if number == 0:
                 hashed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
                 split = "val" if hashed < config.val_fraction * 2**64 else "train"
-            yield Piece(text, split, is_start)
+            yield Piece(text, split, number == 0)
 
 
 def encode_in_parallel(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, np.ndarray]]:
@@ -137,28 +132,14 @@ def cut_tail(val_fraction: float, tokenizer: Tokenizer, directory: Path, counts:
     at the end of each CHUNK.
     """
     dtype = dtype_of(tokenizer)
-    with open(directory / "train.bin", "r+b") as train, open(directory / "val.bin", "r+b") as val:
-        train.seek(0, os.SEEK_END)
-        shutil.copyfileobj(val, train)
-        num_tokens = train.tell() // dtype.itemsize
-        num_train = int(num_tokens * (1 - val_fraction))
-        train.seek(num_train * dtype.itemsize)
-        val.seek(0)
-        val.truncate()
-        shutil.copyfileobj(train, val)
-        train.truncate(num_train * dtype.itemsize)
-        val.seek(0)
-        num_bytes = 0
-        while len(ids := np.fromfile(val, dtype, CHUNK)):
-            num_bytes += len(tokenizer.decode(ids.tolist()).encode())
+    train, val = (directory / f"{split}.bin" for split in SPLITS)
+    with open(train, "ab") as file, open(val, "rb") as rest:
+        shutil.copyfileobj(rest, file)
+    tokens = np.memmap(train, dtype, mode="r")
+    num_train, num_bytes = int(len(tokens) * (1 - val_fraction)), 0
+    tokens[num_train:].tofile(val)
+    for first in range(num_train, len(tokens), CHUNK):
+        num_bytes += len(tokenizer.decode(tokens[first : first + CHUNK].tolist()).encode())
+    os.truncate(train, num_train * dtype.itemsize)
     counts["train"] = {"tokens": num_train, "bytes": counts["train"]["bytes"] + counts["val"]["bytes"] - num_bytes}
-    counts["val"] = {"tokens": num_tokens - num_train, "bytes": num_bytes}
-
-
-def at_most(texts: Iterator[str], size: int) -> Iterator[str]:
-    """Yield texts until they have `size` characters."""
-    for text in texts:
-        yield text
-        size -= len(text)
-        if size <= 0:
-            return
+    counts["val"] = {"tokens": len(tokens) - num_train, "bytes": num_bytes}

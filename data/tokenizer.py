@@ -10,7 +10,7 @@ tokenizer.json of their own, which is used as it is (data/encoding.py).
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import tiktoken
@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from data import DataError, errors_as_data_error
 from data.encoding import END_OF_TEXT, SPELLING, HubTokenizer, TiktokenTokenizer, Tokenizer, to_bytes
 
+BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
 MOST_JSON = 1 << 26  # bytes
 FILES = ("tokenizer.json", "tokenizer_config.json")
 ANY_CHARACTER = r"[\s\S]"  # means the same to every regex engine
@@ -68,10 +69,22 @@ def train_bpe(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
     )
     learner = tokenizers.Tokenizer(models.BPE())
     learner.pre_tokenizer = split_into_bytes(WORDS)
-    # Training takes quadratic time in the length of a word, so a line without a space must not be one word.
-    learner.train_from_iterator((text[i : i + 4096] for text in texts for i in range(0, len(text), 4096)), trainer)
+    learner.train_from_iterator(bpe_sample(texts), trainer)
     vocabulary = learner.get_vocab()
     return build(name, WORDS, [to_bytes(token) for token in sorted(vocabulary, key=vocabulary.get)])
+
+
+def bpe_sample(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts until they have BPE_SAMPLE characters.
+
+    Training takes quadratic time in the length of a word, so they are cut: a line without a space must not be one word.
+    """
+    num_characters = 0
+    for text in texts:
+        yield from (text[i : i + 4096] for i in range(0, len(text), 4096))
+        num_characters += len(text)
+        if num_characters >= BPE_SAMPLE:
+            return
 
 
 def split_into_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -110,18 +123,16 @@ def save_tokenizer(tokenizer: TiktokenTokenizer, directory: Path) -> None:
 
 
 def read_files(directory: Path) -> dict[str, bytes]:
-    """Read FILES, contents by name. A tokenizer that is not ours may lack tokenizer_config.json.
+    """Read FILES, contents by name; tokenizer_config.json may be missing.
 
     Raises DataError if there is no tokenizer.json, or if a file is too large to be a tokenizer.
     """
-    with errors_as_data_error(f"{directory} has no tokenizer that this version can read"):
-        paths = [directory / name for name in FILES if (directory / name).is_file()]
-        if directory / FILES[0] not in paths:
-            raise ValueError(f"there is no {FILES[0]}")
-        for path in paths:
-            if path.stat().st_size > MOST_JSON:
-                raise ValueError(f"{path.name} has more than {MOST_JSON} bytes")
-        return {path.name: path.read_bytes() for path in paths}
+    paths = [directory / name for name in FILES if (directory / name).is_file()]
+    if directory / FILES[0] not in paths:
+        raise DataError(f"{directory} has no tokenizer: there is no {FILES[0]}")
+    if max(path.stat().st_size for path in paths) > MOST_JSON:
+        raise DataError(f"{directory} has a tokenizer of more than {MOST_JSON} bytes")
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

@@ -15,9 +15,9 @@ from data.prepare import DataConfig, prepare
 from data.tokenizer import FILES
 from model import GPT
 from tests.conftest import metrics, same_bits, tiny_run, weights
+from tests.test_hub_tokenizer import KINDS, put
 from tests.test_huggingface import SHAPES, make
 from tests.test_huggingface import save as save_model
-from tests.test_tokenizer import train_their_bpe
 
 
 def options(init_from: Path, source: Path, out: Path, **changes: object) -> list[str]:
@@ -74,7 +74,8 @@ def test_a_model_of_others_is_tuned_resumed_and_sampled(run, name: str, corpus_f
 
 
 def test_a_text_begins_and_ends_as_the_model_knows_it(run, corpus_file: Path, tmp_path: Path) -> None:
-    theirs = train_their_bpe(tmp_path)
+    theirs = KINDS["llama"]
+    put(theirs, tmp_path)
     config = replace(make("llama 3").config, vocab_size=theirs.get_vocab_size())
     base = save_model(GPT(config), tmp_path / "made").rename(tmp_path / "base")
     (base / "manifest.json").unlink()
@@ -82,7 +83,7 @@ def test_a_text_begins_and_ends_as_the_model_knows_it(run, corpus_file: Path, tm
         shutil.copyfile(tmp_path / file, base / file)
 
     assert run(train, *options(base, corpus_file, tmp_path / "out", train__max_steps=1)).exit_code == 0
-    begin, end = (theirs.token_to_id(token) for token in ("<|begin|>", "<|end|>"))
+    begin, end = (theirs.token_to_id(token) for token in ("<s>", "</s>"))
     tokens = open_corpus(next((tmp_path / "prepared").glob("corpus-model-*"))).tokens["train"][:20].tolist()
     assert tokens == [end, begin, *theirs.encode(corpus_file.read_text()).ids[1:19]]
     saved = json.loads((tmp_path / "out" / "checkpoints" / "step-00000001" / "config.json").read_text())

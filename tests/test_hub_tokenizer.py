@@ -1,7 +1,6 @@
 """Any tokenizer.json is used as it is: the ids of `transformers`, and the text that its own decoder writes."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +13,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import inspect_attention
 import sample
-import train
 from data import DataError, prepare, sources
-from data.corpus import open_corpus
 from data.encoding import HubTokenizer
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, FILES, load_tokenizer
 from model import GPT
-from tests.test_finetune import options
 from tests.test_huggingface import make
 from tests.test_huggingface import save as save_model
 from tests.test_tokenizer import TEXT
@@ -49,21 +45,6 @@ def llama() -> tokenizers.Tokenizer:
     return learner
 
 
-def unigram() -> tokenizers.Tokenizer:
-    """SentencePiece's other model; what it has not seen is unknown to it."""
-    learner = tokenizers.Tokenizer(models.Unigram())
-    learner.pre_tokenizer, learner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=59,
-        special_tokens=SPECIALS,
-        unk_token="<unk>",
-        initial_alphabet=sorted(set(KNOWN)),
-        show_progress=False,
-    )
-    learner.train_from_iterator([KNOWN], trainer)
-    return learner
-
-
 def digits() -> tokenizers.Tokenizer:
     """As of SmolLM: byte-level BPE with digits cut apart, and no token for the byte 0."""
     learner = tokenizers.Tokenizer(models.BPE())
@@ -77,7 +58,7 @@ def digits() -> tokenizers.Tokenizer:
     return learner
 
 
-KINDS = {"llama": llama(), "unigram": unigram(), "digits": digits()}
+KINDS = {"llama": llama(), "digits": digits()}
 
 
 def put(theirs: tokenizers.Tokenizer, directory: Path, **changes: object) -> Path:
@@ -132,20 +113,17 @@ def test_a_stream_gives_the_text_that_their_decoder_writes(kind: str, ours: HubT
     check()
 
 
-def test_special_tokens_in_a_text_are_text(kind: str, ours: HubTokenizer) -> None:
+def test_special_tokens_in_a_text_are_text(ours: HubTokenizer) -> None:
     ids = ours.encode("the <s> cat").tolist()
-    if kind != "unigram":  # its model finds them by itself
-        assert not {1, 2} & set(ids) and ours.decode([1, *ids, 2]) == "the <s> cat"
+    assert not {1, 2} & set(ids) and ours.decode([1, *ids, 2]) == "the <s> cat"
 
 
 def test_tokens_have_labels(tmp_path: Path) -> None:
     ours = {name: load_tokenizer(put(theirs, tmp_path / name)) for name, theirs in KINDS.items()}
-    for name, start in (("llama", b" "), ("unigram", b" "), ("digits", b"")):
+    for name, start in (("llama", b" "), ("digits", b"")):
         spelled = b"".join(map(ours[name].token_bytes, ours[name].encode("the cat").tolist()))
         assert spelled == start + b"the cat"
         assert [ours[name].token_bytes(token) for token in (1, 2, 10**6)] == [b"<s>", b"</s>", b""]
-        assert ours[name].ordinary_tokens().tolist() == list(range(3, ours[name].vocab_size))
-    assert [ours["llama"].token_bytes(token) for token in (3, 3 + 255)] == [b"\x00", b"\xff"]
     assert b"".join(map(ours["digits"].token_bytes, ours["digits"].encode("é").tolist())) == "é".encode()
     assert ours["digits"].decode(ours["digits"].encode("a\0b").tolist()) == "ab"  # without a token for the byte 0
 
@@ -159,30 +137,42 @@ def test_tokens_have_labels(tmp_path: Path) -> None:
         (None, None),
     ],
 )
-def test_the_end_of_a_text_may_be_unknown(run, change: dict | None, end: int | None, tmp_path: Path) -> None:
+def test_the_end_of_a_text_may_be_unknown(change: dict | None, end: int | None, tmp_path: Path) -> None:
     directory = put(KINDS["digits"], tmp_path / "tokenizer", **(change or {}))
     if change is None:
         (directory / FILES[1]).unlink()
     ours = load_tokenizer(directory)
     assert ours.end_of_text == end and ours.document_start == ([] if end is None else [end])
-    (tmp_path / "a.txt").write_text(KNOWN, encoding="utf-8")
-    corpus = prepare.prepare(DataConfig(str(tmp_path / "a.txt"), "model"), tmp_path / "corpus", model=directory)
-    ids = [*corpus.tokens["train"].tolist(), *corpus.tokens["val"].tolist()]
-    assert ids == ours.document_start + ours.encode(KNOWN).tolist()
-    assert corpus.tokenizer_files == {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def put_model(kind: str, tmp_path: Path, **changes: object) -> Path:
+    """A model from elsewhere with a tokenizer of theirs. It has ids to spare, as some do."""
+    config = replace(make("llama").config, vocab_size=KINDS[kind].get_vocab_size() + 2)
+    model = save_model(GPT(config), tmp_path / "made").rename(tmp_path / "model")
+    (model / "manifest.json").unlink()
+    return put(KINDS[kind], model, **changes)
 
 
 def test_without_an_end_or_a_start_only_a_prompt_can_be_continued(run, tmp_path: Path) -> None:
-    model = GPT(
-        replace(make("llama").config, vocab_size=KINDS["digits"].get_vocab_size() + 2)
-    )  # some have ids to spare
-    checkpoint = save_model(model, tmp_path / "made").rename(tmp_path / "base")
-    (checkpoint / "manifest.json").unlink()
-    put(KINDS["digits"], checkpoint, eos_token=None)
-    result = run(sample, checkpoint)
+    model = put_model("digits", tmp_path, eos_token=None)
+    result = run(sample, model)
     assert result.exit_code == 2 and result.err.count("\n") == 1, result.err
-    result = run(sample, checkpoint, "--prompt", "the", "--max_new_tokens", 7, "--json")
+    result = run(sample, model, "--prompt", "the", "--max_new_tokens", 7, "--json")
     assert json.loads(result.out)["tokens"] == 7
+
+
+def test_a_model_from_elsewhere_is_sampled_and_inspected(run, tmp_path: Path) -> None:
+    model = put_model("llama", tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(model)
+    for prompt in ("the cat", ""):
+        answer = run(sample, model, "--prompt", prompt, "--temperature", 0, "--max_new_tokens", 9, "--json")
+        prompt_ids = theirs(prompt, return_tensors="pt")["input_ids"]
+        ids = GPT.from_pretrained(model).generate(prompt_ids, 9, temperature=0)[0].tolist()
+        assert prompt + json.loads(answer.out)["text"] == theirs.decode(ids, skip_special_tokens=True)
+    result = run(inspect_attention, model, "--text", "the é", "--heads", "0.0")
+    assert result.exit_code == 0, result.err
+    for label in ("⟦<s>⟧", "␣the", "<0xC3>", "<0xA9>"):
+        assert label in result.out
 
 
 def test_the_end_of_gpt2_is_preferred(tmp_path: Path) -> None:
@@ -205,6 +195,7 @@ def test_a_document_has_the_ids_of_the_whole(
     assert ids == ours.document_start + KINDS[kind].encode(text, add_special_tokens=False).ids
     assert corpus.meta["train"]["bytes"] + corpus.meta["val"]["bytes"] == len(text.encode())
     assert 0.07 < corpus.meta["val"]["bytes"] / len(text.encode()) < 0.13
+    assert corpus.tokenizer_files == {file: (tmp_path / "tokenizer" / file).read_bytes() for file in FILES}
 
 
 def test_one_that_cuts_or_fills_texts_does_so_elsewhere_only(tmp_path: Path) -> None:
@@ -238,41 +229,3 @@ def test_a_file_that_the_library_cannot_use_is_refused_in_a_sentence(change: dic
         assert "\n" not in str(error)
     else:
         assert change["model"].get("continuing_subword_prefix")
-
-
-@pytest.mark.long
-def test_a_model_is_tuned_resumed_sampled_and_inspected(run, corpus_file: Path, tmp_path: Path) -> None:
-    put(KINDS["llama"], tmp_path / "tokenizer")
-    config = replace(make("llama").config, vocab_size=KINDS["llama"].get_vocab_size() + 2)
-    base = save_model(GPT(config), tmp_path / "made").rename(tmp_path / "base")
-    (base / "manifest.json").unlink()
-    for file in FILES:
-        shutil.copyfile(tmp_path / "tokenizer" / file, base / file)
-    arguments = options(base, corpus_file, tmp_path / "out", train__max_steps=2, train__schedule="wsd")
-    assert run(train, *arguments).exit_code == 0
-    shutil.rmtree(base)
-    result = run(train, "--resume", tmp_path / "out", "--train.max_steps", 4)
-    assert result.exit_code == 0, result.err
-    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000004"
-    assert all((checkpoint / file).read_bytes() == (tmp_path / "tokenizer" / file).read_bytes() for file in FILES)
-    saved = json.loads((checkpoint / "config.json").read_text())
-    assert (saved["bos_token_id"], saved["eos_token_id"]) == (1, 2)
-    corpus = open_corpus(next((tmp_path / "prepared").glob("corpus-model-*")))
-    assert corpus.meta["train"]["bytes"] + corpus.meta["val"]["bytes"] == corpus_file.stat().st_size
-    theirs = transformers.AutoTokenizer.from_pretrained(checkpoint)
-    for prompt in ("the cat", ""):
-        answer = run(sample, checkpoint, "--prompt", prompt, "--temperature", 0, "--max_new_tokens", 9, "--json")
-        prompt_ids = theirs(prompt, return_tensors="pt")["input_ids"]
-        ids = GPT.from_pretrained(checkpoint).generate(prompt_ids, 9, temperature=0)[0].tolist()
-        assert prompt + json.loads(answer.out)["text"] == theirs.decode(ids, skip_special_tokens=True)
-    result = run(inspect_attention, checkpoint, "--text", "the é", "--heads", "0.0")
-    assert result.exit_code == 0, result.err
-    for label in ("⟦<s>⟧", "␣the", "⟨c3⟩", "⟨a9⟩"):
-        assert label in result.out
-
-
-def test_ids_that_are_drawn_at_random_are_refused(tmp_path: Path) -> None:
-    tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match="it draws ids at random"):
-        load_tokenizer(tmp_path)

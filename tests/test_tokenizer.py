@@ -1,6 +1,5 @@
 """Our tokenizers: any text comes back, and other people's tools read the same ids from our files."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -71,12 +70,6 @@ def test_chars_names_the_character_it_does_not_know(tmp_path: Path) -> None:
     assert theirs.encode("the maß 🐈ñ🦙").ids == [*ALL["chars"].encode("the ma"), unknown, *cat, unknown, unknown]
 
 
-@pytest.mark.parametrize("tokenizer", ALL.values(), ids=ALL)
-def test_half_a_character_is_named(tokenizer: TiktokenTokenizer) -> None:
-    with pytest.raises(DataError, match=r"cannot encode this text: .*\\ud800. in position 3: surrogates"):
-        tokenizer.encode("cat\ud800")
-
-
 def test_special_tokens() -> None:
     for name, size in (("bytes", 257), ("bpe:280", 280), ("chars", len(set(TEXT)) + 1)):
         tokenizer = ALL[name]
@@ -84,7 +77,6 @@ def test_special_tokens() -> None:
         assert tokenizer.special_tokens == {END_OF_TEXT: size - 1} == {END_OF_TEXT: tokenizer.end_of_text}
         assert tokenizer.start_of_text is None and tokenizer.document_start == [size - 1]
         assert tokenizer.token_bytes(size - 1) == END_OF_TEXT.encode() and tokenizer.decode([size - 1]) == ""
-        assert tokenizer.ordinary_tokens().tolist() == list(range(size - 1))
     for name in ("bytes", "bpe:280"):
         ids = ALL[name].encode(f"a {END_OF_TEXT} b").tolist()
         assert ALL[name].end_of_text not in ids and ALL[name].decode(ids) == f"a {END_OF_TEXT} b"
@@ -131,43 +123,6 @@ def test_unknown_names_are_refused(name: str) -> None:
         make_tokenizer(name, [TEXT])
 
 
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match="has no tokenizer that this version can read: .*tokenizer.json"):
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no tokenizer: there is no tokenizer.json"):
         load_tokenizer(tmp_path)
-    save_tokenizer(ALL["bytes"], tmp_path)
-    monkeypatch.setattr("data.tokenizer.MOST_JSON", 1000)
-    with pytest.raises(DataError, match="tokenizer.json has more than 1000 bytes"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("change", [{"a": 98}, {"a": None}, {"a": -1}, {"a": 2**40}, {"": 300}, {"猫": 300}])
-def test_a_damaged_file_of_ours_is_refused(change: dict, tmp_path: Path) -> None:
-    """Also where the Rust code of tiktoken panics: two tokens of one id, a byte without a token."""
-    save_tokenizer(ALL["bytes"], tmp_path)
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"] | change
-    content["model"]["vocab"] = {token: number for token, number in vocabulary.items() if number is not None}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    try:
-        load_tokenizer(tmp_path).encode("a猫")
-    except DataError as error:
-        assert "\n" not in str(error)[:80]
-    else:
-        assert change == {"": 300}  # no harm: no text is empty
-
-
-def train_their_bpe(directory: Path) -> tokenizers.Tokenizer:
-    """A byte-level BPE as others save it, with its own names for the tokens around a text."""
-    learner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    learner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    learner.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    learner.train_from_iterator([TEXT * 3, "the theory of these things, there and then"], trainer)
-    learner.add_special_tokens(["<|begin|>", "<|end|>"])
-    begin = [("<|begin|>", learner.token_to_id("<|begin|>"))]
-    learner.post_processor = tokenizers.processors.TemplateProcessing("<|begin|> $A", special_tokens=begin)
-    learner.save(str(directory / "tokenizer.json"))
-    config = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>", "lstrip": False}}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return learner
