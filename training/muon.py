@@ -6,13 +6,11 @@ rare directions are learned as fast. Embeddings, head and vectors are trained wi
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from model.sharded import is_sharded, local
+from model.sharded import full, is_sharded, local, shard_like
 
 # Coefficients of a x + b x^3 + c x^5. Applied five times, this polynomial takes singular values from 0.01 to 1 to
 # values between 0.7 and 1.2, which is near enough to 1 (Jordan et al. 2024).
@@ -36,28 +34,6 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
         square = x @ x.mT
         x = A * x + (B * square + C * square @ square) @ x
     return x.mT if matrices.size(-2) > matrices.size(-1) else x
-
-
-def orthogonalize_together(matrices: Tensor, like: Tensor) -> Tensor:
-    """`orthogonalize`, with the work shared out if there are several processes.
-
-    matrices: (n, rows, columns). Each process has all of them, or some rows of each if the parameter `like` is sharded.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return orthogonalize(matrices)
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    mesh, held = (like.device_mesh, Shard(1)) if is_sharded(like) else (all_ranks(matrices.device.type), Replicate())
-    stacked = torch.empty(len(matrices), *like.shape, device="meta")
-    shape = {"run_check": False, "shape": stacked.shape, "stride": stacked.stride()}
-    mine = DTensor.from_local(matrices, mesh, [held], **shape).redistribute(placements=[Shard(0)]).to_local()
-    done = DTensor.from_local(orthogonalize(mine), mesh, [Shard(0)], **shape)
-    return done.redistribute(placements=[held]).to_local()
-
-
-@cache
-def all_ranks(device_type: str) -> dist.DeviceMesh:
-    return dist.init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 class Muon(torch.optim.AdamW):
@@ -103,17 +79,21 @@ class Muon(torch.optim.AdamW):
             self.param_groups = all_groups
         found_inf = getattr(self, "found_inf", None)
         for group, momentum in zip(self.param_groups[len(self.adamw_groups) :], self.momenta, strict=True):
-            shape, rate = group["params"][0].shape, group["lr"]
-            parameters = [local(parameter) for parameter in group["params"]]
+            matrices, rate = group["params"], group["lr"]
+            parameters = [local(matrix) for matrix in matrices]
             enabled = torch.ones((), device=momentum.device) if found_inf is None else (found_inf == 0).float()
-            gradient = torch.stack([local(parameter.grad) for parameter in group["params"]])
+            gradient = torch.stack([local(matrix.grad) for matrix in matrices])
             gradient = gradient.where(enabled > 0, momentum)
             momentum.lerp_(gradient, 1 - group["momentum"])  # if the update is skipped, the two are equal
             ahead = gradient.lerp(momentum, group["momentum"])  # (Nesterov 1983)
-            update = orthogonalize_together(ahead.to(self.precision), group["params"][0]).to(momentum.dtype)
-            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * enabled)
+            # Of a sharded matrix, each rank gathers the whole, and keeps its own rows of the update.
+            whole = torch.stack([full(as_shard(*pair)) for pair in zip(ahead, matrices, strict=True)])
+            update = orthogonalize(whole.to(self.precision)).to(momentum.dtype)
             # The factor makes up for what more rows than columns would lose (Jordan et al. 2024).
-            torch._foreach_add_(parameters, list(update * (-rate * max(1, shape[0] / shape[1]) ** 0.5 * enabled)))
+            update = update * (-rate * max(1, whole.size(1) / whole.size(2)) ** 0.5 * enabled)
+            update = [local(shard_like(*pair)) for pair in zip(update, matrices, strict=True)]
+            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * enabled)
+            torch._foreach_add_(parameters, update)
 
 
 def as_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
