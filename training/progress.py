@@ -54,11 +54,7 @@ class Progress:
         self.line.set_description_str(doing, refresh=self.is_watched)
         yield
         self.line.set_description_str("", refresh=False)
-        now = time.perf_counter()
-        took = now - self.lap_began
-        self.line.start_t += took  # the line's clock stops too
-        self.line.last_print_t += took
-        self.lap_began = now
+        self.lap_began = time.perf_counter()
 
     def lap(self) -> None:
         """Add the time since the last lap to the training seconds."""

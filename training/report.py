@@ -1,31 +1,26 @@
 """The report of a run: one static HTML page, made from the files of the run directory alone.
 
-    python -m training.report RUN_DIR
-
 Training writes report.html at its start, at each evaluation and checkpoint, and at its end. Nothing reads it back.
 
 The page has no script, and its policy forbids every request. All values reach it through one template, in which Jinja
 escapes markup and `visible` escapes control characters: samples, names and options stay text.
 """
 
-import argparse
 import base64
 import hashlib
 import math
 import re
 import time
 import tomllib
-from itertools import groupby
 from pathlib import Path
 
 import jinja2
-from safetensors import SafetensorError, safe_open
 
-from configs.script import run_script, visible
+from configs.script import visible
 from model import disk
 from model.checkpoint import read_json, step_directories
 from training.config import TrainError
-from training.directory import best_validation, command, next_commands, read_metrics
+from training.directory import best_validation, next_commands, read_metrics
 
 TEMPLATE = Path(__file__).with_name("report.html")
 JINJA = jinja2.Environment(  # keeps the compiled template from one report to the next
@@ -47,7 +42,7 @@ CHARTS = {
     "Gradient before clipping": {"norm": "grad_norm"},
 }
 LEFT, RIGHT, TOP, BOTTOM = 50, 460, 10, 214  # edges of the plot in a chart of 480 x 240; axis labels are outside
-MOST_EVALUATIONS, MOST_LETTERS = 30, 2000  # in the page; characters of a sample
+MOST_POINTS, MOST_EVALUATIONS, MOST_LETTERS = 1000, 30, 2000  # of a curve; in the page; of a sample
 
 
 def write_report(directory: Path) -> Path:
@@ -59,7 +54,7 @@ def write_report(directory: Path) -> Path:
     style_hash = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     try:
         page = JINJA.get_template(TEMPLATE.name).render(read_run(directory), style_hash=style_hash)
-    except (LookupError, TypeError, ValueError, AttributeError, SafetensorError, jinja2.UndefinedError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
         raise TrainError(f"{directory} does not hold the files of a run: {error!r:.200}") from error
     disk.replace(directory / TEMPLATE.name, page.encode(errors="replace"))  # a file name need not be valid UTF-8
     return directory / TEMPLATE.name
@@ -73,13 +68,14 @@ def read_run(directory: Path) -> dict[str, object]:
     saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
     step, best = max([saved, *(line["step"] for line in lines)]), best_validation(lines, checkpoints)
     finished = saved == max_steps and any(line["step"] == max_steps for line in lines if "val_loss" in line)
-    about = read_checkpoint(checkpoints[0]) if checkpoints else {}
-    facts = [options["model"]["family"], about.get("size"), options["data"]["source"], about.get("device")]
-    facts += [about.get("dtype"), f"step {step:,} of {max_steps:,}"]
+    manifest = read_json(checkpoints[0] / "manifest.json") if checkpoints else {}
+    about = manifest.get("certificate", {}) | manifest.get("environment", {})
+    model = options["model"]
+    facts = [model["family"], f"{model['n_layer']} layers of {model['n_embd']}", options["data"]["source"]]
+    facts += [about.get("device"), about.get("dtype"), f"step {step:,} of {max_steps:,}"]
     latest = {key: value for line in lines for key, value in line.items() if value is not None}
     if best:
         latest["best"] = best["step"]
-    commands = next_commands(directory, saved, best, max_steps, finished)
     return {
         "name": directory.absolute().name,
         "summary": " · ".join(filter(None, facts)),
@@ -88,22 +84,11 @@ def read_run(directory: Path) -> dict[str, object]:
         "charts": [draw_chart(title, keys, lines, step) for title, keys in CHARTS.items()],
         "sections": {
             "Evaluations": read_evaluations(lines),
-            "Next": [*commands, ("Write this page again", command("-m training.report", directory))],
+            "Next": next_commands(directory, saved, best, max_steps, finished),
             "Certificate and environment": about.items(),
             "Configuration": [("config.toml", config)],
         },
     }
-
-
-def read_checkpoint(checkpoint: Path) -> dict[str, str]:
-    """Return size, certificate and environment of the model in a checkpoint. Raises ModelError for a damaged one."""
-    num_parameters = 0
-    for path in checkpoint.glob("model*.safetensors"):
-        with safe_open(path, "numpy") as file:
-            num_parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
-    manifest = read_json(checkpoint / "manifest.json")
-    causal = manifest["certificate"]["causal"]
-    return {"size": f"{num_parameters:,} parameters", "causal": causal, **manifest["environment"]}
 
 
 def read_evaluations(lines: list[dict]) -> list[tuple[str, str]]:
@@ -127,7 +112,7 @@ def draw_chart(title: str, keys: dict[str, str], lines: list[dict], last_step: i
     curves = {}
     for name, key in keys.items():
         points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        curves[name] = thin(points, math.ceil(width / (RIGHT - LEFT)))
+        curves[name] = points[:: -1 - len(points) // MOST_POINTS]  # from the last one back
     values = [value for points in curves.values() for _, value in points] or [0, 1]
     low = min(values)
     height = max(values) - low or abs(low) or 1
@@ -145,23 +130,8 @@ def draw_chart(title: str, keys: dict[str, str], lines: list[dict], last_step: i
     }
 
 
-def thin(points: list[tuple[int, float]], distance: int) -> list[tuple[int, float]]:
-    """Return the points (step, value) with the lowest and the highest value in every `distance` steps."""
-    kept = []
-    for _, neighbours in groupby(points, key=lambda point: point[0] // distance):
-        by_value = sorted(neighbours, key=lambda point: point[1])
-        kept += sorted({by_value[0], by_value[-1]})
-    return kept
-
-
 def ticks(low: float, high: float) -> list[float]:
     """Return two to six round numbers between low and high, at distances of 1, 2 or 5 times a power of ten."""
     power = 10 ** math.floor(math.log10((high - low) / 5))
     distance = next(digit * power for digit in (1, 2, 5, 10) if 5 * digit * power >= high - low)
     return [number * distance for number in range(math.ceil(low / distance), math.floor(high / distance) + 1)]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Make the report of a run from the files in its directory.")
-    parser.add_argument("run", type=Path, help="a run directory")
-    run_script(lambda: print(write_report(parser.parse_args().run)))
