@@ -49,9 +49,7 @@ def command(script: str, directory: Path) -> str:
     return f"{python} {script} {shlex.quote(str(directory))}"
 
 
-def next_commands(
-    directory: Path, saved: int, best: dict | None, max_steps: int, finished: bool
-) -> list[tuple[str, str]]:
+def next_commands(directory: Path, saved: int, best: dict | None, finished: bool) -> list[tuple[str, str]]:
     """Return (purpose, command line) for each useful next thing to do with a run.
 
     saved: the step of the newest checkpoint, 0 if there is none. best: see `best_validation`. finished: all steps and
@@ -61,11 +59,6 @@ def next_commands(
     checkpoint = directory / "checkpoints" / f"step-{best['step']:08d}" if loss_rose else directory
     commands = [] if finished else [(f"Go on from step {saved:,}", command("train.py --resume", directory))]
     if saved:
-        which = " from the best checkpoint" if loss_rose else ""
-        commands.append((f"Sample{which}", command("sample.py", checkpoint) + ' --prompt "..."'))
-        which = " of the best checkpoint" if loss_rose else ""
-        commands.append((f"See the heads{which}", command("inspect_attention.py", checkpoint) + " -o heads.html"))
-    if finished and not loss_rose:  # as a new run: to go on with this one would raise its decayed learning rate again
-        longer = f" --train.max_steps {2 * max_steps} --train.out_dir {shlex.quote(f'{directory}_longer')}"
-        commands.append(("Train longer, from the start", command("train.py", directory / "config.toml") + longer))
+        commands.append(("Sample", command("sample.py", checkpoint) + ' --prompt "..."'))
+        commands.append(("See the heads", command("inspect_attention.py", checkpoint) + " -o heads.html"))
     return commands

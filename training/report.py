@@ -84,7 +84,7 @@ def read_run(directory: Path) -> dict[str, object]:
         "charts": [draw_chart(title, keys, lines, step) for title, keys in CHARTS.items()],
         "sections": {
             "Evaluations": read_evaluations(lines),
-            "Next": next_commands(directory, saved, best, max_steps, finished),
+            "Next": next_commands(directory, saved, best, finished),
             "Certificate and environment": about.items(),
             "Configuration": [("config.toml", config)],
         },

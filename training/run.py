@@ -260,7 +260,7 @@ class Run:
         if best and best["step"] < step:
             print(f"The best validation loss, {best['val_loss']:.4f}, was that of step {best['step']}.")
         print(f"Next, with the model in {self.directory}, where report.html shows how it went:")
-        for _, line in next_commands(self.directory, step, best, self.config.train.max_steps, finished=True):
+        for _, line in next_commands(self.directory, step, best, finished=True):
             print(f"  {line}")
 
 
