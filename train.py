@@ -72,7 +72,7 @@ def train(config: Config, ranks: Ranks) -> None:
     guard = FiniteGuard(optimizer, device)
     with Progress(run.step, run.train_seconds, c.max_steps, tokens_per_step, device) as progress:
         while True:
-            # Measure and save, unless an earlier session did: a checkpoint implies the evaluation of its step.
+            # Not again what an earlier session did: the evaluation of a step comes before its checkpoint.
             step = progress.step
             if step != run.resumed_step and (step % c.eval_every == 0 or step == c.max_steps):
                 guard.check()
@@ -110,7 +110,7 @@ def train(config: Config, ranks: Ranks) -> None:
             interrupt.step_was_made = True
 
             if progress.step % c.log_every == 0 or progress.step == c.max_steps:
-                guard.check()  # reads the device, as .item() does: not in every step
+                guard.check()  # waits for the device, as .item() does, so not in every step
                 lr, speed = learning_rate_at(step, c), progress.speed(train_loss.item())
                 run.log(progress.step, train_loss=train_loss.item(), lr=lr, grad_norm=grad_norm.item(), **speed)
 

@@ -40,7 +40,7 @@ def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 class Batches:
-    """Training batches. An epoch reads no token twice, and each epoch has its own order and offset of the windows.
+    """Training batches. In an epoch no token is an input twice. Each has its own order and offset of the windows.
 
     Args:
         tokens: (n,) ids, memory-mapped. They are read as a ring: the last window may go on at the beginning.
@@ -64,7 +64,7 @@ class Batches:
         place = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
         epochs, windows = np.divmod(place, self.windows_per_epoch)
         starts = np.empty_like(place)
-        for epoch in np.unique(epochs):  # one, or two where an epoch ends inside the batch
+        for epoch in np.unique(epochs):  # one, or more where an epoch ends inside the batch
             here = epochs == epoch
             order = permute(windows[here], self.windows_per_epoch, seed_for(self.seed, "order", int(epoch)))
             offset = seed_for(self.seed, "offset", int(epoch)) % self.context_length

@@ -1,5 +1,6 @@
 """The options of data preparation."""
 
+import os
 from dataclasses import dataclass
 
 from data import DataError
@@ -11,18 +12,19 @@ class DataConfig:
 
     source: str = "stdlib"
     """stdlib (the Python standard library); a file, folder or glob of text, JSON lines, Parquet or CSV;
-    hf:NAME[:CONFIG][@REVISION] on the Hugging Face hub; or a directory made by data.prepare."""
+    hf:NAME[:CONFIG][@REVISION] on the Hugging Face hub; or a directory made by data.prepare, as it was made."""
     tokenizer: str = "bpe:4096"
     """bytes, chars, bpe:SIZE (trained on the source), a tiktoken name such as gpt2 or o200k_base;
     or model: that of train.init_from."""
     text_column: str = "text"
     """The column that holds the text, in tables and hub data sets."""
     max_tokens: int | None = None
-    """Stop reading after about this many tokens. None: read everything."""
+    """Stop tokenising after about this many tokens. None: everything. chars and bpe learn from all of the source."""
     val_fraction: float = 0.1
     """Share of the documents, or of a single document's end, that is kept for validation."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "source", os.path.expanduser(self.source))
         if not 0 < self.val_fraction < 1:
             raise DataError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -19,7 +19,7 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus, opened. Later changes to its directory do not affect it."""
+    """A prepared corpus, opened. It stays open when its directory is replaced."""
 
     directory: Path
     meta: dict

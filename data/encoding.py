@@ -37,7 +37,7 @@ class Tokenizer(ABC):
     vocab_size: int
     """The largest id plus one. Some ids below may be unused."""
     end_of_text: int | None
-    """The id that ends a document, None if there is none."""
+    """The id between documents, None if there is none: written before each of them; a sample ends at it."""
     start_of_text: int | None
     """The id that a prompt has to begin with (often called BOS), None if the tokenizer puts none there."""
     special_tokens: dict[str, int]
@@ -45,7 +45,7 @@ class Tokenizer(ABC):
 
     @property
     def document_start(self) -> list[int]:
-        """The ids between two documents: end_of_text and start_of_text, as far as they exist."""
+        """The ids before each document: end_of_text and start_of_text, as far as they exist."""
         return [token for token in (self.end_of_text, self.start_of_text) if token is not None]
 
     def encode(self, text: str) -> np.ndarray:

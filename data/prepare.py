@@ -1,4 +1,4 @@
-"""Turn any text into two flat files of token ids, once.
+"""Turn any text into two flat files of token ids.
 
     python -m data.prepare SOURCE --tokenizer NAME --out DIR
 
@@ -76,13 +76,12 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
     recipe = make_recipe(config, model)
     directory = (out or default_directory(config, recipe)).resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f"{directory.name}.tmp")
-    recipe["signature"] = sources.signature(config.source)
+    recipe["signature"] = sources.signature(config.source)  # not in the name: a changed text replaces the old one
     directory.parent.mkdir(parents=True, exist_ok=True)
     # The lock stays: without it, a process that waits for the old file and one that makes a new file could both work.
     with FileLock(directory.with_name(f".{directory.name}.lock")):
-        for path in (directory, temporary):
-            if path.exists() and not (path.is_dir() and set(os.listdir(path)) <= CORPUS_FILES):
-                raise DataError(f"{path} exists and is not a prepared corpus: choose another directory")
+        refuse_something_else(directory, unless={"meta.json"})
+        refuse_something_else(temporary, unless=set())
         if is_prepared(directory):
             with suppress(DataError):  # it is damaged
                 corpus = open_corpus(directory)
@@ -95,12 +94,27 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
             write_corpus(config, recipe, temporary, model)
             for path in (*temporary.iterdir(), temporary):
                 sync(path)
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_corpus(directory)
             temporary.rename(directory)
             sync(directory.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return open_corpus(directory)
+
+
+def refuse_something_else(path: Path, unless: set[str]) -> None:
+    """Raise DataError if there is something here that is not a corpus: all of which has the files `unless`."""
+    names = set(os.listdir(path)) if path.is_dir() else {""} if path.exists() else set()
+    if names and not unless <= names <= CORPUS_FILES:
+        raise DataError(f"{path} exists and is not a prepared corpus: choose another directory")
+
+
+def remove_corpus(directory: Path) -> None:
+    """Delete a corpus, meta.json last: what is left when the process is killed is then still known as a corpus."""
+    for name in sorted(CORPUS_FILES, key="meta.json".__eq__):
+        (directory / name).unlink(missing_ok=True)
+    if directory.exists():
+        directory.rmdir()
 
 
 def make_recipe(config: DataConfig, model: Path | None) -> dict:
@@ -124,9 +138,11 @@ def default_directory(config: DataConfig, recipe: dict) -> Path:
 
 def find_prepared(fingerprint: str | None, source: str) -> Corpus | None:
     """Find the corpus that a run was trained on by its fingerprint, None if it is not on this machine."""
+    if fingerprint is None:
+        return None
     for directory in (Path(source), *sorted(PREPARED.glob("*"))):
         with suppress(DataError, OSError, ValueError):
-            if str(fingerprint) in (directory / "meta.json").read_text(encoding="utf-8"):
+            if fingerprint in (directory / "meta.json").read_text(encoding="utf-8"):
                 corpus = open_corpus(directory)
                 if corpus.meta["fingerprint"] == fingerprint:
                     return corpus

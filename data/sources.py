@@ -57,7 +57,7 @@ def read_file(path: Path, text_column: str) -> Iterator[Document]:
 
 def files(source: str) -> list[Path]:
     """Return the files of a local source, sorted. Raises DataError if there are none."""
-    path = Path(source).expanduser()
+    path = Path(source)
     if source == "stdlib":
         found = walk(Path(sysconfig.get_path("stdlib")), "*.py", NOT_STDLIB)
     elif path.is_dir():

@@ -42,11 +42,13 @@ def write_corpus(config: DataConfig, recipe: dict, directory: Path, model: Path 
     write_tokenizer(config, directory, model)
     tokenizer = load_tokenizer(directory)
     counts = write_tokens(config, tokenizer, directory)
-    num_tokens = sum(count["tokens"] for count in counts.values())
-    if num_tokens and not config.val_fraction / 2 <= counts["val"]["tokens"] / num_tokens <= config.val_fraction * 2:
+    share = counts["val"]["tokens"] / max(1, sum(count["tokens"] for count in counts.values()))
+    if share == 1 or not config.val_fraction / 2 <= share <= config.val_fraction * 2:
         cut_tail(config.val_fraction, tokenizer, directory, counts)  # one document, or too few to share out
     if any(count["tokens"] < 2 or count["bytes"] < 1 for count in counts.values()):
-        raise DataError(f"{config.source} has too little text to keep {config.val_fraction:.0%} of it for validation")
+        raise DataError(
+            f"{config.source} has too little text to keep a share of {config.val_fraction:g} for validation"
+        )
     meta = recipe | {"vocab_size": tokenizer.vocab_size, "dtype": dtype_of(tokenizer).str} | counts
     for split in SPLITS:
         with open(directory / f"{split}.bin", "rb") as file:
@@ -95,7 +97,8 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> d
 def pieces(config: DataConfig, whole: bool = False) -> Iterator[Piece]:
     """Yield the source piece by piece; whole: document by document.
 
-    A document goes to validation by a hash of its first piece, so equal documents are never in both splits.
+    A document goes to validation by a hash of its first piece, so equal documents are never in both splits, unless
+    `cut_tail` makes another validation split.
     """
     for document in documents(config.source, config.text_column):
         for number, text in enumerate(filter(None, ["".join(document)] if whole else document)):

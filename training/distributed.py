@@ -54,7 +54,9 @@ class Ranks:
             # A store of torchrun serves all of its attempts, and still has the addresses of the dead.
             is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             if is_shared and self.may_resume and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-                raise TrainError("nodes count restarts by themselves: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each")
+                raise TrainError(
+                    "to restart on several nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
+                )
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_shared else "0"
             self.store = dist.PrefixStore(attempt, store)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -76,7 +78,7 @@ class Ranks:
             if isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo raises a plain RuntimeError
                 sentence = "lost the connection to another rank; torchrun says which one ended, and how"
                 error = TrainError(f"{sentence}: go on with --resume, or let torchrun do so with --max-restarts")
-            code = getattr(error, "exit_code", 1)
+            code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
             with contextlib.suppress(RuntimeError):  # the store may have ended with the process that holds it
                 self.store.set("ended", str(code))
                 if code != 1 and self.store.add(f"told: {error}", 1) > 1:
@@ -194,7 +196,7 @@ class Ranks:
         return work()
 
     def wait_for_first(self) -> None:
-        """Wait until rank 0 calls this, which does not wait. Polling the store cannot time out, as a collective can."""
+        """Let rank 0 pass, and the others wait until it has. Polling cannot time out, as a collective can."""
         if self.world == 1:
             return
         self.times_waited += 1

@@ -68,7 +68,7 @@ def read_config(argv: list[str]) -> Config:
     config = parse(Config, argv, file)
     if not asked.config and not asked.train.init_from and asked.data.source != DataConfig.source:
         if "RANK" in os.environ:  # ranks might see another text, or none when torchrun starts them again
-            print(f"config: {QUICKSTART.name}: several processes choose none for a text")
+            print(f"config: {QUICKSTART.name} as it is: with several processes none is fitted to the text")
         else:
             config = fit_to_text(argv, config)
     if config.train.init_from:

@@ -109,5 +109,5 @@ def choose_steps(
 def name_of(source: str) -> str:
     """Name of the directory for a run on this source."""
     hub = re.fullmatch("hf:(?:.*/)?([^/:@]+).*", source)
-    name = hub[1] if hub else Path(source).expanduser().resolve().stem
+    name = hub[1] if hub else Path(source).resolve().stem
     return re.sub(r"\W+", "-", name).strip("-") or "text"

@@ -47,7 +47,7 @@ class Run:
         self.step, self.train_seconds = 0, 0.0  # as this session finds them
         self.fingerprint: str | None = None  # of the corpus
         self.wandb_id: str | None = None
-        self.found = step_directories(self.checkpoints)
+        self.found = step_directories(self.checkpoints)  # `begin` checks that none has come since
         self.resumed_from: Path | None = None
         self.base: Path | None = None  # the checkpoint that the weights of this session come from
         self.lock: int | None = None
@@ -64,9 +64,9 @@ class Run:
             self.read_state(self.resumed_from / "trainer.json")
         elif config.train.init_from:
             self.base = find_checkpoint(Path(config.train.init_from))
-        exists = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
-        if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
-            raise TrainError(f"cannot write to {self.directory}: {exists} is not a directory one may write to")
+        nearest = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            raise TrainError(f"cannot write to {self.directory}: {nearest} is not a directory you may write to")
 
     def is_done(self) -> bool:
         """Return whether there are no steps left to make, and print so."""
@@ -154,7 +154,7 @@ class Run:
                 f"{key} {before[key]} -> {now}" for key, now in environment.items() if before.get(key, now) != now
             ]
             if changed:
-                print(visible(f"the numbers will not be those of a run without a break: {', '.join(changed)}"))
+                print(visible(f"note: the numbers will differ from those of an unbroken run: {', '.join(changed)}"))
         if not self.writes:
             return
         disk.make_directories(self.checkpoints)
@@ -247,8 +247,8 @@ class Run:
         if self.writes:
             disk.sync(self.metrics)
             self.tracker.finish(exit_code)
-            os.close(self.lock)
             self.report()
+            os.close(self.lock)
 
     def command(self, script: str) -> str:
         """A command line that runs a script on this directory."""
