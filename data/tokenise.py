@@ -46,9 +46,7 @@ def write_corpus(config: DataConfig, recipe: dict, directory: Path, model: Path 
     if share == 1 or not config.val_fraction / 2 <= share <= config.val_fraction * 2:
         cut_tail(config.val_fraction, tokenizer, directory, counts)  # one document, or too few to share out
     if any(count["tokens"] < 2 or count["bytes"] < 1 for count in counts.values()):
-        raise DataError(
-            f"{config.source} has too little text to keep a share of {config.val_fraction:g} for validation"
-        )
+        raise DataError(f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation")
     meta = recipe | {"vocab_size": tokenizer.vocab_size, "dtype": dtype_of(tokenizer).str} | counts
     for split in SPLITS:
         with open(directory / f"{split}.bin", "rb") as file:

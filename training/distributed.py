@@ -54,9 +54,7 @@ class Ranks:
             # A store of torchrun serves all of its attempts, and still has the addresses of the dead.
             is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             if is_shared and self.may_resume and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-                raise TrainError(
-                    "to restart on several nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
-                )
+                raise TrainError("to restart on several nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each")
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_shared else "0"
             self.store = dist.PrefixStore(attempt, store)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -140,9 +140,7 @@ class Interrupt:
             self.stop_if_nothing_is_made()
             if self.prints:
                 with suppress(OSError):  # no lock and no buffer: the program may just be using them
-                    os.write(
-                        2, f"\n{self.name}: this step will be the last and saved; once more to stop at once\n".encode()
-                    )
+                    os.write(2, f"\n{self.name}: saving after this step; once more to stop at once\n".encode())
 
     def stop_if_nothing_is_made(self) -> None:
         """Raise Interrupted if this session has not made a step."""
