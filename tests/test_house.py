@@ -128,9 +128,3 @@ def test_documented_commands_exist(command: str) -> None:
         assert (ROOT / words[-1] / f"{words[words.index('--tasks') + 1]}.yaml").is_file()
     else:
         assert words[0] in {"git", "cd", "export", "pip", "python3", "source", ".", "hf", "wandb"}, command
-
-
-def test_readme_tree_names_what_is_there() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in re.findall(r"^(?:    )?([\w/]+\.(?:py|toml|md))\b", text, re.MULTILINE):
-        assert list(ROOT.rglob(name)), name

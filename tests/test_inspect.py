@@ -234,7 +234,6 @@ def test_without_matplotlib_the_refusal_comes_first(run, straight: Path, tmp_pat
         (["{run}", "--device", "meta"], "device 'meta' cannot be used here"),
         (["{run}", "--text", ""], "attention is between tokens: give a text of two or more"),
         (["{run}", "{other}"], "several checkpoints make a timeline, so they must be directories step-... of one run"),
-        (["{tmp}"], "{tmp} is neither an intact checkpoint nor a run that has one"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(run, straight: Path, tmp_path: Path, words: list, message: str) -> None:

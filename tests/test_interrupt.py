@@ -17,27 +17,15 @@ from tests.crash import in_child
 from training.progress import Interrupt
 
 
-def in_step_6(training: list[bool]) -> bool:
-    return training[-1] and sum(training) == 13  # of two micro-batches a step
-
-
-def in_the_evaluation_of_step_4(training: list[bool]) -> bool:
-    return training[-2:] == [True, False]
-
-
 @pytest.mark.parametrize(
-    "number, when, saved", [(signal.SIGINT, in_step_6, 7), (signal.SIGTERM, in_the_evaluation_of_step_4, 4)]
+    "number, when, saved",
+    [
+        (signal.SIGINT, lambda training: sum(training) == 13, 7),  # in step 6, of two micro-batches a step
+        (signal.SIGTERM, lambda training: training[-2:] == [True, False], 4),  # in an evaluation
+    ],
 )
 def test_a_signal_saves_and_the_resumed_run_is_the_same(
-    run,
-    uncertified,
-    straight: Path,
-    corpus_file: Path,
-    tmp_path: Path,
-    monkeypatch,
-    number: int,
-    when: Callable,
-    saved: int,
+    run, uncertified, straight: Path, corpus_file, tmp_path, monkeypatch, number: int, when: Callable, saved: int
 ) -> None:
     out, loss, seen = tmp_path / "interrupted", train.next_token_loss, []
     signal.signal(number, signal.SIG_DFL)  # whatever started the tests may have asked to ignore it

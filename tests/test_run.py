@@ -143,7 +143,6 @@ def test_a_run_that_another_process_wrote_meanwhile_is_left_alone(run, corpus_fi
         (b'{"step": 12, "train_loss"\0\0\0\0\n{"step": 12}\n', 12),
         (b"\xff\xfe{{{\n", 12),
         (b"[]\n", 12),
-        (b'{"step": 9', 12),
         (None, 0),
     ],
 )

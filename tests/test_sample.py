@@ -9,23 +9,9 @@ import pytest
 import torch
 
 import sample
-import train
 from data.tokenizer import make_tokenizer
 from sample import Text
-from tests.conftest import tiny_run
 from training.device import weights_dtype
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory with a model of 11 tokens of context."""
-    directory = tmp_path_factory.mktemp("run")
-    (directory / "corpus.txt").write_text("one two three four five.\n" * 100)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.prepare.PREPARED", directory / "prepared")
-        patch.setattr(sys, "argv", ["train.py", *tiny_run(directory / "corpus.txt", directory / "out")])
-        train.main()
-    return directory / "out"
 
 
 def texts(run, *arguments: object) -> list[str]:
@@ -34,34 +20,38 @@ def texts(run, *arguments: object) -> list[str]:
     return [json.loads(line)["text"] for line in result.out.splitlines()]
 
 
-def test_prompts_from_argument_file_and_standard_input(run, trained: Path, tmp_path: Path, monkeypatch) -> None:
+def test_prompts_from_argument_file_and_standard_input(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "prompt.txt").write_text("one tw")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one tw")))
-    arguments = (trained, "--temperature", 0, "--max_new_tokens", 9)
+    arguments = (straight, "--temperature", 0, "--max_new_tokens", 9)
     results = [texts(run, *arguments, "--prompt", prompt) for prompt in ("one tw", f"@{tmp_path}/prompt.txt", "-")]
     assert results[0] == results[1] == results[2]
 
 
-def test_text_streams_after_its_prompt(run, trained: Path) -> None:
-    arguments = (trained, "--prompt", "one", "--temperature", 0, "--max_new_tokens", 9)
-    assert run(sample, *arguments, "--stop", "zzz").out == "one" + texts(run, *arguments)[0] + "\n"
+def test_text_streams_after_its_prompt(run, straight: Path) -> None:
+    arguments = (straight, "--prompt", "one", "--seed", 5, "--max_new_tokens", 30)
+    streamed = run(sample, *arguments, "--stop", "zzz", "--dtype", "float32").out
+    assert streamed == "one" + texts(run, *arguments, "--no_cache")[0] + "\n"
 
 
-def test_several_samples_differ_and_are_repeatable(run, trained: Path) -> None:
-    arguments = (trained, "--num_samples", 3, "--seed", 5, "--max_new_tokens", 12)
+def test_several_samples_differ_and_are_repeatable(run, straight: Path) -> None:
+    arguments = (straight, "--num_samples", 3, "--seed", 5, "--max_new_tokens", 12)
     first = texts(run, *arguments)
-    assert len(set(first)) == 3 and texts(run, trained / "checkpoints" / "step-00000012", *arguments[1:]) == first
+    assert len(set(first)) == 3 and texts(run, straight / "checkpoints" / "step-00000012", *arguments[1:]) == first
     out = run(sample, *arguments).out
     assert all(f"--- prompt 1 of 1, sample {n} of 3\n" in out for n in (1, 2, 3))
 
 
-def test_a_long_prompt_is_said(run, trained: Path) -> None:
-    result = run(sample, trained, "--prompt", "one", "one two three four five", "--max_new_tokens", 3)
+def test_a_long_prompt_is_said(run, straight: Path) -> None:
+    result = run(sample, straight, "--prompt", "one", "one two three four five", "--max_new_tokens", 3)
     assert result.err.splitlines()[2:] == ["a prompt has 23 tokens, context is 11: using the last 11"]
 
 
-def test_several_prompts_are_continued_as_each_alone(run, trained: Path) -> None:
-    prompts, arguments = ("one", "", "one two thre"), (trained, "--seed", 5, "--max_new_tokens", 12, "--num_samples", 2)
+def test_several_prompts_are_continued_as_each_alone(run, straight: Path) -> None:
+    prompts, arguments = (
+        ("one", "", "one two thre"),
+        (straight, "--seed", 5, "--max_new_tokens", 12, "--num_samples", 2),
+    )
     alone = [text for prompt in prompts for text in texts(run, *arguments, "--prompt", prompt)]
     result = run(sample, *arguments, "--json", "--dtype", "float32", "--prompt", *prompts)
     lines = [json.loads(line) for line in result.out.splitlines()]
@@ -75,10 +65,10 @@ def test_several_prompts_are_continued_as_each_alone(run, trained: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_precision_is_said_and_is_that_of_the_weights(run, trained: Path, monkeypatch, dtype: str) -> None:
+def test_precision_is_said_and_is_that_of_the_weights(run, straight: Path, monkeypatch, dtype: str) -> None:
     seen, stream = [], sample.stream
     monkeypatch.setattr(sample, "stream", lambda model, *rest: seen.append(model) or stream(model, *rest))
-    result = run(sample, trained, "--dtype", dtype, "--max_new_tokens", 3, "--device", "cpu")
+    result = run(sample, straight, "--dtype", dtype, "--max_new_tokens", 3, "--device", "cpu")
     assert result.exit_code == 0 and result.err.splitlines()[1] == f"device: cpu, weights in {dtype}"
     assert {parameter.dtype for parameter in seen[0].parameters()} == {getattr(torch, dtype)}
 
@@ -126,15 +116,13 @@ def test_a_terminal_is_not_commanded(monkeypatch: pytest.MonkeyPatch, capsys: py
     "arguments, message",
     [
         (["{run}x"], "x is neither an intact checkpoint nor a run that has one"),
-        (["{run}", "--temperature", "-1"], "temperature must be at least 0 and finite, got -1.0"),
         (["{run}", "--num_samples", "0"], "num_samples must be at least 1, got 0"),
         (["{run}", "--prompt", "@{tmp}/latin1.txt"], "can't decode byte 0xe9 in position 3"),
-        (["{run}", "--temprature", "1"], "did you mean --temperature?"),
         (["{run}", "--prompt"], "--prompt must be followed by a text"),
     ],
 )
-def test_mistakes_get_one_sentence(run, trained: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_mistakes_get_one_sentence(run, straight: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "latin1.txt").write_bytes("caf\xe9".encode("latin-1"))
-    result = run(sample, *(argument.format(run=trained, tmp=tmp_path) for argument in arguments))
+    result = run(sample, *(argument.format(run=straight, tmp=tmp_path) for argument in arguments))
     assert result.exit_code == 2
     assert message in result.err and result.err.count("\n") == 1 and not result.out

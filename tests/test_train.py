@@ -16,7 +16,6 @@ import sample
 import train
 from configs.script import run_script, visible
 from data.batches import IGNORE
-from model import GPT
 from model.families import FAMILIES
 from tests.conftest import make_gpt, metrics, often, same_bits, tiny_run, weights
 from training.device import set_seed
@@ -40,17 +39,9 @@ def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> No
     assert metrics(out, "tokens")[80] == 80 * 3 * 2 * 11
     for said in ("device: cpu", "A sample of what it writes:", f"sample.py {out}"):
         assert said in result.out
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors", "manifest.json"):
-        assert (out / "checkpoints" / "step-00000080" / name).is_file()
 
 
-LOOKING_ELSEWHERE = {"eval_every": 3, "eval_tokens": 50, "log_every": 5, "checkpoint_every": 5, "keep_checkpoints": 1}
-
-
-def test_looking_changes_nothing(run, straight: Path, corpus_file: Path, tmp_path: Path) -> None:
-    changes = {f"train__{name}": value for name, value in LOOKING_ELSEWHERE.items()}
-    run(train, *tiny_run(corpus_file, tmp_path / "other", **changes))
-    assert same_bits(weights(straight), weights(tmp_path / "other"))
+def test_another_seed_gives_another_run(run, straight: Path, corpus_file: Path, tmp_path: Path) -> None:
     run(train, *tiny_run(corpus_file, tmp_path / "seed", train__seed=2, train__max_steps=4))
     assert not same_bits(weights(straight, 4), weights(tmp_path / "seed", 4))
 
@@ -87,23 +78,6 @@ def test_splitting_a_batch_into_micro_batches_changes_rounding_only(run, corpus_
     assert metrics(split, "train_loss") == pytest.approx(metrics(whole, "train_loss"), rel=1e-4)
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(split)[name], tensor, rtol=1e-3, atol=2e-5)
-
-
-@pytest.mark.parametrize("family", often(*list(FAMILIES)[::-1]))
-def test_a_family_trains_resumes_and_samples(run, family: str, corpus_file: Path, tmp_path: Path) -> None:
-    changes = {"model__family": family, "model__n_embd": 18, "train__schedule": "wsd", "train__decay_fraction": 0}
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    result = run(train, *tiny_run(corpus_file, straight, **changes))
-    assert result.exit_code == 0 and f"model:  {family}, " in result.out and "causal: yes" in result.out
-    assert run(train, *tiny_run(corpus_file, broken, **changes, train__max_steps=5)).exit_code == 0
-    assert run(train, "--resume", broken, "--train.max_steps", "12").exit_code == 0
-    weights = [GPT.from_pretrained(out).state_dict() for out in (straight, broken)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    texts = [
-        run(sample, straight, "--seed", "1", "--max_new_tokens", "30", "--dtype", "float32", *extra).out
-        for extra in ([], ["--no_cache"])
-    ]
-    assert texts[0] == texts[1]
 
 
 @pytest.mark.long
@@ -148,7 +122,7 @@ def test_deterministic_kernels_are_asked_for_and_noted(run, corpus_file: Path, t
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("family, dtype", often(*product(FAMILIES, ("float32", "bfloat16"))))
+@pytest.mark.parametrize("family, dtype", often(*product(list(FAMILIES)[::-1], ("float32", "bfloat16"))))
 def test_the_program_that_is_certified_is_the_one_that_trains(
     run, corpus_file, tmp_path, monkeypatch, family: str, dtype: str
 ) -> None:
@@ -168,7 +142,8 @@ def test_the_program_that_is_certified_is_the_one_that_trains(
     monkeypatch.setattr(train, "certify", certify)
     options = {"model__family": family, "model__n_embd": 18, "train__dtype": dtype, "train__compile": "true"}
     options |= {"train__max_steps": 3, "train__eval_every": 2}
-    assert run(train, *tiny_run(corpus_file, tmp_path / "out", **options)).exit_code == 0
+    result = run(train, *tiny_run(corpus_file, tmp_path / "out", **options))
+    assert result.exit_code == 0 and f"model:  {family}, " in result.out
     assert len(graphs) == 2  # also after evaluations between steps
 
 
@@ -190,7 +165,6 @@ def test_running_out_of_memory_says_what_needs_less(run, corpus_file, tmp_path, 
     [
         ({"model__context_length": 4000}, "training split has 3,743 tokens and needs context_length + 1 = 4,001"),
         ({"train__device": "cuda:9"}, "device 'cuda:9' cannot be used"),
-        ({"data__source": "nowhere.txt"}, "no text found at 'nowhere.txt'"),
     ],
 )
 def test_mistakes_get_one_sentence_and_leave_no_run(run, corpus_file, tmp_path, changes: dict, message: str) -> None:
