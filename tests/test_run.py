@@ -90,7 +90,7 @@ def test_a_longer_run_is_the_same_if_its_schedule_was_still_flat(run, corpus_fil
 
 def test_a_resumed_run_says_in_what_its_environment_differs(run, straight: Path, monkeypatch) -> None:
     result = run(train, "--resume", straight, "--train.max_steps", 13)
-    differs = "\nthe numbers will not be those of a run without a break: "
+    differs = "\nnote: the numbers will differ from those of an unbroken run: "
     assert differs not in result.out
     monkeypatch.setattr(train, "environment", lambda *rest: environment(*rest) | {"threads": "64"})
     result = run(train, "--resume", straight, "--train.max_steps", 14)
@@ -177,7 +177,7 @@ def test_only_the_newest_and_the_best_checkpoints_are_kept(run, corpus_file: Pat
 
 def test_an_output_that_cannot_be_written_is_one_sentence(run, corpus_file: Path) -> None:
     result = run(train, *tiny_run(corpus_file, corpus_file / "run"))
-    assert result.exit_code == 2 and "is not a directory one may write to" in result.err
+    assert result.exit_code == 2 and "is not a directory you may write to" in result.err
 
 
 @pytest.mark.parametrize(
