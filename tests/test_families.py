@@ -1,25 +1,24 @@
-"""No family sees the future, with a cache or without; its parts do what their papers say."""
+"""No family sees the future, and norms and positions keep their precision. What they compute: test_huggingface.py."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import GPT, GPTConfig
+from model import GPT
 from model.attention import Attend
 from model.causality import check_causality
-from model.families import FAMILIES, RMSNorm, Rotary
+from model.families import FAMILIES, RMSNorm
 from tests.conftest import make_gpt, often
 
 T, V = 11, 17
-EVERY = pytest.mark.parametrize("family", FAMILIES)
 
 
 def make_family(family: str, **changes: object) -> GPT:
     return make_gpt(family=family, n_embd=18, **changes)  # three heads of an even width, for rotary positions
 
 
-@EVERY
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("n_kv_head, dtype", often((1, torch.float32), (3, torch.float32), (1, torch.bfloat16)))
 def test_no_family_sees_the_future(family: str, n_kv_head: int, dtype: torch.dtype, monkeypatch) -> None:
     model = make_family(family, n_kv_head=n_kv_head).to(dtype)
@@ -31,23 +30,6 @@ def test_no_family_sees_the_future(family: str, n_kv_head: int, dtype: torch.dty
 
     monkeypatch.setattr(Attend, "forward", without_mask)
     assert not check_causality(model, V, T).ok
-
-
-def test_rotary_positions_turn_and_only_their_distance_counts() -> None:
-    rotary = Rotary(GPTConfig(family="llama", n_embd=12, n_head=2, context_length=29, vocab_size=2)).double()
-
-    def turned(x: Tensor, position: int) -> Tensor:
-        return rotary(x, slice(position, position + 1))
-
-    q, k = torch.randn(2, 1, 1, 1, 6, dtype=torch.float64).unbind()
-    for distance in (0, 1, 5):
-        products = [(turned(q, at + distance) * turned(k, at)).sum() for at in (0, 3, 17)]
-        torch.testing.assert_close(products, products[:1] * 3, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(turned(q, 23).norm(), q.norm(), rtol=1e-6, atol=0.0)
-    assert torch.equal(turned(q, 0), q)
-    angle = 7 * 10_000.0 ** (-2 / 6)  # the second pair, at position 7
-    pair = turned(torch.tensor([0.0, 1, 0, 0, 0, 0])[None, None, None], 7).flatten()[[1, 4]]
-    torch.testing.assert_close(pair, torch.tensor([angle, angle - torch.pi / 2]).cos(), rtol=0, atol=1e-6)
 
 
 def test_rotary_tables_stay_exact_wherever_the_model_goes() -> None:

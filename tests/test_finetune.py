@@ -15,7 +15,7 @@ from data.prepare import DataConfig, prepare
 from data.tokenizer import FILES
 from model import GPT
 from tests.conftest import metrics, same_bits, tiny_run, weights
-from tests.test_hub_tokenizer import KINDS, put
+from tests.test_hub_tokenizer import KINDS, put_model
 from tests.test_huggingface import SHAPES, make
 from tests.test_huggingface import save as save_model
 
@@ -26,14 +26,6 @@ def options(init_from: Path, source: Path, out: Path, **changes: object) -> list
     pairs = zip(words[::2], words[1::2], strict=True)
     kept = [pair for pair in pairs if not pair[0].startswith("--model.") or pair[0][2:].replace(".", "__") in changes]
     return [word for pair in kept for word in pair]
-
-
-@pytest.fixture
-def unsigned(straight: Path, tmp_path: Path) -> Path:
-    """A checkpoint without a manifest, whose files a test may change."""
-    checkpoint = shutil.copytree(straight / "checkpoints" / "step-00000012", tmp_path / "unsigned")
-    (checkpoint / "manifest.json").unlink()
-    return checkpoint
 
 
 def test_a_run_begins_with_the_weights_of_another(run, straight: Path, corpus_file: Path, tmp_path: Path) -> None:
@@ -74,14 +66,7 @@ def test_a_model_of_others_is_tuned_resumed_and_sampled(run, name: str, corpus_f
 
 
 def test_a_text_begins_and_ends_as_the_model_knows_it(run, corpus_file: Path, tmp_path: Path) -> None:
-    theirs = KINDS["llama"]
-    put(theirs, tmp_path)
-    config = replace(make("llama 3").config, vocab_size=theirs.get_vocab_size())
-    base = save_model(GPT(config), tmp_path / "made").rename(tmp_path / "base")
-    (base / "manifest.json").unlink()
-    for file in FILES:
-        shutil.copyfile(tmp_path / file, base / file)
-
+    base, theirs = put_model("llama", tmp_path), KINDS["llama"]
     assert run(train, *options(base, corpus_file, tmp_path / "out", train__max_steps=1)).exit_code == 0
     begin, end = (theirs.token_to_id(token) for token in ("<s>", "</s>"))
     tokens = open_corpus(next((tmp_path / "prepared").glob("corpus-model-*"))).tokens["train"][:20].tolist()
@@ -107,10 +92,10 @@ def test_options_that_do_not_fit_the_weights_are_refused(
     assert result.err.count("\n") == 1 and not (tmp_path / "tuned").exists()
 
 
-def test_a_corpus_prepared_for_a_model_is_not_for_another(
-    run, straight: Path, unsigned: Path, corpus_file: Path, tmp_path: Path
-) -> None:
-    prepare(DataConfig(str(corpus_file), "model"), tmp_path / "there", model=straight / "checkpoints" / "step-00000012")
+def test_a_corpus_prepared_for_a_model_is_not_for_another(run, straight: Path, corpus_file: Path, tmp_path) -> None:
+    unsigned = shutil.copytree(straight / "checkpoints" / "step-00000012", tmp_path / "unsigned")
+    (unsigned / "manifest.json").unlink()  # so that its files may change
+    prepare(DataConfig(str(corpus_file), "model"), tmp_path / "there", model=unsigned)
     result = run(train, *options(straight, tmp_path / "there", tmp_path / "tuned", train__max_steps=1))
     assert result.exit_code == 0, result.err
     content = json.loads((unsigned / "tokenizer.json").read_text())
@@ -120,4 +105,4 @@ def test_a_corpus_prepared_for_a_model_is_not_for_another(
     assert result.exit_code == 2 and "was prepared with --data.tokenizer model, not model" in result.err
     (unsigned / "tokenizer.json").unlink()
     result = run(train, *options(unsigned, corpus_file, tmp_path / "none"))
-    assert result.exit_code == 2 and f"{unsigned} has no tokenizer" in result.err
+    assert result.exit_code == 2 and f"{unsigned} has no tokenizer: there is no tokenizer.json" in result.err

@@ -25,8 +25,6 @@ def test_a_checkpoint_of_a_released_format_gives_its_logits(directory: Path) -> 
 
 def test_the_present_format_is_among_them() -> None:
     assert (GOLDEN / f"format-{FORMAT}").is_dir()
-    size = sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file())
-    assert size < 50_000 * len(list(GOLDEN.iterdir()))
 
 
 if __name__ == "__main__":

@@ -129,13 +129,7 @@ def test_tokens_have_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change, end",
-    [
-        ({"eos_token": {"content": "</s>", "lstrip": False}}, 2),
-        ({"eos_token": None}, None),
-        ({"eos_token": "<none>"}, None),
-        (None, None),
-    ],
+    "change, end", [({"eos_token": {"content": "</s>"}}, 2), ({"eos_token": "<none>"}, None), (None, None)]
 )
 def test_the_end_of_a_text_may_be_unknown(change: dict | None, end: int | None, tmp_path: Path) -> None:
     directory = put(KINDS["digits"], tmp_path / "tokenizer", **(change or {}))
@@ -212,9 +206,7 @@ def test_one_that_cuts_or_fills_texts_does_so_elsewhere_only(tmp_path: Path) -> 
         {"model": {"type": "Neural"}},
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "A"}},
         {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-        {"padding": {"strategy": {"Fixed": 10**12}}},
         {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
-        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "continuing_subword_prefix": "#" * 99}},
     ],
 )
 def test_a_file_that_the_library_cannot_use_is_refused_in_a_sentence(change: dict, tmp_path: Path) -> None:
@@ -222,10 +214,5 @@ def test_a_file_that_the_library_cannot_use_is_refused_in_a_sentence(change: dic
     directory = put(KINDS["llama"], tmp_path / "tokenizer")
     content = json.loads((directory / FILES[0]).read_text()) | change
     (directory / FILES[0]).write_text(json.dumps(content))
-    try:
-        ours = load_tokenizer(directory)
-        ours.decode(ours.encode("the cat").tolist())
-    except DataError as error:
-        assert "\n" not in str(error)
-    else:
-        assert change["model"].get("continuing_subword_prefix")
+    with pytest.raises(DataError, match=r"has no tokenizer that this version can read: .+\Z"):
+        load_tokenizer(directory)

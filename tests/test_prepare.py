@@ -148,12 +148,8 @@ def test_command_line(run: Callable, text_file: Path, tmp_path: Path, monkeypatc
     assert result.exit_code == 0, result.err
     assert f"next: python train.py --data.source {tmp_path}/mine --data.tokenizer bytes" in result.out
     assert documents_of(open_corpus(tmp_path / "mine")) == [TEXT]
-    for arguments, sentence in (
-        (["b.txt", "--out", "other"], "no text found at 'b.txt'"),
-        (["a.txt", "--part", "1/8"], "Unrecognized"),
-    ):
-        result = run(script, *arguments)
-        assert result.exit_code == 2 and sentence in result.err and result.err.count("\n") == 1
+    result = run(script, "b.txt", "--out", "other")
+    assert result.exit_code == 2 and "no text found at 'b.txt'" in result.err and result.err.count("\n") == 1
     assert run(script, "--help").exit_code == 0
 
 
@@ -203,7 +199,6 @@ def test_tokens_are_as_narrow_as_the_vocabulary_allows() -> None:
     [
         (b"abc\xff tail", "a.txt is not UTF-8 .invalid start byte.; if it is no text, leave it out with a glob"),
         ("猫".encode() * 9001 + b"\xe7\x8c", "a.txt is not UTF-8 .unexpected end of data.;"),
-        (b"\xef\xbb\xbf", "a.txt has too little text to keep 10% of it for validation"),
         (b"short", "a.txt has too little text to keep 10% of it for validation"),
     ],
 )
@@ -213,8 +208,6 @@ def test_a_source_without_text_is_refused_and_nothing_is_left(content: bytes, se
     with pytest.raises(DataError, match=sentence):
         make("a.txt", tokenizer)
     assert not prepared(Path("prepared"))
-    with pytest.raises(DataError, match="no text found at 'nowhere/\\*.txt'"):
-        make("nowhere/*.txt", tokenizer)
 
 
 def test_prepared_once_and_again_when_something_changed(text_file: Path, capsys: pytest.CaptureFixture) -> None:
@@ -317,14 +310,6 @@ def test_a_run_goes_on_with_the_corpus_it_began_with(text_file: Path) -> None:
     text_file.write_text(TEXT, encoding="utf-8")
     assert prepare.prepare(config, fingerprint=fingerprint).meta["fingerprint"] == fingerprint
     assert prepare.find_prepared("another", "a.txt") is prepare.find_prepared(None, "a.txt") is None
-
-
-def test_what_a_killed_process_left_is_removed(text_file: Path) -> None:
-    made = prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))
-    made.directory.rename("mine.tmp")
-    os.truncate("mine.tmp/train.bin", 100)
-    again = prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))
-    assert again.meta["fingerprint"] == made.meta["fingerprint"] and prepared(Path()) == ["a.txt", "mine"]
 
 
 def test_a_prepared_directory_is_a_source(text_file: Path, tmp_path: Path) -> None:
