@@ -55,12 +55,12 @@ def documents_of(corpus: Corpus, *splits: str) -> list[str]:
     return [corpus.tokenizer.decode(document.tolist()) for document in np.split(ids, ends[1:])]
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe:300"])
-def test_one_file_keeps_its_end_for_validation(text_file: Path, tokenizer: str) -> None:
-    corpus = make("a.txt", tokenizer, val_fraction=0.2)
+@pytest.mark.parametrize("tokenizer, val_fraction", [("bytes", 0.2), ("chars", 0.8), ("bpe:300", 0.2)])
+def test_one_file_keeps_its_end_for_validation(text_file: Path, tokenizer: str, val_fraction: float) -> None:
+    corpus = make("a.txt", tokenizer, val_fraction=val_fraction)
     assert documents_of(corpus) == [TEXT]
     train, val, meta = corpus.tokens["train"], corpus.tokens["val"], corpus.meta
-    assert len(train) == int(len([*train, *val]) * 0.8)
+    assert len(train) == int(len([*train, *val]) * (1 - val_fraction))
     assert train.dtype == np.uint16
     assert (meta["vocab_size"], meta["dtype"]) == (corpus.tokenizer.vocab_size, "<u2")
     assert (meta["train"]["tokens"], meta["val"]["tokens"]) == (len(train), len(val))
@@ -199,7 +199,7 @@ def test_tokens_are_as_narrow_as_the_vocabulary_allows() -> None:
     [
         (b"abc\xff tail", "a.txt is not UTF-8 .invalid start byte.; if it is no text, leave it out with a glob"),
         ("猫".encode() * 9001 + b"\xe7\x8c", "a.txt is not UTF-8 .unexpected end of data.;"),
-        (b"short", "a.txt has too little text to keep 10% of it for validation"),
+        (b"short", "a.txt has too little text to keep 0.1 of it for validation"),
     ],
 )
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
@@ -322,13 +322,14 @@ def test_a_prepared_directory_is_a_source(text_file: Path, tmp_path: Path) -> No
         make(tmp_path / "link", "chars")
 
 
-@pytest.mark.parametrize("name", ["mine", "mine.tmp"])
-def test_a_directory_with_other_things_is_not_overwritten(text_file: Path, name: str) -> None:
-    Path(name).mkdir()
-    (Path(name) / "thesis.tex").write_text("years of work")
-    with pytest.raises(DataError, match=f"{name} exists and is not a prepared corpus: choose another directory"):
+@pytest.mark.parametrize("file", ["mine/thesis.tex", "mine.tmp/thesis.tex", "mine/tokenizer.json", "mine/train.bin"])
+def test_a_directory_with_other_things_is_not_overwritten(text_file: Path, file: str) -> None:
+    path = Path(file)
+    path.parent.mkdir()
+    path.write_text("years of work")
+    with pytest.raises(DataError, match=f"{path.parent} exists and is not a prepared corpus: choose another directory"):
         prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))
-    assert (Path(name) / "thesis.tex").read_text() == "years of work"
+    assert path.read_text() == "years of work"
     with pytest.raises(DataError, match="a.txt exists and is not a prepared corpus"):
         prepare.prepare(DataConfig("a.txt", "bytes"), text_file)
 
