@@ -15,7 +15,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
@@ -43,6 +43,7 @@ from model import GPT, GPTConfig
 from model.checkpoint import STEP, find_checkpoint, read_optional
 from model.load import load_config
 from training.device import autocast, find_device
+from training.progress import Outliving
 
 FORMATS = (".png", ".svg", ".html", ".npz", ".safetensors", ".csv", ".json")
 NUM_TEXTS, TEXT_LENGTH = 8, 1024  # validation text that is measured: sequences, and the most tokens of each
@@ -99,8 +100,12 @@ class Inputs:
 
 
 def main() -> None:
+    with redirect_stdout(Outliving(sys.stdout)):  # files are written also if `head` has seen enough
+        inspect(parse(Options, sys.argv[1:]))
+
+
+def inspect(options: Options) -> None:
     """Inspect the checkpoints, write the outputs, and print the table of the last checkpoint."""
-    options = parse(Options, sys.argv[1:])
     directories = in_order([find_checkpoint(path) for path in options.checkpoints])
     config, tokenizer = load_config(directories[-1]), load_tokenizer(directories[-1])
     if tokenizer.vocab_size > config.vocab_size:
@@ -117,10 +122,13 @@ def main() -> None:
 
     inspections = []
     for directory in directories:
+        if inspections and not any(path.suffix == ".html" for path in options.output):
+            inspections[-1].att.layers.clear()  # only the last one is drawn, and queries and keys are large
         inspections.append(inspect_checkpoint(directory, inputs, heads, tokenizer, device, options))
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
         print(f"        {inspections[-1].verified}", flush=True)
     for path in options.output:
+        path = path.resolve()  # behind a link
         with TemporaryDirectory(prefix=".tril-", dir=path.parent) as unfinished:  # a failure leaves the old file
             write(Path(unfinished, path.name), inputs, labels, heads, inspections)
             os.replace(Path(unfinished, path.name), path)
@@ -174,8 +182,9 @@ def choose_inputs(
         if room < 1:
             raise ConfigError(f"generate {num_new} leaves no room for a text: the context has {T} tokens")
         if len(ids) > room:
-            note = f"the first {room} of {note}, which is all that a context of {T} has room for"
-        measured = shown = torch.tensor([ids[:room]])
+            kept = "last" if num_new else "first"  # generated text continues the end
+            note = f"the {kept} {room} of {note}, which is all that a context of {T} has room for"
+        measured = shown = torch.tensor([ids[-room:] if num_new else ids[:room]])
         if num_new:
             model, precision = load(directory, device, options)
             with precision:

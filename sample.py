@@ -97,6 +97,7 @@ class Text:
         """Append what is there of the last character, when no more tokens will come."""
         if self.finish != "stop":
             self.text += self.stream.end()
+            self.text = self.text.partition(self.stop)[0] if self.stop else self.text
 
     @property
     def certain(self) -> str:

@@ -26,6 +26,7 @@ from model import GPT
 from model.sharded import full
 from training.certificate import certify
 from training.device import advice_if_out_of_memory, autocast, choose_device, environment, keep_freed_memory, set_seed
+from training.directory import command
 from training.distributed import Ranks
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config
@@ -72,7 +73,7 @@ def train(config: Config, ranks: Ranks) -> None:
     guard = FiniteGuard(optimizer, device)
     with Progress(run.step, run.train_seconds, c.max_steps, tokens_per_step, device) as progress:
         while True:
-            # Not again what an earlier session did: the evaluation of a step comes before its checkpoint.
+            # A resumed step was evaluated and saved already: its evaluation comes before its checkpoint.
             step = progress.step
             if step != run.resumed_step and (step % c.eval_every == 0 or step == c.max_steps):
                 guard.check()
@@ -116,7 +117,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
     if step < c.max_steps:
         run.finish(Interrupted.exit_code)
-        raise Interrupted(f"saved step {step}; continue with: {run.command('train.py --resume')}")
+        raise Interrupted(f"saved step {step}; continue with: {command('train.py --resume', run.directory)}")
     run.finish()
     validation.print_sample(model)
     run.print_next(step)

@@ -40,7 +40,7 @@ def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 class Batches:
-    """Training batches. In an epoch no token is an input twice. Each has its own order and offset of the windows.
+    """Training batches. No token is an input twice in an epoch; each epoch has its own order and offset of windows.
 
     Args:
         tokens: (n,) ids, memory-mapped. They are read as a ring: the last window may go on at the beginning.

@@ -19,7 +19,7 @@ class DataConfig:
     text_column: str = "text"
     """The column that holds the text, in tables and hub data sets."""
     max_tokens: int | None = None
-    """Stop tokenising after about this many tokens. None: everything. chars and bpe learn from all of the source."""
+    """Stop tokenising after about this many tokens. None: everything. chars and bpe learn from more."""
     val_fraction: float = 0.1
     """Share of the documents, or of a single document's end, that is kept for validation."""
 

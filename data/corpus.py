@@ -12,7 +12,7 @@ import numpy as np
 
 from data import DataError, errors_as_data_error
 from data.encoding import Tokenizer
-from data.tokenizer import FILES, load_tokenizer, read_files
+from data.tokenizer import FILES, MOST_JSON, load_tokenizer, read_files
 
 SPLITS = ("train", "val")
 
@@ -55,6 +55,8 @@ def is_prepared(directory: str | Path) -> bool:
 def open_corpus(directory: Path) -> Corpus:
     """Open a prepared corpus. Raises DataError if it is incomplete, or has changed since it was prepared."""
     with errors_as_data_error(f"{directory} is not a complete prepared corpus"):
+        if (directory / "meta.json").stat().st_size > MOST_JSON:
+            raise DataError(f"{directory / 'meta.json'} has more than {MOST_JSON} bytes")
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
         tokenizer, files = load_tokenizer(directory), read_files(directory)
         if not isinstance(meta["source"], str) or not isinstance(meta["tokenizer"], str):

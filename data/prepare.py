@@ -49,6 +49,8 @@ def prepare(
         if config.tokenizer == "model" and model is None:
             raise DataError("the tokenizer 'model' is that of train.init_from, which is not given")
         if is_prepared(config.source):
+            if out is not None:
+                raise DataError(f"{config.source} is a prepared corpus: there is nothing to write to {out}")
             corpus = open_source(config, model)
         else:
             corpus = prepare_source(config, out, model)
@@ -80,8 +82,8 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
     directory.parent.mkdir(parents=True, exist_ok=True)
     # The lock stays: without it, a process that waits for the old file and one that makes a new file could both work.
     with FileLock(directory.with_name(f".{directory.name}.lock")):
-        refuse_something_else(directory, unless={"meta.json"})
-        refuse_something_else(temporary, unless=set())
+        refuse_something_else(directory, required={"meta.json"})
+        refuse_something_else(temporary, required=set())
         if is_prepared(directory):
             with suppress(DataError):  # it is damaged
                 corpus = open_corpus(directory)
@@ -102,10 +104,10 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
     return open_corpus(directory)
 
 
-def refuse_something_else(path: Path, unless: set[str]) -> None:
-    """Raise DataError if there is something here that is not a corpus: all of which has the files `unless`."""
+def refuse_something_else(path: Path, required: set[str]) -> None:
+    """Raise DataError unless the path is free, or holds only files of a corpus, among them those `required`."""
     names = set(os.listdir(path)) if path.is_dir() else {""} if path.exists() else set()
-    if names and not unless <= names <= CORPUS_FILES:
+    if names and not required <= names <= CORPUS_FILES:
         raise DataError(f"{path} exists and is not a prepared corpus: choose another directory")
 
 
@@ -138,7 +140,7 @@ def default_directory(config: DataConfig, recipe: dict) -> Path:
 
 def find_prepared(fingerprint: str | None, source: str) -> Corpus | None:
     """Find the corpus that a run was trained on by its fingerprint, None if it is not on this machine."""
-    if fingerprint is None:
+    if not isinstance(fingerprint, str):  # also a stranger's
         return None
     for directory in (Path(source), *sorted(PREPARED.glob("*"))):
         with suppress(DataError, OSError, ValueError):

@@ -117,8 +117,8 @@ def read_parquet(path: str, text_column: str) -> Iterator[Document]:
         fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file,
     ):
         table = pyarrow.parquet.ParquetFile(file)
-        columns = [text_column] if text_column in table.schema_arrow.names else None
-        for batch in table.iter_batches(BATCH, columns=columns):
+        check_column(path, text_column, table.schema_arrow.names)
+        for batch in table.iter_batches(BATCH, columns=[text_column]):
             yield from as_documents(path, text_column, batch)
 
 
@@ -133,13 +133,18 @@ def read_table(where: str, text_column: str, table: str, **options: object) -> I
     with errors_as_data_error(f"cannot read {where}"):
         rows = datasets.load_dataset(table, split="train", streaming=True, **options)
         for batch in rows.with_format("arrow").iter(BATCH):
+            check_column(where, text_column, batch.column_names)
             yield from as_documents(where, text_column, batch)
+
+
+def check_column(where: str, text_column: str, names: list[str]) -> None:
+    """Raise DataError if a table with these columns has no such column."""
+    if text_column not in names:
+        raise DataError(f"{where} has no column {text_column!r}; it has {', '.join(names)}")
 
 
 def as_documents(where: str, text_column: str, batch: "pyarrow.Table | pyarrow.RecordBatch") -> Iterator[Document]:
     """Yield the rows of a batch as documents. A null is an empty document."""
-    if text_column not in batch.column_names:
-        raise DataError(f"{where} has no column {text_column!r}; it has {', '.join(batch.column_names)}")
     for text in batch.column(text_column).to_pylist():
         if not isinstance(text, str | None):
             raise DataError(f"{where}: the column {text_column!r} holds no text, but {type(text).__name__}")

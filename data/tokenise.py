@@ -42,8 +42,9 @@ def write_corpus(config: DataConfig, recipe: dict, directory: Path, model: Path 
     write_tokenizer(config, directory, model)
     tokenizer = load_tokenizer(directory)
     counts = write_tokens(config, tokenizer, directory)
-    share = counts["val"]["tokens"] / max(1, sum(count["tokens"] for count in counts.values()))
-    if share == 1 or not config.val_fraction / 2 <= share <= config.val_fraction * 2:
+    num_tokens = sum(count["tokens"] for count in counts.values())
+    share = counts["val"]["tokens"] / max(1, num_tokens)
+    if num_tokens and (share == 1 or not config.val_fraction / 2 <= share <= config.val_fraction * 2):
         cut_tail(config.val_fraction, tokenizer, directory, counts)  # one document, or too few to share out
     if any(count["tokens"] < 2 or count["bytes"] < 1 for count in counts.values()):
         raise DataError(f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation")

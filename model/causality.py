@@ -175,7 +175,8 @@ class Prober:
         """Give each buffer its first tensor and value, also if the module has assigned another tensor."""
         for part, name, buffer, value in self.buffers:
             part._buffers[name] = buffer
-            buffer.copy_(value)
+            if not torch.equal(buffer, value):  # an expanded buffer cannot be written to
+                buffer.copy_(value)
 
     @torch.no_grad()
     def randomize(self, scale: float = 1.0) -> None:

@@ -156,6 +156,8 @@ def verify(directory: Path) -> None:
 def read_json(path: Path) -> dict:
     """Return the JSON object in a file. Raises ModelError if the file cannot be read or holds something else."""
     try:
+        if not path.is_file():
+            raise ValueError("it is not a file")
         if path.stat().st_size > MOST_JSON:
             raise ValueError(f"it has more than {MOST_JSON} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))

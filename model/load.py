@@ -85,6 +85,8 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
 
 def read_file(path: Path, shapes: Shapes) -> dict[str, Tensor]:
     """Return the tensors of one safetensors file; see `load_tensors`. Shapes are checked before memory is allocated."""
+    if not path.is_file():  # a pipe would be waited for
+        raise ModelError(f"{path} is not a file")
     tensors = {}
     try:
         with safe_open(path, "pt") as file:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 import random
 import resource
@@ -304,3 +305,12 @@ def test_a_hostile_file_does_no_harm(intact: Path, monkeypatch: pytest.MonkeyPat
             sign(directory / CHECKPOINT)
         used_or_refused(partial(read, directory))
     assert not Path("canary").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "manifest.json", "model.safetensors", "trainer.json"])
+def test_what_is_not_a_file_is_not_waited_for(intact: Path, name: str) -> None:
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        directory = copy_of(intact)
+        (directory / CHECKPOINT / name).unlink()
+        make(directory / CHECKPOINT / name)
+        used_or_refused(partial(KINDS[name][1], directory))

@@ -86,15 +86,11 @@ class Ranks:
 
     def check(self, config: TrainConfig, step: int, dtype: torch.dtype) -> None:
         """Raise TrainError if the ranks cannot train as configured, or do not begin at the same step and precision."""
-        sequences, accum = config.batch_size * config.grad_accum_steps, config.grad_accum_steps
+        accum = config.grad_accum_steps
         if accum % self.world:
-            ranks = next(n for n in range(self.world, 0, -1) if (accum if step else sequences) % n == 0)
-            advice = f"{ranks} ranks"
-            if step == 0:  # a resumed run keeps its batches
-                advice += f" with --train.batch_size {sequences // ranks} --train.grad_accum_steps {ranks}"
             raise TrainError(
-                f"{self.world} ranks cannot share the {accum} micro-batches of a step (train.grad_accum_steps): "
-                f"use {advice}"
+                f"{self.world} ranks cannot share the {accum} micro-batches of a step: take as many ranks as divide "
+                "train.grad_accum_steps, or begin a run with more of these and a smaller train.batch_size"
             )
         if config.parallel == "fsdp" and not self.started:
             raise TrainError("train.parallel fsdp is for several processes: torchrun --nproc_per_node=N train.py ...")

@@ -85,13 +85,16 @@ class Muon(torch.optim.AdamW):
             gradient = torch.stack([local(matrix.grad) for matrix in matrices])
             gradient = gradient.where(enabled > 0, momentum)
             momentum.lerp_(gradient, 1 - group["momentum"])  # if the update is skipped, the two are equal
-            ahead = gradient.lerp(momentum, group["momentum"])  # (Nesterov 1983)
-            # Of a sharded matrix, each rank gathers the whole, and keeps its own rows of the update.
-            whole = torch.stack([full(as_shard(*pair)) for pair in zip(ahead, matrices, strict=True)])
-            update = orthogonalize(whole.to(self.precision)).to(momentum.dtype)
+            ahead = gradient.lerp(momentum, group["momentum"]).to(self.precision)  # (Nesterov 1983)
+            if is_sharded(matrices[0]):  # each rank gathers one matrix at a time, and keeps its own rows of the update
+                whole = (full(as_shard(part, matrix)) for part, matrix in zip(ahead, matrices, strict=True))
+                update = [shard_like(orthogonalize(x), matrix) for x, matrix in zip(whole, matrices, strict=True)]
+                update = torch.stack([local(part) for part in update])
+            else:
+                update = orthogonalize(ahead).to(momentum.dtype)
+            rows, columns = matrices[0].shape
             # The factor makes up for what more rows than columns would lose (Jordan et al. 2024).
-            update = update * (-rate * max(1, whole.size(1) / whole.size(2)) ** 0.5 * enabled)
-            update = [local(shard_like(*pair)) for pair in zip(update, matrices, strict=True)]
+            update = list(update * (-rate * max(1, rows / columns) ** 0.5 * enabled))
             torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * enabled)
             torch._foreach_add_(parameters, update)
 

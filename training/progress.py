@@ -23,14 +23,7 @@ class Progress:
         device: whose memory is reported.
     """
 
-    def __init__(
-        self,
-        step: int,
-        train_seconds: float,
-        max_steps: int,
-        tokens_per_step: int,
-        device: torch.device,
-    ):
+    def __init__(self, step: int, train_seconds: float, max_steps: int, tokens_per_step: int, device: torch.device):
         self.step, self.train_seconds = step, train_seconds
         self.tokens_per_step, self.device = tokens_per_step, device
         self.logged_step, self.logged_seconds = step, train_seconds
@@ -38,7 +31,9 @@ class Progress:
             torch.cuda.reset_peak_memory_stats(device)  # of the certificate
         self.is_watched = sys.stderr.isatty()
         interval = 0.1 if self.is_watched else 10  # seconds between two drawings; a log file needs few
-        self.line = tqdm(total=max_steps, initial=step, unit="step", dynamic_ncols=True, mininterval=interval)
+        # The remaining time follows from all steps and evaluations so far, not from the last ones.
+        bar = {"unit": "step", "dynamic_ncols": True, "mininterval": interval, "smoothing": 0}
+        self.line = tqdm(total=max_steps, initial=step, **bar)
         self.lap_began = time.perf_counter()
 
     def __enter__(self) -> "Progress":

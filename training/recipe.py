@@ -67,12 +67,7 @@ def tokens_for(n_layer: int, n_embd: int) -> int:
 
 
 def choose_shape(
-    model: ModelConfig,
-    data: DataConfig,
-    train: TrainConfig,
-    num_bytes: float,
-    tokenizer: str | None,
-    device_type: str,
+    model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float, tokenizer: str | None, device_type: str
 ) -> dict[str, object]:
     """Change the tables of a run: the shape of the model, the tokenizer and the run directory for the text.
 

@@ -42,7 +42,7 @@ CHARTS = {
     "Gradient before clipping": {"norm": "grad_norm"},
 }
 LEFT, RIGHT, TOP, BOTTOM = 50, 460, 10, 214  # edges of the plot in a chart of 480 x 240; axis labels are outside
-MOST_POINTS, MOST_EVALUATIONS, MOST_LETTERS = 1000, 30, 2000  # of a curve; in the page; of a sample
+MOST_POINTS, MOST_EVALUATIONS, MOST_LETTERS = 5000, 30, 2000  # of a curve; in the page; of a sample
 
 
 def write_report(directory: Path) -> Path:

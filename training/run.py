@@ -19,7 +19,7 @@ from model.huggingface import tensors_to_huggingface
 from model.load import load_config
 from model.sharded import gather
 from training.config import MAY_CHANGE, TrainConfig, TrainError
-from training.directory import best_validation, command, next_commands, read_metrics
+from training.directory import best_validation, next_commands, read_metrics
 from training.distributed import Ranks
 from training.optimizer import learning_rate_at, load_optimizer_tensors, optimizer_tensors
 from training.options import Config
@@ -249,10 +249,6 @@ class Run:
             self.tracker.finish(exit_code)
             self.report()
             os.close(self.lock)
-
-    def command(self, script: str) -> str:
-        """A command line that runs a script on this directory."""
-        return command(script, self.directory)
 
     def print_next(self, step: int) -> None:
         """Print what to do with the finished run."""
