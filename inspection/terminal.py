@@ -46,7 +46,7 @@ def table(scores: HeadScores, heads: Sequence[Head]) -> str:
             cells[-1] += f" ± {error['ablation'][head]:.4f}"
         rows.append([name_of(head), *cells])
     largest = {name: max(error[name][head] for head in heads) for name in columns}
-    rows.append(["s.e.", *(number(largest[name], ".1g") for name in columns)])
+    rows.append(["s.e.", *(number(largest[name], form.lstrip("+")) for name, (_, form, _) in columns.items())])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines += ["s.e.: the largest standard error of a head in each column, over the texts"]
