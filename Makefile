@@ -8,6 +8,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 EVERY_CORE = -n auto --dist worksteal  # pytest-xdist
 RUN = out/quickstart
+CODE = train.py sample.py inspect_attention.py model data training inspection configs benchmarks tests docs
 
 .PHONY: train test test-long bench
 
@@ -15,8 +16,8 @@ train: .venv/train.installed
 	$(BIN)/python train.py $(if $(wildcard $(RUN)/checkpoints/step-*),--resume $(RUN),configs/quickstart.toml)
 
 test: .venv/test.installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/python -m pytest $(EVERY_CORE) -m "not long"
 
 test-long: .venv/test.installed
