@@ -112,8 +112,8 @@ def train(config: Config, ranks: Ranks) -> None:
 
             if progress.step % c.log_every == 0 or progress.step == c.max_steps:
                 guard.check()  # waits for the device, as .item() does, so not in every step
-                lr, speed = learning_rate_at(step, c), progress.speed(train_loss.item())
-                run.log(progress.step, train_loss=train_loss.item(), lr=lr, grad_norm=grad_norm.item(), **speed)
+                line = {"train_loss": train_loss.item(), "lr": learning_rate_at(step, c), "grad_norm": grad_norm.item()}
+                run.log(progress.step, **line, **progress.speed(line["train_loss"]))
 
     if step < c.max_steps:
         run.finish(Interrupted.exit_code)

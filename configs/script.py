@@ -17,6 +17,9 @@ def run_script(main: Callable[[], None]) -> None:
     interrupted; 1 a bug of ours.
     An exception for the user has its code in `exit_code`, and prints one sentence without a traceback.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed from the beginning
+            setattr(sys, name, open(os.devnull, "w"))
     # A terminal that cannot show a character shows a question mark; a file or a pipe has each line at once.
     sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
@@ -58,6 +61,8 @@ def read_prompt(prompt: str) -> str:
     Raises OSError if there is no such file, ConfigError if the text is not UTF-8.
     """
     try:
+        if prompt == "-" and sys.stdin is None:
+            raise ConfigError("there is no standard input to read a text from")
         if prompt == "-":
             return sys.stdin.buffer.read().decode()
         if prompt.startswith("@"):

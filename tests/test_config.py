@@ -1,6 +1,9 @@
 """Options: file under command line, strict, and wrong ones answered in one sentence."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,3 +96,20 @@ def test_help_explains_every_option(run, script) -> None:
 def test_help_shows_the_defaults_that_would_apply(run, monkeypatch, file: list[str], layers: int) -> None:
     monkeypatch.chdir(ROOT)
     assert f"Number of transformer blocks. (default: {layers})" in run(train, *file, "-h").out
+
+
+PRINTS = """
+import sys
+from configs.script import run_script
+run_script(lambda: print("a line") or print("a note", file=sys.stderr) or sys.stdout.buffer.raw.write(b"the end"))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("closed, out", [("", b"a line\nthe end"), ("2>&-", b"a line\nthe end"), (">&-", b"")])
+def test_a_pipe_has_each_line_at_once_and_notes_stay_apart(closed: str, out: bytes) -> None:
+    command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, PRINTS]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, out)
+    assert done.stderr == (b"" if closed == "2>&-" else b"a note\n")

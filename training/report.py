@@ -6,10 +6,7 @@ The page has no script, and its policy forbids every request. All values reach i
 escapes markup and `visible` escapes control characters: samples, names and options stay text.
 """
 
-import base64
-import hashlib
 import math
-import re
 import time
 import tomllib
 from pathlib import Path
@@ -17,6 +14,7 @@ from pathlib import Path
 import jinja2
 
 from configs.script import visible
+from inspection.page import own_hash
 from model import disk
 from model.checkpoint import read_json, step_directories
 from training.config import TrainError
@@ -50,10 +48,9 @@ def write_report(directory: Path) -> Path:
 
     Raises TrainError if the files there are not those of a run, OSError if one cannot be read or the page be written.
     """
-    style = re.search("<style>(.*?)</style>", TEMPLATE.read_text(encoding="utf-8"), re.DOTALL)[1]
-    style_hash = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    style = own_hash(TEMPLATE.read_text(encoding="utf-8"), "style")
     try:
-        page = JINJA.get_template(TEMPLATE.name).render(read_run(directory), style_hash=style_hash)
+        page = JINJA.get_template(TEMPLATE.name).render(read_run(directory), own_style=style)
     except (LookupError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
         raise TrainError(f"{directory} does not hold the files of a run: {error!r:.200}") from error
     disk.replace(directory / TEMPLATE.name, page.encode(errors="replace"))  # a file name need not be valid UTF-8
