@@ -36,13 +36,13 @@ from data.prepare import find_prepared
 from data.tokenizer import Tokenizer, load_tokenizer
 from inspection import files, page, terminal
 from inspection.heads import Inspection, RepeatProbe, ablate, head_scores, influence, repeat_probe
+from inspection.kinds import Head, most_telling_first, name_of
 from inspection.metrics import METRICS
 from inspection.patterns import capture
-from inspection.terminal import Head
 from model import GPT, GPTConfig
 from model.checkpoint import STEP, find_checkpoint, read_optional
-from model.load import load_config
-from training.device import autocast, find_device
+from model.load import load_config, stored_dtype
+from training.device import Precision, autocast, dtype_name, find_device, is_fast
 from training.progress import Outliving
 
 FORMATS = (".png", ".svg", ".html", ".npz", ".safetensors", ".csv", ".json")
@@ -62,7 +62,8 @@ class Options:
     text: str | None = None
     """Text to read; @FILE reads a file, - standard input. None: the model's validation text."""
     heads: tuple[str, ...] = ()
-    """Heads to show, as 0.1, "2.*" (a layer) or "-1.*" (the last layer); after the checkpoints. None: all."""
+    """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. None: all, but
+    of many heads the table has the best of each kind."""
     generate: int | None = None
     """Let the (last) model continue --text by this many tokens, and inspect them too."""
     ablate: Literal["zero", "mean"] | None = None
@@ -73,7 +74,7 @@ class Options:
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products. auto: that of the training."""
+    """Precision of the matrix products. auto: that of the training, or float32 if the device has no units for that."""
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
@@ -113,6 +114,10 @@ def inspect(options: Options) -> None:
     heads = choose_heads(options.heads, config)
     device = find_device(options.device)
     inputs = choose_inputs(options, directories[-1], config, tokenizer, device)
+    is_page_asked = any(path.suffix == ".html" for path in options.output)
+    if is_page_asked:
+        page.room(inputs.shown.size(1), len(directories))  # raises ModelError now, not after the work
+    print(f"device: {device}, {choose_precision(directories[-1], device, options.dtype)}")
     print(visible(f"text:   {inputs.note}"))
     labels = [label(tokenizer, token) for token in inputs.shown[0].tolist()]
     if options.generate:
@@ -122,7 +127,7 @@ def inspect(options: Options) -> None:
 
     inspections = []
     for directory in directories:
-        if inspections and not any(path.suffix == ".html" for path in options.output):
+        if inspections and not is_page_asked:
             inspections[-1].att.layers.clear()  # only the last one is drawn, and queries and keys are large
         inspections.append(inspect_checkpoint(directory, inputs, heads, tokenizer, device, options))
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
@@ -135,9 +140,14 @@ def inspect(options: Options) -> None:
         print(f"wrote {path}")
     last, width = inspections[-1], shutil.get_terminal_size().columns
     print(f"\n{last.name}{', on average' if len(inputs.measured) > 1 else ''}")
-    print(terminal.table(last.scores, heads))
-    for head in heads if options.heads else []:
-        print(f"\nhead {terminal.name_of(head)}: a line is a query, a character is a key, in the order of the lines")
+    are_many = len(heads) > terminal.MOST_ROWS
+    in_table = terminal.best(last.scores.mean, heads) if are_many and not options.heads else heads
+    print(terminal.table(last.scores, in_table))
+    if len(in_table) < len(heads):
+        print(f'{len(in_table)} of {len(heads)} heads; --heads "*.*" shows all, and -o page.html draws them:')
+        print(terminal.kinds(last.scores.mean, heads))
+    for head in heads if options.heads and not are_many else []:
+        print(f"\nhead {name_of(head)}: a line is a query, a character is a key, in the order of the lines")
         print(terminal.triangle(last.att.pattern(*head)[0].cpu(), labels, width))
 
 
@@ -239,7 +249,7 @@ def inspect_checkpoint(
             shares, tokens, probabilities = influence(model, inputs.shown)
             names = [label(tokenizer, token) for token in tokens.tolist()]
             predictions = list(zip(names, probabilities.tolist(), strict=True))
-    dtype = str(att[0][0].dtype).removeprefix("torch.")
+    dtype = dtype_name(att[0][0].dtype)
     return Inspection(
         name=visible(name_of_model(directory)),
         step=int(directory.name.removeprefix("step-")) if STEP.fullmatch(directory.name) else None,
@@ -266,7 +276,13 @@ def write(path: Path, inputs: Inputs, labels: list[str], heads: list[Head], insp
     elif path.suffix in (".npz", ".safetensors"):
         files.write_tensors(path, inspections[-1], inputs.shown[0], labels)
     elif path.suffix == ".html":
-        page.write_page(path, f"scores of {inputs.note}", labels, heads, inspections)
+        telling, room = most_telling_first(inspections[-1].scores.mean, heads), page.room(len(labels), len(inspections))
+        shown = [head for head in heads if head in telling[:room]]
+        note = f"scores of {inputs.note}"
+        if len(shown) < len(heads):
+            note += f"; the {len(shown)} most telling of {len(heads)} heads, as a page has no room for more"
+            print(f"page:   {note}")
+        page.write_page(path, note, labels, shown, inspections)
     else:
         from inspection import plots  # imported here because matplotlib is optional
 
@@ -280,14 +296,21 @@ def label(tokenizer: Tokenizer, token: int) -> str:
 
 
 def load(directory: Path, device: torch.device, options: Options) -> tuple[GPT, AbstractContextManager]:
-    """Load the model, and the context in which its matrix products have the precision asked for, or of the training.
+    """Load the model, and the context in which its matrix products have their precision."""
+    precision = choose_precision(directory, device, options.dtype)
+    return GPT.read(directory, device, precision.weights), autocast(device, precision.products)
 
-    The weights are as they were stored, or float32 if that is asked for.
+
+def choose_precision(directory: Path, device: torch.device, asked: str) -> Precision:
+    """Choose weights as they are stored and products as asked for, or as in training for "auto".
+
+    Weights, and products for "auto", are float32 where the device has no units for that precision.
     """
-    model = GPT.read(directory, device, torch.float32 if options.dtype == "float32" else None)
-    of_training = read_optional(directory / "manifest.json", "environment", "dtype")
-    name = of_training if options.dtype == "auto" else options.dtype
-    return model, autocast(device, getattr(torch, name) if name in ("bfloat16", "float16") else torch.float32)
+    stored = stored_dtype(directory)
+    weights = stored if asked != "float32" and is_fast(stored, device) else torch.float32
+    name = read_optional(directory / "manifest.json", "environment", "dtype") if asked == "auto" else asked
+    products = getattr(torch, name) if name in ("bfloat16", "float16") else weights
+    return Precision(stored, weights, products if asked != "auto" or is_fast(products, device) else weights)
 
 
 if __name__ == "__main__":

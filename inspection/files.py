@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 
 from inspection.heads import Inspection
-from inspection.terminal import Head, name_of
+from inspection.kinds import Head, name_of
 
 
 def write_scores(path: Path, inspections: Sequence[Inspection], heads: Sequence[Head], about: dict) -> None:

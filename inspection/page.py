@@ -3,7 +3,8 @@
 The policy in its head lets a browser run the page's own script and style and forbids every request. Jinja escapes
 markup in tokens and names. The rest is in page.html.
 
-A pattern is stored as its lower triangle, row by row, in multiples of 1/65535 of two bytes, deflated, in base64.
+A pattern is stored as its lower triangle, row by row, in multiples of 1/65535 of two bytes, deflated, in base64: one to
+two bytes a weight.
 """
 
 import base64
@@ -18,13 +19,22 @@ import numpy as np
 from torch import Tensor
 
 from inspection.heads import Inspection
+from inspection.kinds import Head, most_telling_first, name_of, tag
 from inspection.metrics import METRICS
-from inspection.terminal import Head, grid_columns, kind, name_of, number
+from inspection.terminal import grid_columns, number
 from model import ModelError
 
 TEMPLATE = Path(__file__).with_name("page.html")
-LIMIT = 32 * 2**20  # bytes of all triangles of a page
+MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
 MOST_NAMED = 48  # the most tokens that are named beside the large picture
+
+
+def room(T: int, num_checkpoints: int) -> int:
+    """Return for how many heads a page has room. Raises ModelError if that is none."""
+    num_heads = MOST_WEIGHTS // (T * (T + 1) // 2 * num_checkpoints) - 1  # besides the influence
+    if num_heads < 1:
+        raise ModelError(f"a page has no room for {T} tokens at {num_checkpoints} checkpoints: give a shorter --text")
+    return num_heads
 
 
 def write_page(
@@ -33,20 +43,12 @@ def write_page(
     """Write the page.
 
     note: says what was measured; labels: the T tokens; heads: those that are shown; inspections: in order, not empty,
-    with influence and predictions. Raises ModelError if the weights would have more than LIMIT bytes.
+    with influence and predictions.
     """
-    triangles, size = {}, 0
+    triangles = {}
     for checkpoint, inspection in enumerate(inspections):
-        patterns = {name_of(head): inspection.att.pattern(*head)[0] for head in heads}
-        patterns["influence"] = inspection.influence.nan_to_num(0.0)  # 0: this row was not computed
-        for name, pattern in patterns.items():
-            triangles[f"{checkpoint}/{name}"] = encode(pattern)
-            size += len(triangles[f"{checkpoint}/{name}"])
-            if size > LIMIT:
-                raise ModelError(
-                    f"{path} would be larger than {LIMIT / 2**20:.4g} MiB: choose fewer heads (--heads), fewer "
-                    "checkpoints, or a shorter text (--text)"
-                )
+        triangles |= {f"{checkpoint}/{name_of(head)}": encode(inspection.att.pattern(*head)[0]) for head in heads}
+        triangles[f"{checkpoint}/influence"] = encode(inspection.influence.nan_to_num(0.0))  # 0: not computed
     source = TEMPLATE.read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
     html = page.render(
@@ -67,7 +69,7 @@ def encode(pattern: Tensor) -> str:
     """Encode the lower triangle of (T, T)."""
     values = pattern.float().cpu().numpy()[np.tri(len(pattern), dtype=bool)]
     units = np.round(values.clip(0, 1) * 65535).astype("<u2")
-    return base64.b64encode(zlib.compress(units.tobytes())).decode()
+    return base64.b64encode(zlib.compress(units.tobytes(), level=1)).decode()
 
 
 def own_hash(source: str, tag: str) -> str:
@@ -82,7 +84,8 @@ def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
     columns = [(name, title, form) for name, (title, form, _) in METRICS.items() if name in mean]
     return {
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
-        "kinds": [kind(mean, head) for head in heads],
+        "tags": [tag(mean, head) for head in heads],
+        "most_telling_first": [heads.index(head) for head in most_telling_first(mean, heads)],
         "scores": [
             " · ".join(f"{title} {number(mean[name][head], form) or '–'}" for name, title, form in columns)
             for head in heads

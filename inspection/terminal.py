@@ -1,4 +1,4 @@
-"""Show heads in a terminal: token labels, the table of heads, and one head drawn in characters."""
+"""Show heads in a terminal: token labels, tables, and one head drawn in characters."""
 
 import math
 import unicodedata
@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from inspection.heads import HeadScores
+from inspection.kinds import KINDS, Head, by_kind, kind_of, name_of
 from inspection.metrics import METRICS
 
-Head = tuple[int, int]  # layer and head, both from zero
 GREY = " .:-=+*#%@"  # darker for a larger weight, in tenths
 VISIBLE = {" ": "␣", "\n": "↵", "\t": "⇥"}
-KINDS = ("sink", "previous", "duplicate", "induction")  # metrics that can name a head, if one is at least MUCH
-MUCH = 0.2
+MOST_ROWS = 16  # heads in a table, unless more are asked for
 
 
 def label(token: bytes) -> str:
@@ -48,26 +47,31 @@ def table(scores: HeadScores, heads: Sequence[Head]) -> str:
     largest = {name: max(error[name][head] for head in heads) for name in columns}
     rows.append(["s.e.", *(number(largest[name], form.lstrip("+")) for name, (_, form, _) in columns.items())])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["s.e.: the largest standard error of a head in each column, over the texts"]
     return "\n".join([*lines, "the columns are defined in: inspect_attention.py --help"])
 
 
-def kind(mean: dict[str, Tensor], head: Head) -> str:
-    """Name a head by its largest metric of KINDS, as "prev .81"; empty if that is less than MUCH."""
-    found = {name: mean[name][head].nan_to_num(0).item() for name in KINDS if name in mean}
-    name = max(found, key=found.get)
-    return f"{METRICS[name][0]} {found[name]:.2f}".replace(" 0.", " .") if found[name] >= MUCH else ""
+def best(mean: dict[str, Tensor], heads: Sequence[Head]) -> list[Head]:
+    """Choose heads for a shorter table: the best of each kind, or those that are missed most if that was measured."""
+    if "ablation" in mean:
+        return sorted(heads, key=lambda head: -mean["ablation"][head])[:MOST_ROWS]
+    return [head for group in by_kind(mean, heads).values() for head in group[:2]]
+
+
+def kinds(mean: dict[str, Tensor], heads: Sequence[Head]) -> str:
+    """Format one line for each kind: how many heads are of it, and the best of them with their scores."""
+    lines = []
+    for kind, group in by_kind(mean, heads).items():
+        scores = [f"{name_of(head)} {kind_of(mean, head)[1]:.2f}".replace(" 0.", " .") for head in group[:5]]
+        named = "" if kind == "other" else f": {', '.join(scores)}{', ...' if len(group) > len(scores) else ''}"
+        lines.append(f"{len(group):4d} {KINDS[kind]}{named}")
+    return "\n".join(lines)
 
 
 def number(value: Tensor, form: str) -> str:
     """Format a number of the table; empty if it was not measured."""
     return "" if value.isnan() else format(value.item(), form)
-
-
-def name_of(head: Head) -> str:
-    """(5, 1) -> "5.1"."""
-    return f"{head[0]}.{head[1]}"
 
 
 def grid_columns(heads: Sequence[Head]) -> int:

@@ -155,11 +155,23 @@ class GPT(nn.Module):
         return cls.read(find_checkpoint(Path(path)), device, dtype)
 
     @classmethod
-    def read(cls, directory: Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> "GPT":
-        """Load the model in a directory that `find_checkpoint` returned, without verifying its files once more."""
+    def read(
+        cls,
+        directory: Path,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        config: GPTConfig | None = None,
+    ) -> "GPT":
+        """Load the model in a directory that `find_checkpoint` returned, without verifying its files once more.
+
+        config may ask for another dropout, or for a smaller context_length, than the stored model has.
+        """
+        stored = load_config(directory)
         with torch.device("meta"):  # neither time nor memory for initial weights
-            model = cls(load_config(directory))
-        weights = load_weights(directory, model.config, model.state_dict(), device, dtype)
+            whole, model = cls(stored), cls(config or stored)
+        weights = load_weights(directory, stored, whole.state_dict(), device, dtype)
+        if model.position_embedding is not None:
+            weights["position_embedding.weight"] = weights["position_embedding.weight"][: model.config.context_length]
         model.load_state_dict(weights, assign=True)
         model.fill_buffers()
         return model.eval()

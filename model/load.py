@@ -6,6 +6,8 @@ loaded model must compute the bits of the saved one.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,12 +21,24 @@ from model.huggingface import config_from_huggingface, tensors_from_huggingface,
 HEAD = "lm_head.weight"
 UNUSED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and rotary tables in old files
 PREFIXES = ("", "transformer.", "model.")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Shapes = dict[str, tuple[int, ...]]
 
 
 def load_config(directory: Path) -> GPTConfig:
     """Return the configuration of the model in a directory. Raises ModelError if it describes no GPT."""
     return config_from_huggingface(read_json(directory / "config.json"))
+
+
+def stored_dtype(directory: Path) -> torch.dtype:
+    """Return the precision of the first tensor in a directory. Raises ModelError if there is none that can be read."""
+    path = tensor_files(directory, "model")[0]
+    with reading(path) as file:
+        first = min(file.keys(), default=None)
+        kind = first and file.get_slice(first).get_dtype()
+    if kind not in DTYPES:
+        raise ModelError(f"{path} holds {kind or 'nothing'}, expected floating-point numbers")
+    return DTYPES[kind]
 
 
 def load_weights(
@@ -85,27 +99,34 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
 
 def read_file(path: Path, shapes: Shapes) -> dict[str, Tensor]:
     """Return the tensors of one safetensors file; see `load_tensors`. Shapes are checked before memory is allocated."""
+    tensors = {}
+    with reading(path) as file:
+        for stored in sorted(file.keys()):
+            # `transformers` saves a model without a head under names without the prefix of its body.
+            name = next((prefix + stored for prefix in PREFIXES if prefix + stored in shapes), None)
+            if name is None and UNUSED.search(stored):
+                continue
+            if name is None:
+                raise ModelError(f"{path} has a tensor that is not expected: {stored}")
+            header = file.get_slice(stored)
+            shape, kind = tuple(header.get_shape()), header.get_dtype()
+            if shape != shapes[name]:
+                raise ModelError(f"{path}: {name} is {shape}, expected {shapes[name]}")
+            if kind not in DTYPES:
+                raise ModelError(f"{path}: {name} holds {kind}, expected floating-point numbers")
+            tensors[name] = file.get_tensor(stored)
+            if not tensors[name].isfinite().all():
+                raise ModelError(f"{path}: {name} holds numbers that are not finite")
+    return tensors
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[safe_open]:
+    """Open a safetensors file. Raises ModelError if it cannot be read."""
     if not path.is_file():  # a pipe would be waited for
         raise ModelError(f"{path} is not a file")
-    tensors = {}
     try:
         with safe_open(path, "pt") as file:
-            for stored in sorted(file.keys()):
-                # `transformers` saves a model without a head under names without the prefix of its body.
-                name = next((prefix + stored for prefix in PREFIXES if prefix + stored in shapes), None)
-                if name is None and UNUSED.search(stored):
-                    continue
-                if name is None:
-                    raise ModelError(f"{path} has a tensor that is not expected: {stored}")
-                header = file.get_slice(stored)
-                shape, kind = tuple(header.get_shape()), header.get_dtype()
-                if shape != shapes[name]:
-                    raise ModelError(f"{path}: {name} is {shape}, expected {shapes[name]}")
-                if kind not in ("F64", "F32", "F16", "BF16"):
-                    raise ModelError(f"{path}: {name} holds {kind}, expected floating-point numbers")
-                tensors[name] = file.get_tensor(stored)
-                if not tensors[name].isfinite().all():
-                    raise ModelError(f"{path}: {name} holds numbers that are not finite")
+            yield file
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-    return tensors

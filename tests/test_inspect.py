@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import inspect_attention
 import train
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
-from inspection import Captured, ablate, capture, head_scores, influence
+from inspection import Captured, ablate, capture, head_scores, influence, page, terminal
 from inspection.heads import HeadScores
+from inspection.kinds import by_kind, tag
 from inspection.metrics import METRICS
 from inspection.plots import drawable, pool
 from inspection.terminal import grid_columns, label, triangle
@@ -82,18 +84,47 @@ def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
     result = run(inspect_attention, straight)
     assert result.exit_code == 0, result.err
     lines = result.out.splitlines()
-    assert lines[0] == "text:   8 x 11 tokens of its validation text"
-    assert lines[1] == "probe:  8 x [start, 5 random tokens, the same again]"
-    assert "weights match the fused kernel: max row error " in lines[3] and "(float32, cpu)" in lines[3]
+    assert lines[0] == "device: cpu, weights in float32"
+    assert lines[1] == "text:   8 x 11 tokens of its validation text"
+    assert lines[2] == "probe:  8 x [start, 5 random tokens, the same again]"
+    assert "weights match the fused kernel: max row error " in lines[4] and "(float32, cpu)" in lines[4]
     assert max(map(len, lines)) <= 80
     expected = head_scores(GPT.from_pretrained(straight), windows_of(straight))
-    assert lines[2] == f"model:  straight step-00000012, loss {expected.losses.mean():.4f} on the text"
-    assert lines[6].split() == ["head", *(title for title, _, _ in METRICS.values() if title != "loss")]
-    for head, line in zip([(layer, head) for layer in range(2) for head in range(3)], lines[7:13], strict=True):
+    assert lines[3] == f"model:  straight step-00000012, loss {expected.losses.mean():.4f} on the text"
+    assert lines[7].split() == ["head", *(title for title, _, _ in METRICS.values() if title != "loss")]
+    for head, line in zip([(layer, head) for layer in range(2) for head in range(3)], lines[8:14], strict=True):
         name, entropy, *_, max_logit = line.split()
         assert name == f"{head[0]}.{head[1]}" and entropy == f"{expected.mean['entropy'][head]:.2f}"
         assert max_logit == f"{expected.mean['max_logit'][head]:.1f}"
-    assert lines[13].split()[:2] == ["s.e.", f"{expected.error['entropy'].max():.2f}"]
+    assert lines[14].split()[:2] == ["s.e.", f"{expected.error['entropy'].max():.2f}"]
+
+
+def test_many_heads_are_told_by_kind(run, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "MOST_ROWS", 5)
+    monkeypatch.setattr(page, "MOST_WEIGHTS", 3 * 66)
+    few, every = (run(inspect_attention, straight, *words).out for words in ([], ["--heads", "*.*"]))
+    assert '2 of 6 heads; --heads "*.*" shows all' in few and "   6 previous token: " in few and "head 0.0:" not in every
+    assert re.findall(r"^ (\d\.\d) ", every, re.M) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
+    missed = run(inspect_attention, straight, "--ablate", "zero", "-o", tmp_path / "a.html").out
+    rises = [float(rise) for rise in re.findall(r"^ \d\.\d .* (\S+) ± ", missed, re.M)]
+    assert len(rises) == 5 and rises == sorted(rises, reverse=True)
+    assert data_of(tmp_path / "a.html")["heads"] == sorted(re.findall(r"^ (\d\.\d) ", few, re.M))
+    assert "the 2 most telling of 6 heads, as a page has no room for more" in missed
+
+
+def test_a_head_has_the_most_telling_kind_that_it_shows() -> None:
+    """An induction head rests on the first token where nothing repeats (Guo et al. 2024)."""
+    rows = {"sink": [0.9, 0.1, 0.3, 0.9, 0.1], "previous": [0.2, 0.1, 0.3, 0.0, 0.1], "induction": [0.3, 0, 0, 0, 0.19]}
+    mean = {name: torch.tensor([values]) for name, values in {**rows, "entropy": [0.0, 0.9, 0.0, 0.0, 0.1]}.items()}
+    mean["induction"][0, 3] = torch.nan  # was not measured
+    heads = [(0, head) for head in range(5)]
+    assert by_kind(mean, heads) == {
+        "induction": [(0, 0)], "previous": [(0, 2)], "other": [(0, 4), (0, 1)], "sink": [(0, 3)]
+    }  # fmt: skip
+    assert terminal.kinds(mean, heads).splitlines() == [
+        "   1 induction: 0.0 .30", "   1 previous token: 0.2 .30", "   2 none of these", "   1 first token: 0.3 .90"
+    ]  # fmt: skip
+    assert [tag(mean, head) for head in heads] == ["ind .30", "", "prev .30", "sink .90", ""]
 
 
 def test_seven_formats_hold_what_the_model_did(run, straight: Path, tmp_path: Path) -> None:
@@ -112,15 +143,15 @@ def test_seven_formats_hold_what_the_model_did(run, straight: Path, tmp_path: Pa
     idx = torch.tensor([tokenizer.encode(TEXT)[:11].tolist()])
     att = captured(straight, idx)
     scores = att.scores()
-    page = data_of(tmp_path / "a.html")
-    assert page["heads"] == names and labels_of(tmp_path / "a.html")[2:4] == ["␣", "i"]
+    content = data_of(tmp_path / "a.html")
+    assert content["heads"] == names and labels_of(tmp_path / "a.html")[2:4] == ["␣", "i"]
     for name in names:
         layer, head = map(int, name.split("."))
         weights = torch.from_numpy(stored(tmp_path / "a.html", f"0/{name}")).float()
         torch.testing.assert_close(weights, att.pattern(layer, head)[0], rtol=0, atol=1 / 65535)
     shares, tokens, probabilities = influence(GPT.from_pretrained(straight), idx)
     assert np.abs(stored(tmp_path / "a.html", "0/influence") - shares.numpy()).max() < 1e-4
-    predictions = page["checkpoints"][0]["predictions"]
+    predictions = content["checkpoints"][0]["predictions"]
     assert [chance for _, chance in predictions] == [f"{probability:.1%}" for probability in probabilities]
     assert predictions[0][0] == inspect_attention.label(tokenizer, tokens[0].item())
 

@@ -18,8 +18,8 @@ from torch import Tensor
 import inspection.page
 from inspection import Inspection
 from inspection.heads import HeadScores
-from inspection.page import write_page
-from inspection.terminal import kind
+from inspection.kinds import most_telling_first, name_of, tag
+from inspection.page import room, write_page
 from model import ModelError
 
 L, H, T = 2, 3, 11
@@ -109,15 +109,11 @@ def test_stored_weights_are_the_patterns(tmp_path: Path) -> None:
     assert data_of(path)["checkpoints"][1]["scores"][0] == scores
 
 
-def test_a_page_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "page.html"
-    write(path)
-    size = sum(map(len, re.findall('id="0/.*?">(.*?)</script>', path.read_text())))
-    monkeypatch.setattr(inspection.page, "LIMIT", size)
-    write(path)
-    monkeypatch.setattr(inspection.page, "LIMIT", size - 1)
-    with pytest.raises(ModelError, match="choose fewer heads .*fewer checkpoints, or a shorter text"):
-        write(path)
+def test_a_page_has_room_for_some_heads_and_the_influence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection.page, "MOST_WEIGHTS", 4 * 66 * 2)
+    assert room(T, 2) == 3
+    with pytest.raises(ModelError, match="no room for 11 tokens at 5 checkpoints: give a shorter --text"):
+        room(T, 5)
 
 
 # ---- The page in a browser.
@@ -166,8 +162,12 @@ def assert_read(page, row: int, key: int, head: str = "0.0", step: int = 400) ->
 @pytest.mark.long
 def test_heads_are_chosen_and_share_one_scale(show: Callable) -> None:
     page = show(heads=HEADS[1:])
-    captions = [f"{layer}.{head} {kind(inspected().scores.mean, (layer, head))}" for layer, head in HEADS[1:]]
-    assert page.locator("#heads button").all_inner_texts() == captions
+    mean = inspected().scores.mean
+    for order in (HEADS[1:], most_telling_first(mean, HEADS[1:]), HEADS[1:]):
+        captions = [f"{name_of(head)} {tag(mean, head)}".strip() for head in order]
+        assert page.locator("#heads button").all_inner_texts() == captions
+        page.locator("#by-kind").click()
+    page.locator("#by-kind").click()
     page.locator("#heads button").last.click()
     assert page.locator("#heads button[aria-pressed=true] b").inner_text() == "1.2"
     assert page.locator("#head").inner_text() == "Head 1.2" and not page.locator("#slider").is_visible()
@@ -211,11 +211,13 @@ def test_the_pointer_reads_weights_and_chooses_what_the_strips_show(show: Callab
 @pytest.mark.long
 def test_slider_travels_through_checkpoints(show: Callable) -> None:
     page = show(inspected(400), inspected(800), inspected(1200))
+    head = name_of(most_telling_first(inspected(1200).scores.mean, HEADS)[0])
+    assert page.locator("#head").inner_text() == f"Head {head}" != "Head 0.0"
     for number, step in ((0, 400), (1, 800), (2, 1200)):
         page.locator("#slider").fill(str(number))
         page.locator("#checkpoint", has_text=f"step-{step:08d} · loss {1000 / step:.4f}").wait_for()
         page.locator("#picture").hover(position=cell(page, 7, 2))
-        assert_read(page, 7, 2, step=step)
+        assert_read(page, 7, 2, head, step)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -44,6 +45,13 @@ def has_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the device has units for matrix products in this precision. Without them a product is slow."""
+    if dtype == torch.float16:
+        return device.type != "cpu"
+    return dtype != torch.bfloat16 or has_bfloat16(device)
+
+
 def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
     """Choose device and precision of a run, and print a line that says why.
 
@@ -67,7 +75,7 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
     # On CUDA a warning would not do: PyTorch's attention then adds in any order.
     torch.use_deterministic_algorithms(config.deterministic, warn_only=device.type != "cuda")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"threads: {torch.get_num_threads()}"
-    print(f"device: {device} ({where}), {str(dtype).removeprefix('torch.')}: {why}")
+    print(f"device: {device} ({where}), {dtype_name(dtype)}: {why}")
     return device, dtype
 
 
@@ -88,6 +96,27 @@ def weights_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bfloat16(device) else torch.float32
 
 
+@dataclass(frozen=True)
+class Precision:
+    """The precision of weights in their file, in memory, and in matrix products."""
+
+    stored: torch.dtype
+    weights: torch.dtype
+    products: torch.dtype
+
+    def __str__(self) -> str:
+        """Words for the line that names the device."""
+        words = f"weights in {dtype_name(self.weights)}"
+        if self.stored != self.weights:
+            words += f" (stored in {dtype_name(self.stored)})"
+        return words if self.products == self.weights else f"{words}, products in {dtype_name(self.products)}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a precision, as float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradients: str) -> dict[str, str]:
     """Everything besides the configuration that decides the last bits of a run's numbers, for its checkpoints.
 
@@ -98,7 +127,7 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradie
         "torch": torch.__version__,
         "cudnn": str(torch.backends.cudnn.version()) if cuda else "any",
         "device": torch.cuda.get_device_name(device) if cuda else device.type,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "kernels": "compiled" if compiled else "eager",
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
         "threads": "any" if cuda else str(torch.get_num_threads()),

@@ -122,15 +122,13 @@ class Run:
         config = replace(load_config(self.base), **shape) if self.base else GPTConfig(**shape, vocab_size=vocab_size)
         if vocab_size > config.vocab_size:
             raise TrainError(f"the tokenizer has {vocab_size} tokens, the model of {self.base} {config.vocab_size}")
-        torch.manual_seed(seed_for(self.config.train.seed, "weights"))
-        model = GPT(config).train()
-        tensors_to_huggingface(config, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
         if self.base:
-            weights = GPT.read(self.base).state_dict()
-            if (positions := weights.get("position_embedding.weight")) is not None:
-                weights["position_embedding.weight"] = positions[: config.context_length]  # fewer may be wanted
-            model.load_state_dict(weights)
+            model = GPT.read(self.base, dtype=torch.float32, config=config).train()
             print(f"{'resumed' if self.resumed_from else 'weights'} from {self.base}")
+        else:
+            torch.manual_seed(seed_for(self.config.train.seed, "weights"))
+            model = GPT(config).train()
+        tensors_to_huggingface(config, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
         print(f"model:  {config.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
         return model
 
