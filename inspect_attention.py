@@ -109,8 +109,7 @@ def inspect(options: Options) -> None:
     """Inspect the checkpoints, write the outputs, and print the table of the last checkpoint."""
     directories = in_order([find_checkpoint(path) for path in options.checkpoints])
     config, tokenizer = load_config(directories[-1]), load_tokenizer(directories[-1])
-    if tokenizer.vocab_size > config.vocab_size:
-        raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
+    tokenizer.check_fits(config.vocab_size)
     heads = choose_heads(options.heads, config)
     device = find_device(options.device)
     inputs = choose_inputs(options, directories[-1], config, tokenizer, device)

@@ -119,8 +119,7 @@ def main() -> None:
     dtype = weights_dtype(options.dtype, device)
     model = GPT.read(directory, device, dtype)
     tokenizer = load_tokenizer(directory)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}")
+    tokenizer.check_fits(model.config.vocab_size)
 
     start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
     ids = [start + tokenizer.encode(prompt).tolist() or tokenizer.document_start for prompt in prompts]

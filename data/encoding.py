@@ -3,9 +3,11 @@
     TiktokenTokenizer   ours, a `tiktoken.Encoding`; data/tokenizer.py makes and saves it
     HubTokenizer        any other tokenizer.json, through the library `tokenizers` that it was written for
 
-Special tokens, such as the end of a text, are never made from text and have no text.
+Special tokens, such as the end of a text, have no text, and their names in a text are not looked for. (A model of
+words, or Unigram, may know such a name as a word nevertheless.)
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -35,13 +37,18 @@ class Tokenizer(ABC):
 
     name: str
     vocab_size: int
-    """The largest id plus one. Some ids below may be unused."""
+    """The largest id that a text, its start or its end can have, plus one. Some ids below may be unused."""
     end_of_text: int | None
     """The id between documents, None if there is none: written before each of them; a sample ends at it."""
     start_of_text: int | None
     """The id that a prompt has to begin with (often called BOS), None if the tokenizer puts none there."""
     special_tokens: dict[str, int]
     """Names and ids of the tokens that stand for no text."""
+
+    def check_fits(self, rows: int) -> None:
+        """Raise DataError if a text can have an id for which a model of this many rows has no row."""
+        if self.vocab_size > rows:
+            raise DataError(f"the tokenizer {self.name!r} has {self.vocab_size} tokens, the model {rows}")
 
     @property
     def document_start(self) -> list[int]:
@@ -79,6 +86,7 @@ class TextStream:
 
     The text of an id depends on its neighbours: one character may take several ids, and some tokenizers drop the space
     in front of the first word. So new ids are decoded together with those whose text was returned last.
+    (Some decoders replace a whole run of bytes for one that is broken. What was returned before it stays.)
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]):
@@ -88,7 +96,8 @@ class TextStream:
         """Add an id. Returns the text that is now certain: nothing while a character may be incomplete."""
         self.waiting.append(token)
         text = self.end()
-        if not text or text.endswith(REPLACEMENT):
+        is_written = self.tokenizer.token_bytes(token).endswith(REPLACEMENT.encode())  # as a character of its own
+        if not text or (text.endswith(REPLACEMENT) and not is_written):
             return ""
         self.returned, self.waiting = self.waiting, []
         return text
@@ -128,7 +137,8 @@ class TiktokenTokenizer(Tokenizer):
 class HubTokenizer(Tokenizer):
     """Any tokenizer.json, through the library `tokenizers`: the ids are those that `AutoTokenizer` gives.
 
-    A text has to be encoded as a whole, because ids may depend on the whole of it.
+    A text has to be encoded as a whole, because ids may depend on the whole of it. (A class of `transformers` may do
+    without parts of the file: LlamaTokenizer of version 5 drops a space with which a text begins.)
 
     Args:
         name: for messages.
@@ -145,13 +155,17 @@ class HubTokenizer(Tokenizer):
         self.library.encode_special_tokens = True  # a special token's name in a text is ordinary text
         if getattr(self.library.model, "dropout", None):
             raise ValueError("it draws ids at random")
-        vocabulary = self.library.get_vocab()
-        self.name, self.vocab_size = name, max(vocabulary.values()) + 1
+        self.name, vocabulary = name, self.library.get_vocab()
         self.end_of_text = vocabulary.get(END_OF_TEXT, vocabulary.get(end))
-        sample = self.library.encode("a")
-        self.start_of_text = vocabulary.get(sample.tokens[0]) if sample.special_tokens_mask[:1] == [1] else None
+        word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).encode("a")  # any text
+        framed = self.library.post_process(word)
+        self.start_of_text = framed.ids[0] if framed.special_tokens_mask[:1] == [1] else None
         self.added = self.library.get_added_tokens_decoder()
         self.special_tokens = {token.content: number for number, token in self.added.items() if token.special}
+        # Some models have no row for special tokens that are only added, to fill texts for example. No text has them.
+        ids = list(self.library.get_vocab(with_added_tokens=False).values())
+        ids += [number for number, token in self.added.items() if not token.special]
+        self.vocab_size = max([max(ids), *self.document_start]) + 1
         self.decoder = repr(self.library.decoder)
 
     def encode_unicode(self, text: str) -> np.ndarray:
@@ -165,6 +179,8 @@ class HubTokenizer(Tokenizer):
         spelled = self.library.id_to_token(token) or ""
         if token in self.added:
             return spelled.encode()
+        if "ByteFallback" in self.decoder and (byte := re.fullmatch("<0x([0-9A-F]{2})>", spelled)):
+            return bytes.fromhex(byte[1])
         if "ByteLevel" in self.decoder and all(character in BYTES for character in spelled):
             return to_bytes(spelled)
         return spelled.replace("\u2581", " ").encode()  # SentencePiece's sign for a space (Kudo and Richardson 2018)

@@ -114,14 +114,13 @@ class Run:
 
         Its weights are random, those of the checkpoint, or those of train.init_from.
 
-        Raises ModelError for a parameter that no checkpoint could hold (now, not when it is to be saved), TrainError if
+        Raises ModelError for a parameter that no checkpoint could hold (now, not when it is to be saved), DataError if
         the tokenizer has more tokens than the model.
         """
         print(f"data:   {visible(str(corpus))}")
         vocab_size, shape = corpus.tokenizer.vocab_size, asdict(self.config.model)
         config = replace(load_config(self.base), **shape) if self.base else GPTConfig(**shape, vocab_size=vocab_size)
-        if vocab_size > config.vocab_size:
-            raise TrainError(f"the tokenizer has {vocab_size} tokens, the model of {self.base} {config.vocab_size}")
+        corpus.tokenizer.check_fits(config.vocab_size)
         if self.base:
             model = GPT.read(self.base, dtype=torch.float32, config=config).train()
             print(f"{'resumed' if self.resumed_from else 'weights'} from {self.base}")
