@@ -23,8 +23,9 @@ from inspection.plots import drawable, pool
 from inspection.terminal import grid_columns, label, triangle
 from model import GPT
 from model.attention import attention_weights, make_causal_mask
-from tests.conftest import tiny_run
+from tests.conftest import make_gpt, save_gpt, tiny_run
 from tests.test_page import data_of, labels_of, stored
+from training.device import Precision, dtype_name
 
 FIRST, LAST = "checkpoints/step-00000004", "checkpoints/step-00000012"
 TEXT = "12 is even.\n1"
@@ -229,8 +230,26 @@ def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp
     assert not list(tmp_path.glob("a.*")) and "0.0" not in result.out
 
 
+@pytest.mark.parametrize("units", [True, False])
+def test_precision_is_one_that_the_machine_is_good_at(units: bool, tmp_path: Path, monkeypatch) -> None:
+    """Of weights as they are stored, of the products as in training; a CPU never has units for float16."""
+    monkeypatch.setattr("training.device.has_bfloat16", lambda _: units)
+    of = {"f": torch.float32, "b": torch.bfloat16, "h": torch.float16}
+    auto = {"ff": "ff", "fb": "fb", "b-": "bb", "h-": "ff"} if units else {"ff": "ff", "fb": "ff", "b-": "ff", "h-": "ff"}
+    for (stored, trained), expected in auto.items():
+        about = {"environment": {"dtype": dtype_name(of[trained])}} if trained in of else {}
+        saved = save_gpt(tmp_path, ord(stored) + ord(trained), make_gpt().to(of[stored]), {}, about=about)
+        for asked, (weights, products) in {"auto": expected, "float32": "ff", "bfloat16": expected[0] + "b"}.items():
+            found = inspect_attention.choose_precision(saved, torch.device("cpu"), asked)
+            assert found == Precision(of[stored], of[weights], of[products])
+    assert str(found) == "weights in float32 (stored in float16), products in bfloat16"
+
+
 @pytest.mark.long
-def test_the_precision_is_that_of_the_training_and_a_probe_needs_room(run, corpus_file: Path, tmp_path: Path) -> None:
+def test_the_precision_is_that_of_the_training_and_a_probe_needs_room(
+    run, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.device.has_bfloat16", lambda _: True)
     half, changes = tmp_path / "half", {"train__dtype": "bfloat16", "model__context_length": 4, "train__max_steps": 1}
     assert run(train, *tiny_run(corpus_file, half, **changes)).exit_code == 0
     result = run(inspect_attention, half, "-o", tmp_path / "a.npz")
