@@ -42,7 +42,7 @@ from inspection.patterns import capture
 from model import GPT, GPTConfig
 from model.checkpoint import STEP, find_checkpoint, read_optional
 from model.load import load_config, stored_dtype
-from training.device import Precision, autocast, dtype_name, find_device, is_fast
+from training.device import autocast, device_line, dtype_name, find_device, is_fast
 from training.progress import Outliving
 
 FORMATS = (".png", ".svg", ".html", ".npz", ".safetensors", ".csv", ".json")
@@ -116,7 +116,7 @@ def inspect(options: Options) -> None:
     is_page_asked = any(path.suffix == ".html" for path in options.output)
     if is_page_asked:
         page.room(inputs.shown.size(1), len(directories))  # raises ModelError now, not after the work
-    print(f"device: {device}, {choose_precision(directories[-1], device, options.dtype)}")
+    print(device_line(device, *choose_precision(directories[-1], device, options.dtype)))
     print(visible(f"text:   {inputs.note}"))
     labels = [label(tokenizer, token) for token in inputs.shown[0].tolist()]
     if options.generate:
@@ -296,20 +296,21 @@ def label(tokenizer: Tokenizer, token: int) -> str:
 
 def load(directory: Path, device: torch.device, options: Options) -> tuple[GPT, AbstractContextManager]:
     """Load the model, and the context in which its matrix products have their precision."""
-    precision = choose_precision(directory, device, options.dtype)
-    return GPT.read(directory, device, precision.weights), autocast(device, precision.products)
+    _, weights, products = choose_precision(directory, device, options.dtype)
+    return GPT.read(directory, device, weights), autocast(device, products)
 
 
-def choose_precision(directory: Path, device: torch.device, asked: str) -> Precision:
-    """Choose weights as they are stored and products as asked for, or as in training for "auto".
+def choose_precision(directory: Path, device: torch.device, asked: str) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Return the precision of weights as stored, of weights in memory, and of matrix products.
 
-    Weights, and products for "auto", are float32 where the device has no units for that precision.
+    The last two are float32 where the device has no units for what is stored, or was used in training. Products are as
+    asked for in any case.
     """
     stored = stored_dtype(directory)
     weights = stored if asked != "float32" and is_fast(stored, device) else torch.float32
     name = read_optional(directory / "manifest.json", "environment", "dtype") if asked == "auto" else asked
     products = getattr(torch, name) if name in ("bfloat16", "float16") else weights
-    return Precision(stored, weights, products if asked != "auto" or is_fast(products, device) else weights)
+    return stored, weights, products if asked != "auto" or is_fast(products, device) else weights
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from model import GPT, ModelError
 from model.checkpoint import find_checkpoint, read_optional
 from model.load import stored_dtype
 from model.sampling import Sampler, stream
-from training.device import Precision, find_device, weights_dtype
+from training.device import device_line, find_device, weights_dtype
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def main() -> None:
     streams = [stream(model, idx, options.max_new_tokens, sampler, not options.no_cache, seed) for idx in batches]
     causal = read_optional(directory / "manifest.json", "certificate", "causal") or "unknown, there is no certificate"
     print(f"causal: {visible(str(causal))}", file=sys.stderr)
-    print(f"device: {device}, {Precision(stored_dtype(directory), dtype, dtype)}", file=sys.stderr)
+    print(device_line(device, stored_dtype(directory), weights=dtype, products=dtype), file=sys.stderr)
 
     T = model.config.context_length
     is_only = len(prompts) == options.num_samples == 1 and not options.json  # is printed while it grows

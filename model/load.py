@@ -6,22 +6,19 @@ loaded model must compute the bits of the saved one.
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.checkpoint import read_json
+from model.checkpoint import read_json, read_optional
 from model.config import GPTConfig, ModelError
 from model.huggingface import config_from_huggingface, tensors_from_huggingface, tensors_to_huggingface
 
 HEAD = "lm_head.weight"
 UNUSED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and rotary tables in old files
 PREFIXES = ("", "transformer.", "model.")
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -31,14 +28,9 @@ def load_config(directory: Path) -> GPTConfig:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the precision of the first tensor in a directory. Raises ModelError if there is none that can be read."""
-    path = tensor_files(directory, "model")[0]
-    with reading(path) as file:
-        first = min(file.keys(), default=None)
-        kind = first and file.get_slice(first).get_dtype()
-    if kind not in DTYPES:
-        raise ModelError(f"{path} holds {kind or 'nothing'}, expected floating-point numbers")
-    return DTYPES[kind]
+    """Return the precision that config.json gives for the weights; float32 if it gives none."""
+    name = read_optional(directory / "config.json", "dtype") or read_optional(directory / "config.json", "torch_dtype")
+    return getattr(torch, name) if name in ("bfloat16", "float16", "float64") else torch.float32
 
 
 def load_weights(
@@ -99,34 +91,27 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
 
 def read_file(path: Path, shapes: Shapes) -> dict[str, Tensor]:
     """Return the tensors of one safetensors file; see `load_tensors`. Shapes are checked before memory is allocated."""
-    tensors = {}
-    with reading(path) as file:
-        for stored in sorted(file.keys()):
-            # `transformers` saves a model without a head under names without the prefix of its body.
-            name = next((prefix + stored for prefix in PREFIXES if prefix + stored in shapes), None)
-            if name is None and UNUSED.search(stored):
-                continue
-            if name is None:
-                raise ModelError(f"{path} has a tensor that is not expected: {stored}")
-            header = file.get_slice(stored)
-            shape, kind = tuple(header.get_shape()), header.get_dtype()
-            if shape != shapes[name]:
-                raise ModelError(f"{path}: {name} is {shape}, expected {shapes[name]}")
-            if kind not in DTYPES:
-                raise ModelError(f"{path}: {name} holds {kind}, expected floating-point numbers")
-            tensors[name] = file.get_tensor(stored)
-            if not tensors[name].isfinite().all():
-                raise ModelError(f"{path}: {name} holds numbers that are not finite")
-    return tensors
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[safe_open]:
-    """Open a safetensors file. Raises ModelError if it cannot be read."""
     if not path.is_file():  # a pipe would be waited for
         raise ModelError(f"{path} is not a file")
+    tensors = {}
     try:
         with safe_open(path, "pt") as file:
-            yield file
+            for stored in sorted(file.keys()):
+                # `transformers` saves a model without a head under names without the prefix of its body.
+                name = next((prefix + stored for prefix in PREFIXES if prefix + stored in shapes), None)
+                if name is None and UNUSED.search(stored):
+                    continue
+                if name is None:
+                    raise ModelError(f"{path} has a tensor that is not expected: {stored}")
+                header = file.get_slice(stored)
+                shape, kind = tuple(header.get_shape()), header.get_dtype()
+                if shape != shapes[name]:
+                    raise ModelError(f"{path}: {name} is {shape}, expected {shapes[name]}")
+                if kind not in ("F64", "F32", "F16", "BF16"):
+                    raise ModelError(f"{path}: {name} holds {kind}, expected floating-point numbers")
+                tensors[name] = file.get_tensor(stored)
+                if not tensors[name].isfinite().all():
+                    raise ModelError(f"{path}: {name} holds numbers that are not finite")
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
+    return tensors

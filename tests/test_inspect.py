@@ -23,9 +23,9 @@ from inspection.plots import drawable, pool
 from inspection.terminal import grid_columns, label, triangle
 from model import GPT
 from model.attention import attention_weights, make_causal_mask
-from tests.conftest import make_gpt, save_gpt, tiny_run
+from tests.conftest import tiny_run
 from tests.test_page import data_of, labels_of, stored
-from training.device import Precision, dtype_name
+from training.device import device_line, dtype_name
 
 FIRST, LAST = "checkpoints/step-00000004", "checkpoints/step-00000012"
 TEXT = "12 is even.\n1"
@@ -230,19 +230,28 @@ def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp
     assert not list(tmp_path.glob("a.*")) and "0.0" not in result.out
 
 
-@pytest.mark.parametrize("units", [True, False])
-def test_precision_is_one_that_the_machine_is_good_at(units: bool, tmp_path: Path, monkeypatch) -> None:
-    """Of weights as they are stored, of the products as in training; a CPU never has units for float16."""
+@pytest.mark.parametrize(
+    "units, in_file, trained, weights, products",
+    [
+        (True, None, "bfloat16", "float32", "bfloat16"),
+        (False, None, "bfloat16", "float32", "float32"),
+        (True, "bfloat16", None, "bfloat16", "bfloat16"),
+        (False, "bfloat16", None, "float32", "float32"),
+        (True, "float16", None, "float32", "float32"),
+    ],
+)
+def test_precision_is_one_that_the_machine_is_good_at(
+    units: bool, in_file: str, trained: str, weights: str, products: str, tmp_path: Path, monkeypatch
+) -> None:
+    """A CPU never has units for float16."""
     monkeypatch.setattr("training.device.has_bfloat16", lambda _: units)
-    of = {"f": torch.float32, "b": torch.bfloat16, "h": torch.float16}
-    auto = {"ff": "ff", "fb": "fb", "b-": "bb", "h-": "ff"} if units else {"ff": "ff", "fb": "ff", "b-": "ff", "h-": "ff"}
-    for (stored, trained), expected in auto.items():
-        about = {"environment": {"dtype": dtype_name(of[trained])}} if trained in of else {}
-        saved = save_gpt(tmp_path, ord(stored) + ord(trained), make_gpt().to(of[stored]), {}, about=about)
-        for asked, (weights, products) in {"auto": expected, "float32": "ff", "bfloat16": expected[0] + "b"}.items():
-            found = inspect_attention.choose_precision(saved, torch.device("cpu"), asked)
-            assert found == Precision(of[stored], of[weights], of[products])
-    assert str(found) == "weights in float32 (stored in float16), products in bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": in_file}))
+    (tmp_path / "manifest.json").write_text(json.dumps({"environment": {"dtype": trained}}))
+    for asked, expected in {"auto": products, "float32": "float32", "bfloat16": "bfloat16"}.items():
+        found = inspect_attention.choose_precision(tmp_path, torch.device("cpu"), asked)
+        assert [*map(dtype_name, found)] == [in_file or "float32", weights if asked != "float32" else asked, expected]
+    expected = {"float16": "weights in float32 (stored in float16), products in bfloat16"}
+    assert expected.get(in_file, "weights in ") in device_line(torch.device("cpu"), *found)
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -96,20 +95,12 @@ def weights_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bfloat16(device) else torch.float32
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The precision of weights in their file, in memory, and in matrix products."""
-
-    stored: torch.dtype
-    weights: torch.dtype
-    products: torch.dtype
-
-    def __str__(self) -> str:
-        """Words for the line that names the device."""
-        words = f"weights in {dtype_name(self.weights)}"
-        if self.stored != self.weights:
-            words += f" (stored in {dtype_name(self.stored)})"
-        return words if self.products == self.weights else f"{words}, products in {dtype_name(self.products)}"
+def device_line(device: torch.device, stored: torch.dtype, weights: torch.dtype, products: torch.dtype) -> str:
+    """Describe the precision of weights in their file, in memory, and of matrix products."""
+    line = f"device: {device}, weights in {dtype_name(weights)}"
+    if stored != weights:
+        line += f" (stored in {dtype_name(stored)})"
+    return line if products == weights else f"{line}, products in {dtype_name(products)}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
