@@ -15,7 +15,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from contextlib import AbstractContextManager, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
@@ -36,13 +36,13 @@ from data.prepare import find_prepared
 from data.tokenizer import Tokenizer, load_tokenizer
 from inspection import files, page, terminal
 from inspection.heads import Inspection, RepeatProbe, ablate, head_scores, influence, repeat_probe
-from inspection.kinds import Head, most_telling_first, name_of
+from inspection.kinds import Head, name_of
 from inspection.metrics import METRICS
 from inspection.patterns import capture
 from model import GPT, GPTConfig
 from model.checkpoint import STEP, find_checkpoint, read_optional
-from model.load import load_config, stored_dtype
-from training.device import autocast, device_line, dtype_name, find_device, is_fast
+from model.load import load_config
+from training.device import autocast, dtype_name, find_device, is_fast
 from training.progress import Outliving
 
 FORMATS = (".png", ".svg", ".html", ".npz", ".safetensors", ".csv", ".json")
@@ -62,8 +62,8 @@ class Options:
     text: str | None = None
     """Text to read; @FILE reads a file, - standard input. None: the model's validation text."""
     heads: tuple[str, ...] = ()
-    """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. None: all, but
-    of many heads the table has the best of each kind."""
+    """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
+    are also drawn. None: all, but of more than 16 the table has the best of each kind."""
     generate: int | None = None
     """Let the (last) model continue --text by this many tokens, and inspect them too."""
     ablate: Literal["zero", "mean"] | None = None
@@ -74,7 +74,7 @@ class Options:
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products. auto: that of the training, or float32 if the device has no units for that."""
+    """Precision of the matrix products. auto: that of the training, or float32 if the device is slow in that."""
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
@@ -116,7 +116,6 @@ def inspect(options: Options) -> None:
     is_page_asked = any(path.suffix == ".html" for path in options.output)
     if is_page_asked:
         page.room(inputs.shown.size(1), len(directories))  # raises ModelError now, not after the work
-    print(device_line(device, *choose_precision(directories[-1], device, options.dtype)))
     print(visible(f"text:   {inputs.note}"))
     labels = [label(tokenizer, token) for token in inputs.shown[0].tolist()]
     if options.generate:
@@ -275,13 +274,7 @@ def write(path: Path, inputs: Inputs, labels: list[str], heads: list[Head], insp
     elif path.suffix in (".npz", ".safetensors"):
         files.write_tensors(path, inspections[-1], inputs.shown[0], labels)
     elif path.suffix == ".html":
-        telling, room = most_telling_first(inspections[-1].scores.mean, heads), page.room(len(labels), len(inspections))
-        shown = [head for head in heads if head in telling[:room]]
-        note = f"scores of {inputs.note}"
-        if len(shown) < len(heads):
-            note += f"; the {len(shown)} most telling of {len(heads)} heads, as a page has no room for more"
-            print(f"page:   {note}")
-        page.write_page(path, note, labels, shown, inspections)
+        page.write_page(path, f"scores of {inputs.note}", labels, heads, inspections)
     else:
         from inspection import plots  # imported here because matplotlib is optional
 
@@ -295,22 +288,19 @@ def label(tokenizer: Tokenizer, token: int) -> str:
 
 
 def load(directory: Path, device: torch.device, options: Options) -> tuple[GPT, AbstractContextManager]:
-    """Load the model, and the context in which its matrix products have their precision."""
-    _, weights, products = choose_precision(directory, device, options.dtype)
-    return GPT.read(directory, device, weights), autocast(device, products)
+    """Load the model, and the context in which its matrix products have the precision asked for.
 
-
-def choose_precision(directory: Path, device: torch.device, asked: str) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Return the precision of weights as stored, of weights in memory, and of matrix products.
-
-    The last two are float32 where the device has no units for what is stored, or was used in training. Products are as
-    asked for in any case.
+    auto is the precision of the training, or in which the weights are stored; float32, and a line that says so, where
+    the device is slow in it.
     """
-    stored = stored_dtype(directory)
-    weights = stored if asked != "float32" and is_fast(stored, device) else torch.float32
+    model, asked = GPT.read(directory, device), options.dtype
+    stored = model.lm_head.weight.dtype
     name = read_optional(directory / "manifest.json", "environment", "dtype") if asked == "auto" else asked
-    products = getattr(torch, name) if name in ("bfloat16", "float16") else weights
-    return stored, weights, products if asked != "auto" or is_fast(products, device) else weights
+    dtype = getattr(torch, name) if name in ("float32", "bfloat16", "float16") else stored
+    if asked == "auto" and not is_fast(dtype, device):
+        print(f"device: {device}, in float32: it is slow in {dtype_name(dtype)}, the precision of the model")
+        dtype = torch.float32
+    return (model, nullcontext()) if dtype == stored else (model.float(), autocast(device, dtype))
 
 
 if __name__ == "__main__":

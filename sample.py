@@ -27,9 +27,8 @@ from data import DataError
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, ModelError
 from model.checkpoint import find_checkpoint, read_optional
-from model.load import stored_dtype
 from model.sampling import Sampler, stream
-from training.device import device_line, find_device, weights_dtype
+from training.device import dtype_name, find_device, weights_dtype
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def main() -> None:
     streams = [stream(model, idx, options.max_new_tokens, sampler, not options.no_cache, seed) for idx in batches]
     causal = read_optional(directory / "manifest.json", "certificate", "causal") or "unknown, there is no certificate"
     print(f"causal: {visible(str(causal))}", file=sys.stderr)
-    print(device_line(device, stored_dtype(directory), weights=dtype, products=dtype), file=sys.stderr)
+    print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
 
     T = model.config.context_length
     is_only = len(prompts) == options.num_samples == 1 and not options.json  # is printed while it grows

@@ -21,8 +21,8 @@ from inspection.patterns import Captured, capture
 from model import GPT
 from model.attention import Attend
 
-POSITIONS = 256  # logits are computed for so many positions at a time: V numbers each
-TOKENS = 512  # short sequences are read together, up to so many tokens
+POSITIONS = 256  # logits are computed for so many positions of a sequence at a time: V numbers each
+TOKENS_TOGETHER = 512  # short sequences are read together, up to so many tokens
 INFLUENCE_FLOPS = 5e11  # spent on influence on a CPU: about five seconds
 
 
@@ -118,7 +118,7 @@ def head_scores(model: GPT, text: Tensor, probe: RepeatProbe | None = None, veri
 
     def measured(sequences: Tensor, repeat: int | None = None) -> dict[str, Tensor]:
         samples = []
-        for idx in sequences.to(model.lm_head.weight.device).split(max(1, TOKENS // sequences.size(1))):
+        for idx in sequences.to(model.lm_head.weight.device).split(max(1, TOKENS_TOGETHER // sequences.size(1))):
             with capture(model) as att:
                 hidden = model.hidden(idx)
             if repeat is None:
@@ -200,7 +200,7 @@ def influence(model: GPT, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     many rows are computed as INFLUENCE_FLOPS allow, evenly spread, the last among them; the others are nan.
     """
     T, on_gpu = idx.size(1), model.lm_head.weight.is_cuda
-    flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
+    flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.blocks.parameters())  # of a backward pass
     num_rows = T if on_gpu else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
     embedded = []
 

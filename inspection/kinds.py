@@ -1,7 +1,7 @@
-"""Kinds of heads: what a head does on the texts that were measured, and which heads are worth a look first.
+"""Kinds of heads: what a head does on the texts that were measured, and which heads to look at first.
 
-A head is of the first kind in KINDS whose metric is at least MUCH. Induction comes first and the first token last,
-because a head that has nothing to do rests on the first token (Xiao et al. 2023): most heads do so on most texts.
+A head is of the first kind in KINDS that it shows. Induction comes first and the first token last, because a head that
+has nothing to do rests on the first token (Xiao et al. 2023), and most heads do so on most texts.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,11 @@ KINDS = {  # metric -> name of the kind
     "duplicate": "duplicate token",
     "previous": "previous token",
     "current": "the token itself",
-    "other": "none of these",  # the sharpest first
+    "other": "none of these",
     "sink": "first token",
 }
-MUCH = 0.2
+LEAST = 0.2  # the score of a head of a kind
+EVEN = 0.95  # the entropy of a head that attends to everything alike, and is of no kind
 
 
 def name_of(head: Head) -> str:
@@ -28,29 +29,38 @@ def name_of(head: Head) -> str:
 
 
 def kind_of(mean: dict[str, Tensor], head: Head) -> tuple[str, float]:
-    """Return the kind of a head and its score; for "other" the score is one minus the entropy.
+    """Return the kind of a head and its score, as a key of KINDS. For "other" the score is one minus the entropy.
 
-    mean: metric -> (L, H), as in `HeadScores`.
+    mean: metric -> (L, H), as in `HeadScores`. A metric with a control has to exceed that by LEAST.
     """
-    for metric in KINDS:
-        if metric in mean and mean[metric][head] >= MUCH:
-            return metric, mean[metric][head].item()
-    return "other", 1 - mean["entropy"][head].item()
+    entropy = mean["entropy"][head].item()
+    for kind in KINDS:
+        if kind in mean and entropy < EVEN:
+            control = mean[f"{kind}_control"][head] if f"{kind}_control" in mean else 0.0
+            if mean[kind][head] - control >= LEAST:
+                return kind, mean[kind][head].item()
+    return "other", 1 - entropy
 
 
-def tag(mean: dict[str, Tensor], head: Head) -> str:
-    """Name kind and score of a head in a few characters, as "prev .81"; empty for "other"."""
-    kind, score = kind_of(mean, head)
-    return "" if kind == "other" else f"{METRICS[kind][0]} {score:.2f}".replace(" 0.", " .")
+def tag(kind: str, score: float) -> str:
+    """Name kind and score in a few characters, as "prev .81"; empty for "other"."""
+    return "" if kind == "other" else f"{METRICS[kind][0]} {short(score)}"
 
 
-def by_kind(mean: dict[str, Tensor], heads: Sequence[Head]) -> dict[str, list[Head]]:
-    """Group heads by kind, the highest score first. Kinds without a head are left out."""
-    found = {head: kind_of(mean, head) for head in heads}
-    groups = {kind: [head for head in heads if found[head][0] == kind] for kind in KINDS}
-    return {kind: sorted(group, key=lambda head: -found[head][1]) for kind, group in groups.items() if group}
+def short(score: float) -> str:
+    """0.81 -> ".81"."""
+    return f"{score:.2f}".removeprefix("0")
 
 
-def most_telling_first(mean: dict[str, Tensor], heads: Sequence[Head]) -> list[Head]:
+def by_kind(mean: dict[str, Tensor], heads: Sequence[Head]) -> dict[str, list[tuple[Head, float]]]:
+    """Group heads, each with its score, by kind; the highest score first. Kinds without a head are left out."""
+    groups = {kind: [] for kind in KINDS}
+    for head in heads:
+        kind, score = kind_of(mean, head)
+        groups[kind].append((head, score))
+    return {kind: sorted(group, key=lambda found: -found[1]) for kind, group in groups.items() if group}
+
+
+def best_first(mean: dict[str, Tensor], heads: Sequence[Head]) -> list[Head]:
     """Order heads by kind, and within a kind by score."""
-    return [head for group in by_kind(mean, heads).values() for head in group]
+    return [head for group in by_kind(mean, heads).values() for head, _ in group]

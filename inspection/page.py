@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from inspection.heads import Inspection
-from inspection.kinds import Head, most_telling_first, name_of, tag
+from inspection.kinds import Head, best_first, kind_of, name_of, tag
 from inspection.metrics import METRICS
 from inspection.terminal import grid_columns, number
 from model import ModelError
@@ -42,9 +42,14 @@ def write_page(
 ) -> None:
     """Write the page.
 
-    note: says what was measured; labels: the T tokens; heads: those that are shown; inspections: in order, not empty,
-    with influence and predictions.
+    note: says what was measured; labels: the T tokens; heads: those to show, as many as there is room for; inspections:
+    in order, not empty, with influence and predictions.
     """
+    best = best_first(inspections[-1].scores.mean, heads)[: room(len(labels), len(inspections))]
+    if len(best) < len(heads):
+        note += f"; {len(best)} of {len(heads)} heads, the best of their kinds: a page has no room for more"
+        print(f"page:   {note}")
+        heads = [head for head in heads if head in best]
     triangles = {}
     for checkpoint, inspection in enumerate(inspections):
         triangles |= {f"{checkpoint}/{name_of(head)}": encode(inspection.att.pattern(*head)[0]) for head in heads}
@@ -84,8 +89,8 @@ def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
     columns = [(name, title, form) for name, (title, form, _) in METRICS.items() if name in mean]
     return {
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
-        "tags": [tag(mean, head) for head in heads],
-        "most_telling_first": [heads.index(head) for head in most_telling_first(mean, heads)],
+        "tags": [tag(*kind_of(mean, head)) for head in heads],
+        "best_first": [heads.index(head) for head in best_first(mean, heads)],
         "scores": [
             " · ".join(f"{title} {number(mean[name][head], form) or '–'}" for name, title, form in columns)
             for head in heads

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from inspection.heads import Inspection
-from inspection.kinds import Head, name_of, tag
+from inspection.kinds import Head, kind_of, name_of, tag
 from inspection.terminal import grid_columns
 
 DPI = 100  # pixels an inch
@@ -57,7 +57,7 @@ def draw_heads(path: Path, inspection: Inspection, heads: Sequence[Head], labels
     for number, (head, weights) in enumerate(zip(heads, tiles, strict=True)):
         top, left = number // columns * tile, number % columns * tile
         mosaic[top : top + len(weights), left : left + len(weights)] = weights
-        name = f"{name_of(head)} {tag(inspection.scores.mean, head)}"
+        name = f"{name_of(head)} {tag(*kind_of(inspection.scores.mean, head))}"
         ax.text(left + len(weights), top, name, ha="right", va="top", fontsize=7 if side < 2 else 10)
     image = ax.imshow(mosaic.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis")
     figure.colorbar(image, ax=ax, shrink=0.6, fraction=0.05, pad=0.02, label="weight")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from inspection.heads import HeadScores
-from inspection.kinds import KINDS, Head, by_kind, kind_of, name_of
+from inspection.kinds import KINDS, Head, by_kind, name_of, short
 from inspection.metrics import METRICS
 
 GREY = " .:-=+*#%@"  # darker for a larger weight, in tenths
@@ -53,17 +53,17 @@ def table(scores: HeadScores, heads: Sequence[Head]) -> str:
 
 
 def best(mean: dict[str, Tensor], heads: Sequence[Head]) -> list[Head]:
-    """Choose heads for a shorter table: the best of each kind, or those that are missed most if that was measured."""
+    """Choose heads for a shorter table: the best of each kind or, after --ablate, those that the loss needs most."""
     if "ablation" in mean:
         return sorted(heads, key=lambda head: -mean["ablation"][head])[:MOST_ROWS]
-    return [head for group in by_kind(mean, heads).values() for head in group[:2]]
+    return [head for group in by_kind(mean, heads).values() for head, _ in group[:2]]
 
 
 def kinds(mean: dict[str, Tensor], heads: Sequence[Head]) -> str:
     """Format one line for each kind: how many heads are of it, and the best of them with their scores."""
     lines = []
     for kind, group in by_kind(mean, heads).items():
-        scores = [f"{name_of(head)} {kind_of(mean, head)[1]:.2f}".replace(" 0.", " .") for head in group[:5]]
+        scores = [f"{name_of(head)} {short(score)}" for head, score in group[:5]]
         named = "" if kind == "other" else f": {', '.join(scores)}{', ...' if len(group) > len(scores) else ''}"
         lines.append(f"{len(group):4d} {KINDS[kind]}{named}")
     return "\n".join(lines)

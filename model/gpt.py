@@ -168,7 +168,7 @@ class GPT(nn.Module):
         """
         stored = load_config(directory)
         with torch.device("meta"):  # neither time nor memory for initial weights
-            whole, model = cls(stored), cls(config or stored)
+            whole, model = cls(stored), cls(config or stored)  # whole: for the shapes in the files
         weights = load_weights(directory, stored, whole.state_dict(), device, dtype)
         if model.position_embedding is not None:
             weights["position_embedding.weight"] = weights["position_embedding.weight"][: model.config.context_length]

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.checkpoint import read_json, read_optional
+from model.checkpoint import read_json
 from model.config import GPTConfig, ModelError
 from model.huggingface import config_from_huggingface, tensors_from_huggingface, tensors_to_huggingface
 
@@ -25,12 +25,6 @@ Shapes = dict[str, tuple[int, ...]]
 def load_config(directory: Path) -> GPTConfig:
     """Return the configuration of the model in a directory. Raises ModelError if it describes no GPT."""
     return config_from_huggingface(read_json(directory / "config.json"))
-
-
-def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the precision that config.json gives for the weights; float32 if it gives none."""
-    name = read_optional(directory / "config.json", "dtype") or read_optional(directory / "config.json", "torch_dtype")
-    return getattr(torch, name) if name in ("bfloat16", "float16", "float64") else torch.float32
 
 
 def load_weights(

@@ -39,14 +39,15 @@ def one_hot(key_of: dict[int, int]) -> Tensor:
 
 
 SHARE = (harmonic(SIZE) - 1) / (SIZE - 1)
+BEFORE = (harmonic(SIZE) - 1.5) / (SIZE - 2)
 LATE = (harmonic(SIZE) - harmonic(REPEAT + 1)) / REPEAT
 UNIFORM = torch.ones(SIZE, SIZE).tril() / torch.arange(1, SIZE + 1)[:, None]
 # name -> the pattern, and entropy, distance, sink, current, previous, duplicate, induction
 KNOWN = {
-    "uniform": (UNIFORM, (1, (SIZE - 1) / 4, SHARE, SHARE, SHARE, LATE, LATE)),
+    "uniform": (UNIFORM, (1, (SIZE - 1) / 4, SHARE, SHARE, BEFORE, LATE, LATE)),
     "identity": (one_hot({}), (0, 0, 0, 1, 0, 0, 0)),
     "previous": (one_hot({i: i - 1 for i in range(1, SIZE)}), (0, (SIZE - 1) / SIZE, 1 / (SIZE - 1), 0, 1, 0, 0)),
-    "sink": (one_hot(dict.fromkeys(range(SIZE), 0)), (0, (SIZE - 1) / 2, 1, 0, 1 / (SIZE - 1), 0, 0)),
+    "sink": (one_hot(dict.fromkeys(range(SIZE), 0)), (0, (SIZE - 1) / 2, 1, 0, 0, 0, 0)),
     "duplicate": (one_hot({i: i - REPEAT for i in range(REPEAT + 1, SIZE)}), (0, REPEAT**2 / SIZE, 0, 0.5, 0, 1, 0)),
     "induction": (
         one_hot({i: i - REPEAT + 1 for i in range(REPEAT + 1, SIZE)}),
@@ -114,6 +115,7 @@ def loss(model: GPT, text: Tensor) -> Tensor:
 @pytest.mark.parametrize("positions", [3, 256])
 def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions: int, monkeypatch) -> None:
     monkeypatch.setattr(inspection.heads, "POSITIONS", positions)
+    monkeypatch.setattr(inspection.heads, "TOKENS_TOGETHER", 2 * T + 1)  # two sequences at a time
     model, text = make_gpt(**changes, bias=None), torch.randint(V, (5, T))
     probe = repeat_probe(torch.arange(V - 1), V - 1, T, num=3)
     scores = head_scores(model, text, probe)

@@ -17,15 +17,15 @@ from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
 from inspection import Captured, ablate, capture, head_scores, influence, page, terminal
 from inspection.heads import HeadScores
-from inspection.kinds import by_kind, tag
+from inspection.kinds import by_kind, kind_of, tag
 from inspection.metrics import METRICS
 from inspection.plots import drawable, pool
 from inspection.terminal import grid_columns, label, triangle
 from model import GPT
 from model.attention import attention_weights, make_causal_mask
-from tests.conftest import tiny_run
+from tests.conftest import make_gpt, save_gpt, tiny_run
 from tests.test_page import data_of, labels_of, stored
-from training.device import device_line, dtype_name
+from training.device import dtype_name
 
 FIRST, LAST = "checkpoints/step-00000004", "checkpoints/step-00000012"
 TEXT = "12 is even.\n1"
@@ -85,49 +85,51 @@ def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
     result = run(inspect_attention, straight)
     assert result.exit_code == 0, result.err
     lines = result.out.splitlines()
-    assert lines[0] == "device: cpu, weights in float32"
-    assert lines[1] == "text:   8 x 11 tokens of its validation text"
-    assert lines[2] == "probe:  8 x [start, 5 random tokens, the same again]"
-    assert "weights match the fused kernel: max row error " in lines[4] and "(float32, cpu)" in lines[4]
+    assert lines[0] == "text:   8 x 11 tokens of its validation text"
+    assert lines[1] == "probe:  8 x [start, 5 random tokens, the same again]"
+    assert "weights match the fused kernel: max row error " in lines[3] and "(float32, cpu)" in lines[3]
     assert max(map(len, lines)) <= 80
     expected = head_scores(GPT.from_pretrained(straight), windows_of(straight))
-    assert lines[3] == f"model:  straight step-00000012, loss {expected.losses.mean():.4f} on the text"
-    assert lines[7].split() == ["head", *(title for title, _, _ in METRICS.values() if title != "loss")]
-    for head, line in zip([(layer, head) for layer in range(2) for head in range(3)], lines[8:14], strict=True):
+    assert lines[2] == f"model:  straight step-00000012, loss {expected.losses.mean():.4f} on the text"
+    assert lines[6].split() == ["head", *(title for title, _, _ in METRICS.values() if title != "loss")]
+    for head, line in zip([(layer, head) for layer in range(2) for head in range(3)], lines[7:13], strict=True):
         name, entropy, *_, max_logit = line.split()
         assert name == f"{head[0]}.{head[1]}" and entropy == f"{expected.mean['entropy'][head]:.2f}"
         assert max_logit == f"{expected.mean['max_logit'][head]:.1f}"
-    assert lines[14].split()[:2] == ["s.e.", f"{expected.error['entropy'].max():.2f}"]
+    assert lines[13].split()[:2] == ["s.e.", f"{expected.error['entropy'].max():.2f}"]
 
 
 def test_many_heads_are_told_by_kind(run, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "MOST_ROWS", 5)
     monkeypatch.setattr(page, "MOST_WEIGHTS", 3 * 66)
     few, every = (run(inspect_attention, straight, *words).out for words in ([], ["--heads", "*.*"]))
-    assert (
-        '2 of 6 heads; --heads "*.*" shows all' in few and "   6 previous token: " in few and "head 0.0:" not in every
-    )
+    in_table = re.findall(r"^ (\d\.\d) ", few, re.M)
+    assert f'{len(in_table)} of 6 heads; --heads "*.*" shows all' in few and "head 0.0:" not in every
+    assert sum(map(int, re.findall(r"^ +(\d+) [a-z ]+(?::|$)", few, re.M))) == 6
     assert re.findall(r"^ (\d\.\d) ", every, re.M) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
     missed = run(inspect_attention, straight, "--ablate", "zero", "-o", tmp_path / "a.html").out
     rises = [float(rise) for rise in re.findall(r"^ \d\.\d .* (\S+) ± ", missed, re.M)]
     assert len(rises) == 5 and rises == sorted(rises, reverse=True)
-    assert data_of(tmp_path / "a.html")["heads"] == sorted(re.findall(r"^ (\d\.\d) ", few, re.M))
-    assert "the 2 most telling of 6 heads, as a page has no room for more" in missed
+    assert data_of(tmp_path / "a.html")["heads"] == sorted(in_table[:2])
+    assert "2 of 6 heads, the best of their kinds: a page has no room for more" in missed
 
 
-def test_a_head_has_the_most_telling_kind_that_it_shows() -> None:
+def test_a_head_has_the_first_kind_that_it_shows() -> None:
     """An induction head rests on the first token where nothing repeats (Guo et al. 2024)."""
-    rows = {"sink": [0.9, 0.1, 0.3, 0.9, 0.1], "previous": [0.2, 0.1, 0.3, 0.0, 0.1], "induction": [0.3, 0, 0, 0, 0.19]}
-    mean = {name: torch.tensor([values]) for name, values in {**rows, "entropy": [0.0, 0.9, 0.0, 0.0, 0.1]}.items()}
-    mean["induction"][0, 3] = torch.nan  # was not measured
-    heads = [(0, head) for head in range(5)]
-    assert by_kind(mean, heads) == {
-        "induction": [(0, 0)], "previous": [(0, 2)], "other": [(0, 4), (0, 1)], "sink": [(0, 3)]
-    }  # fmt: skip
-    assert terminal.kinds(mean, heads).splitlines() == [
-        "   1 induction: 0.0 .30", "   1 previous token: 0.2 .30", "   2 none of these", "   1 first token: 0.3 .90"
-    ]  # fmt: skip
-    assert [tag(mean, head) for head in heads] == ["ind .30", "", "prev .30", "sink .90", ""]
+    rows = {
+        "sink": [0.9, 0.1, 0.3, 0.9, 0.1, 0.3],
+        "previous": [0.2, 0.1, 0.3, 0.0, 0.1, 0.3],
+        "induction": [0.31, 0.0, 0.5, torch.nan, 0.19, 0.0],
+        "induction_control": [0.1, 0.0, 0.31, 0.0, 0.0, 0.0],
+        "entropy": [0.0, 0.9, 0.0, 0.0, 0.1, 0.96],
+    }
+    mean = {name: torch.tensor([values]) for name, values in rows.items()}
+    heads = [(0, head) for head in range(6)]
+    groups = {kind: [head for (_, head), _ in group] for kind, group in by_kind(mean, heads).items()}
+    assert groups == {"induction": [0], "previous": [2], "other": [4, 1, 5], "sink": [3]}
+    lines = ["1 induction: 0.0 .31", "1 previous token: 0.2 .30", "3 none of these", "1 first token: 0.3 .90"]
+    assert [line.strip() for line in terminal.kinds(mean, heads).splitlines()] == lines
+    assert [tag(*kind_of(mean, head)) for head in heads] == ["ind .31", "", "prev .30", "sink .90", "", ""]
 
 
 def test_seven_formats_hold_what_the_model_did(run, straight: Path, tmp_path: Path) -> None:
@@ -231,27 +233,32 @@ def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp
 
 
 @pytest.mark.parametrize(
-    "units, in_file, trained, weights, products",
+    "units, stored, trained, weights, products",
     [
-        (True, None, "bfloat16", "float32", "bfloat16"),
-        (False, None, "bfloat16", "float32", "float32"),
+        (True, "float32", "bfloat16", "float32", "bfloat16"),
+        (False, "float32", "bfloat16", "float32", "float32"),
         (True, "bfloat16", None, "bfloat16", "bfloat16"),
         (False, "bfloat16", None, "float32", "float32"),
-        (True, "float16", None, "float32", "float32"),
+        (True, "float16", None, "float32", "float32"),  # a CPU is slow in it
+        (True, "float64", None, "float64", "float64"),
     ],
 )
 def test_precision_is_one_that_the_machine_is_good_at(
-    units: bool, in_file: str, trained: str, weights: str, products: str, tmp_path: Path, monkeypatch
+    units: bool, stored: str, trained: str, weights: str, products: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    """A CPU never has units for float16."""
     monkeypatch.setattr("training.device.has_bfloat16", lambda _: units)
-    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": in_file}))
-    (tmp_path / "manifest.json").write_text(json.dumps({"environment": {"dtype": trained}}))
-    for asked, expected in {"auto": products, "float32": "float32", "bfloat16": "bfloat16"}.items():
-        found = inspect_attention.choose_precision(tmp_path, torch.device("cpu"), asked)
-        assert [*map(dtype_name, found)] == [in_file or "float32", weights if asked != "float32" else asked, expected]
-    expected = {"float16": "weights in float32 (stored in float16), products in bfloat16"}
-    assert expected.get(in_file, "weights in ") in device_line(torch.device("cpu"), *found)
+    about = {"environment": {"dtype": trained}} if trained else {}
+    saved = save_gpt(tmp_path, 1, make_gpt().to(getattr(torch, stored)), {}, about=about)
+    asked = {"auto": (weights, products), "float32": ("float32", "float32")}
+    asked["bfloat16"] = ("bfloat16" if stored == "bfloat16" else "float32", "bfloat16")
+    for dtype, expected in asked.items():
+        options = inspect_attention.Options((saved,), dtype=dtype)
+        model, precision = inspect_attention.load(saved, torch.device("cpu"), options)
+        with capture(model) as att, precision, torch.no_grad():
+            model(torch.tensor([[1, 2, 3]]))
+        assert (dtype_name(model.lm_head.weight.dtype), dtype_name(att[0][0].dtype)) == expected
+    slow = products != (trained or stored)
+    assert ("device: cpu, in float32: it is slow in " in capsys.readouterr().out) == slow
 
 
 @pytest.mark.long

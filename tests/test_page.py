@@ -18,7 +18,7 @@ from torch import Tensor
 import inspection.page
 from inspection import Inspection
 from inspection.heads import HeadScores
-from inspection.kinds import most_telling_first, name_of, tag
+from inspection.kinds import best_first, kind_of, name_of, tag
 from inspection.page import room, write_page
 from model import ModelError
 
@@ -163,8 +163,8 @@ def assert_read(page, row: int, key: int, head: str = "0.0", step: int = 400) ->
 def test_heads_are_chosen_and_share_one_scale(show: Callable) -> None:
     page = show(heads=HEADS[1:])
     mean = inspected().scores.mean
-    for order in (HEADS[1:], most_telling_first(mean, HEADS[1:]), HEADS[1:]):
-        captions = [f"{name_of(head)} {tag(mean, head)}".strip() for head in order]
+    for order in (HEADS[1:], best_first(mean, HEADS[1:]), HEADS[1:]):
+        captions = [f"{name_of(head)} {tag(*kind_of(mean, head))}".strip() for head in order]
         assert page.locator("#heads button").all_inner_texts() == captions
         page.locator("#by-kind").click()
     page.locator("#by-kind").click()
@@ -211,7 +211,7 @@ def test_the_pointer_reads_weights_and_chooses_what_the_strips_show(show: Callab
 @pytest.mark.long
 def test_slider_travels_through_checkpoints(show: Callable) -> None:
     page = show(inspected(400), inspected(800), inspected(1200))
-    head = name_of(most_telling_first(inspected(1200).scores.mean, HEADS)[0])
+    head = name_of(best_first(inspected(1200).scores.mean, HEADS)[0])
     assert page.locator("#head").inner_text() == f"Head {head}" != "Head 0.0"
     for number, step in ((0, 400), (1, 800), (2, 1200)):
         page.locator("#slider").fill(str(number))

@@ -1,8 +1,8 @@
 """A published model, SmolLM2-135M-Instruct: opened, compared with `transformers`, inspected, and fine-tuned."""
 
+import contextlib
 import importlib.util
 import json
-import os
 import re
 from pathlib import Path
 
@@ -30,13 +30,10 @@ TEXT = "When Mary and John went to the store, John gave a drink to Mary. When To
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model as docs/other_tools.md makes a directory of a GGUF file, in float16."""
     code = next(code for code in re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL) if "gguf_file" in code)
-    directory, before = tmp_path_factory.mktemp("real"), os.getcwd()
+    directory = tmp_path_factory.mktemp("real")
     (directory / "downloads").symlink_to(FOUND[0].submodule_search_locations[0])
-    os.chdir(directory)
-    try:
+    with contextlib.chdir(directory):
         exec(code, {})
-    finally:
-        os.chdir(before)
     return directory / "smollm2"
 
 
@@ -82,7 +79,7 @@ def test_the_text_is_theirs_with_and_without_a_cache(run, smollm2: Path, theirs:
         "--json",
     ]
     result, uncached = run(sample, *words), run(sample, *words, "--no_cache")
-    assert result.out == uncached.out and "device: cpu, weights in float32 (stored in float16)" in result.err
+    assert result.out == uncached.out and "device: cpu, weights in float32\n" in result.err
     text, tokenizer = json.loads(result.out)["text"], transformers.AutoTokenizer.from_pretrained(smollm2)
     assert text.startswith(" Paris")
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -101,8 +98,8 @@ def test_its_heads_are_known(run, smollm2: Path, tmp_path: Path) -> None:
     assert best[0]["head"] == "18.6" and best[0]["mean"] > 0.7 and best[3]["mean"] > 0.5 and len(scores) == 270
     assert {row["head"] for row in best[1:]} == {"17.3", "17.4", "17.5"}
     content = data_of(tmp_path / "a.html")
-    assert content["heads"][content["checkpoints"][0]["most_telling_first"][0]] == "18.6"
-    assert all(row.split()[0] == "18.6" for row in shown[1:2]) and re.search(r"1\d\d first token: ", result.out)
+    assert content["heads"][content["checkpoints"][0]["best_first"][0]] == "18.6"
+    assert shown[1].split()[0] == "18.6" and re.search(r"1\d\d first token: ", result.out)
 
 
 def test_it_is_certified_and_learns(run, smollm2: Path, theirs, idx, corpus_file: Path, tmp_path: Path) -> None:

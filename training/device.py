@@ -45,7 +45,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the device has units for matrix products in this precision. Without them a product is slow."""
+    """Return whether matrix products in this precision are known to be fast on the device."""
     if dtype == torch.float16:
         return device.type != "cpu"
     return dtype != torch.bfloat16 or has_bfloat16(device)
@@ -93,14 +93,6 @@ def weights_dtype(name: str, device: torch.device) -> torch.dtype:
     if name != "auto":
         return getattr(torch, name)
     return torch.bfloat16 if has_bfloat16(device) else torch.float32
-
-
-def device_line(device: torch.device, stored: torch.dtype, weights: torch.dtype, products: torch.dtype) -> str:
-    """Describe the precision of weights in their file, in memory, and of matrix products."""
-    line = f"device: {device}, weights in {dtype_name(weights)}"
-    if stored != weights:
-        line += f" (stored in {dtype_name(stored)})"
-    return line if products == weights else f"{line}, products in {dtype_name(products)}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

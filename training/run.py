@@ -127,7 +127,7 @@ class Run:
         else:
             torch.manual_seed(seed_for(self.config.train.seed, "weights"))
             model = GPT(config).train()
-        tensors_to_huggingface(config, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
+            tensors_to_huggingface(config, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
         print(f"model:  {config.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
         return model
 
