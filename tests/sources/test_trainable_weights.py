@@ -1,14 +1,14 @@
 """Self-attention with trainable weights, a notebook after "Build a Large Language Model (From Scratch)", chapter 3.
 
 It computes attention for the six tokens of "Your journey starts with one step", and ends in a layer with two heads. Its
-bug: `scores.masked_fill(...)` without using what it returns, so its causal layer sees the future.
+bug: `scores.masked_fill(...)` without using what it returns, so its causal layer sees the future: tests/mutants.py
+has it.
 """
 
 import torch
 from torch import Tensor, nn
 
 from model.attention import CausalSelfAttention, attention_weights, make_causal_mask
-from model.causality import check_causality
 
 TOKENS = torch.tensor(
     [
@@ -61,29 +61,3 @@ def test_our_layer_prints_what_the_two_head_layer_prints() -> None:
         [0.1196, -0.0491, 0.0318, -0.0635, -0.2788, -0.2578],
     ]
     printed(layer(TOKENS.view(1, 3, 6))[0].detach(), rows)
-
-
-class DiscardsTheMaskedScores(nn.Module):
-    """The notebook's single head, with the line as it stands there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(13, 3)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(3, 2, bias=False) for _ in range(3))
-        self.head = nn.Linear(2, 13)
-        self.assigned = False
-
-    def forward(self, idx: Tensor) -> Tensor:
-        x = self.embedding(idx)
-        scores = self.q_proj(x) @ self.k_proj(x).mT / 2**0.5
-        masked = scores.masked_fill(~make_causal_mask(idx.size(1)), float("-inf"))
-        scores = masked if self.assigned else scores
-        return self.head(scores.softmax(-1) @ self.v_proj(x))
-
-
-def test_its_bug_is_refused() -> None:
-    layer = DiscardsTheMaskedScores()
-    outcome = check_causality(layer, vocab_size=13, length=7)
-    assert not outcome.ok and (outcome.query, outcome.key) == (0, 1)
-    layer.assigned = True
-    assert check_causality(layer, vocab_size=13, length=7).ok
