@@ -35,17 +35,6 @@ def test_a_model_comes_back_to_the_same_bits(save) -> None:
     assert loaded.lm_head.weight is loaded.token_embedding.weight
 
 
-def test_a_run_gives_its_newest_checkpoint_in_the_asked_precision(save, tmp_path: Path) -> None:
-    old, new = make_gpt(), make_gpt()
-    save(5, old), save(10, new)
-    loaded = GPT.from_pretrained(tmp_path / "run", dtype=torch.bfloat16)
-    assert torch.equal(loaded.token_embedding.weight, new.token_embedding.weight.bfloat16())
-
-
-def test_nothing_is_a_pickle(save) -> None:
-    assert {path.suffix for path in save().iterdir()} == {".json", ".safetensors"}
-
-
 def test_damage_is_named(save) -> None:
     directory = save()
     path = directory / "model.safetensors"

@@ -1,5 +1,6 @@
 """Groups and schedule of the optimizer, loss scaling, and the guard against numbers that are not finite."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -11,7 +12,7 @@ import train
 from model import GPT
 from tests.conftest import make_gpt, same_bits, tiny_run, weights
 from training.config import TrainConfig
-from training.optimizer import FiniteGuard, NonFiniteLoss, learning_rate_at, make_optimizer
+from training.optimizer import FiniteGuard, NonFiniteLoss, learning_rate_at, make_optimizer, optimizer_tensors
 
 
 def test_learning_rates() -> None:
@@ -36,20 +37,20 @@ def test_only_matrices_decay() -> None:
     assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_the_guard_freezes_weights_from_the_first_bad_number_on(bad: float) -> None:
+@pytest.mark.parametrize("name, bad", [("adamw", math.nan), ("muon", math.nan), ("muon", math.inf)])
+def test_the_guard_freezes_weights_and_state_from_the_first_bad_number_on(name: str, bad: float) -> None:
     model = make_gpt()
-    optimizer = make_optimizer(model, TrainConfig())
+    optimizer = make_optimizer(model, TrainConfig(optimizer=name))
     guard = FiniteGuard(optimizer, torch.device("cpu"))
     for step, number in enumerate([1.0, 2.0, bad, 3.0]):
         for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
+            parameter.grad = torch.full_like(parameter, number)
         if number is bad:
-            before = [parameter.clone() for parameter in model.parameters()]
+            before = copy.deepcopy(model.state_dict() | optimizer_tensors(model, optimizer))
             guard.check()
         guard.watch(step, torch.tensor(number))
         optimizer.step()
-    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert same_bits(before, model.state_dict() | optimizer_tensors(model, optimizer))
     with pytest.raises(NonFiniteLoss, match="step 3"):
         guard.check()
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import data
-import train
 from configs import parse
 from data.prepare import DataConfig, prepare
 from model import GPT, GPTConfig
@@ -72,23 +71,14 @@ def test_the_size_of_a_hub_data_set_is_unknown(capsys: pytest.CaptureFixture) ->
     assert config.model.n_layer == 6
 
 
-def test_options_win_and_the_rest_fits_them(tmp_path: Path, corpus_file: Path) -> None:
+def test_options_win_and_the_rest_fits_them(tmp_path: Path, corpus_file: Path, capsys) -> None:
     path = text_of(0.6, tmp_path)
     config = read("--data.source", path, "--model.n_layer", 3, "--train.max_steps", 9, "--data.tokenizer", "chars")
     assert (config.model.n_layer, config.model.n_embd, config.train.max_steps) == (3, 128, 9)
     assert config.data.tokenizer == "chars"
+    assert capsys.readouterr().out == "config: for a text of 600,000 bytes: 3 layers of 128, chars, 9 steps\n"
     prepare(DataConfig(str(corpus_file), "chars"), tmp_path / "prepared")
     assert read("--data.source", tmp_path / "prepared").data.tokenizer == "chars"
-
-
-def test_the_choice_is_printed_and_kept(run, tmp_path: Path, corpus_file: Path) -> None:
-    options = ("--data.source", corpus_file, "--train.out_dir", tmp_path / "run", "--train.max_steps", 1)
-    shape = "--model.n_layer 2 --model.n_embd 40 --model.context_length 16".split()
-    result = run(train, *options, *shape, "--train.device", "cpu")
-    size = corpus_file.stat().st_size
-    assert result.out.startswith(f"config: for a text of {size:,} bytes: 2 layers of 40, bytes, 1 steps\n")
-    again = parse(Config, [], tmp_path / "run" / "config.toml")
-    assert (again.model.n_layer, again.model.n_embd, again.data.tokenizer) == (2, 40, "bytes")
 
 
 def test_a_text_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

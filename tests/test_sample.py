@@ -34,14 +34,6 @@ def test_text_streams_after_its_prompt(run, straight: Path) -> None:
     assert streamed == "one" + texts(run, *arguments, "--no_cache")[0] + "\n"
 
 
-def test_several_samples_differ_and_are_repeatable(run, straight: Path) -> None:
-    arguments = (straight, "--num_samples", 3, "--seed", 5, "--max_new_tokens", 12)
-    first = texts(run, *arguments)
-    assert len(set(first)) == 3 and texts(run, straight / "checkpoints" / "step-00000012", *arguments[1:]) == first
-    out = run(sample, *arguments).out
-    assert all(f"--- prompt 1 of 1, sample {n} of 3\n" in out for n in (1, 2, 3))
-
-
 def test_a_long_prompt_is_said(run, straight: Path) -> None:
     result = run(sample, straight, "--prompt", "one", "one two three four five", "--max_new_tokens", 3)
     assert result.err.splitlines()[2:] == ["a prompt has 23 tokens, context is 11: using the last 11"]
@@ -55,7 +47,7 @@ def test_several_prompts_are_continued_as_each_alone(run, straight: Path) -> Non
     alone = [text for prompt in prompts for text in texts(run, *arguments, "--prompt", prompt)]
     result = run(sample, *arguments, "--json", "--dtype", "float32", "--prompt", *prompts)
     lines = [json.loads(line) for line in result.out.splitlines()]
-    assert [line["text"] for line in lines] == alone and len(set(alone)) > 1
+    assert [line["text"] for line in lines] == alone and all(alone[n] != alone[n + 1] for n in (0, 2, 4))
     assert [(line["prompt_number"], line["sample"]) for line in lines] == [(p, n) for p in range(3) for n in range(2)]
     expected = [
         f"--- prompt {1 + index // 2} of 3, sample {1 + index % 2} of 2\n{prompts[index // 2]}{text}\n"

@@ -1,18 +1,18 @@
 """Scaled dot-product and multi-head attention as formulas with a causal switch, after Vaswani et al. 2017.
 
 Its bugs: the mask is multiplied in after softmax, so that rows no longer sum to one and the denominator has seen the
-future; and the heads are in a plain Python list, so that no optimizer and no checkpoint ever sees their weights.
+future; and the heads are in a plain Python list, so that no optimizer and no checkpoint ever sees their weights:
+tests/mutants.py has that one.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from model.attention import Attend, CausalSelfAttention, attention_weights, make_causal_mask
+from model.attention import Attend, attention_weights, make_causal_mask
 from model.causality import check_causality
 from tests.conftest import make_gpt
 
 B, H, T, D = 2, 3, 7, 5
-C = H * D
 
 
 def masked_after_softmax(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
@@ -28,20 +28,3 @@ def test_a_mask_after_softmax_is_refused_though_its_weights_look_causal(monkeypa
     monkeypatch.setattr(Attend, "forward", lambda self, q, k, v, mask, dropout: masked_after_softmax(q, k, mask) @ v)
     outcome = check_causality(make_gpt(), vocab_size=17, length=11)
     assert not outcome.ok and (outcome.query, outcome.key) == (0, 1)
-
-
-class HeadsInAList(nn.Module):
-    """The source's multi-head attention. nn.Module does not look into lists."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = [nn.Linear(C, D) for _ in range(H)]
-        self.output = nn.Linear(C, C)
-
-
-def test_heads_in_a_list_have_no_parameters_and_ours_have_all() -> None:
-    assert sum(p.numel() for p in HeadsInAList().parameters()) == C * C + C  # the output projection alone
-    layer = CausalSelfAttention(C, H, H, D, make_causal_mask(T))
-    assert sum(p.numel() for p in layer.parameters()) == 4 * (C * C + C)
-    layer(torch.randn(B, T, C)).square().sum().backward()
-    assert [name for name, p in layer.named_parameters() if p.grad is None or not p.grad.any()] == []

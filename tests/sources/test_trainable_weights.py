@@ -1,15 +1,14 @@
 """Self-attention with trainable weights, a notebook after "Build a Large Language Model (From Scratch)", chapter 3.
 
-It computes attention for the six tokens of "Your journey starts with one step", prints each stage, and ends in a layer
-with two heads. Its bug: `scores.masked_fill(...)` without using what it returns, so its causal layer sees the future.
+It computes attention for the six tokens of "Your journey starts with one step", and ends in a layer with two heads. Its
+bug: `scores.masked_fill(...)` without using what it returns, so its causal layer sees the future: tests/mutants.py
+has it.
 """
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from model.attention import CausalSelfAttention, attention_weights, make_causal_mask
-from model.causality import check_causality
 
 TOKENS = torch.tensor(
     [
@@ -31,15 +30,6 @@ def weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
 def printed(actual: Tensor, expected: list) -> None:
     """Assert that numbers equal the four decimals that the source prints."""
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=0, atol=0.5001e-4)
-
-
-def test_weights_and_contexts_without_a_mask() -> None:
-    torch.manual_seed(123)
-    q, k, v = (TOKENS @ torch.rand(3, 2) for _ in range(3))
-    everything = weights(q, k, torch.ones(6, 6, dtype=torch.bool))
-    printed(everything[1], [0.1500, 0.2264, 0.2199, 0.1311, 0.0906, 0.1820])
-    contexts = [[0.2996, 0.3061, 0.3058, 0.2948, 0.2927, 0.2990], [0.8053, 0.8210, 0.8203, 0.7939, 0.7891, 0.8040]]
-    printed((everything @ v).T, contexts)
 
 
 def test_causal_weights() -> None:
@@ -71,48 +61,3 @@ def test_our_layer_prints_what_the_two_head_layer_prints() -> None:
         [0.1196, -0.0491, 0.0318, -0.0635, -0.2788, -0.2578],
     ]
     printed(layer(TOKENS.view(1, 3, 6))[0].detach(), rows)
-
-
-def test_large_scores_make_softmax_choose_one() -> None:
-    """With a query of 1 and D = 1, the scores of our formula are the keys."""
-    scores, everything = torch.tensor([0.1, -0.2, 0.3, -0.2, 0.5]), torch.ones(1, 5, dtype=torch.bool)
-    for scale, expected in (
-        (1, [0.1925, 0.1426, 0.2351, 0.1426, 0.2872]),
-        (8, [0.0326, 0.0030, 0.1615, 0.0030, 0.8000]),
-    ):
-        printed(weights(torch.ones(1, 1), scale * scores[:, None], everything)[0], expected)
-
-
-def test_dividing_by_sqrt_d_keeps_the_variance_of_a_score_at_one() -> None:
-    """With two keys, the logarithm of the ratio of their weights is the difference of two scores of our formula."""
-    for d in (5, 53):
-        q, k = torch.randn(20_000, 1, 1, d), torch.randn(20_000, 1, 2, d)
-        assert (q @ k.mT).var().item() == pytest.approx(d, rel=0.05)
-        first, second = attention_weights(q, k, torch.ones(1, 2, dtype=torch.bool))[:, 0, 0].log().unbind(-1)
-        assert (first - second).var().item() / 2 == pytest.approx(1, rel=0.05)
-
-
-class DiscardsTheMaskedScores(nn.Module):
-    """The notebook's single head, with the line as it stands there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(13, 3)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(3, 2, bias=False) for _ in range(3))
-        self.head = nn.Linear(2, 13)
-        self.assigned = False
-
-    def forward(self, idx: Tensor) -> Tensor:
-        x = self.embedding(idx)
-        scores = self.q_proj(x) @ self.k_proj(x).mT / 2**0.5
-        masked = scores.masked_fill(~make_causal_mask(idx.size(1)), float("-inf"))
-        scores = masked if self.assigned else scores
-        return self.head(scores.softmax(-1) @ self.v_proj(x))
-
-
-def test_its_bug_is_refused() -> None:
-    layer = DiscardsTheMaskedScores()
-    outcome = check_causality(layer, vocab_size=13, length=7)
-    assert not outcome.ok and (outcome.query, outcome.key) == (0, 1)
-    layer.assigned = True
-    assert check_causality(layer, vocab_size=13, length=7).ok
