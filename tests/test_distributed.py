@@ -154,16 +154,23 @@ def children(process: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, corpus_file: Path) -> None:
+@pytest.mark.parametrize("by_itself", [True, False], ids=["max-restarts", "resume"])
+def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, corpus_file: Path, by_itself: bool) -> None:
     options = {"train__checkpoint_every": 1, "train__max_steps": 30}
     arguments = tiny_run(corpus_file, tmp_path / "out", **{**OPTIONS, **options})
-    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=2", "train.py", *arguments]
+    restarts = f"--max-restarts={2 if by_itself else 0}"
+    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", restarts, "train.py", *arguments]
     with open(tmp_path / "said", "w") as said:
         job = subprocess.Popen(command, stdout=said, stderr=said, cwd=ROOT)
         wait_for_step(tmp_path / "out", 2)
         os.kill(children(job)[-1], signal.SIGKILL)
         code, text = job.wait(100), (tmp_path / "said").read_text()
-    assert code == 0 and "resumed from" in text, text
+    if by_itself:
+        assert code == 0 and "resumed from" in text, text
+    else:
+        assert code != 0 and "Signal 9 (SIGKILL)" in text, text
+        for end in Job(2, tmp_path / "again", ["--resume", str(tmp_path / "out")]).wait():
+            assert end.exit_code == 0, end.err
     straight = trained(1, tmp_path, corpus_file, "straight", **options)
     assert same_bits(weights(straight, 30), weights(tmp_path / "out", 30))
 
