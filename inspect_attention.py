@@ -98,6 +98,7 @@ class Inputs:
     shown: Tensor  # (1, T), the text of the pictures
     note: str  # describes `measured`
     probe: RepeatProbe | None
+    pool: str  # the tokens that the probe was drawn from
 
 
 def main() -> None:
@@ -120,8 +121,8 @@ def inspect(options: Options) -> None:
     labels = [label(tokenizer, token) for token in inputs.shown[0].tolist()]
     if options.generate:
         print(f"wrote:  {''.join(labels[-options.generate :])}")
-    if inputs.probe:
-        print(f"probe:  {len(inputs.probe.repeated)} x [start, {inputs.probe.repeat} random tokens, the same again]")
+    if probe := inputs.probe:
+        print(f"probe:  {len(probe.repeated)} x [start, {probe.repeat} random tokens{inputs.pool}, the same again]")
 
     inspections = []
     for directory in directories:
@@ -200,7 +201,7 @@ def choose_inputs(
             note += f"; and {num_new} that it wrote"
     if measured.size(1) < 2:
         raise ConfigError("attention is between tokens: give a text of two or more")
-    return Inputs(measured, shown, note, make_probe(tokenizer, measured, config))
+    return Inputs(measured, shown, note, *make_probe(tokenizer, measured, config))
 
 
 def validation_texts(directory: Path, T: int) -> Tensor:
@@ -219,15 +220,18 @@ def validation_texts(directory: Path, T: int) -> Tensor:
     return torch.from_numpy(tokens[starts[:, None] + np.arange(T)].astype(np.int64))
 
 
-def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> RepeatProbe | None:
-    """Draw a probe from the tokens of the text if they are many, because a model may never have seen the others."""
+def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> tuple[RepeatProbe | None, str]:
+    """Draw a probe from the tokens of the text if they are many, because a model may never have seen the others.
+
+    Returns the probe, and " of the text" or nothing.
+    """
     special = set(tokenizer.special_tokens.values())
     ordinary = torch.tensor([token for token in range(tokenizer.vocab_size) if token not in special])
     seen = text.unique()
     seen = seen[torch.isin(seen, ordinary)]
-    tokens = seen if 2 * len(seen) > min(len(ordinary), 200) else ordinary
+    tokens, pool = (seen, " of the text") if 2 * len(seen) > min(len(ordinary), 200) else (ordinary, "")
     start = tokenizer.document_start or ordinary.tolist()
-    return repeat_probe(tokens, start[-1], config.context_length)
+    return repeat_probe(tokens, start[-1], config.context_length), pool
 
 
 def inspect_checkpoint(

@@ -38,7 +38,8 @@ class Options:
     checkpoint: tyro.conf.Positional[Path]
     """A checkpoint, a run directory (its newest checkpoint), or a model OWNER/NAME of the Hugging Face hub."""
     prompt: tuple[str, ...] = ("",)
-    """Texts to continue; @FILE reads a file, - standard input. An empty text begins a document."""
+    """Texts to continue; @FILE reads a file, - standard input. An empty text begins a document. Names of special tokens
+    are ordinary text."""
     max_new_tokens: int = 256
     """The most tokens to generate; may be more than the context length."""
     temperature: float = 0.8
@@ -78,14 +79,14 @@ class Text:
     """A text that grows token by token until it ends; `finish` says why, and is empty until then."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: Sequence[int] = ()):
-        self.stop, self.end_of_text, self.stream = stop or "", tokenizer.end_of_text, tokenizer.stream(prompt)
+        self.stop, self.ends, self.stream = stop or "", tokenizer.ends, tokenizer.stream(prompt)
         self.text, self.num_tokens, self.finish = "", 0, ""
 
     def add(self, token: int) -> None:
         """Append a token, unless the text has ended already or ends here."""
         if self.finish:
             return
-        if token == self.end_of_text:
+        if token in self.ends:
             self.finish = "end of text"
             return
         self.num_tokens += 1

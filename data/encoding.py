@@ -40,6 +40,8 @@ class Tokenizer(ABC):
     """The largest id that a text, its start or its end can have, plus one. Some ids below may be unused."""
     end_of_text: int | None
     """The id between documents, None if there is none: written before each of them; a sample ends at it."""
+    ends: frozenset[int]
+    """The ids at which a sample ends: end_of_text, and the end of an answer in models that answer questions."""
     start_of_text: int | None
     """The id that a prompt has to begin with (often called BOS), None if the tokenizer puts none there."""
     special_tokens: dict[str, int]
@@ -117,6 +119,7 @@ class TiktokenTokenizer(Tokenizer):
         self.encoding, self.name, self.vocab_size = encoding, encoding.name, encoding.n_vocab
         self.special_tokens = dict(encoding._special_tokens)
         self.end_of_text = self.special_tokens.get(END_OF_TEXT)
+        self.ends = frozenset([self.end_of_text])
         self.ordinary = {rank: token for token, rank in encoding._mergeable_ranks.items()}
         self.labels = self.ordinary | {number: name.encode() for name, number in self.special_tokens.items()}
         self.characters = {token.decode() for token in self.ordinary.values()} if self.name == "chars" else None
@@ -157,6 +160,7 @@ class HubTokenizer(Tokenizer):
             raise ValueError("it draws ids at random")
         self.name, vocabulary = name, self.library.get_vocab()
         self.end_of_text = vocabulary.get(END_OF_TEXT, vocabulary.get(end))
+        self.ends = frozenset([self.end_of_text, vocabulary.get(end)])
         word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).encode("a")  # any text
         framed = self.library.post_process(word)
         self.start_of_text = framed.ids[0] if framed.special_tokens_mask[:1] == [1] else None

@@ -61,6 +61,7 @@ def write_page(
         title="Heads of " + " to ".join(dict.fromkeys((inspections[0].name, inspections[-1].name))),
         note=note,
         labels=labels,
+        metrics=[(title, meaning) for title, _, meaning in METRICS.values()],
         most_named=MOST_NAMED,
         heads=[name_of(head) for head in heads],
         columns=grid_columns(heads),

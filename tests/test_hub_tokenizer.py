@@ -170,7 +170,12 @@ def test_a_model_has_rows_for_all_that_a_text_can_have(run, corpus_file: Path, t
     model, theirs = put_model("digits", tmp_path), digits()
     theirs.add_special_tokens([END_OF_TEXT, "<filling>", "<more>"])
     assert run(sample, put(theirs, model), "--max_new_tokens", 1).exit_code == 0
-    assert load_tokenizer(model).end_of_text == theirs.token_to_id(END_OF_TEXT)  # eos_token may end a turn only
+    ours, end = load_tokenizer(model), theirs.token_to_id(END_OF_TEXT)
+    assert ours.end_of_text == end  # eos_token may end a turn only; a sample ends at either
+    for token, finish in ((end, "end of text"), (2, "end of text"), (3, "")):
+        text = sample.Text(ours, None)
+        text.add(token)
+        assert text.finish == finish
     theirs.add_tokens(["<tool>"])
     data = ["--data.source", corpus_file, "--data.tokenizer", "model", "--train.out_dir", tmp_path / "out"]
     for command in ([sample], [inspect_attention, "--text", "the"], [train, *data, "--train.init_from"]):
