@@ -18,6 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# On a CPU, the gradient of PyTorch's kernel takes up to five times as long in bfloat16 as that of the formula, up to so
+# many keys (benchmarks/results/step_cpu_2026-11-23.md).
+SHORT = 512
+
 
 def make_causal_mask(context_length: int, device: torch.device | None = None) -> Tensor:
     """Return (T, T) bool, True where the query (row) may attend to the key (column): to itself and all before it."""
@@ -26,9 +30,9 @@ def make_causal_mask(context_length: int, device: torch.device | None = None) ->
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     """Return how well each query matches each key, -inf where it may not attend. Shapes as in `attention_weights`."""
-    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)  # the query heads of a group share its keys
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-    return scores.masked_fill(~mask, float("-inf"))
+    k = repeat_heads(k, q)
+    bias = torch.where(mask, 0.0, float("-inf")).to(q.dtype)
+    return q / math.sqrt(q.size(-1)) @ k.transpose(-2, -1) + bias
 
 
 def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
@@ -38,7 +42,12 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     mask is (T_query, T_key), True = may attend. The result is (B, H, T_query, T_key): row = query, column = key.
     Inspection calls this function and training does not: whoever changes it has to change `Attend` too.
     """
-    return attention_scores(q, k, mask).softmax(dim=-1)
+    return attention_scores(q, k, mask).softmax(dim=-1, dtype=q.dtype)  # sums in float32 also for bfloat16
+
+
+def repeat_heads(k: Tensor, q: Tensor) -> Tensor:
+    """Repeat keys or values for the query heads that share them: (B, n_kv_head, T, D) -> (B, H, T, D)."""
+    return k.repeat_interleave(q.size(1) // k.size(1), dim=1)
 
 
 class Attend(nn.Module):
@@ -46,6 +55,8 @@ class Attend(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
         """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D)."""
+        if q.requires_grad and q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.size(-2) <= SHORT:
+            return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_heads(v, q)
         # The kernel's causal flag is faster than a mask. It aligns the triangle top-left: right only for a square.
         square = q.size(-2) == k.size(-2)
         return F.scaled_dot_product_attention(

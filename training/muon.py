@@ -24,7 +24,7 @@ def momentum_at(step: int) -> float:
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Return nearly the nearest orthogonal matrices, (..., rows, columns), by a Newton-Schulz iteration.
+    """Return nearly the nearest orthogonal matrices, (n, rows, columns), by a Newton-Schulz iteration.
 
     The iteration has the precision of its input.
     """
@@ -32,7 +32,8 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         square = x @ x.mT
-        x = A * x + (B * square + C * square @ square) @ x
+        polynomial = torch.baddbmm(square, square, square, beta=B, alpha=C)  # B square + C square square
+        x = torch.baddbmm(x, polynomial, x, beta=A)
     return x.mT if matrices.size(-2) > matrices.size(-1) else x
 
 
@@ -88,7 +89,7 @@ class Muon(torch.optim.AdamW):
             ahead = gradient.lerp(momentum, group["momentum"]).to(self.precision)  # (Nesterov 1983)
             if is_sharded(matrices[0]):  # each rank gathers one matrix at a time, and keeps its own rows of the update
                 whole = (full(as_shard(part, matrix)) for part, matrix in zip(ahead, matrices, strict=True))
-                update = [shard_like(orthogonalize(x), matrix) for x, matrix in zip(whole, matrices, strict=True)]
+                update = [shard_like(orthogonalize(x[None])[0], matrix) for x, matrix in zip(whole, matrices, strict=True)]
                 update = torch.stack([local(part) for part in update])
             else:
                 update = orthogonalize(ahead).to(momentum.dtype)
