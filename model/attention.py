@@ -88,10 +88,11 @@ class CausalSelfAttention(nn.Module):
         n_kv_head: the number of key and value heads; H / n_kv_head query heads share each (Ainslie et al. 2023).
         head_dim: D, the width of one head.
         mask: (context_length, context_length) from `make_causal_mask`; the layers of a model share one tensor.
-        dropout: probability of dropping a weight (inside the kernel) and an element of the output.
+        dropout: probability of dropping an element of the output.
         bias: whether the four projections have biases.
         q_norm, k_norm: modules that normalise queries and keys, (B, heads, T, D) -> the same shape; both or none.
         rotary: a module that rotates queries and keys by their positions: (x, slice of T positions) -> x's shape.
+        weight_dropout: probability of dropping an attention weight.
 
     Raises ValueError if n_head is not a multiple of n_kv_head.
     """
@@ -110,6 +111,7 @@ class CausalSelfAttention(nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         rotary: nn.Module | None = None,
+        weight_dropout: float = 0.0,
     ):
         super().__init__()
         if n_head % n_kv_head != 0:
@@ -120,7 +122,7 @@ class CausalSelfAttention(nn.Module):
         self.v_proj = nn.Linear(n_embd, n_kv_head * head_dim, bias=bias)
         self.q_norm, self.k_norm, self.rotary = q_norm, k_norm, rotary
         self.attend = Attend()
-        self.attention_dropout = dropout
+        self.weight_dropout = weight_dropout
         self.o_proj = nn.Linear(n_head * head_dim, n_embd, bias=bias)  # mixes the outputs of the heads
         self.residual_dropout = nn.Dropout(dropout)
         self.register_buffer("causal_mask", mask, persistent=False)  # never in a checkpoint
@@ -137,7 +139,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         mask = self.causal_mask[positions, : k.size(-2)]  # the rows of the triangle that belong to x
-        y = self.attend(q, k, v, mask, self.attention_dropout if self.training else 0.0)
+        y = self.attend(q, k, v, mask, self.weight_dropout if self.training else 0.0)
         return self.residual_dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # (B, H, T, D) -> (B, T, H * D) -> C
 
     def split_heads(self, x: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ class ModelConfig:
     context_length: int = 1024
     """The most tokens that the model can attend to."""
     dropout: float = 0.0
-    """Probability of dropping an activation in training; 0 is best unless training reads the text many times."""
+    """Probability of dropping an activation in training, in gpt2 also an attention weight; 0 is best unless training
+    reads the text many times."""
     bias: bool | None = None
     """Biases in linear layers and layer norms. None: true in gpt2; the other families have none."""
     tied: bool | None = None

@@ -125,11 +125,12 @@ class Family:
     rotary: bool = True  # else learned positions
     query_key_norm: bool = False
     embedding_norm: bool = False
+    weight_dropout: bool = False  # dropout of attention weights as well; with it, no kernel of a CPU is fused
     logit_cap: float | None = None  # logits stay between -cap and cap (Bello et al. 2016)
 
 
 FAMILIES = {
-    "gpt2": Family(lambda width, c: nn.LayerNorm(width, c.norm_eps, bias=c.bias), MLP, rotary=False),
+    "gpt2": Family(lambda width, c: nn.LayerNorm(width, c.norm_eps, bias=c.bias), MLP, rotary=False, weight_dropout=True),
     "llama": Family(lambda width, c: RMSNorm(width, c.norm_eps), SwiGLU),
     "qwen3": Family(lambda width, c: RMSNorm(width, c.norm_eps), SwiGLU, query_key_norm=True),
     "nanochat": Family(

@@ -28,8 +28,9 @@ class Block(nn.Module):
         c, family = config, FAMILIES[config.family]
         q_norm, k_norm = (family.norm(c.head_dim, c) if family.query_key_norm else None for _ in range(2))
         self.attention_norm = family.norm(c.n_embd, c)
+        weight_dropout = c.dropout if family.weight_dropout else 0.0
         self.attention = CausalSelfAttention(
-            c.n_embd, c.n_head, c.n_kv_head, c.head_dim, mask, c.dropout, c.bias, q_norm, k_norm, rotary
+            c.n_embd, c.n_head, c.n_kv_head, c.head_dim, mask, c.dropout, c.bias, q_norm, k_norm, rotary, weight_dropout
         )
         self.mlp_norm = family.norm(c.n_embd, c)
         self.mlp = family.mlp(c)

@@ -100,7 +100,7 @@ def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: in
         "rms_norm_eps": c.norm_eps,
         "rope_theta": c.rope_theta,
         "rope_parameters": rope | {"rope_theta": c.rope_theta},
-        "attention_dropout": c.dropout,
+        "tril": {"dropout": c.dropout},  # transformers has no such dropout in these families
     }
 
 
@@ -144,7 +144,7 @@ def config_from_huggingface(content: dict) -> GPTConfig:
             head_dim=content.get("head_dim", 128 if family == "qwen3" else None),
             n_inner=content["intermediate_size"],
             context_length=context_length if context_length <= LARGEST["context_length"] else CUT_CONTEXT,
-            dropout=content.get("attention_dropout", 0.0),
+            dropout=content.get("tril", {}).get("dropout", 0.0),
             tied=content.get("tie_word_embeddings", False),
             rope_theta=rope.get("rope_theta", content.get("rope_theta", 10_000.0)),
             vocab_size=content["vocab_size"],

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention import CausalSelfAttention, attention_weights, make_causal_mask
+from model.attention import SHORT, Attend, CausalSelfAttention, attention_weights, make_causal_mask
 
 B, T, H, D = 2, 7, 3, 5  # all different, all prime
 C = H * D
@@ -62,6 +62,26 @@ def test_layer_equals_three_loops_over_plain_numbers(n_kv_head: int) -> None:
         torch.testing.assert_close(y, heads @ layer.o_proj.weight.T, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("n_kv_head", [1, H])
+@pytest.mark.parametrize("T", [7, SHORT, SHORT + 1])
+def test_in_bfloat16_a_gradient_goes_through_the_formula_up_to_a_length(T: int, n_kv_head: int) -> None:
+    mask = make_causal_mask(T)
+    q, k, v, dy = (torch.randn(B, heads, T, D) for heads in (H, n_kv_head, n_kv_head, H))
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        y = Attend()(*inputs, mask)
+        return y, *torch.autograd.grad(y, inputs, dy.to(dtype))
+
+    exact, rounded = run(torch.float64), run(torch.bfloat16)
+    for expected, found in zip(exact, rounded, strict=True):
+        assert (found - expected).norm() < 0.02 * expected.norm()
+    by_formula = rounded[0].grad_fn.name() != "ScaledDotProductFlashAttentionForCpuBackward0"
+    assert by_formula == (T <= SHORT)
+    with torch.no_grad():  # the kernel
+        assert (Attend()(*(x.bfloat16() for x in (q, k, v)), mask) - exact[0]).norm() < 0.01 * exact[0].norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_finite(dtype: torch.dtype) -> None:
     layer, x = make_layer().to(dtype), torch.randn(B, T, C).to(dtype)
@@ -72,8 +92,9 @@ def test_dropout_acts_in_training_only_on_weights_and_output() -> None:
     layer, x = make_layer(dropout=0.5), torch.randn(B, T, C)
     assert torch.equal(layer(x), layer(x))
     assert 0.3 < (layer.train()(x) == 0).float().mean() < 0.7
-    layer.residual_dropout.p = 0.0
-    assert not torch.equal(layer(x), layer(x))  # the kernel still drops weights
+    layer = make_layer(weight_dropout=0.5)
+    assert torch.equal(layer(x), layer(x))
+    assert not torch.equal(layer.train()(x), layer(x))
     undropped = make_layer().train()
     assert torch.equal(undropped(x), undropped.eval()(x))
 

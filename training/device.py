@@ -12,8 +12,8 @@ from model import GPT
 from training.config import TrainConfig, TrainError
 
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
-# one width at which bfloat16 was measured, and was faster (benchmarks/results/fast_cpu_2026-11-21.md).
-WIDE_ENOUGH = 128
+# narrowest width at which bfloat16 was measured, and was faster (benchmarks/results/step_cpu_2026-11-23.md).
+WIDE_ENOUGH = 64
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
