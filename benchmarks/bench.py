@@ -44,7 +44,7 @@ from model import GPT, GPTConfig
 from model.attention import Attend, attention_weights, make_causal_mask
 from train import next_token_loss
 from training.config import TrainConfig
-from training.device import find_device, set_seed
+from training.device import find_device, has_bfloat16, set_seed
 from training.optimizer import FiniteGuard, make_optimizer, set_schedule
 
 # name: shape, and batch sizes, of which the first is nanoGPT's
@@ -256,7 +256,7 @@ def measure_decode(bench: Bench) -> Iterator[dict]:
     """Time greedy text after a prompt, with random weights: nanoGPT, which has no cache, ours, and `transformers`."""
     import transformers
 
-    shape, prompt, new = ON_CUDA["124 M"][0], 500, 200 if bench.cuda else 16
+    shape, prompt, new = ON_CUDA["124 M"][0], 500, 200 if bench.cuda else 100
     if bench.tiny:
         shape, prompt, new = TINY["tiny"][0], 5, 4
     theirs = make_nanogpt(shape).eval().to(bench.device)
@@ -266,8 +266,10 @@ def measure_decode(bench: Bench) -> Iterator[dict]:
     for B in (1, 64) if bench.cuda else (1,):
         idx = torch.randint(shape.vocab_size, (B, prompt), device=bench.device)
         options = {"attention_mask": torch.ones_like(idx), "max_new_tokens": new, "do_sample": False}
-        works = {"nanoGPT": partial(theirs.generate, idx, new)}
-        for dtype in (torch.float32, *[torch.bfloat16] * bench.cuda):
+        works = (
+            {"nanoGPT": partial(theirs.generate, idx, new)} if bench.cuda or bench.tiny else {}
+        )  # half a minute each
+        for dtype in (torch.float32, *[torch.bfloat16] * has_bfloat16(bench.device)):
             ours = make_gpt("gpt2", shape).eval().to(bench.device, dtype)
             other = transformers.AutoModelForCausalLM.from_config(gpt2, attn_implementation="sdpa").eval()
             name = str(dtype).removeprefix("torch.")

@@ -29,44 +29,53 @@ SEEDS = (1, 2, 3)
 
 
 def measure_loss(device: torch.device, text: Path | None, tiny: bool) -> Iterator[dict]:
-    """Train nanoGPT at its README's learning rate and at a better one, and ours with several seeds.
+    """Train nanoGPT at its README's learning rate and ours in turns, then nanoGPT at a better rate and our longer runs.
 
-    "loop s" are seconds of training steps without the first step and without evaluations. "process s" are seconds of
-    the whole command: nanoGPT's also encodes the text; ours opens a prepared one, but writes a checkpoint and a report.
+    "loop s" are seconds of training steps without evaluations, nanoGPT's also without its first step. "process s" are
+    seconds of the whole command: nanoGPT's also encodes the text; ours opens a prepared one, but probes the model,
+    writes a checkpoint, a report and a sample. The quickstart prepares the standard library and learns its tokenizer.
     """
     with TemporaryDirectory() as directory:
         text, corpus = text or Path(directory) / "stdlib.txt", Path(directory) / "corpus"
         if not text.exists():
             text.write_text(standard_library()[: 4000 if tiny else LIKE_TINY_SHAKESPEARE], encoding="utf-8")
         prepare(DataConfig(str(text), "chars"), corpus)
-        fewer = ["--max_steps", 2] if tiny else []
 
-        def train_nanogpt(*options: object) -> tuple[dict, float]:
+        def train_nanogpt(*options: object) -> dict:
+            fewer = ["--max_steps", 2] if tiny else []
             out, seconds = run(ROOT / "benchmarks" / "nanogpt.py", text, "--device", device, *options, *fewer)
-            return json.loads(out.splitlines()[-1]), seconds
+            result = json.loads(out.splitlines()[-1])
+            return {"loss": result["loss"], "loop s": result["loop_seconds"], "process s": seconds} | result
 
-        result, seconds = train_nanogpt()
-        goal, theirs = result["loss"], {"loop s": result["loop_seconds"], "process s": seconds}
-        yield {"what": "nanoGPT, its README's rate", "loss": goal} | theirs
-        result, _ = train_nanogpt("--learning_rate", 4e-3, "--eval_every", 50)
-        yield {"what": "nanoGPT, rate 0.004", "loss": result["loss"], "loop s": result["loop_seconds"]}
-        reached = next((seconds for seconds, loss in result["curve"] if loss <= goal), None)
-        if reached:
-            yield {"what": "nanoGPT, rate 0.004, until there", "loss": goal, "loop s": reached}
-        ours = []
-        for seed in SEEDS[:1] if tiny else SEEDS:
-            out = Path(directory) / f"run-{seed}"
-            options = ["--data.source", corpus, "--train.device", device, "--train.out_dir", out, "--train.seed", seed]
+        def train_ours(config: str, *options: object) -> dict:
+            out = TemporaryDirectory(dir=directory).name
+            options = [*options, "--train.device", device, "--train.out_dir", out]
             options += ["--train.max_steps", 2, "--train.eval_every", 2] if tiny else []
-            _, seconds = run(ROOT / "train.py", ROOT / "configs" / "shakespeare_char_fast.toml", *options)
-            last = [line for line in read_metrics(out) if "val_loss" in line][-1]
-            ours.append({"loss": last["val_loss"], "loop s": last["train_seconds"], "process s": seconds})
-            yield {"what": f"ours, seed {seed}"} | ours[-1]
-    median = {key: statistics.median(result[key] for result in ours) for key in ours[0]}
-    faster = {f"{name} times": theirs[f"{name} s"] / median[f"{name} s"] for name in ("loop", "process")}
-    if reached:
-        faster["loop times, rate 0.004"] = reached / median["loop s"]
-    yield {"what": "ours, faster"} | faster | {"loss difference": median["loss"] - goal}
+            _, seconds = run(ROOT / "train.py", ROOT / "configs" / f"{config}.toml", *options)
+            last = [line for line in read_metrics(Path(out)) if "val_loss" in line][-1]
+            result = {"loss": last["val_loss"], "bits a byte": last["val_bits_per_byte"]}
+            return result | {"loop s": last["train_seconds"], "process s": seconds}
+
+        on_text, theirs, ours = ["--data.source", corpus], [], []
+        for seed in SEEDS[:1] if tiny else SEEDS:
+            theirs.append(train_nanogpt())
+            yield {"what": "nanoGPT, its README's rate"} | theirs[-1]
+            ours.append(train_ours("shakespeare_char_fast", *on_text, "--train.seed", seed))
+            yield {"what": f"fast, seed {seed}"} | ours[-1]
+        turns, kinds = [*zip(theirs, ours, strict=True)], ("loop s", "process s")
+        faster = {f"times, {kind}": statistics.median(a[kind] / b[kind] for a, b in turns) for kind in kinds}
+        loss = statistics.median(result["loss"] for result in ours)
+        goal, loop = theirs[0]["loss"], statistics.median(result["loop s"] for result in theirs)
+        better = train_nanogpt("--learning_rate", 4e-3, "--eval_every", 50)
+        yield {"what": "nanoGPT, rate 0.004"} | better
+        if reached := next((seconds for seconds, loss in better["curve"] if loss <= goal), None):
+            yield {"what": "nanoGPT, rate 0.004, until there", "loss": goal, "loop s": reached}
+            faster["times, rate 0.004"] = reached / statistics.median(result["loop s"] for result in ours)
+        yield {"what": "fast, faster"} | faster | {"loss": loss, "loss difference": loss - goal}
+        best = train_ours("shakespeare_char_best", *on_text)
+        yield {"what": "best"} | best | {"in loops of nanoGPT": best["loop s"] / loop}
+        quick = train_ours("quickstart", *(["--data.source", text] if tiny else []))
+        yield {"what": "quickstart"} | quick | {"outside of training s": quick["process s"] - quick["loop s"]}
 
 
 def standard_library() -> str:
