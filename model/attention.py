@@ -4,8 +4,8 @@
     output  = weights V                                                  the values it gathers there
 
 (Vaswani et al. 2017, "Attention Is All You Need", equation 1.) `attention_weights` is that formula, written out. The
-layer computes the same output with PyTorch's fused kernel, which never stores the weights; tests/test_attention.py
-holds the two together.
+layer computes the same output with PyTorch's fused kernel, which never stores the weights, or with the formula itself
+where that is faster. tests/test_attention.py holds the two together.
 
 Shapes, the same letters in every file:
     B batch   T time (tokens)   C channels (n_embd)   H heads   D head_dim   V vocabulary   L layers
@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# On a CPU, the gradient of PyTorch's kernel takes up to five times as long in bfloat16 as that of the formula, up to so
-# many keys (benchmarks/results/step_cpu_2026-11-23.md).
-SHORT = 512
+SHORT = 512  # the most keys up to which a CPU trains faster by the formula: benchmarks/results/step_cpu_2026-11-23.md
 
 
 def make_causal_mask(context_length: int, device: torch.device | None = None) -> Tensor:
@@ -40,18 +38,18 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
 
     q is (B, H, T_query, D), k is (B, n_kv_head, T_key, D), and the queries belong to the last T_query positions of k.
     mask is (T_query, T_key), True = may attend. The result is (B, H, T_query, T_key): row = query, column = key.
-    Inspection calls this function and training does not: whoever changes it has to change `Attend` too.
+    Whoever changes this function has to change the fused call in `Attend` too.
     """
     return attention_scores(q, k, mask).softmax(dim=-1, dtype=q.dtype)  # sums in float32 also for bfloat16
 
 
 def repeat_heads(k: Tensor, q: Tensor) -> Tensor:
     """Repeat keys or values for the query heads that share them: (B, n_kv_head, T, D) -> (B, H, T, D)."""
-    return k.repeat_interleave(q.size(1) // k.size(1), dim=1)
+    return k if q.size(1) == k.size(1) else k.repeat_interleave(q.size(1) // k.size(1), dim=1)
 
 
 class Attend(nn.Module):
-    """The one fused call. It has no parameters: a forward hook on it sees q, k, v and mask as the kernel does."""
+    """The one place where values are gathered. It has no parameters: a forward hook on it sees q, k, v and mask."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
         """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D)."""

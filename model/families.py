@@ -130,7 +130,9 @@ class Family:
 
 
 FAMILIES = {
-    "gpt2": Family(lambda width, c: nn.LayerNorm(width, c.norm_eps, bias=c.bias), MLP, rotary=False, weight_dropout=True),
+    "gpt2": Family(
+        lambda width, c: nn.LayerNorm(width, c.norm_eps, bias=c.bias), MLP, rotary=False, weight_dropout=True
+    ),
     "llama": Family(lambda width, c: RMSNorm(width, c.norm_eps), SwiGLU),
     "qwen3": Family(lambda width, c: RMSNorm(width, c.norm_eps), SwiGLU, query_key_norm=True),
     "nanochat": Family(

@@ -15,7 +15,7 @@ from model.sharded import full, is_sharded, local, shard_like
 # Coefficients of a x + b x^3 + c x^5. Applied five times, this polynomial takes singular values from 0.01 to 1 to
 # values between 0.7 and 1.2, which is near enough to 1 (Jordan et al. 2024).
 A, B, C = 3.4445, -4.7750, 2.0315
-FIRST_MOMENTUM, LAST_MOMENTUM, MOMENTUM_STEPS = 0.85, 0.95, 300
+FIRST_MOMENTUM, LAST_MOMENTUM, MOMENTUM_STEPS = 0.8, 0.95, 300
 
 
 def momentum_at(step: int) -> float:

@@ -31,13 +31,13 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    4: Shape(128, 4, 128, 1000.0, 16, 1),
+    2: Shape(128, 4, 256, 1000.0, 8, 1),
     6: Shape(256, 4, 256, 2000.0, 32, 1),
     8: Shape(512, 4, 512, 4000.0, 32, 2),
     12: Shape(768, 6, 1024, 8000.0, 32, 4),
 }
-TOKENS_PER_PARAMETER, EPOCHS, FEWEST_STEPS, EVALUATIONS = 20, 4, 100, 20
-TOKENS_ON_CPU, EVAL_TOKENS_ON_CPU = 983_040, 200_000
+TOKENS_PER_PARAMETER, EPOCHS, FEWEST_STEPS, EVALUATIONS = 20, 4, 100, 8
+TOKENS_ON_CPU, EVAL_TOKENS_ON_CPU = 800 * 8 * 256, 100_000
 VOCABULARIES = {100_000: "bytes", 1_000_000: "bpe:1024", 500_000_000: "bpe:4096", math.inf: "bpe:32768"}
 BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:1024": 2.5}  # in English or source code; all others: 3.5
 
