@@ -4,21 +4,22 @@
     output  = weights V                                                  the values it gathers there
 
 (Vaswani et al. 2017, "Attention Is All You Need", equation 1.) `attention_weights` is that formula, written out. The
-layer computes the same output with PyTorch's fused kernel, which never stores the weights, or with the formula itself
-where that is faster. tests/test_attention.py holds the two together.
+layer computes the same output with PyTorch's fused kernel, which never stores the weights, or with the formula where
+that is faster. tests/test_attention.py holds the two together.
 
 Shapes, the same letters in every file:
     B batch   T time (tokens)   C channels (n_embd)   H heads   D head_dim   V vocabulary   L layers
 """
 
 import math
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SHORT = 512  # the most keys up to which a CPU trains faster by the formula: benchmarks/results/step_cpu_2026-11-23.md
+from model.cache import LayerCache
+
+SHORT = 512  # keys, up to which a CPU trains faster by the formula: benchmarks/results/step_cpu_2026-11-23.md
 
 
 def make_causal_mask(context_length: int, device: torch.device | None = None) -> Tensor:
@@ -28,9 +29,8 @@ def make_causal_mask(context_length: int, device: torch.device | None = None) ->
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     """Return how well each query matches each key, -inf where it may not attend. Shapes as in `attention_weights`."""
-    k = repeat_heads(k, q)
-    bias = torch.where(mask, 0.0, float("-inf")).to(q.dtype)
-    return q / math.sqrt(q.size(-1)) @ k.transpose(-2, -1) + bias
+    scores = q / math.sqrt(q.size(-1)) @ share(k, q).transpose(-2, -1)
+    return scores + torch.where(mask, 0.0, float("-inf")).to(q.dtype)  # faster than filling, forward and backward
 
 
 def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
@@ -43,18 +43,19 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     return attention_scores(q, k, mask).softmax(dim=-1, dtype=q.dtype)  # sums in float32 also for bfloat16
 
 
-def repeat_heads(k: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values for the query heads that share them: (B, n_kv_head, T, D) -> (B, H, T, D)."""
+def share(k: Tensor, q: Tensor) -> Tensor:
+    """Repeat keys or values for each query head of their group: (B, n_kv_head, T, D) -> (B, H, T, D)."""
     return k if q.size(1) == k.size(1) else k.repeat_interleave(q.size(1) // k.size(1), dim=1)
 
 
 class Attend(nn.Module):
-    """The one place where values are gathered. It has no parameters: a forward hook on it sees q, k, v and mask."""
+    """The one fused call. It has no parameters: a forward hook on it sees q, k, v and mask as the kernel does."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
         """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D)."""
+        # Training on a CPU in bfloat16: the kernel's gradient is slow. `verify` holds kernel and formula together.
         if q.requires_grad and q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.size(-2) <= SHORT:
-            return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_heads(v, q)
+            return F.dropout(attention_weights(q, k, mask), dropout) @ share(v, q)
         # The kernel's causal flag is faster than a mask. It aligns the triangle top-left: right only for a square.
         square = q.size(-2) == k.size(-2)
         return F.scaled_dot_product_attention(
@@ -66,15 +67,6 @@ class Attend(nn.Module):
             dropout_p=dropout,
             enable_gqa=q.size(1) != k.size(1),
         )
-
-
-class Cache(Protocol):
-    """The interface of a key-value cache (model/cache.py)."""
-
-    length: int  # the number of positions stored
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of one call; return those of all positions so far."""
 
 
 class CausalSelfAttention(nn.Module):
@@ -125,7 +117,7 @@ class CausalSelfAttention(nn.Module):
         self.residual_dropout = nn.Dropout(dropout)
         self.register_buffer("causal_mask", mask, persistent=False)  # never in a checkpoint
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C). With a cache, x continues the positions stored there."""
         q, k, v = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None:

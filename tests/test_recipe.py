@@ -35,10 +35,10 @@ def test_a_cpu_gets_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture
     path = text_of(100, tmp_path)
     config = read("--data.source", path, "--train.device", "cpu")
     assert config.model == QUICKSTART.model
-    own = {"device": "cpu", "out_dir": "out/text", "eval_tokens": 200_000, "eval_every": 100, "checkpoint_every": 100}
+    own = {"device": "cpu", "out_dir": "out/text", "eval_tokens": 100_000, "eval_every": 100, "checkpoint_every": 100}
     assert config.train == replace(QUICKSTART.train, **own)
     assert config.data == DataConfig(str(path), "bpe:4096", val_fraction=QUICKSTART.data.val_fraction)
-    line = "config: for a text of 100,000,000 bytes: 4 layers of 128, bpe:4096, 480 steps\n"
+    line = "config: for a text of 100,000,000 bytes: 2 layers of 128, bpe:4096, 800 steps\n"
     assert capsys.readouterr().out == line
 
 
@@ -48,14 +48,15 @@ def test_a_small_text_is_not_read_for_ever(tmp_path: Path, megabytes: float, tok
     assert (config.data.tokenizer, config.train.max_steps) == (tokenizer, steps)
 
 
-@pytest.mark.parametrize("megabytes, depth", [(2, 4), (100, 6), (20_000, 12)])
+@pytest.mark.parametrize("megabytes, depth", [(2, 2), (100, 6), (20_000, 12)])
 def test_a_gpu_gets_as_many_layers_as_the_text_can_fill(tmp_path: Path, megabytes: float, depth: int) -> None:
     config = read("--data.source", text_of(megabytes, tmp_path), "--train.device", "cuda")
     assert config.model.n_layer == depth
     wanted = {depth: tokens_for(depth, shape.n_embd) for depth, shape in SHAPES.items()}
     with torch.device("meta"):
         model = GPT(GPTConfig(**asdict(config.model), vocab_size=17))
-    assert wanted[depth] == TOKENS_PER_PARAMETER * sum(p.numel() for p in model.blocks.parameters())
+    num_parameters = sum(p.numel() for p in model.blocks.parameters())
+    assert wanted[depth] == pytest.approx(TOKENS_PER_PARAMETER * num_parameters, rel=0.1)
     readable = EPOCHS * megabytes * 1e6 / 3.5
     c = config.train
     tokens = c.batch_size * c.grad_accum_steps * config.model.context_length * c.max_steps
@@ -65,8 +66,8 @@ def test_a_gpu_gets_as_many_layers_as_the_text_can_fill(tmp_path: Path, megabyte
 
 def test_the_size_of_a_hub_data_set_is_unknown(capsys: pytest.CaptureFixture) -> None:
     config = read("--data.source", "hf:some/where:part@main", "--train.device", "cuda")
-    assert (config.train.out_dir, config.model.n_layer) == ("out/where", 4)
-    assert capsys.readouterr().out.startswith("config: for a text of unknown size: 4 layers")
+    assert (config.train.out_dir, config.model.n_layer) == ("out/where", 2)
+    assert capsys.readouterr().out.startswith("config: for a text of unknown size: 2 layers")
     config = read("--data.source", "hf:some/where", "--train.device", "cuda", "--data.max_tokens", 30_000_000)
     assert config.model.n_layer == 6
 

@@ -12,7 +12,7 @@ from data.prepare import DataConfig, prepare
 
 ROOT = Path(__file__).parent.parent
 SMALL = {  # lines of configs/quickstart.toml, and what they become so that a step takes some hundredths of a second
-    "context_length = 128": "context_length = 16",
+    "context_length = 256": "context_length = 16",
     "n_embd = 128": "n_embd = 32",
     'source = "stdlib"': 'source = "corpus"',
     'tokenizer = "bpe:4096"': 'tokenizer = "bytes"',

@@ -88,8 +88,8 @@ class Muon(torch.optim.AdamW):
             momentum.lerp_(gradient, 1 - group["momentum"])  # if the update is skipped, the two are equal
             ahead = gradient.lerp(momentum, group["momentum"]).to(self.precision)  # (Nesterov 1983)
             if is_sharded(matrices[0]):  # each rank gathers one matrix at a time, and keeps its own rows of the update
-                whole = (full(as_shard(part, matrix)) for part, matrix in zip(ahead, matrices, strict=True))
-                update = [shard_like(orthogonalize(x[None])[0], matrix) for x, matrix in zip(whole, matrices, strict=True)]
+                whole = (full(as_shard(part, matrix))[None] for part, matrix in zip(ahead, matrices, strict=True))
+                update = [shard_like(orthogonalize(x)[0], matrix) for x, matrix in zip(whole, matrices, strict=True)]
                 update = torch.stack([local(part) for part in update])
             else:
                 update = orthogonalize(ahead).to(momentum.dtype)

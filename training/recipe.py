@@ -62,7 +62,7 @@ def count_tokens(num_bytes: float, data: DataConfig) -> float:
 
 
 def tokens_for(n_layer: int, n_embd: int) -> int:
-    """Tokens that a model should be trained on: its blocks have 12 n_layer n_embd^2 parameters."""
+    """Tokens that a model should be trained on: its blocks have about 12 n_layer n_embd^2 parameters."""
     return TOKENS_PER_PARAMETER * 12 * n_layer * n_embd**2
 
 
