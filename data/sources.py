@@ -6,6 +6,7 @@ corpus nor one long line ever has to fit in memory.
 
 import glob
 import hashlib
+import os
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -59,9 +60,9 @@ def files(source: str) -> list[Path]:
     """Return the files of a local source, sorted. Raises DataError if there are none."""
     path = Path(source)
     if source == "stdlib":
-        found = walk(Path(sysconfig.get_path("stdlib")), "*.py", NOT_STDLIB)
+        found = walk(Path(sysconfig.get_path("stdlib")), ".py", NOT_STDLIB)
     elif path.is_dir():
-        found = walk(path, "*", HIDDEN)
+        found = walk(path, "", HIDDEN)
     elif path.is_file():  # its name may hold characters of a glob
         found = [path]
     else:
@@ -72,9 +73,13 @@ def files(source: str) -> list[Path]:
     return found
 
 
-def walk(root: Path, pattern: str, skip: re.Pattern) -> list[Path]:
-    """Find all paths below a folder that match a pattern, except those with a name to skip on the way."""
-    return [path for path in root.rglob(pattern) if not any(map(skip.fullmatch, path.relative_to(root).parts))]
+def walk(root: Path, suffix: str, skip: re.Pattern) -> list[Path]:
+    """Find all files of this suffix below a folder, except those with a name to skip on the way."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not skip.fullmatch(name)]  # os.walk enters these alone
+        found += [Path(folder, name) for name in names if name.endswith(suffix) and not skip.fullmatch(name)]
+    return found
 
 
 def signature(source: str) -> str:
