@@ -12,12 +12,11 @@ Shapes, the same letters in every file:
 """
 
 import math
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from model.cache import LayerCache
 
 SHORT = 512  # keys, up to which a CPU trains faster by the formula: benchmarks/results/step_cpu_2026-11-23.md
 
@@ -57,16 +56,19 @@ class Attend(nn.Module):
         if q.requires_grad and q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.size(-2) <= SHORT:
             return F.dropout(attention_weights(q, k, mask), dropout) @ share(v, q)
         # The kernel's causal flag is faster than a mask. It aligns the triangle top-left: right only for a square.
-        square = q.size(-2) == k.size(-2)
+        square, grouped = q.size(-2) == k.size(-2), q.size(1) != k.size(1)
         return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if square else mask,
-            is_causal=square,
-            dropout_p=dropout,
-            enable_gqa=q.size(1) != k.size(1),
+            q, k, v, attn_mask=None if square else mask, dropout_p=dropout, is_causal=square, enable_gqa=grouped
         )
+
+
+class Cache(Protocol):
+    """The interface of a key-value cache (model/cache.py)."""
+
+    length: int  # the number of positions stored
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of one call; return those of all positions so far."""
 
 
 class CausalSelfAttention(nn.Module):
@@ -117,7 +119,7 @@ class CausalSelfAttention(nn.Module):
         self.residual_dropout = nn.Dropout(dropout)
         self.register_buffer("causal_mask", mask, persistent=False)  # never in a checkpoint
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C). With a cache, x continues the positions stored there."""
         q, k, v = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None:

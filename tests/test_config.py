@@ -92,7 +92,7 @@ def test_help_explains_every_option(run, script) -> None:
     assert all(len(line) <= 80 for line in result.out.splitlines())
 
 
-@pytest.mark.parametrize("file, layers", [([], 4), (["configs/shakespeare_char.toml"], 6)])
+@pytest.mark.parametrize("file, layers", [([], 2), (["configs/shakespeare_char.toml"], 6)])
 def test_help_shows_the_defaults_that_would_apply(run, monkeypatch, file: list[str], layers: int) -> None:
     monkeypatch.chdir(ROOT)
     assert f"Number of transformer blocks. (default: {layers})" in run(train, *file, "-h").out
