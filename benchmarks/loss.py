@@ -13,7 +13,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 
 import torch
 
@@ -48,7 +48,7 @@ def measure_loss(device: torch.device, text: Path | None, tiny: bool) -> Iterato
             return {"loss": result["loss"], "loop s": result["loop_seconds"], "process s": seconds} | result
 
         def train_ours(config: str, *options: object) -> dict:
-            out = TemporaryDirectory(dir=directory).name
+            out = mkdtemp(dir=directory)
             options = [*options, "--train.device", device, "--train.out_dir", out]
             options += ["--train.max_steps", 2, "--train.eval_every", 2] if tiny else []
             _, seconds = run(ROOT / "train.py", ROOT / "configs" / f"{config}.toml", *options)

@@ -33,8 +33,8 @@ def test_the_table_is_this_one_and_correct_code_passes() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mistake", LEAKS)
 def test_the_certificate_refuses_every_leak_under_autocast(mistake: str, dtype: torch.dtype) -> None:
-    if "bfloat16" in mistake and dtype == torch.float16:
-        return  # there it is no mistake
+    if dtype == torch.float16 and ("bfloat16" in mistake or "weights are asked for" in mistake):
+        return  # there it is no mistake, or not trained with
     error = RuntimeError if "-1e9" in mistake and dtype == torch.float16 else TrainError  # float16 has no 1e9
     with mutated(mistake), pytest.raises(error, match="refusing to train|overflow"):
         certify_tiny(dtype, n_kv_head=1, context_length=131)
