@@ -3,7 +3,7 @@
 
 Ways to run:
     python inspect_attention.py out/quickstart                                a table of every head
-    python inspect_attention.py out/quickstart --text "def f(x):" --heads 2.1 "-1.*"
+    python inspect_attention.py out/quickstart --text "def f(x):" --heads 1.1 "-1.*"
     python inspect_attention.py out/quickstart --text @a.py -o heads.png -o page.html
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html -o heads.csv
     python inspect_attention.py out/quickstart --ablate zero                  what each head is worth

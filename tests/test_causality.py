@@ -198,6 +198,15 @@ def test_a_weak_mask_is_found_wherever_it_is(monkeypatch, dtype: torch.dtype, wh
         certify_tiny(dtype, context_length=31)
 
 
+def test_a_weak_mask_is_found_in_the_formula_that_a_cpu_trains_by(monkeypatch) -> None:
+    def weak(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~mask, -1e4)
+
+    monkeypatch.setattr("model.attention.attention_scores", weak)
+    with pytest.raises(TrainError, match="in training, with extreme weights"):
+        certify_tiny(torch.bfloat16, context_length=31)
+
+
 MIXING = {
     "first tokens": lambda x: x + 0.1 * x[:, :1].mean(0),
     "the next sequence": lambda x: x + 0.1 * F.pad(x[1:], (0, 0, 0, 0, 0, 1)),

@@ -72,7 +72,7 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
         torch.set_float32_matmul_precision("high")  # TF32, where float32 products remain
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS if it has to be deterministic
     # On CUDA a warning would not do: PyTorch's attention then adds in any order.
-    if config.deterministic != torch.are_deterministic_algorithms_enabled():  # the call alone takes a second
+    if config.deterministic or torch.are_deterministic_algorithms_enabled():  # the call alone takes a second
         torch.use_deterministic_algorithms(config.deterministic, warn_only=device.type != "cuda")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"threads: {torch.get_num_threads()}"
     print(f"device: {device} ({where}), {dtype_name(dtype)}: {why}")
