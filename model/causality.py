@@ -68,7 +68,7 @@ def check_causality(
     module: nn.Module | None = None,
     others: Sequence[Callable[[Tensor], Tensor]] = (),
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
-    extreme: Callable[[Tensor], Tensor] | None = None,
+    extreme: Sequence[Callable[[Tensor], Tensor]] = (),
     batch_size: int | None = None,
     mask: Tensor | None = None,
 ) -> Causality:
@@ -84,8 +84,8 @@ def check_causality(
         others: more functions of the module like `forward`, such as one that decodes with a cache.
         loss_fn: a loss of the module that hides its logits, such as a compiled one: inputs and targets, (B, T) int64
             each -> the sum over all targets except those of -100. It is called with autograd in training mode only.
-        extreme: a function like `forward` to probe with extreme weights, besides the module itself: what is trained, if
-            its precision has the range of float32.
+        extreme: functions like `forward` to probe with extreme weights, besides the module itself. Their precision must
+            have the range of float32.
         batch_size: B, the most sequences in a call, and the exact number in a call of `loss_fn`. None: T.
         mask: (T, T) bool, True where the position (row) may depend on the token (column), through all layers: windows
             of w tokens in L layers reach L (w - 1) back. None: itself and everything before it. A dependence too faint
@@ -121,7 +121,7 @@ def check_causality(
             prober.hidden_from_loss(loss_fn, "in training")
 
         prober.randomize(EXTREME)  # probes the module without autocast: float16 would overflow
-        for function in filter(None, (module, extreme)):
+        for function in (module, *extreme):
             prober.hidden(function, "in training, with extreme weights", few=True)
         module.eval()
         with torch.no_grad():

@@ -48,7 +48,7 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
         module=model,
         others=[decode],
         loss_fn=loss,
-        extreme=forward if dtype == torch.bfloat16 else None,
+        extreme=[forward] if dtype == torch.bfloat16 else [],
         batch_size=batch_size,
         mask=None,  # the triangle; a layer with a window has another: see `check_causality`
     )
