@@ -197,7 +197,7 @@ def main() -> None:
                 seconds += time.perf_counter() - began
                 curve.append((seconds, exact_loss(model, validation)))
                 began = time.perf_counter()
-    print(json.dumps({"loop_seconds": seconds, "loss": curve[-1][1], "curve": curve}))
+    print(json.dumps({"loop s": seconds, "loss": curve[-1][1], "curve": curve}))
 
 
 if __name__ == "__main__":

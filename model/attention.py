@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SHORT = 512  # keys, up to which a CPU trains faster by the formula: benchmarks/results/step_cpu_2026-11-23.md
+FORMULA_KEYS = 512  # up to here the formula trains faster on a CPU (benchmarks/results/step_cpu_2026-11-23.md)
 
 
 def make_causal_mask(context_length: int, device: torch.device | None = None) -> Tensor:
@@ -28,7 +28,7 @@ def make_causal_mask(context_length: int, device: torch.device | None = None) ->
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     """Return how well each query matches each key, -inf where it may not attend. Shapes as in `attention_weights`."""
-    scores = q / math.sqrt(q.size(-1)) @ share(k, q).transpose(-2, -1)
+    scores = q / math.sqrt(q.size(-1)) @ repeat_kv(k, q).transpose(-2, -1)
     return scores + torch.where(mask, 0.0, float("-inf")).to(q.dtype)  # faster than filling, forward and backward
 
 
@@ -42,19 +42,19 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     return attention_scores(q, k, mask).softmax(dim=-1, dtype=q.dtype)  # sums in float32 also for bfloat16
 
 
-def share(k: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values for each query head of their group: (B, n_kv_head, T, D) -> (B, H, T, D)."""
+def repeat_kv(k: Tensor, q: Tensor) -> Tensor:
+    """Repeat keys or values for the query heads that share them: (B, n_kv_head, T, D) -> (B, H, T, D)."""
     return k if q.size(1) == k.size(1) else k.repeat_interleave(q.size(1) // k.size(1), dim=1)
 
 
 class Attend(nn.Module):
-    """The one fused call. It has no parameters: a forward hook on it sees q, k, v and mask as the kernel does."""
+    """Weighted sums of the values, by the kernel or the formula. A forward hook on it sees what they are given."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
         """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D)."""
-        # Training on a CPU in bfloat16: the kernel's gradient is slow. `verify` holds kernel and formula together.
-        if q.requires_grad and q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.size(-2) <= SHORT:
-            return F.dropout(attention_weights(q, k, mask), dropout) @ share(v, q)
+        # The kernel's gradient is slow on a CPU in bfloat16, so there the formula trains.
+        if q.requires_grad and q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.size(-2) <= FORMULA_KEYS:
+            return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_kv(v, q)
         # The kernel's causal flag is faster than a mask. It aligns the triangle top-left: right only for a square.
         square, grouped = q.size(-2) == k.size(-2), q.size(1) != k.size(1)
         return F.scaled_dot_product_attention(

@@ -95,14 +95,18 @@ def test_formula_kernel_cache_and_inspection_agree(examples: int) -> None:
     settings(deadline=None, max_examples=examples)(given(cases())(check_case))()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])  # by the kernel, and by the formula
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 23), st.integers(1, 3), st.integers(1, 3), st.floats(0.05, 0.95), st.integers(0, 2**32))
-def test_dropout_drops_allowed_weights_and_scales_the_rest(T: int, B: int, H: int, p: float, seed: int) -> None:
+def test_dropout_drops_allowed_weights_and_scales_the_rest(
+    dtype: torch.dtype, T: int, B: int, H: int, p: float, seed: int
+) -> None:
     torch.manual_seed(seed)
-    q, k = torch.randn(2, B, H, T, 5, dtype=torch.float64)
-    one_hot = torch.eye(T, dtype=torch.float64).expand(B, H, T, T)  # values that show the weights
+    q, k = torch.randn(2, B, H, T, 5, dtype=dtype, requires_grad=True)
+    one_hot = torch.eye(T, dtype=dtype).expand(B, H, T, T)  # values that show the weights
     mask = make_causal_mask(T)
     weights, dropped = attention_weights(q, k, mask), Attend()(q, k, one_hot, mask, p)
     kept = dropped != 0
-    torch.testing.assert_close(dropped[kept], weights[kept] / (1 - p), rtol=1e-12, atol=1e-12)
+    tolerance = 1e-12 if dtype == torch.float64 else 2**-6
+    torch.testing.assert_close(dropped[kept], weights[kept] / (1 - p), rtol=tolerance, atol=1e-12)
     assert not (kept & ~mask).any()

@@ -92,6 +92,8 @@ def test_folder_glob_and_tables(tmp_path: Path) -> None:
     (tmp_path / "d" / ".git" / "config").write_text("hidden")
     assert documents_of(make("d")) == ["first\r\n", "second of two"]
     assert documents_of(make("d/**/*.m?")) == ["second of two"]
+    (tmp_path / "d" / "round").symlink_to(tmp_path / "d")  # folders are not followed, and so not without end
+    assert documents_of(make("d")) == ["first\r\n", "second of two"]
     table = pandas.DataFrame({"body": ["one", None, "three\nlines"], "n": [1, 2, 3]})
     table.to_parquet(tmp_path / "t.parquet")
     table.to_csv(tmp_path / "t.csv")

@@ -9,6 +9,7 @@ import torch
 
 from configs.script import is_out_of_memory
 from model import GPT
+from model.attention import FORMULA_KEYS
 from training.config import TrainConfig, TrainError
 
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
@@ -132,7 +133,9 @@ def keep_freed_memory(model: GPT, config: TrainConfig, device: torch.device) -> 
     to half of the quickstart's time.
     """
     c, num_parameters = model.config, sum(parameter.numel() for parameter in model.parameters())
-    per_token = c.n_layer * (20 * c.n_embd + 12 * c.n_head * c.head_dim + 8 * c.n_inner) + 6 * c.vocab_size
+    weights = c.n_head * min(c.context_length, FORMULA_KEYS)  # of attention, where the formula trains
+    per_layer = 20 * c.n_embd + 12 * c.n_head * c.head_dim + 8 * c.n_inner + 4 * weights
+    per_token = c.n_layer * per_layer + 6 * c.vocab_size
     upper_bound = 4 * (8 * num_parameters + config.batch_size * c.context_length * per_token)  # bytes, in float32
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cpu" and upper_bound < machine / 10:
