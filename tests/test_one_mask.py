@@ -17,7 +17,7 @@ from tests.test_leakage import GrowingCache
 
 # The largest relative error of a tensor, by its norm. One rounding is 1e-16, 6e-8 or 4e-3, and a layer and its gradient
 # have some twenty in a row. A wrong scale or head shows in float64.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 0.2}
 
 
 @st.composite
@@ -27,7 +27,7 @@ def cases(draw: st.DrawFn) -> dict:
     n_kv_head, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     return {
         "layer": {
-            "n_embd": draw(st.integers(1, 23)),
+            "n_embd": draw(st.integers(5, 23)),  # of a narrower output little may be left
             "n_head": n_kv_head * group,
             "n_kv_head": n_kv_head,
             "head_dim": draw(st.integers(1, 11)),
