@@ -15,7 +15,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
@@ -32,7 +32,9 @@ from tqdm import tqdm
 from configs import ConfigError, parse
 from configs.script import read_prompt, run_script, visible
 from data import DataError
+from data.config import DataConfig
 from data.prepare import find_prepared
+from data.shards import open_shards
 from data.tokenizer import Tokenizer, load_tokenizer
 from inspection import files, page, terminal
 from inspection.heads import Inspection, RepeatProbe, ablate, head_scores, influence, repeat_probe
@@ -210,9 +212,12 @@ def validation_texts(directory: Path, T: int) -> Tensor:
     Raises DataError if they are not on this machine.
     """
     trainer = directory / "trainer.json"
-    source = str(read_optional(trainer, "config", "data", "source"))
-    corpus = find_prepared(read_optional(trainer, "fingerprint"), source)
+    fingerprint, data = read_optional(trainer, "fingerprint"), read_optional(trainer, "config", "data")
+    corpus = find_prepared(fingerprint, str(read_optional(trainer, "config", "data", "source")))
     if corpus is None:
+        with suppress(DataError, TypeError):  # token files, whose tokenizer is beside the model
+            corpus = open_shards(DataConfig(**data | {"tokenizer": "model"}), directory)
+    if corpus is None or corpus.meta["fingerprint"] != fingerprint:
         raise DataError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]
     T = min(T, len(tokens))

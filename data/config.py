@@ -12,19 +12,24 @@ class DataConfig:
 
     source: str = "stdlib"
     """stdlib (the Python standard library); a file, folder or glob of text, JSON lines, Parquet or CSV;
-    hf:NAME[:CONFIG][@REVISION] on the Hugging Face hub; or a directory made by data.prepare, as it was made."""
+    hf:NAME[:CONFIG][@REVISION] on the Hugging Face hub; a directory made by data.prepare, as it was made;
+    or a folder or glob of datatrove's token files (.ds)."""
     tokenizer: str = "bpe:4096"
-    """bytes, chars, bpe:SIZE (trained on the source), a tiktoken name such as gpt2 or o200k_base;
-    or model: that of train.init_from."""
+    """bytes, chars, bpe:SIZE (trained on the source), a tiktoken name such as gpt2 or o200k_base,
+    the path of a tokenizer.json; or model: that of train.init_from."""
     text_column: str = "text"
     """The column that holds the text, in tables and hub data sets."""
     max_tokens: int | None = None
     """Stop tokenising after about this many tokens. None: everything. chars and bpe learn from more."""
     val_fraction: float = 0.1
-    """Share of the documents, or of a single document's end, that is kept for validation."""
+    """Share of the documents, or of the end of one document or of token files, that is kept for validation."""
+    val_source: str | None = None
+    """Token files to validate on. None: the end of those of the source."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", os.path.expanduser(self.source))
+        if self.val_source:
+            object.__setattr__(self, "val_source", os.path.expanduser(self.val_source))
         if not 0 < self.val_fraction < 1:
             raise DataError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
         if self.max_tokens is not None and self.max_tokens < 1:

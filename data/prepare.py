@@ -22,8 +22,9 @@ from filelock import FileLock
 from data import DataError, sources
 from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
+from data.shards import has_shards, open_shards
 from data.tokenise import write_corpus
-from data.tokenizer import FILES, load_tokenizer, read_files
+from data.tokenizer import FILES, find_tokenizer, load_tokenizer, read_files
 
 FORMAT = 2
 PREPARED = Path(__file__).parent / "prepared"
@@ -48,25 +49,24 @@ def prepare(
     if corpus is None:
         if config.tokenizer == "model" and model is None:
             raise DataError("the tokenizer 'model' is that of train.init_from, which is not given")
-        if is_prepared(config.source):
-            if out is not None:
-                raise DataError(f"{config.source} is a prepared corpus: there is nothing to write to {out}")
-            corpus = open_source(config, model)
-        else:
-            corpus = prepare_source(config, out, model)
+        make = open_source if is_prepared(config.source) else open_shards if has_shards(config.source) else None
+        if make and out is not None:
+            raise DataError(f"{config.source} is tokens already: there is nothing to write to {out}")
+        if config.val_source and make is not open_shards:
+            raise DataError(f"data.val_source is for token files, and {config.source} has none")
+        corpus = make(config, model) if make else prepare_source(config, out, model)
     if fingerprint not in (None, corpus.meta["fingerprint"]):
-        raise DataError(f"{config.source} is not the text this run began with: put that back to go on")
+        parts = set(fingerprint.splitlines()) ^ set(corpus.meta["fingerprint"].splitlines())
+        changed = "".join(f" ({part.rpartition(':')[0]} is another)" for part in sorted(parts)[:1] if ":" in part)
+        raise DataError(f"{config.source} is not the text this run began with{changed}: put that back to go on")
     return corpus
 
 
 def open_source(config: DataConfig, model: Path | None) -> Corpus:
     """Open a source that is a prepared corpus. Raises DataError if it has another tokenizer than the configuration."""
     corpus = open_corpus(Path(config.source))
-    if config.tokenizer == "model":
-        same = corpus.tokenizer_files == read_files(model)
-    else:
-        same = corpus.meta["tokenizer"] == config.tokenizer
-    if not same:
+    place = find_tokenizer(config.tokenizer, model)
+    if not (corpus.tokenizer_files == read_files(place) if place else corpus.meta["tokenizer"] == config.tokenizer):
         raise DataError(
             f"{config.source} was prepared with --data.tokenizer {corpus.meta['tokenizer']}, not {config.tokenizer}"
         )
@@ -123,9 +123,9 @@ def make_recipe(config: DataConfig, model: Path | None) -> dict:
     """Return everything a corpus depends on, apart from the state of its source."""
     recipe = {"format": FORMAT, **{field.name: getattr(config, field.name) for field in fields(DataConfig)}}
     recipe["vocabulary"] = None
-    if config.tokenizer == "model":
-        load_tokenizer(model)  # a bad one is refused here, where its directory can be named
-        recipe["vocabulary"] = hashlib.sha256(b"\0".join(read_files(model).values())).hexdigest()
+    if place := find_tokenizer(config.tokenizer, model):
+        load_tokenizer(place)  # a bad one is refused here, where its place can be named
+        recipe["vocabulary"] = hashlib.sha256(b"\0".join(read_files(place).values())).hexdigest()
     return recipe
 
 
@@ -134,7 +134,7 @@ def default_directory(config: DataConfig, recipe: dict) -> Path:
     is_local = config.source != "stdlib" and not config.source.startswith("hf:")
     source = os.path.abspath(config.source) if is_local else config.source
     short = hashlib.sha256(repr((source, recipe)).encode()).hexdigest()[:8]
-    name = f"{Path(config.source).stem}-{config.tokenizer}-{short}"
+    name = f"{Path(config.source).stem}-{Path(config.tokenizer).stem}-{short}"
     return PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
 
 

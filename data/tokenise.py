@@ -20,7 +20,7 @@ from data.config import DataConfig
 from data.corpus import SPLITS, dtype_of, fingerprint
 from data.encoding import HubTokenizer, Tokenizer
 from data.sources import documents
-from data.tokenizer import load_tokenizer, make_tokenizer, read_files, save_tokenizer
+from data.tokenizer import find_tokenizer, load_tokenizer, make_tokenizer, read_files, save_tokenizer
 
 GROUP = 16  # pieces that a thread encodes at a time, since documents may be small
 CHUNK = 1 << 22  # ids that are decoded at a time
@@ -58,9 +58,9 @@ def write_corpus(config: DataConfig, recipe: dict, directory: Path, model: Path 
 
 
 def write_tokenizer(config: DataConfig, directory: Path, model: Path | None) -> None:
-    """Write the tokenizer's files: trained on the source, known by name, or those of a model."""
-    if config.tokenizer == "model":
-        for name, content in read_files(model).items():
+    """Write the tokenizer's files: trained on the source, known by name, or copied."""
+    if place := find_tokenizer(config.tokenizer, model):
+        for name, content in read_files(place).items():
             (directory / name).write_bytes(content)
         return
     texts = (piece.text for piece in pieces(config))

@@ -4,14 +4,16 @@
     chars       the characters of the corpus
     bpe:4096    byte-pair encoding trained on the corpus, this many tokens in all
     gpt2, ...   any encoding that tiktoken knows; it downloads and caches the vocabulary on first use
+    PATH        a tokenizer.json from elsewhere
 
 The last id of bytes, chars and bpe is `<|endoftext|>`, which starts every document. Models from elsewhere bring a
-tokenizer.json of their own, which is used as it is (data/encoding.py).
+tokenizer.json of their own, "model", which is used as it is, too (data/encoding.py).
 """
 
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import tiktoken
 import tokenizers
@@ -44,7 +46,10 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
         return train_bpe(name, texts)
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(tiktoken.list_encoding_names())
-        raise DataError(f"unknown tokenizer {name!r}: expected bytes, chars, bpe:SIZE or one of {known}")
+        raise DataError(
+            f"unknown tokenizer {name!r}: expected bytes, chars, bpe:SIZE, one of {known}, or the path of a "
+            "tokenizer.json (from the Hugging Face hub: hf download NAME tokenizer.json)"
+        )
     with errors_as_data_error(f"tiktoken could not download the vocabulary of {name!r} to TIKTOKEN_CACHE_DIR"):
         return TiktokenTokenizer(tiktoken.get_encoding(name))
 
@@ -122,29 +127,44 @@ def save_tokenizer(tokenizer: TiktokenTokenizer, directory: Path) -> None:
     (directory / FILES[1]).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def read_files(directory: Path) -> dict[str, bytes]:
-    """Read FILES, contents by name; tokenizer_config.json may be missing.
+def read_files(place: Path) -> dict[str, bytes]:
+    """Read FILES of a directory, or a file as the first of them, by name; tokenizer_config.json may be missing.
 
     Raises DataError if there is no tokenizer.json, or if a file is too large to be a tokenizer.
     """
-    paths = [directory / name for name in FILES if (directory / name).is_file()]
-    if directory / FILES[0] not in paths:
-        raise DataError(f"{directory} has no tokenizer: there is no {FILES[0]}")
-    if max(path.stat().st_size for path in paths) > MOST_JSON:
-        raise DataError(f"{directory} has a tokenizer of more than {MOST_JSON} bytes")
-    return {path.name: path.read_bytes() for path in paths}
+    first = place if place.is_file() else place / FILES[0]
+    if not first.is_file():
+        raise DataError(f"{place} has no tokenizer: there is no {FILES[0]}")
+    paths = {name: path for name, path in zip(FILES, (first, first.with_name(FILES[1])), strict=True) if path.is_file()}
+    if max(path.stat().st_size for path in paths.values()) > MOST_JSON:
+        raise DataError(f"{place} has a tokenizer of more than {MOST_JSON} bytes")
+    return {name: path.read_bytes() for name, path in paths.items()}
 
 
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """Load the tokenizer of a corpus or checkpoint. Raises DataError for one that cannot be read."""
-    files = read_files(directory)
-    with errors_as_data_error(f"{directory} has no tokenizer that this version can read"):
+def find_tokenizer(name: str, model: Path | None) -> Path | None:
+    """Return the place of a tokenizer that exists, for `read_files`: `model`, or a path; None for one to be made."""
+    return model if name == "model" else Path(name) if Path(name).is_file() else None
+
+
+def read_tokenizer(name: str, model: Path | None) -> tuple[Tokenizer, dict[str, bytes]]:
+    """Return a tokenizer that needs no text to learn from, and its FILES. Raises DataError for an unknown name."""
+    with TemporaryDirectory() as directory:
+        place = find_tokenizer(name, model) or Path(directory)
+        if place == Path(directory):
+            save_tokenizer(make_tokenizer(name, []), place)
+        return load_tokenizer(place), read_files(place)
+
+
+def load_tokenizer(place: Path) -> Tokenizer:
+    """Load the tokenizer of a corpus, checkpoint or file. Raises DataError for one that cannot be read."""
+    files = read_files(place)
+    with errors_as_data_error(f"{place} has no tokenizer that this version can read"):
         config = json.loads(files.get(FILES[1], b"{}"))
         if "tril_name" in config:
             return read_ours(str(config["tril_name"]), json.loads(files[FILES[0]]))
         end = config.get("eos_token")
         end = end["content"] if isinstance(end, dict) else end  # some files wrap it
-        return HubTokenizer(f"{FILES[0]} of {directory.name}", files[FILES[0]], end)
+        return HubTokenizer(f"{FILES[0]} of {place.name}", files[FILES[0]], end)
 
 
 def read_ours(name: str, content: dict) -> TiktokenTokenizer:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from data.config import DataConfig
 from data.corpus import is_prepared, open_corpus
+from data.shards import find_shards, has_shards
 from data.sources import files
 from model import ModelConfig
 from training.config import TrainConfig
@@ -52,6 +53,9 @@ def measure(data: DataConfig) -> tuple[float, str | None]:
     if is_prepared(data.source):
         meta = open_corpus(Path(data.source)).meta
         return meta["train"]["bytes"] + meta["val"]["bytes"], meta["tokenizer"]
+    if has_shards(data.source):
+        shards = find_shards(data.source)
+        return sum(shard.num_tokens for shard in shards) * 3.5, shards[0].written_by[0]
     return sum(path.stat().st_size for path in files(data.source)), None
 
 
