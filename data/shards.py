@@ -47,7 +47,9 @@ class Shards:
     def __init__(self, shards: list[Shard], vocab_size: int, first: int = 0, last: int | None = None):
         self.paths, self.vocab_size = [shard.path for shard in shards], vocab_size
         self.dtype = np.dtype(f"<u{shards[0].written_by[1]}")
-        self.ends = np.cumsum([shard.num_tokens for shard in shards])
+        sizes = np.array([shard.num_tokens for shard in shards])
+        self.ends = np.cumsum(sizes)
+        self.starts = self.ends - sizes
         self.first, self.last, self.maps = first, int(self.ends[-1]) if last is None else last, {}
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file counts as an open one
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(len(shards) + 1024, hard)), hard))
@@ -63,26 +65,22 @@ class Shards:
         for row, window in zip(ids, places + self.first, strict=True):
             number, last = np.searchsorted(self.ends, window[[0, -1]], side="right")
             if number == last and window[-1] - window[0] == len(window) - 1:  # neighbours in one file
-                start = window[0] - self.start(number)
+                start = window[0] - self.starts[number]
                 row[:] = self.read(number)[start : start + len(window)]
                 continue
             numbers = np.searchsorted(self.ends, window, side="right")
             for number in np.unique(numbers):
                 here = numbers == number
-                row[here] = self.read(number)[window[here] - self.start(number)]
+                row[here] = self.read(number)[window[here] - self.starts[number]]
         if ids.max(initial=0) >= self.vocab_size:
             number = np.searchsorted(self.ends, (places + self.first).flat[ids.argmax()], side="right")
             raise DataError(f"{self.paths[number]} holds id {ids.max()}, and the vocabulary has {self.vocab_size}")
         return ids
 
-    def start(self, number: int) -> int:
-        """Return the place of the first id of a file among those of all files."""
-        return int(self.ends[number - 1]) if number else 0
-
     def read(self, number: int) -> np.ndarray:
         """Return the ids of a file, mapped."""
         if number not in self.maps:
-            shape = int(self.ends[number]) - self.start(number)
+            shape = int(self.ends[number] - self.starts[number])
             with errors_as_data_error(f"cannot read {self.paths[number]}"):
                 self.maps[number] = np.asarray(np.memmap(self.paths[number], self.dtype, mode="r", shape=shape))
         return self.maps[number]
@@ -164,7 +162,7 @@ def last_document_end(ids: Shards, place: int) -> int:
     Raises DataError if the index of the file there is missing, or is that of another file.
     """
     number = int(np.searchsorted(ids.ends, place, side="right"))
-    path, start = ids.paths[number], ids.start(number)
+    path, start = ids.paths[number], int(ids.starts[number])
     with errors_as_data_error(f"{path}.index does not say where documents end, so give a --data.val_source"):
         ends = np.memmap(f"{path}.index", "<u8", mode="r")
     if ends[-1] != ids.ends[number] - start:
