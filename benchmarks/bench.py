@@ -1,4 +1,4 @@
-"""Measure this machine: attention, training steps, optimizers, preparation, decoding, and time to a loss.
+"""Measure this machine: attention, training steps, optimizers, text, token files, decoding, and time to a loss.
 
 Ways to run:
     make bench                                           all stages, into benchmarks/results/
@@ -13,6 +13,7 @@ The ways of a stage take turns in one process, so that a machine that slows down
 import gc
 import json
 import math
+import os
 import platform
 import re
 import statistics
@@ -251,6 +252,38 @@ def measure_prepare(bench: Bench) -> Iterator[dict]:
             yield {"what": f"{way}, {tokenizer}", "ms": ms, "MB/s": path.stat().st_size / ms / 1e3}
 
 
+def measure_shards(bench: Bench) -> Iterator[dict]:
+    """Time the opening of token files without content, and a micro-batch from many of them and from one as large."""
+    most, total, shape = (3, 15_000, (3, 5)) if bench.tiny else (1_000, 10**11, (32, 1024))
+    works = {}
+    with TemporaryDirectory() as directory:
+        for number in (1, most):
+            folder, tokens = Path(directory) / str(number), total // number
+            folder.mkdir()
+            for path in (folder / f"{i:05}.ds" for i in range(number)):
+                path.touch()
+                os.truncate(path, 2 * tokens)
+                Path(f"{path}.index").write_bytes(np.array([tokens // 3, tokens], "<u8").tobytes())
+                Path(f"{path}.metadata").write_text(f"bytes|2\n{tokens}\n{tokens}")
+            before, began = memory(), time.perf_counter()
+            corpus = prepare(DataConfig(str(folder), "bytes"))
+            what = f"open {number:,} files of {2 * tokens / 1e6:g} MB"
+            yield {"what": what, "ms": 1e3 * (time.perf_counter() - began), "MB of memory": memory() - before}
+            batches = Batches(corpus.tokens["train"], *shape, seed=0)
+            works[number] = partial(draw, batches, bench, count())
+        for number, ms in bench.measure(works).items():
+            yield {"what": f"{shape[0]} x {shape[1]:,} of {number:,} files", "ms": ms}
+
+
+def draw(batches: Batches, bench: Bench, numbers: Iterator[int]) -> None:
+    batches(next(numbers), bench.device)
+
+
+def memory() -> float:
+    """Megabytes that this process has in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
 @torch.no_grad()
 def measure_decode(bench: Bench) -> Iterator[dict]:
     """Time greedy text after a prompt, with random weights: nanoGPT, which has no cache, ours, and `transformers`."""
@@ -284,6 +317,7 @@ STAGES = {
     "step": measure_step,
     "optimizer": measure_optimizer,
     "prepare": measure_prepare,
+    "shards": measure_shards,
     "decode": measure_decode,
     "loss": lambda bench: measure_loss(bench.device, bench.text, bench.tiny),
 }
