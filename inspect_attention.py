@@ -11,7 +11,6 @@ Ways to run:
 Without --text it reads the model's validation text, if that is on this machine.
 """
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -38,7 +37,7 @@ from data.shards import open_shards
 from data.tokenizer import Tokenizer, load_tokenizer
 from inspection import files, page, terminal
 from inspection.heads import Inspection, RepeatProbe, ablate, head_scores, influence, repeat_probe
-from inspection.kinds import Head, name_of
+from inspection.kinds import Head, in_words, name_of
 from inspection.metrics import METRICS
 from inspection.patterns import capture
 from model import GPT, GPTConfig
@@ -88,8 +87,6 @@ class Options:
                 raise ConfigError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
             if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
                 raise ConfigError(f"cannot write {path}: it is a directory, or in none that can be written to")
-            if path.suffix in (".png", ".svg") and importlib.util.find_spec("matplotlib") is None:
-                raise ConfigError("pictures are drawn by matplotlib: pip install -c constraints.txt -e '.[plot]'")
 
 
 @dataclass(frozen=True)
@@ -105,11 +102,15 @@ class Inputs:
 
 def main() -> None:
     with redirect_stdout(Outliving(sys.stdout)):  # files are written also if `head` has seen enough
-        inspect(parse(Options, sys.argv[1:]))
+        options = parse(Options, sys.argv[1:])
+        print_heads(options, *inspect(options))
 
 
-def inspect(options: Options) -> None:
-    """Inspect the checkpoints, write the outputs, and print the table of the last checkpoint."""
+def inspect(options: Options) -> tuple[list[Head], list[str], Inspection]:
+    """Inspect the checkpoints and write the outputs.
+
+    Returns the heads, the labels of the text that is shown, and what was found in the last checkpoint.
+    """
     directories = in_order([find_checkpoint(path) for path in options.checkpoints])
     config, tokenizer = load_config(directories[-1]), load_tokenizer(directories[-1])
     tokenizer.check_fits(config.vocab_size)
@@ -133,23 +134,34 @@ def inspect(options: Options) -> None:
         inspections.append(inspect_checkpoint(directory, inputs, heads, tokenizer, device, options))
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
         print(f"        {inspections[-1].verified}", flush=True)
-    for path in options.output:
-        path = path.resolve()  # behind a link
+    for output in options.output:
+        path = output.resolve()  # behind a link
         with TemporaryDirectory(prefix=".tril-", dir=path.parent) as unfinished:  # a failure leaves the old file
             write(Path(unfinished, path.name), inputs, labels, heads, inspections)
             os.replace(Path(unfinished, path.name), path)
-        print(f"wrote {path}")
-    last, width = inspections[-1], shutil.get_terminal_size().columns
-    print(f"\n{last.name}{', on average' if len(inputs.measured) > 1 else ''}")
+        print(f"wrote {output}")
+    return heads, labels, inspections[-1]
+
+
+def print_heads(options: Options, heads: list[Head], labels: list[str], last: Inspection) -> None:
+    """Print the table of a checkpoint, and the heads that were asked for."""
+    print(f"\n{last.name}{', on average' if len(last.scores.losses) > 1 else ''}")
     are_many = len(heads) > terminal.MOST_ROWS
     in_table = terminal.best(last.scores.mean, heads) if are_many and not options.heads else heads
-    print(terminal.table(last.scores, in_table))
+    print(terminal.table(last.scores, in_table, last.labels))
     if len(in_table) < len(heads):
         print(f'{len(in_table)} of {len(heads)} heads; --heads "*.*" shows all, and -o page.html draws them:')
         print(terminal.kinds(last.scores.mean, heads))
     for head in heads if options.heads and not are_many else []:
         print(f"\nhead {name_of(head)}: a line is a query, a character is a key, in the order of the lines")
-        print(terminal.triangle(last.att.pattern(*head)[0].cpu(), labels, width))
+        print(terminal.triangle(last.att.pattern(*head)[0].cpu(), labels, shutil.get_terminal_size().columns))
+
+
+def show_heads(run: Path, device: str) -> None:
+    """Write heads.html into a run directory, and say in words where three heads look."""
+    _, _, last = inspect(Options((run,), output=(run / "heads.html",), device=device))
+    for line in in_words(last.scores.mean, last.labels):
+        print(f"head:   {line}")
 
 
 def in_order(directories: list[Path]) -> list[Path]:
@@ -265,6 +277,7 @@ def inspect_checkpoint(
         att=att,
         influence=shares,
         predictions=predictions,
+        labels=[[label(tokenizer, token) for token in layer] for layer in scores.tokens.tolist()],
     )
 
 
@@ -285,7 +298,7 @@ def write(path: Path, inputs: Inputs, labels: list[str], heads: list[Head], insp
     elif path.suffix == ".html":
         page.write_page(path, f"scores of {inputs.note}", labels, heads, inspections)
     else:
-        from inspection import plots  # imported here because matplotlib is optional
+        from inspection import plots  # slow to import
 
         plots.draw_heads(path, inspections[-1], heads, labels)
 

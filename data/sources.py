@@ -10,6 +10,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,9 @@ PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
 HIDDEN = re.compile(r"\..*|__pycache__")
 NOT_STDLIB = re.compile(r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*")
+GENERATED = re.compile(rb"(?i)auto-?generated")
+CODES = re.compile(rb"(?:0x|\\[xuU]|U\+)[0-9a-fA-F]+|[0-9]+")
+MOST_CODES = 0.08  # of a file; what people write has less
 BATCH = 100  # rows of a table that are read at once
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # of `datasets`, by suffix
 
@@ -60,7 +64,7 @@ def files(source: str) -> list[Path]:
     """Return the files of a local source, sorted. Raises DataError if there are none."""
     path = Path(source)
     if source == "stdlib":
-        found = walk(Path(sysconfig.get_path("stdlib")), ".py", NOT_STDLIB)
+        found = [path for path in walk(Path(sysconfig.get_path("stdlib")), ".py", NOT_STDLIB) if not is_table(path)]
     elif path.is_dir():
         found = walk(path, "", HIDDEN)
     elif path.is_file():  # its name may hold characters of a glob
@@ -80,6 +84,14 @@ def walk(root: Path, suffix: str, skip: re.Pattern) -> list[Path]:
         folders[:] = [name for name in folders if not skip.fullmatch(name)]  # os.walk enters these alone
         found += [Path(folder, name) for name in names if name.endswith(suffix) and not skip.fullmatch(name)]
     return found
+
+
+@cache
+def is_table(path: Path) -> bool:
+    """Return whether source code is a generated table: its head says so, or it is full of numbers in digits or hex."""
+    content = path.read_bytes()
+    codes = sum(map(len, CODES.findall(content)))
+    return bool(GENERATED.search(content[:256])) or codes > MOST_CODES * len(content)
 
 
 def signature(source: str) -> str:

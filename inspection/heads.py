@@ -61,6 +61,7 @@ class HeadScores:
     samples: dict[str, Tensor]  # metric -> (N, L, H) float64
     losses: Tensor  # (N,) mean cross-entropy of each text, in nats a token
     row_error: float  # the largest error of a row of weights against the kernel; nan if that was not verified
+    tokens: Tensor  # (L, H), the token that the metric "token" is about
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -84,6 +85,7 @@ class Inspection:
     att: Captured  # queries and keys of the text that is shown, (1, T)
     influence: Tensor | None = None  # (T, T), rows of nan were not computed; None: no row was
     predictions: Sequence[tuple[str, float]] = ()  # T times the likeliest next token and its probability, or empty
+    labels: Sequence[Sequence[str]] = ()  # of `scores.tokens`
 
     @property
     def loss(self) -> float:
@@ -129,11 +131,24 @@ def head_scores(model: GPT, text: Tensor, probe: RepeatProbe | None = None, veri
 
     with evaluating(model):
         samples = measured(text)
+        tokens, samples["token"] = most_attended(text.cpu(), samples.pop("received"))
         if probe is not None:
             for sequences, suffix in ((probe.repeated, ""), (probe.control, "_control")):
                 on_probe = measured(sequences, probe.repeat)
                 samples |= {f"{name}{suffix}": on_probe[name] for name in ("duplicate", "induction")}
-    return HeadScores(samples, torch.cat(losses), max(row_errors))
+    return HeadScores(samples, torch.cat(losses), max(row_errors), tokens)
+
+
+def most_attended(text: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the token of a text (N, T) that gets most of each head's attention, (L, H), and its share, (N, L, H).
+
+    received: the mean weight of each position, (N, L, H, T).
+    """
+    tokens, numbers = text.unique(return_inverse=True)
+    shares = received.new_zeros(*received.shape[:3], len(tokens))
+    shares.scatter_add_(3, numbers[:, None, None].expand_as(received), received)
+    most = shares.mean(0).argmax(-1)
+    return tokens[most], shares.gather(3, most[None, ..., None].expand(len(text), -1, -1, 1)).squeeze(3)
 
 
 def as_json(scores: HeadScores) -> dict[str, list[list[float | None]]]:

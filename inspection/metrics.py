@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 METRICS = {  # name -> title and format in a table, and definition; A_ij is the weight of query i for key j
@@ -22,6 +23,7 @@ METRICS = {  # name -> title and format in a table, and definition; A_ij is the 
         ".2f",
         "weight of the token before, A_i,i-1, for i >= 2 (that before token 1 is also the first)",
     ),
+    "token": ("token", ".2f", "weight of the one token of the text that gets most, wherever it stands, for i >= 1"),
     "duplicate": ("dup", ".2f", "on [start, r_1..r_L, r_1..r_L]: weight of a token's first copy, from the second"),
     "induction": ("ind", ".2f", "on the same tokens: weight of the token after its first copy, the one to predict"),
     "induction_control": ("(ctrl)", ".2f", "induction on [start, r, r'], where nothing repeats; duplicate_control too"),
@@ -31,14 +33,14 @@ METRICS = {  # name -> title and format in a table, and definition; A_ij is the 
 
 
 def measure(blocks: Iterable[tuple[int, Tensor, Tensor]], repeat: int | None = None) -> dict[str, Tensor]:
-    """Metric -> (B, H) of one layer in float64 on the CPU.
+    """Metric -> (B, H) of one layer in float64 on the CPU; "received", the mean weight of each key, is (B, H, T).
 
     A block is the position of its first query, then weights and scores (B, H, rows, keys up to the last query).
     repeat: the length L for duplicate and induction; None leaves these two out. A metric without any row is nan.
     """
     sums: dict[str, Tensor | float] = defaultdict(float)
     num_rows: dict[str, int] = defaultdict(int)
-    largest = []
+    largest, received = [], None
 
     def add(name: str, rows: Tensor) -> None:
         """Add rows of (B, H, rows)."""
@@ -55,6 +57,8 @@ def measure(blocks: Iterable[tuple[int, Tensor, Tensor]], repeat: int | None = N
         later_weights, later_positions = weights[:, :, first:], positions[first:]
         add("entropy", torch.special.entr(later_weights).sum(-1) / (later_positions + 1).log())
         add("sink", later_weights[..., 0])
+        here = later_weights.sum(2)
+        received = here if received is None else here + F.pad(received, (0, here.size(2) - received.size(2)))
         add("current", at_distance(weights, start, 0, 1))
         add("previous", at_distance(weights, start, 1, 2))
         if repeat is not None:
@@ -63,6 +67,7 @@ def measure(blocks: Iterable[tuple[int, Tensor, Tensor]], repeat: int | None = N
         largest.append(scores.amax((2, 3)))
     means = {name: total.cpu().double() / num_rows[name] for name, total in sums.items()}
     means["distance"] = means["distance"] / means.pop("mass")
+    means["received"] = received.cpu().double() / num_rows["sink"]
     return means | {"max_logit": torch.stack(largest).amax(0).cpu().double()}
 
 

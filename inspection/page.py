@@ -94,6 +94,7 @@ def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
         "best_first": [heads.index(head) for head in best_first(mean, heads)],
         "scores": [
             " · ".join(f"{title} {number(mean[name][head], form) or '–'}" for name, title, form in columns)
+            + f" · the token is {inspection.labels[head[0]][head[1]]}"
             for head in heads
         ],
         "predictions": [(label, f"{probability:.1%}") for label, probability in inspection.predictions],

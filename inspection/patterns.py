@@ -104,7 +104,7 @@ class Captured:
         return {name: values.mean(0) for name, values in self.measured(repeat).items()}
 
     def measured(self, repeat: int | None = None) -> dict[str, Tensor]:
-        """Metric -> (B, L, H) as defined in inspection/metrics.py, without ever storing a T x T matrix.
+        """Metric -> (B, L, H) as `measure` in inspection/metrics.py has it, without ever storing a T x T matrix.
 
         repeat: the length L of the repeated part if the text is a `repeat_probe`.
         """

@@ -34,16 +34,21 @@ def label(token: bytes) -> str:
     return shown
 
 
-def table(scores: HeadScores, heads: Sequence[Head]) -> str:
-    """Format one line for each head, and the largest standard error of each column."""
+def table(scores: HeadScores, heads: Sequence[Head], labels: Sequence[Sequence[str]]) -> str:
+    """Format one line for each head, and the largest standard error of each column.
+
+    labels: (L, H), of the tokens that the metric "token" is about. After ablation there is no room for them.
+    """
     mean, error = scores.mean, scores.error
-    columns = {name: METRICS[name] for name in METRICS if name in mean}
+    columns = {name: METRICS[name] for name in METRICS if name in mean and not (name == "token" and "ablation" in mean)}
     rows = [["head", *(title for title, _, _ in columns.values())]]
     for head in heads:
-        cells = [number(mean[name][head], form) for name, (_, form, _) in columns.items()]
+        cells = {name: number(mean[name][head], form) for name, (_, form, _) in columns.items()}
+        if "token" in cells:
+            cells["token"] = f"{labels[head[0]][head[1]]:.10} {cells['token']}"
         if "ablation" in mean and not error["ablation"][head].isnan():
-            cells[-1] += f" ± {error['ablation'][head]:.4f}"
-        rows.append([name_of(head), *cells])
+            cells["ablation"] += f" ± {error['ablation'][head]:.4f}"
+        rows.append([name_of(head), *cells.values()])
     largest = {name: max(error[name][head] for head in heads) for name in columns}
     rows.append(["s.e.", *(number(largest[name], form.lstrip("+")) for name, (_, form, _) in columns.items())])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -17,7 +17,7 @@ from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
 from inspection import Captured, ablate, capture, head_scores, influence, page, terminal
 from inspection.heads import HeadScores
-from inspection.kinds import by_kind, kind_of, tag
+from inspection.kinds import by_kind, in_words, kind_of, tag
 from inspection.metrics import METRICS
 from inspection.plots import drawable, pool
 from inspection.terminal import grid_columns, label, triangle
@@ -112,6 +112,25 @@ def test_many_heads_are_told_by_kind(run, straight: Path, tmp_path: Path, monkey
     assert len(rises) == 5 and rises == sorted(rises, reverse=True)
     assert data_of(tmp_path / "a.html")["heads"] == sorted(in_table[:2])
     assert "2 of 6 heads, the best of their kinds: a page has no room for more" in missed
+
+
+def test_heads_are_said_in_words() -> None:
+    """The surest head of each place comes first, and a head that has no kind looks at a token."""
+    rows = {
+        "previous": [[0.5, 0.9], [0.8, 0.0]],
+        "sink": [[0.1, 0.0], [0.0, 0.3]],
+        "token": [[0.7, 0.1], [0.2, 0.2]],
+        "entropy": [[0.5, 0.5], [0.5, 0.5]],
+    }
+    mean = {name: torch.tensor(values) for name, values in rows.items()}
+    expected = [
+        "0.1 looks at the token before (0.90)",
+        "0.0 looks at the token ↵ (0.70)",
+        "1.1 looks at the first token of the text (0.30)",
+        "1.0 looks at the token before (0.80)",
+    ]
+    assert in_words(mean, [["↵", "a"], ["b", "c"]], num=4) == expected
+    assert in_words(mean, [["↵", "a"], ["b", "c"]]) == expected[:3]
 
 
 def test_a_head_has_the_first_kind_that_it_shows() -> None:
@@ -226,7 +245,9 @@ def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp
     """The text of the pictures has a proof of its own."""
     monkeypatch.setattr("inspection.patterns.attention_weights", lambda *given: 0.9 * attention_weights(*given))
     if only_shown:
-        monkeypatch.setattr(inspect_attention, "head_scores", lambda *_: HeadScores({}, torch.zeros(1), 0.0))
+        monkeypatch.setattr(
+            inspect_attention, "head_scores", lambda *_: HeadScores({}, torch.zeros(1), 0.0, torch.zeros(1, 1))
+        )
     result = run(inspect_attention, straight, "--text", "12 i", "-o", tmp_path / "a.csv")
     assert result.exit_code == 1 and "the weights shown are not those of the kernel" in result.err
     assert not list(tmp_path.glob("a.*")) and "0.0" not in result.out
@@ -282,12 +303,6 @@ def test_a_model_from_elsewhere_has_a_name_and_no_validation_text(run, straight:
     assert "the model's validation text is not here: give a text with --text" in result.err
     snapshot = Path("/somewhere/hub/models--openai-community--gpt2/snapshots/607a30d783df")
     assert inspect_attention.name_of_model(snapshot) == "openai-community/gpt2"
-
-
-def test_without_matplotlib_the_refusal_comes_first(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = run(inspect_attention, straight, "-o", tmp_path / "a.png")
-    assert result.exit_code == 2 and "pictures are drawn by matplotlib: pip install" in result.err and not result.out
 
 
 @pytest.mark.parametrize(

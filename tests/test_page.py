@@ -56,9 +56,10 @@ def inspected(step: int = 400) -> Inspection:
         name=f"step-{step:08d}",
         step=step,
         verified="weights match the kernel",
-        scores=HeadScores(samples, torch.tensor([1000 / step]), 0.0),
+        scores=HeadScores(samples, torch.tensor([1000 / step]), 0.0, torch.zeros(L, H)),
         att=SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step)[None]),
         influence=influence,
+        labels=[[f"<b>{layer}.{head}" for head in range(H)] for layer in range(L)],
         predictions=[(f"next{i}", (i + 1) / (T + 2)) for i in range(T)],
     )
 
@@ -105,7 +106,7 @@ def test_stored_weights_are_the_patterns(tmp_path: Path) -> None:
         for name, expected in patterns.items():
             assert np.abs(stored(path, f"{number}/{name}") - expected.numpy()).max() <= 1 / 65535
     entropy, induction = (inspected(800).scores.mean[name][0, 1] for name in ("entropy", "induction"))
-    scores = f"entropy {entropy:.2f} · prev {1 - induction:.2f} · ind {induction:.2f} · loss –"
+    scores = f"entropy {entropy:.2f} · prev {1 - induction:.2f} · ind {induction:.2f} · loss – · the token is <b>0.1"
     assert data_of(path)["checkpoints"][1]["scores"][0] == scores
 
 

@@ -154,6 +154,8 @@ def test_it_is_written_when_something_is_new_and_its_failure_costs_a_line(
     monkeypatch.setattr("training.run.write_report", failing)
     result = run(train, *tiny_run(corpus_file, tmp_path / "run"))
     steps = [0, 0, 4, 4, 8, 8, 12, 12]  # at the start, at each evaluation, at each checkpoint
-    assert seen == [f"step {step} of 12" for step in (*steps, 12)]
-    assert result.exit_code == 0 and result.out.count("there is no new report.html: ") == 9 and "\x1b" not in result.out
+    assert seen == [f"step {step} of 12" for step in (*steps, 12, 12)]  # at the end, and with the page of heads
+    assert (
+        result.exit_code == 0 and result.out.count("there is no new report.html: ") == 10 and "\x1b" not in result.out
+    )
     assert same_bits(weights(straight), weights(tmp_path / "run"))

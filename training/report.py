@@ -75,6 +75,7 @@ def read_run(directory: Path) -> dict[str, object]:
         latest["best"] = best["step"]
     return {
         "name": directory.absolute().name,
+        "has_heads": (directory / "heads.html").exists(),
         "summary": " · ".join(filter(None, facts)),
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "figures": [(name, form.format(latest[key])) for key, (name, form) in FIGURES.items() if key in latest],
