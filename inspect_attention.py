@@ -226,8 +226,8 @@ def validation_texts(directory: Path, T: int) -> Tensor:
     trainer = directory / "trainer.json"
     fingerprint, data = read_optional(trainer, "fingerprint"), read_optional(trainer, "config", "data")
     corpus = find_prepared(fingerprint, str(read_optional(trainer, "config", "data", "source")))
-    if corpus is None:
-        with suppress(DataError, TypeError):  # token files, whose tokenizer is beside the model
+    if corpus is None and "\n" in str(fingerprint):
+        with suppress(DataError, OSError, TypeError):  # token files, whose tokenizer is beside the model
             corpus = open_shards(DataConfig(**data | {"tokenizer": "model"}), directory)
     if corpus is None or corpus.meta["fingerprint"] != fingerprint:
         raise DataError("the model's validation text is not here: give a text with --text")

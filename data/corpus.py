@@ -19,14 +19,14 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus, opened. It stays open when its directory is replaced."""
+    """A corpus, opened: a prepared one, which stays open when its directory is replaced, or token files."""
 
     directory: Path
     meta: dict
     tokenizer: Tokenizer
     tokenizer_files: dict[str, bytes]
     tokens: dict[str, np.ndarray]
-    """The ids of "train" and "val", memory-mapped: (n,) uint16 or uint32."""
+    """The ids of "train" and "val", memory-mapped: (n,) uint16 or uint32; or `Shards`, which are read like an array."""
 
     def __str__(self) -> str:
         train, val = self.meta["train"], self.meta["val"]

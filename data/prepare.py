@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from filelock import FileLock
@@ -54,10 +54,12 @@ def prepare(
             raise DataError(f"{config.source} is tokens already: there is nothing to write to {out}")
         if config.val_source and make is not open_shards:
             raise DataError(f"data.val_source is for token files, and {config.source} has none")
+        if make is open_shards and fingerprint is not None:  # other versions of libraries write other tokenizer.jsons
+            config = replace(config, tokenizer="model")
         corpus = make(config, model) if make else prepare_source(config, out, model)
     if fingerprint not in (None, corpus.meta["fingerprint"]):
-        parts = set(fingerprint.splitlines()) ^ set(corpus.meta["fingerprint"].splitlines())
-        changed = "".join(f" ({part.rpartition(':')[0]} is another)" for part in sorted(parts)[:1] if ":" in part)
+        parts = sorted(set(fingerprint.splitlines()) ^ set(corpus.meta["fingerprint"].splitlines()))
+        changed = f" ({parts[0].rpartition(':')[0]} differs, or is missing)" if ":" in parts[0] else ""
         raise DataError(f"{config.source} is not the text this run began with{changed}: put that back to go on")
     return corpus
 
@@ -122,6 +124,7 @@ def remove_corpus(directory: Path) -> None:
 def make_recipe(config: DataConfig, model: Path | None) -> dict:
     """Return everything a corpus depends on, apart from the state of its source."""
     recipe = {"format": FORMAT, **{field.name: getattr(config, field.name) for field in fields(DataConfig)}}
+    del recipe["val_source"]  # of token files
     recipe["vocabulary"] = None
     if place := find_tokenizer(config.tokenizer, model):
         load_tokenizer(place)  # a bad one is refused here, where its place can be named
@@ -176,10 +179,12 @@ if __name__ == "__main__":
 
     def main() -> None:
         arguments = parse(Arguments, sys.argv[1:])
+        if not is_prepared(arguments.source) and has_shards(arguments.source):
+            raise DataError(f"{arguments.source} is tokens already: give it to train.py as it is")
         corpus = prepare(arguments, arguments.out)
         print(visible(f"{corpus.directory}: {corpus}"))
         source = shlex.quote(str(corpus.directory))
-        options = f"--data.source {source} --data.tokenizer {corpus.meta['tokenizer']}"
+        options = f"--data.source {source} --data.tokenizer {shlex.quote(corpus.meta['tokenizer'])}"
         print(f"next: python train.py {options} --train.out_dir out/{corpus.directory.name}")
 
     run_script(main)

@@ -7,29 +7,31 @@ Each task of its `DocumentTokenizer` writes three files:
     NAME.ds.metadata   "TOKENIZER|BYTES PER TOKEN", the number of tokens, and that number for people
 """
 
+import copy
 import hashlib
 import resource
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from data import DataError, errors_as_data_error
 from data.config import DataConfig
 from data.corpus import Corpus
+from data.encoding import Tokenizer
 from data.sources import files
-from data.tokenizer import FILES, read_tokenizer
+from data.tokenizer import FILES, find_tokenizer, read_files, read_tokenizer
 
-SAMPLE = 1 << 12  # bytes at three places of a file, by which a change is noticed
-COUNTED = 1 << 20  # validation tokens that are decoded to count their bytes
+SAMPLE_BYTES = 1 << 12  # at three places of a file, by which a change is noticed
+COUNTED_TOKENS = 1 << 20  # of validation, decoded to count their bytes
 
 
 class Shard(NamedTuple):
     """A token file that is not empty."""
 
     path: Path
-    written_by: tuple[str, int]
-    """The tokenizer's name, and the bytes per token."""
+    tokenizer: str
+    token_size: int
     num_tokens: int
     digest: str
     """Of its metadata and samples of its content."""
@@ -38,43 +40,44 @@ class Shard(NamedTuple):
 class Shards:
     """Ids of many files as one array. A file is memory-mapped when it is first read, and stays so.
 
-    Args:
-        shards: the files, in order.
-        vocab_size: one more than the largest id.
-        first, last: the part of all ids that is the array; last None: up to the end.
+    Raises DataError if there are more files than a process may open.
     """
 
-    def __init__(self, shards: list[Shard], vocab_size: int, first: int = 0, last: int | None = None):
+    def __init__(self, shards: list[Shard], vocab_size: int):
         self.paths, self.vocab_size = [shard.path for shard in shards], vocab_size
-        self.dtype = np.dtype(f"<u{shards[0].written_by[1]}")
+        self.dtype = np.dtype(f"<u{shards[0].token_size}")
         sizes = np.array([shard.num_tokens for shard in shards])
         self.ends = np.cumsum(sizes)
         self.starts = self.ends - sizes
-        self.first, self.last, self.maps = first, int(self.ends[-1]) if last is None else last, {}
+        self.first, self.last, self.maps = 0, int(self.ends[-1]), {}
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file counts as an open one
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(len(shards) + 1024, hard)), hard))
+        needed = len(shards) + 1024
+        if soft < needed > hard != resource.RLIM_INFINITY:
+            raise DataError(f"{len(shards)} token files need more open files than are allowed here (ulimit -Hn)")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+
+    def part(self, first: int, last: int) -> Self:
+        """Return the ids from `first` up to `last`, as an array that shares the maps."""
+        part = copy.copy(self)
+        part.first, part.last = first, last
+        return part
 
     def __len__(self) -> int:
         return self.last - self.first
 
     def __getitem__(self, places: np.ndarray | slice) -> np.ndarray:
-        """Read the ids at these places, (rows, columns) or a slice. Raises DataError for one beyond the vocabulary."""
+        """Read the ids at these places, of any shape, or of a slice. Raises DataError for one beyond the vocabulary."""
         if isinstance(places, slice):
-            return self[np.arange(*places.indices(len(self)))[None]][0]
+            places = np.arange(*places.indices(len(self)))
+        places = places + self.first
+        numbers = np.searchsorted(self.ends, places, side="right")  # of the files
         ids = np.empty(places.shape, self.dtype)
-        for row, window in zip(ids, places + self.first, strict=True):
-            number, last = np.searchsorted(self.ends, window[[0, -1]], side="right")
-            if number == last and window[-1] - window[0] == len(window) - 1:  # neighbours in one file
-                start = window[0] - self.starts[number]
-                row[:] = self.read(number)[start : start + len(window)]
-                continue
-            numbers = np.searchsorted(self.ends, window, side="right")
-            for number in np.unique(numbers):
-                here = numbers == number
-                row[here] = self.read(number)[window[here] - self.starts[number]]
+        for number in np.unique(numbers):
+            here = numbers == number
+            ids[here] = self.read(number)[places[here] - self.starts[number]]
         if ids.max(initial=0) >= self.vocab_size:
-            number = np.searchsorted(self.ends, (places + self.first).flat[ids.argmax()], side="right")
-            raise DataError(f"{self.paths[number]} holds id {ids.max()}, and the vocabulary has {self.vocab_size}")
+            path = self.paths[numbers.flat[ids.argmax()]]
+            raise DataError(f"{path} holds id {ids.max()}, and the vocabulary has {self.vocab_size}")
         return ids
 
     def read(self, number: int) -> np.ndarray:
@@ -94,45 +97,66 @@ def has_shards(source: str) -> bool:
 def open_shards(config: DataConfig, model: Path | None) -> Corpus:
     """Open token files as a corpus.
 
-    Validation is `val_source`, or else the documents behind the last one that ends within the first 1 - `val_fraction`
-    of all tokens. A tokenizer that would have to be learned from text is the one that the files were written with.
+    Validation is `val_source`, whose files are not trained on. Without it, it begins at the last end of a document
+    within the first 1 - `val_fraction` of all tokens.
 
     Raises DataError, with the name of the file, if one is damaged or unlike the others, or for an unusable tokenizer.
     """
     shards = find_shards(config.source)
     validation = find_shards(config.val_source) if config.val_source else []
-    written_by = shards[0].written_by
-    for shard in shards + validation:
-        if shard.written_by != written_by:
-            raise DataError(f"{shard.path} was written by {shard.written_by}, {shards[0].path} by {written_by}")
-    is_learned = config.tokenizer == "chars" or config.tokenizer.startswith("bpe:")
-    name = written_by[0] if is_learned else config.tokenizer
-    tokenizer, tokenizer_files = read_tokenizer(name, model)
-    everything = Shards(shards, tokenizer.vocab_size)
-    end = cut = min(len(everything), config.max_tokens or len(everything))
+    held_out = {shard.path.resolve() for shard in validation}
+    shards = [shard for shard in shards if shard.path.resolve() not in held_out]
+    if not shards:
+        raise DataError(f"all token files of {config.source} are kept for validation")
+    tokenizer, tokenizer_files = tokenizer_of(shards + validation, config.tokenizer, model)
+    tokens = Shards(shards, tokenizer.vocab_size)
+    end = cut = min(len(tokens), config.max_tokens or len(tokens))
     if validation:
         val = Shards(validation, tokenizer.vocab_size)
     else:
-        cut = last_document_end(everything, int(end * (1 - config.val_fraction)))
-        val = Shards(shards, tokenizer.vocab_size, cut, end)
-    train = Shards(shards, tokenizer.vocab_size, 0, cut)
-    if min(len(train), len(val)) < 2:
+        cut = last_document_end(tokens, min(end - 1, int(end * (1 - config.val_fraction))))
+        val = tokens.part(cut, end)
+    if min(cut, len(val)) < 2:
         raise DataError(f"{config.source} has too few documents to keep {config.val_fraction:g} of it for validation")
-    counted = val[:COUNTED].tolist()
+    counted = val[:COUNTED_TOKENS].tolist()
     num_bytes = len(tokenizer.decode(counted).encode())
     if not num_bytes:
         raise DataError(f"the tokenizer {tokenizer.name!r} finds no text in the validation tokens of {config.source}")
     fingerprint = [f"{FILES[0]}:{hashlib.sha256(tokenizer_files[FILES[0]]).hexdigest()}"]
     fingerprint += [f"{shard.path.name}:{shard.digest}" for shard in shards + validation]
-    meta = {"source": config.source, "tokenizer": name, "fingerprint": "\n".join(fingerprint)}
-    for split, ids in {"train": train, "val": val}.items():
-        meta[split] = {"tokens": len(ids), "bytes": len(ids) * num_bytes / len(counted)}
-    return Corpus(Path(config.source), meta, tokenizer, tokenizer_files, {"train": train, "val": val})
+    meta = {"source": config.source, "tokenizer": tokenizer.name, "fingerprint": "\n".join(fingerprint)}
+    for split, size in {"train": cut, "val": len(val)}.items():
+        meta[split] = {"tokens": size, "bytes": size * num_bytes / len(counted)}
+    return Corpus(Path(config.source), meta, tokenizer, tokenizer_files, {"train": tokens.part(0, cut), "val": val})
+
+
+def tokenizer_of(shards: list[Shard], name: str, model: Path | None) -> tuple[Tokenizer, dict[str, bytes]]:
+    """Return the tokenizer of token files and its FILES: the one asked for, by default the one that wrote them.
+
+    Raises DataError if the files disagree about it, or if the one asked for is known to be another.
+    """
+    first = shards[0]
+    is_default = name == DataConfig.tokenizer
+    for shard in shards:
+        if shard.token_size != first.token_size or (is_default and shard.tokenizer != first.tokenizer):
+            one, other = (f"{each.path} {each.token_size} bytes a token by {each.tokenizer}" for each in (shard, first))
+            raise DataError(f"{one}, {other}: give token files of one kind")
+    if not is_default and (name == "chars" or name.startswith("bpe:")):
+        raise DataError(f"{first.path} was written by {first.tokenizer}, so {name} cannot be learned from it")
+    tokenizer, content = read_tokenizer(first.tokenizer if is_default else name, model)
+    own = find_tokenizer(first.tokenizer, None)
+    if own and name != "model" and read_files(own)[FILES[0]] != content[FILES[0]]:
+        raise DataError(f"{first.path} was written by {own}, not by {name}")
+    return tokenizer, content
 
 
 def find_shards(source: str) -> list[Shard]:
     """Look at the token files of a source. Raises DataError if there are none, or one is not what its metadata say."""
-    paths = [path for path in files(source) if path.suffix == ".ds" and path.stat().st_size]
+    paths = [path for path in files(source) if path.suffix == ".ds"]
+    unfinished = [path for path in paths if path.stem.endswith("_unshuffled")]
+    if unfinished and any(path.stem.endswith("_shuffled") for path in paths):
+        raise DataError(f"{unfinished[0]} is to be shuffled by datatrove, which has not finished: run it again")
+    paths = [path for path in paths if path.stat().st_size]
     if not paths:
         raise DataError(f"no tokens found at {source!r}: give a folder or glob of .ds files")
     return [look_at(path) for path in paths]
@@ -150,10 +174,10 @@ def look_at(path: Path) -> Shard:
         raise DataError(f"{path} has {num_bytes} bytes, and by its .metadata {num_tokens} tokens in {expected} bytes")
     digest = hashlib.blake2b(metadata, digest_size=8)
     with open(path, "rb") as file:
-        for place in (0, num_bytes // 2, max(0, num_bytes - SAMPLE)):
+        for place in (0, num_bytes // 2, max(0, num_bytes - SAMPLE_BYTES)):
             file.seek(place)
-            digest.update(file.read(SAMPLE))
-    return Shard(path, (tokenizer, token_size), num_tokens, digest.hexdigest())
+            digest.update(file.read(SAMPLE_BYTES))
+    return Shard(path, tokenizer, token_size, num_tokens, digest.hexdigest())
 
 
 def last_document_end(ids: Shards, place: int) -> int:
@@ -167,5 +191,5 @@ def last_document_end(ids: Shards, place: int) -> int:
         ends = np.memmap(f"{path}.index", "<u8", mode="r")
     if ends[-1] != ids.ends[number] - start:
         raise DataError(f"{path}.index is not the index of {path}: it ends at token {ends[-1]}")
-    before = ends[: np.searchsorted(ends, place - start, side="right")]
-    return start + int(before[-1] if len(before) else 0)
+    before = np.searchsorted(ends, np.uint64(place - start), side="right")  # of its type, or NumPy copies all of it
+    return start + int(ends[before - 1] if before else 0)

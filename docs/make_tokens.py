@@ -15,7 +15,7 @@ if __name__ == "__main__":
     folder, tokenizer, out, *partition = sys.argv[1:]
     pipeline = [
         ParquetReader(folder, glob_pattern="**/*.parquet"),
-        LambdaFilter(lambda document: document.metadata["score"] >= 3),  # FineWeb-Edu's; or GopherQualityFilter()
+        LambdaFilter(lambda document: document.metadata["int_score"] >= 3),  # FineWeb-Edu's; or GopherQualityFilter()
         DocumentTokenizer(out, tokenizer_name_or_path=tokenizer, eos_token="<|endoftext|>"),
     ]
     options = {"tasks": len([*Path(folder).rglob("*.parquet")]), "logging_dir": f"{out}.logs"}

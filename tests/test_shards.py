@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pyarrow.parquet
@@ -45,8 +44,8 @@ def write_shard(path: Path, documents: list[list[int]], tokenizer: str = "bytes"
 def folder(tmp_path: Path) -> Path:
     """Three token files of the documents, and an empty one that datatrove writes for a task without documents."""
     for number, (first, last) in enumerate([(0, 97), (97, 200), (200, 331)]):
-        write_shard(tmp_path / "tokens" / f"0000{number}_tokenized.ds", DOCUMENTS[first:last])
-    (tmp_path / "tokens" / "00003_tokenized.ds").touch()
+        write_shard(tmp_path / "tokens" / f"0000{number}_shuffled.ds", DOCUMENTS[first:last])
+    (tmp_path / "tokens" / "00003_shuffled.ds").touch()
     return tmp_path / "tokens"
 
 
@@ -64,7 +63,7 @@ def test_many_files_are_one_array(token_size: int, tmp_path_factory: pytest.Temp
             write_shard(directory / f"{number}.ds", [part.tolist()], token_size=token_size)
         first = data.draw(st.integers(0, len(expected) - 1))
         last = data.draw(st.integers(first + 1, len(expected)))
-        ids, expected = Shards(find_shards(str(directory)), 257, first, last), expected[first:last]
+        ids, expected = Shards(find_shards(str(directory)), 257).part(first, last), expected[first:last]
         assert len(ids) == len(expected)
         width, start = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99))
         ring = (np.arange(start, start + 5)[:, None] * 7 + np.arange(width)) % len(expected)
@@ -90,12 +89,12 @@ def test_the_batches_are_those_of_one_file(folder: Path) -> None:
         assert all(map(torch.equal, ours, expected))
 
 
-@pytest.mark.parametrize("val_fraction", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("val_fraction", [0.1, 0.5, 0.9, 1e-17])
 def test_validation_begins_with_a_document(folder: Path, val_fraction: float) -> None:
     ends = np.cumsum([len(ids) for ids in DOCUMENTS])
     corpus = open_bytes(folder, val_fraction=val_fraction)
     cut = len(corpus.tokens["train"])
-    assert cut == ends[ends <= ends[-1] * (1 - val_fraction)][-1]
+    assert cut == ends[ends <= min(ends[-1] - 1, ends[-1] * (1 - val_fraction))][-1]
     text = [id for ids in DOCUMENTS for id in ids][cut:]
     assert corpus.meta["val"]["tokens"] == len(text)
     assert corpus.meta["val"]["bytes"] == len(bytes(id for id in text if id != END).decode(errors="replace").encode())
@@ -110,13 +109,18 @@ def test_options_choose_a_part_and_another_validation(folder: Path) -> None:
 
 
 def test_a_file_is_read_when_it_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = Mock(wraps=np.memmap)
+    opened, memmap = [], np.memmap
+
+    def noted(path: Path, *rest: object, **options: object) -> np.memmap:
+        opened.append(path.name)
+        return memmap(path, *rest, **options)
+
     corpus = open_bytes(folder, val_source=str(folder / "00002*"))
-    monkeypatch.setattr(np, "memmap", opened)
+    monkeypatch.setattr(np, "memmap", noted)
     train = corpus.tokens["train"]
     assert train.maps == {}
     train[np.arange(7)[None]], train[np.arange(7)[None]]
-    assert [call.args[0].name for call in opened.call_args_list] == ["00000_tokenized.ds"]
+    assert opened == ["00000_shuffled.ds"]
 
 
 def test_the_tokenizer_may_be_the_one_that_the_files_name(tmp_path: Path) -> None:
@@ -124,8 +128,7 @@ def test_the_tokenizer_may_be_the_one_that_the_files_name(tmp_path: Path) -> Non
     path = tmp_path / "tokenizer.json"
     path = path.rename(tmp_path / "mine.json")
     write_shard(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer=str(path))
-    assert prepare_corpus(DataConfig(str(tmp_path / "d"))).meta["tokenizer"] == str(path)
-    assert open_bytes(tmp_path / "d").tokenizer.name == "bytes"  # what is asked for has precedence
+    assert prepare_corpus(DataConfig(str(tmp_path / "d"))).tokenizer.name == "bpe:300"
     write_shard(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer="some/model")
     with pytest.raises(DataError, match="unknown tokenizer 'some/model'.*hf download NAME tokenizer.json"):
         prepare_corpus(DataConfig(str(tmp_path / "d")))
@@ -133,8 +136,55 @@ def test_the_tokenizer_may_be_the_one_that_the_files_name(tmp_path: Path) -> Non
     assert prepare_corpus(DataConfig(str(text), str(path))).tokenizer.encode("so").size == 1
 
 
+def test_files_of_two_kinds_are_refused(folder: Path) -> None:
+    write_shard(folder / "00001_shuffled.ds", DOCUMENTS[97:200], tokenizer="gpt2")
+    with pytest.raises(DataError, match="00001_shuffled.ds 2 bytes a token by gpt2, .*00000.* by bytes: give"):
+        prepare_corpus(DataConfig(str(folder)))
+    assert open_bytes(folder).tokenizer.name == "bytes"
+    write_shard(folder / "00001_shuffled.ds", DOCUMENTS[97:200], token_size=4)
+    with pytest.raises(DataError, match="00001_shuffled.ds 4 bytes a token by bytes, .*00000.* 2 bytes"):
+        open_bytes(folder)
+
+
+def test_another_tokenizer_than_the_files_own_is_refused(tmp_path: Path) -> None:
+    for name, text in {"mine": "so so ", "other": "la la "}.items():
+        (tmp_path / name).mkdir()
+        save_tokenizer(make_tokenizer("bpe:300", [text * 99]), tmp_path / name)
+    mine, other = (tmp_path / name / "tokenizer.json" for name in ("mine", "other"))
+    write_shard(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer=str(mine))
+    same = mine.rename(tmp_path / "moved.json"), shutil.copy(tmp_path / "moved.json", mine)
+    for path in same:
+        assert prepare_corpus(DataConfig(str(tmp_path / "d"), str(path))).tokenizer.encode("so").size == 1
+    with pytest.raises(DataError, match=f"0.ds was written by {mine}, not by {other}"):
+        prepare_corpus(DataConfig(str(tmp_path / "d"), str(other)))
+    for learned in ("chars", "bpe:8192"):
+        with pytest.raises(DataError, match=f"0.ds was written by {mine}, so {learned} cannot be learned from it"):
+            prepare_corpus(DataConfig(str(tmp_path / "d"), learned))
+
+
+def test_files_that_are_to_be_shuffled_are_not_read(folder: Path) -> None:
+    write_shard(folder / "00002_unshuffled.ds", DOCUMENTS)
+    with pytest.raises(DataError, match="00002_unshuffled.ds is to be shuffled by datatrove, which has not finished"):
+        open_bytes(folder)
+    assert len(open_bytes(folder / "*_unshuffled.ds").tokens["train"])  # of a run that shuffles nothing
+
+
+def test_validation_files_are_not_trained_on(folder: Path) -> None:
+    corpus = open_bytes(folder, val_source=str(folder / "00001*"))
+    trained = [id for ids in DOCUMENTS[:97] + DOCUMENTS[200:] for id in ids]
+    assert corpus.tokens["train"][:].tolist() == trained
+    with pytest.raises(DataError, match="all token files of .* are kept for validation"):
+        open_bytes(folder, val_source=str(folder))
+
+
+def test_a_machine_that_allows_too_few_open_files_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (1000, 1026))
+    with pytest.raises(DataError, match="3 token files need more open files than are allowed here"):
+        open_bytes(folder)
+
+
 def damage(folder: Path, name: str, content: str | bytes | None) -> None:
-    path = folder / f"00001_tokenized.ds{name}"
+    path = folder / f"00001_shuffled.ds{name}"
     if content is None:
         path.unlink()
     else:
@@ -144,32 +194,31 @@ def damage(folder: Path, name: str, content: str | bytes | None) -> None:
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("", b"123", r"00001_tokenized.ds has 3 bytes, and by its .metadata \d+ tokens in \d+ bytes"),
-        (".metadata", None, r"00001_tokenized.ds.metadata does not describe a token file: FileNotFound"),
-        (".metadata", "bytes|3\n500\n", r"00001_tokenized.ds.metadata does not describe a token file: KeyError: '3'"),
-        (".metadata", "", r"00001_tokenized.ds.metadata does not describe a token file"),
-        (".metadata", b"\xff|2\n1\n", r"00001_tokenized.ds.metadata does not describe a token file"),
-        (".metadata", "bytes|4\n500\n", r"00001_tokenized.ds has \d+ bytes, and by its .metadata 500 tokens in 2000"),
-        (".metadata", "gpt2|2\n{}\n", r"00001_tokenized.ds was written by \('gpt2', 2\), .*00000.* by \('bytes', 2\)"),
-        (".index", None, "00001_tokenized.ds.index does not say where documents end, so give a --data.val_source"),
-        (".index", b"", "00001_tokenized.ds.index does not say where documents end"),
-        (".index", b"123", "00001_tokenized.ds.index does not say where documents end"),
-        (".index", b"12345678", "00001_tokenized.ds.index is not the index of .*00001_tokenized.ds: it ends at token"),
+        ("", b"123", r"00001_shuffled.ds has 3 bytes, and by its .metadata \d+ tokens in \d+ bytes"),
+        (".metadata", None, r"00001_shuffled.ds.metadata does not describe a token file: FileNotFound"),
+        (".metadata", "bytes|3\n500\n", r"00001_shuffled.ds.metadata does not describe a token file: KeyError: '3'"),
+        (".metadata", "", r"00001_shuffled.ds.metadata does not describe a token file"),
+        (".metadata", b"\xff|2\n1\n", r"00001_shuffled.ds.metadata does not describe a token file"),
+        (".metadata", "bytes|4\n500\n", r"00001_shuffled.ds has \d+ bytes, and by its .metadata 500 tokens in 2000"),
+        (".index", None, "00001_shuffled.ds.index does not say where documents end, so give a --data.val_source"),
+        (".index", b"", "00001_shuffled.ds.index does not say where documents end"),
+        (".index", b"123", "00001_shuffled.ds.index does not say where documents end"),
+        (".index", b"12345678", "00001_shuffled.ds.index is not the index of .*00001_shuffled.ds: it ends at token"),
     ],
 )
 def test_a_file_that_is_not_right_is_named(folder: Path, name: str, content: str | bytes | None, message: str) -> None:
     if isinstance(content, str):
-        content = content.replace("{}", str((folder / "00001_tokenized.ds").stat().st_size // 2))
+        content = content.replace("{}", str((folder / "00001_shuffled.ds").stat().st_size // 2))
     damage(folder, name, content)
     with pytest.raises(DataError, match=message):
         open_bytes(folder, val_fraction=0.5)
 
 
 def test_ids_beyond_the_vocabulary_are_found_when_they_are_read(folder: Path, run, tmp_path: Path) -> None:
-    write_shard(folder / "00001_tokenized.ds", [[*ids, 257] for ids in DOCUMENTS[97:200]])
+    write_shard(folder / "00001_shuffled.ds", [[*ids, 257] for ids in DOCUMENTS[97:200]])
     result = run(train, *tiny_run(folder, tmp_path / "out"))
     assert result.exit_code == 2
-    assert result.err.endswith("00001_tokenized.ds holds id 257, and the vocabulary has 257\n")
+    assert result.err.endswith("00001_shuffled.ds holds id 257, and the vocabulary has 257\n")
 
 
 @pytest.mark.parametrize(
@@ -178,6 +227,7 @@ def test_ids_beyond_the_vocabulary_are_found_when_they_are_read(folder: Path, ru
         ({"source": "elsewhere"}, "no text found at"),
         ({"val_source": "text"}, r"no tokens found at 'text': give a folder or glob of .ds files"),
         ({"val_fraction": 0.9999}, "has too few documents to keep 0.9999 of it for validation"),
+        ({"val_fraction": 1e-6, "max_tokens": 2}, "has too few documents to keep 1e-06 of it for validation"),
         ({"tokenizer": "model"}, "the tokenizer 'model' is that of train.init_from, which is not given"),
         ({"source": "text", "val_source": "tokens"}, "data.val_source is for token files, and text has none"),
     ],
@@ -198,6 +248,16 @@ def test_tokens_without_text_are_refused(tmp_path: Path) -> None:
         open_bytes(tmp_path / "tokens")
 
 
+def test_a_resume_keeps_the_tokenizer_of_the_run(folder: Path, run, tmp_path: Path, monkeypatch) -> None:
+    """Another version of a library may write another tokenizer.json for the same name."""
+    out = tmp_path / "out"
+    assert run(train, *tiny_run(folder, out, train__max_steps=8)).exit_code == 0
+    shutil.rmtree(out / "checkpoints" / "step-00000008")
+    monkeypatch.setattr("data.tokenizer.make_tokenizer", None)  # so none can be written
+    result = run(train, "--resume", out)
+    assert result.exit_code == 0, result.err
+
+
 def test_there_is_nothing_to_prepare(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is tokens already: there is nothing to write to"):
         prepare_corpus(DataConfig(str(folder), "bytes"), tmp_path / "new")
@@ -214,15 +274,15 @@ def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path) -> No
     assert metrics(straight, "val_loss") == metrics(out, "val_loss")
     assert run(inspect_attention, out).exit_code == 0
     shutil.rmtree(out / "checkpoints" / "step-00000012")
-    write_shard(folder / "00001_tokenized.ds", [ids[::-1] for ids in DOCUMENTS[97:200]])
+    write_shard(folder / "00001_shuffled.ds", [ids[::-1] for ids in DOCUMENTS[97:200]])
     for change in ("another", "missing"):
         result = run(train, "--resume", out)
         assert result.exit_code == 2
-        assert "is not the text this run began with (00001_tokenized.ds is another): put that back" in result.err
+        assert "text this run began with (00001_shuffled.ds differs, or is missing): put that back" in result.err
         assert "validation text is not here" in run(inspect_attention, out).err, change
-        (folder / "00001_tokenized.ds").unlink(missing_ok=True)
+        (folder / "00001_shuffled.ds").unlink(missing_ok=True)
     damage(folder, "", b"123")
-    assert "00001_tokenized.ds has 3 bytes" in run(train, "--resume", out).err
+    assert "00001_shuffled.ds has 3 bytes" in run(train, "--resume", out).err
 
 
 def test_a_configuration_is_chosen_for_token_files(folder: Path, run, tmp_path: Path) -> None:
@@ -243,7 +303,7 @@ def test_files_of_datatrove_itself(tmp_path: Path) -> None:
     texts = [f"{i} is {'even' if i % 2 == 0 else 'odd'}, says document {i * i}.\n" for i in range(400)]
     (tmp_path / "text").mkdir()
     for number in range(3):
-        table = pyarrow.table({"text": texts[number::3], "score": [i % 5 for i in range(400)][number::3]})
+        table = pyarrow.table({"text": texts[number::3], "int_score": [i % 5 for i in range(400)][number::3]})
         pyarrow.parquet.write_table(table, tmp_path / "text" / f"{number}.parquet")
     save_tokenizer(make_tokenizer("bpe:400", texts), tmp_path)
     tokenizer, folder = tmp_path / "tokenizer.json", tmp_path / "tokens"
@@ -255,7 +315,7 @@ def test_files_of_datatrove_itself(tmp_path: Path) -> None:
     assert len(list(folder.glob("*.ds"))) == 3
 
     theirs = open_shards(DataConfig(str(folder)), None)
-    assert theirs.meta["tokenizer"] == str(tokenizer)
+    assert theirs.tokenizer.name == "bpe:400"
     kept = [text for number, text in enumerate(texts) if number % 5 >= 3]  # as the script chooses them
     pyarrow.parquet.write_table(pyarrow.table({"text": kept}), tmp_path / "kept.parquet")
     ours = prepare_corpus(DataConfig(str(tmp_path / "kept.parquet"), str(tokenizer)))

@@ -44,7 +44,7 @@ BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:1024": 2.5}  # in English or
 
 
 def measure(data: DataConfig) -> tuple[float, str | None]:
-    """Bytes of the text, and its tokenizer if it was prepared before.
+    """Bytes of the text, an estimate for token files, and its tokenizer if it is tokens already.
 
     The bytes are nan for a hub data set. Raises DataError if there is no text.
     """
@@ -55,7 +55,8 @@ def measure(data: DataConfig) -> tuple[float, str | None]:
         return meta["train"]["bytes"] + meta["val"]["bytes"], meta["tokenizer"]
     if has_shards(data.source):
         shards = find_shards(data.source)
-        return sum(shard.num_tokens for shard in shards) * 3.5, shards[0].written_by[0]
+        tokenizer = shards[0].tokenizer
+        return sum(shard.num_tokens for shard in shards) * BYTES_PER_TOKEN.get(tokenizer, 3.5), tokenizer
     return sum(path.stat().st_size for path in files(data.source)), None
 
 
