@@ -1,19 +1,22 @@
 #!/usr/bin/env python3
-"""Show what the attention heads of a checkpoint do, with weights proved to be those of its kernel.
+"""Show where the heads of a checkpoint look, by the weights of its own kernel.
 
 Ways to run:
-    python inspect_attention.py out/quickstart                                a table of every head
-    python inspect_attention.py out/quickstart --text "def f(x):" --heads 1.1 "-1.*"
-    python inspect_attention.py out/quickstart --text @a.py -o heads.png -o page.html
-    python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html -o heads.csv
-    python inspect_attention.py out/quickstart --ablate zero                  what each head is worth
+    python inspect_attention.py out/quickstart            all heads
+    python inspect_attention.py out/quickstart --text "def f():" --heads 1.1
+    python inspect_attention.py out/quickstart --text @a.py -o a.png -o a.html
+    python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html
+    python inspect_attention.py out/quickstart --ablate zero    a head's worth
 
-Without --text it reads the model's validation text, if that is on this machine.
+First of all: --text, --heads, -o, --ablate, --generate.
+
+Without --text it reads the validation text, if that is on this machine.
 """
 
 import os
 import shutil
 import sys
+import textwrap
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -54,7 +57,8 @@ SHOWN_LENGTH = 256  # the most tokens of it in a picture
 @dataclass(frozen=True)
 class Options:
     __doc__ = f"{__doc__}\nColumns and metrics; A_ij is the weight of query i for key j:\n" + "\n".join(
-        f"    {title:8} {name}: {meaning}" for name, (title, _, meaning) in METRICS.items()
+        textwrap.fill(f"{title:8} {name}: {meaning}", 80, initial_indent=" " * 4, subsequent_indent=" " * 13)
+        for name, (title, _, meaning) in METRICS.items()
     )
 
     checkpoints: tyro.conf.Positional[tuple[Path, ...]]
@@ -70,8 +74,8 @@ class Options:
     ablate: Literal["zero", "mean"] | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """A file to write, any number of times: .html, .csv, .json of all checkpoints; of the last one a picture as .png or
-    .svg, or queries and keys as .npz or .safetensors."""
+    """A file to write, any number of times: .html, .csv, .json of all checkpoints; of the last one a picture, as .png
+    or .svg, or queries and keys, as .npz or .safetensors."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

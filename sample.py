@@ -6,7 +6,9 @@ Ways to ask:
     python sample.py out/quickstart --prompt @story.txt  ... read from a file
     python sample.py out/quickstart --prompt "def" "if"  several texts
 
-The text ends after max_new_tokens, at the end of a document, or before --stop.
+First of all: --prompt, --max_new_tokens, --num_samples, --temperature, --stop.
+
+A text ends after --max_new_tokens, at its own end, or before --stop.
 """
 
 import json

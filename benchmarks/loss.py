@@ -1,9 +1,4 @@
-"""Time to a loss on characters, beside nanoGPT; and a picture of validation losses over training time.
-
-    python benchmarks/bench.py --stages loss --text input.txt                           the measurement
-    python benchmarks/loss.py out/quickstart out/shakespeare_char_cpu_nanogpt_rate \
-        out/shakespeare_char_cpu out/shakespeare_char_fast docs/loss_curve.svg          the picture, of finished runs
-"""
+"""Time to a loss on characters, beside nanoGPT: python benchmarks/bench.py --stages loss --text input.txt"""
 
 import json
 import statistics
@@ -16,8 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import ConfigError
 from data.prepare import DataConfig, prepare
@@ -91,25 +84,3 @@ def run(*arguments: object) -> tuple[str, float]:
     if done.returncode:
         raise ConfigError(f"{' '.join(command[1:])}: exit code {done.returncode}: {done.stderr.strip()[-400:]}")
     return done.stdout, time.perf_counter() - began
-
-
-def main() -> None:
-    """Draw the validation losses of runs over seconds of training; the last argument is the picture."""
-    import matplotlib.pyplot as plt
-    from matplotlib.figure import Figure
-
-    *runs, out = map(Path, sys.argv[1:])
-    plt.rcParams["svg.hashsalt"] = "tril"  # the same runs give the same file
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.subplots()
-    for run in runs:
-        lines = [line for line in read_metrics(run) if "val_loss" in line]
-        seconds, losses = zip(*((line["train_seconds"], line["val_bits_per_byte"]) for line in lines), strict=True)
-        axes.plot(seconds, losses, marker="o", markersize=3, label=run.name)
-    axes.set(xlabel="seconds of training", ylabel="validation loss, bits per byte")
-    axes.legend(frameon=False)
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,9 @@
-"""Draw the figures of attention.md, from the values that its code computes.
+"""Draw the figures of attention.md, from the values that its code computes, and of the README, from a finished run.
 
     python docs/figures.py
+    python docs/figures.py out/quickstart
 
-Two more figures are of trained models. These commands draw them from finished runs, which the README names:
-
-    python inspect_attention.py out/shakespeare_char_cpu --ablate zero -o docs/heads.png
-    python benchmarks/loss.py out/quickstart out/shakespeare_char_cpu out/shakespeare_char_cpu_nanogpt_rate \
-        out/shakespeare_char_fast docs/loss_curve.svg
+The figure of docs/inspect.md is drawn by the command that stands below it.
 """
 
 import re
@@ -14,31 +11,86 @@ import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from data.tokenizer import load_tokenizer
+from inspect_attention import label, validation_texts
+from inspection import capture, head_scores
+from inspection.kinds import in_words
+from inspection.plots import drawable, pool
+from model import GPT
+from model.checkpoint import find_checkpoint
+from training.directory import read_metrics
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent))
-plt.rcParams |= {"svg.hashsalt": "tril", "figure.constrained_layout.use": True}  # the same figure has the same bytes
-page = (DOCS / "attention.md").read_text(encoding="utf-8")
-values = {}
-exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), values)
+TEXT = "def get_name(self, name):\n    if name is None:\n        return self.name\n"
 
-figure, ax = plt.subplots(figsize=(6, 3))
-widths = list(values["largest"])
-for column, label in enumerate(("scores as they are", "scores divided by √D")):
-    ax.plot(widths, [values["largest"][D][column] for D in widths], marker="o", label=label)
-ax.set_xscale("log", base=2)
-ax.set_xticks(widths, widths)
-ax.set(xlabel="D, the width of a head", ylabel="mean of the largest weight", ylim=(0, 1))
-ax.grid(alpha=0.3)
-ax.legend(frameon=False)
-figure.savefig(DOCS / "scale.svg", metadata={"Date": None})
 
-figure, axes = plt.subplots(1, 2, figsize=(7, 3.2))
-for ax, title in zip(axes, ("before", "after"), strict=True):
-    future = ~values["make_causal_mask"](12)
-    image = ax.imshow(values[title].masked_fill(future, float("nan")), vmin=0, vmax=1, cmap="viridis")
-    ax.set_title(f"{title} training", fontsize=10)
-    ax.set(xlabel="key", ylabel="query", xticks=range(0, 12, 2), yticks=range(0, 12, 2))
-    ax.spines[["top", "right"]].set_visible(False)
-figure.colorbar(image, ax=list(axes), shrink=0.8, label="weight")
-figure.savefig(DOCS / "learned.svg", metadata={"Date": None})
+def draw_attention() -> None:
+    """Draw scale.svg and learned.svg."""
+    page = (DOCS / "attention.md").read_text(encoding="utf-8")
+    values = {}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), values)
+
+    figure, ax = plt.subplots(figsize=(6, 3))
+    widths = list(values["largest"])
+    for column, name in enumerate(("scores as they are", "scores divided by √D")):
+        ax.plot(widths, [values["largest"][D][column] for D in widths], marker="o", label=name)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(widths, widths)
+    ax.set(xlabel="D, the width of a head", ylabel="mean of the largest weight", ylim=(0, 1))
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    figure.savefig(DOCS / "scale.svg", metadata={"Date": None})
+
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3.2))
+    for ax, title in zip(axes, ("before", "after"), strict=True):
+        future = ~values["make_causal_mask"](12)
+        image = ax.imshow(values[title].masked_fill(future, float("nan")), vmin=0, vmax=1, cmap="viridis")
+        ax.set_title(f"{title} training", fontsize=10)
+        ax.set(xlabel="key", ylabel="query", xticks=range(0, 12, 2), yticks=range(0, 12, 2))
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.colorbar(image, ax=list(axes), shrink=0.8, label="weight")
+    figure.savefig(DOCS / "learned.svg", metadata={"Date": None})
+
+
+@torch.no_grad()
+def draw_run(run: Path) -> None:
+    """Draw first_run.png: the losses of a run, and the attention of its heads in TEXT."""
+    directory = find_checkpoint(run)
+    model, tokenizer = GPT.from_pretrained(directory).float(), load_tokenizer(directory)
+    scores = head_scores(model, validation_texts(directory, model.config.context_length))
+    ids = tokenizer.document_start + tokenizer.encode(TEXT).tolist()
+    with capture(model) as att:
+        model(torch.tensor([ids]))
+    labels = [[label(tokenizer, token) for token in layer] for layer in scores.tokens.tolist()]
+    num_layers, num_heads = scores.tokens.shape
+    words = dict(line.split(" looks at ") for line in in_words(scores.mean, labels, num_layers * num_heads))
+
+    figure = plt.figure(figsize=(12, 5.6))
+    left, right = figure.subfigures(1, 2, width_ratios=(1, 2))
+    ax, lines = left.subplots(), read_metrics(run)
+    for name, key, style in (("training", "train_loss", {"alpha": 0.6}), ("validation", "val_loss", {"marker": "o"})):
+        points = [(line["step"], line[key]) for line in lines if key in line]
+        ax.plot(*zip(*points, strict=True), label=name, **style)
+    ax.set(xlabel="step", ylabel="loss, nats a token")
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    for number, ax in enumerate(right.subplots(num_layers, num_heads).flat):
+        head = divmod(number, num_heads)
+        ax.imshow(pool(att.pattern(*head)[0], 1) ** 0.5, vmin=0, vmax=1, cmap="viridis")
+        where, share = words[f"{head[0]}.{head[1]}"].rsplit(" ", 1)
+        ax.set_title(f"{head[0]}.{head[1]}: {drawable(where)}\n{share}", fontsize=9, parse_math=False)
+        ax.set(xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
+    figure.savefig(DOCS / "first_run.png", dpi=100)
+
+
+if __name__ == "__main__":
+    plt.rcParams |= {"svg.hashsalt": "tril", "figure.constrained_layout.use": True}  # the same figure, the same bytes
+    if sys.argv[1:]:
+        draw_run(Path(sys.argv[1]))
+    else:
+        draw_attention()

@@ -35,20 +35,20 @@ def test_a_cpu_gets_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture
     path = text_of(100, tmp_path)
     config = read("--data.source", path, "--train.device", "cpu")
     assert config.model == QUICKSTART.model
-    own = {"device": "cpu", "out_dir": "out/text", "eval_tokens": 100_000, "eval_every": 100, "checkpoint_every": 100}
-    assert config.train == replace(QUICKSTART.train, **own)
-    assert config.data == DataConfig(str(path), "bpe:4096", val_fraction=QUICKSTART.data.val_fraction)
-    line = "config: for a text of 100,000,000 bytes: 2 layers of 128, bpe:4096, 800 steps\n"
+    own = {"device": "cpu", "out_dir": "out/text", "eval_tokens": 100_000, "eval_every": 175, "checkpoint_every": 175}
+    assert config.train == replace(QUICKSTART.train, sample_prompt="", **own)
+    assert config.data == DataConfig(str(path), "bpe:512", val_fraction=QUICKSTART.data.val_fraction)
+    line = "config: for a text of 100,000,000 bytes: 2 layers of 128, bpe:512, 1,400 steps\n"
     assert capsys.readouterr().out == line
 
 
-@pytest.mark.parametrize("megabytes, tokenizer, steps", [(0.01, "bytes", FEWEST_STEPS), (0.3, "bpe:1024", 234)])
+@pytest.mark.parametrize("megabytes, tokenizer, steps", [(0.01, "bytes", FEWEST_STEPS), (0.3, "bpe:512", 279)])
 def test_a_small_text_is_not_read_for_ever(tmp_path: Path, megabytes: float, tokenizer: str, steps: int) -> None:
     config = read("--data.source", text_of(megabytes, tmp_path), "--train.device", "cpu")
     assert (config.data.tokenizer, config.train.max_steps) == (tokenizer, steps)
 
 
-@pytest.mark.parametrize("megabytes, depth", [(2, 2), (100, 6), (20_000, 12)])
+@pytest.mark.parametrize("megabytes, depth", [(3, 2), (100, 6), (20_000, 12)])
 def test_a_gpu_gets_as_many_layers_as_the_text_can_fill(tmp_path: Path, megabytes: float, depth: int) -> None:
     config = read("--data.source", text_of(megabytes, tmp_path), "--train.device", "cuda")
     assert config.model.n_layer == depth

@@ -15,7 +15,7 @@ SMALL = {  # lines of configs/quickstart.toml, and what they become so that a st
     "context_length = 256": "context_length = 16",
     "n_embd = 128": "n_embd = 32",
     'source = "stdlib"': 'source = "corpus"',
-    'tokenizer = "bpe:4096"': 'tokenizer = "bytes"',
+    'tokenizer = "bpe:512"': 'tokenizer = "bytes"',
 }
 
 

@@ -36,6 +36,13 @@ class Config:
         python train.py --resume out/quickstart         go on where a run stopped
         python train.py configs/finetune.toml           fine-tune a known model
 
+    The options that people need first:
+        --data.source       the text
+        --train.out_dir     where the run goes
+        --train.max_steps   how long it trains
+        --train.batch_size  less needs less memory
+        --model.n_layer     more is slower, and better if there is enough text
+
     Without a configuration:
         configs/quickstart.toml, whose values --help shows as defaults
         training/recipe.py changes it for a text of your own

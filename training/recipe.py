@@ -38,9 +38,9 @@ SHAPES = {
     12: Shape(768, 6, 1024, 8000.0, 32, 4),
 }
 TOKENS_PER_PARAMETER, EPOCHS, FEWEST_STEPS, EVALUATIONS = 20, 4, 100, 8
-TOKENS_ON_CPU, EVAL_TOKENS_ON_CPU = 800 * 8 * 256, 100_000
-VOCABULARIES = {100_000: "bytes", 1_000_000: "bpe:1024", 500_000_000: "bpe:4096", math.inf: "bpe:32768"}
-BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:1024": 2.5}  # in English or source code; all others: 3.5
+TOKENS_ON_CPU, EVAL_TOKENS_ON_CPU = 1400 * 8 * 256, 100_000
+VOCABULARIES = {100_000: "bytes", 2_000_000: "bpe:512", 500_000_000: "bpe:4096", math.inf: "bpe:32768"}
+BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:512": 2.1}  # in English or source code; all others: 3.5
 
 
 def measure(data: DataConfig) -> tuple[float, str | None]:
@@ -79,7 +79,7 @@ def choose_shape(
     tokenizer: None for one that fits the text.
     """
     if tokenizer is None:
-        most = num_bytes if device_type == "cuda" else min(num_bytes, 500_000_000)
+        most = num_bytes if device_type == "cuda" else min(2_000_000, num_bytes)
         tokenizer = next((name for bound, name in VOCABULARIES.items() if most <= bound), "bpe:4096")
     data = replace(data, tokenizer=tokenizer)
     readable = EPOCHS * count_tokens(num_bytes, data)
@@ -87,7 +87,7 @@ def choose_shape(
     n_layer = max(filled if device_type == "cuda" else [], default=min(SHAPES))
     shape = SHAPES[n_layer]._asdict()
     batches = {name: shape.pop(name) for name in ("batch_size", "grad_accum_steps")}
-    train = replace(train, **batches, out_dir=f"out/{name_of(data.source)}")
+    train = replace(train, **batches, out_dir=f"out/{name_of(data.source)}", sample_prompt="")
     return {"model": replace(model, n_layer=n_layer, **shape), "data": data, "train": train}
 
 

@@ -27,7 +27,7 @@ from training.options import Config
 from training.report import write_report
 from training.tracking import Tracker
 
-SAMPLE_WIDTH = 100  # characters of a sample that are printed; metrics.jsonl has all
+SAMPLE_WIDTH = 65  # characters of a sample that are printed; metrics.jsonl has all
 
 
 class Run:
