@@ -329,5 +329,5 @@ def test_bad_input_is_refused_in_one_sentence(run, straight: Path, tmp_path: Pat
 
 
 def test_help_defines_every_metric(run) -> None:
-    shown = run(inspect_attention, "--help").out
+    shown = " ".join(run(inspect_attention, "--help").out.split())
     assert all(f"{name}: {meaning}" in shown for name, (_, _, meaning) in METRICS.items())
