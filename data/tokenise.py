@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from data import DataError
+from data.bars import bar
 from data.config import DataConfig
 from data.corpus import SPLITS, dtype_of, fingerprint
 from data.encoding import HubTokenizer, Tokenizer
@@ -64,8 +64,8 @@ def write_tokenizer(config: DataConfig, directory: Path, model: Path | None) -> 
             (directory / name).write_bytes(content)
         return
     texts = (piece.text for piece in pieces(config))
-    with tqdm(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as bar:
-        save_tokenizer(make_tokenizer(config.tokenizer, bar), directory)
+    with bar(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as shown:
+        save_tokenizer(make_tokenizer(config.tokenizer, shown), directory)
 
 
 def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> dict[str, dict[str, int]]:
@@ -76,8 +76,8 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> d
     counts = {split: {"tokens": 0, "bytes": 0} for split in SPLITS}
     dtype, most = dtype_of(tokenizer), config.max_tokens or math.inf
     start = np.array(tokenizer.document_start, dtype)
-    bar = tqdm(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
-    with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val, bar:
+    progress = bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
+    with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val, progress:
         files = {"train": train, "val": val}
         for piece, ids in encode_in_parallel(tokenizer, pieces(config, whole=isinstance(tokenizer, HubTokenizer))):
             ids = ids.astype(dtype)
@@ -87,7 +87,7 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> d
             files[piece.split].write(ids.data)
             counts[piece.split]["tokens"] += len(ids)
             counts[piece.split]["bytes"] += num_bytes
-            bar.update(num_bytes)
+            progress.update(num_bytes)
             if sum(count["tokens"] for count in counts.values()) >= most:
                 break
     return counts

@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from data.tokenizer import load_tokenizer
-from inspect_attention import label, validation_texts
+from inspect_attention import label, make_probe, validation_texts
 from inspection import capture, head_scores
 from inspection.kinds import in_words
 from inspection.plots import drawable, pool
@@ -25,7 +25,7 @@ from model.checkpoint import find_checkpoint
 from training.directory import read_metrics
 
 DOCS = Path(__file__).parent
-TEXT = "def get_name(self, name):\n    if name is None:\n        return self.name\n"
+TEXT = 2 * "def get_name(self):\n    return self.name\n\n"  # repeats, as a head may notice
 
 
 def draw_attention() -> None:
@@ -61,7 +61,8 @@ def draw_run(run: Path) -> None:
     """Draw first_run.png: the losses of a run, and the attention of its heads in TEXT."""
     directory = find_checkpoint(run)
     model, tokenizer = GPT.from_pretrained(directory).float(), load_tokenizer(directory)
-    scores = head_scores(model, validation_texts(directory, model.config.context_length))
+    texts = validation_texts(directory, model.config.context_length)
+    scores = head_scores(model, texts, make_probe(tokenizer, texts, model.config)[0])
     ids = tokenizer.document_start + tokenizer.encode(TEXT).tolist()
     with capture(model) as att:
         model(torch.tensor([ids]))
@@ -82,7 +83,11 @@ def draw_run(run: Path) -> None:
         head = divmod(number, num_heads)
         ax.imshow(pool(att.pattern(*head)[0], 1) ** 0.5, vmin=0, vmax=1, cmap="viridis")
         where, share = words[f"{head[0]}.{head[1]}"].rsplit(" ", 1)
-        ax.set_title(f"{head[0]}.{head[1]}: {drawable(where)}\n{share}", fontsize=9, parse_math=False)
+        ax.set_title(
+            f"{head[0]}.{head[1]}: {drawable(where).replace(' the same', '\nthe same')}\n{share}",
+            fontsize=9,
+            parse_math=False,
+        )
         ax.set(xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
     figure.savefig(DOCS / "first_run.png", dpi=100)

@@ -87,5 +87,5 @@ def in_words(mean: dict[str, Tensor], labels: Sequence[Sequence[str]], num: int 
         found.append((*max(places), head))
     found.sort(key=lambda place: -place[0])
     is_first = {where: head for _, where, head in reversed(found)}
-    found.sort(key=lambda place: is_first[place[1]] != place[2])
+    found.sort(key=lambda place: is_first[place[1]] != place[2] or place[0] < LEAST)
     return [f"{name_of(head)} looks at {where} ({share:.2f})" for share, where, head in found[:num]]

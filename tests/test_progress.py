@@ -1,6 +1,9 @@
 """Progress: the speed that a run prints, no waiting for a device between logs, and an output that nobody reads."""
 
+import io
 import os
+import re
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from data.bars import bar
 from tests.conftest import often, tiny_run
 from training.progress import Outliving, Progress
 
@@ -78,3 +82,13 @@ def test_nobody_has_to_read_what_a_training_says(tmp_path: Path) -> None:
             stream.write("step\n")
             stream.flush()
         assert not stream.isatty()
+
+
+def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    with bar(range(3), desc="counting", mininterval=0, leave=False) as counted:
+        assert list(counted) == [0, 1, 2]
+    lines = log.getvalue().splitlines()
+    assert len(lines) == 4 and "\r" not in log.getvalue()
+    assert all(re.match(r"counting: +\d+%", line) and line == line.strip() for line in lines)

@@ -1,13 +1,12 @@
 """The certificate of a run: the model that is about to be trained was probed, and does not see the future."""
 
-import sys
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from data.bars import bar
 from model import GPT
 from model.causality import check_causality
 from training.config import TrainError
@@ -22,22 +21,21 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
     """
     device, T = model.lm_head.weight.device, model.config.context_length
 
-    interval = 0.1 if sys.stderr.isatty() else 10  # seconds between two drawings, as of the training's own line
-    bar = tqdm(desc="causal: probing", unit=" calls", leave=False, delay=1, mininterval=interval)
+    calls = bar(desc="causal: probing", unit=" calls", leave=False, delay=1)
 
     def forward(idx: Tensor) -> Tensor:
-        bar.update()
+        calls.update()
         with autocast(device, dtype):
             return model(idx)
 
     def decode(idx: Tensor) -> Tensor:
-        bar.update()
+        calls.update()
         caches = model.new_cache(len(idx), T)
         chunks = idx.tensor_split(sorted({1, 3, T // 2, T // 2 + 1}), dim=1)  # long ones, short ones, single tokens
         return model.logits(torch.cat([model.hidden(chunk, caches) for chunk in chunks if chunk.size(1)], dim=1))
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        bar.update()
+        calls.update()
         return loss_fn(model, inputs, targets)
 
     began = time.perf_counter()
@@ -52,7 +50,7 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
         batch_size=batch_size,
         mask=None,  # the triangle; a layer with a window has another: see `check_causality`
     )
-    bar.close()
+    calls.close()
     if not outcome.ok:
         meant = "; if that is meant, see `mask` in training/certificate.py" if "blind" in outcome.finding else ""
         raise TrainError(f"refusing to train: {outcome.finding}{meant}")

@@ -10,7 +10,8 @@ from types import FrameType
 from typing import TextIO
 
 import torch
-from tqdm import tqdm
+
+from data.bars import bar
 
 
 class Progress:
@@ -30,10 +31,8 @@ class Progress:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)  # of the certificate
         self.is_watched = sys.stderr.isatty()
-        interval = 0.1 if self.is_watched else 10  # seconds between two drawings; a log file needs few
         # The remaining time follows from all steps and evaluations so far, not from the last ones.
-        bar = {"unit": "step", "dynamic_ncols": True, "mininterval": interval, "smoothing": 0}
-        self.line = tqdm(total=max_steps, initial=step, **bar)
+        self.line = bar(total=max_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0)
         self.lap_began = time.perf_counter()
 
     def __enter__(self) -> "Progress":

@@ -1,0 +1,27 @@
+"""Progress bars: drawn over themselves in a terminal, a line every ten seconds in a log file."""
+
+import sys
+from typing import TextIO
+
+from tqdm import tqdm
+
+
+def bar(*items: object, **options: object) -> tqdm:
+    """Return a bar of tqdm on stderr, with its options."""
+    if not sys.stderr.isatty():
+        options = {"mininterval": 10, "file": Lines(sys.stderr), **options}
+    return tqdm(*items, **options)
+
+
+class Lines:
+    """A stream that gets a line where a terminal would draw over the last one."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            self.stream.write(f"{text.strip()}\n")
+
+    def flush(self) -> None:
+        self.stream.flush()
