@@ -82,12 +82,8 @@ def draw_run(run: Path) -> None:
     for number, ax in enumerate(right.subplots(num_layers, num_heads).flat):
         head = divmod(number, num_heads)
         ax.imshow(pool(att.pattern(*head)[0], 1) ** 0.5, vmin=0, vmax=1, cmap="viridis")
-        where, share = words[f"{head[0]}.{head[1]}"].rsplit(" ", 1)
-        ax.set_title(
-            f"{head[0]}.{head[1]}: {drawable(where).replace(' the same', '\nthe same')}\n{share}",
-            fontsize=9,
-            parse_math=False,
-        )
+        title = drawable(words[f"{head[0]}.{head[1]}"]).replace("the same", "\nthe same")
+        ax.set_title(f"{head[0]}.{head[1]}: {title}", fontsize=9, parse_math=False)
         ax.set(xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
     figure.savefig(DOCS / "first_run.png", dpi=100)
