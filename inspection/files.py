@@ -1,6 +1,6 @@
 """Write inspections to files for further work: scores as csv or json, queries and keys as npz or safetensors.
 
-Nothing is pickled. README.md has the three lines that make an npz file the weights of every head again.
+Nothing is pickled. docs/inspect.md has the three lines that make an npz file the weights of every head again.
 """
 
 import csv
