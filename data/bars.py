@@ -5,11 +5,13 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+INTERVAL = 10  # seconds between two lines
+
 
 def bar(*items: object, **options: object) -> tqdm:
     """Return a bar of tqdm on stderr, with its options."""
     if not sys.stderr.isatty():
-        options = {"mininterval": 10, "file": Lines(sys.stderr), **options}
+        options |= {"mininterval": INTERVAL, "file": Lines(sys.stderr), "ncols": 80, "dynamic_ncols": False}
     return tqdm(*items, **options)
 
 

@@ -31,8 +31,8 @@ class Corpus:
     def __str__(self) -> str:
         train, val = self.meta["train"], self.meta["val"]
         return (
-            f"{self.meta['source']}, {train['tokens']:,} tokens to train on, {val['tokens']:,} to validate "
-            f"({self.meta['tokenizer']}, {train['bytes'] / train['tokens']:.2f} bytes a token)"
+            f"{self.meta['source']}, {train['tokens']:,} tokens, {val['tokens']:,} to validate "
+            f"({self.meta['tokenizer']}, {train['bytes'] / train['tokens']:.2f} bytes each)"
         )
 
 

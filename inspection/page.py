@@ -88,14 +88,15 @@ def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
     """Return the texts about one checkpoint: about all of it, each head, and each token's prediction."""
     mean = inspection.scores.mean
     columns = [(name, title, form) for name, (title, form, _) in METRICS.items() if name in mean]
+
+    def score(name: str, title: str, form: str, head: Head) -> str:
+        named = f"{title} {inspection.labels[head[0]][head[1]]}" if name == "token" else title
+        return f"{named} {number(mean[name][head], form) or '–'}"
+
     return {
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
         "tags": [tag(*kind_of(mean, head)) for head in heads],
         "best_first": [heads.index(head) for head in best_first(mean, heads)],
-        "scores": [
-            " · ".join(f"{title} {number(mean[name][head], form) or '–'}" for name, title, form in columns)
-            + f" · the token is {inspection.labels[head[0]][head[1]]}"
-            for head in heads
-        ],
+        "scores": [" · ".join(score(*column, head) for column in columns) for head in heads],
         "predictions": [(label, f"{probability:.1%}") for label, probability in inspection.predictions],
     }

@@ -52,8 +52,8 @@ class Causality:
         return self.finding is None
 
     def __str__(self) -> str:
-        asked = f"asked {self.num_asked} of {self.length} positions"
-        return f"no, {self.finding}" if self.finding else f"yes, each position sees its past and nothing else ({asked})"
+        asked = f"asked {self.num_asked} of {self.length}"
+        return f"no, {self.finding}" if self.finding else f"yes, each position sees its past alone ({asked})"
 
 
 class Finding(Exception):

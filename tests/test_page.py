@@ -50,6 +50,7 @@ def inspected(step: int = 400) -> Inspection:
     samples = {name: pattern(name, step)[None, -L:, :H] for name in ("entropy", "induction", "ablation")}
     samples["ablation"][:, 0, 1] = float("nan")
     samples["previous"] = 1 - samples["induction"]
+    samples["token"] = samples["entropy"] / 2
     influence = pattern("influence", step)
     influence[3] = float("nan")
     return Inspection(
@@ -106,7 +107,8 @@ def test_stored_weights_are_the_patterns(tmp_path: Path) -> None:
         for name, expected in patterns.items():
             assert np.abs(stored(path, f"{number}/{name}") - expected.numpy()).max() <= 1 / 65535
     entropy, induction = (inspected(800).scores.mean[name][0, 1] for name in ("entropy", "induction"))
-    scores = f"entropy {entropy:.2f} · prev {1 - induction:.2f} · ind {induction:.2f} · loss – · the token is <b>0.1"
+    scores = f"entropy {entropy:.2f} · prev {1 - induction:.2f} · token <b>0.1 {entropy / 2:.2f} · "
+    scores += f"ind {induction:.2f} · loss –"
     assert data_of(path)["checkpoints"][1]["scores"][0] == scores
 
 

@@ -87,7 +87,8 @@ def test_nobody_has_to_read_what_a_training_says(tmp_path: Path) -> None:
 def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
-    with bar(range(3), desc="counting", mininterval=0, leave=False) as counted:
+    monkeypatch.setattr("data.bars.INTERVAL", 0)
+    with bar(range(3), desc="counting", leave=False) as counted:
         assert list(counted) == [0, 1, 2]
     lines = log.getvalue().splitlines()
     assert len(lines) == 4 and "\r" not in log.getvalue()
