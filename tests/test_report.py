@@ -73,7 +73,7 @@ def test_a_finished_run_is_shown_in_full(straight: Path) -> None:
     assert page.entries["Best checkpoint"] == f"step {min((4, 8, 12), key=losses.get)}"
     assert page.entries["causal"].startswith("yes, each position sees its past")
     assert page.entries["config.toml"] == (straight / "config.toml").read_text()
-    assert page.entries["See the heads"].endswith(f"inspect_attention.py {straight} -o heads.html")
+    assert page.entries["See what each head is worth"].endswith(f"inspect_attention.py {straight} --ablate zero")
     for step, text in metrics(straight, "sample").items():
         bits = metrics(straight, "val_bits_per_byte")[step]
         about = f"step {step}: {losses[step]:.4f} nats a token, {bits:.4f} bits a byte"

@@ -193,7 +193,7 @@ def test_an_output_that_cannot_be_written_is_one_sentence(run, corpus_file: Path
 def test_what_to_do_next(saved: int, best: int | None, finished: bool, looked_at: str | None) -> None:
     line = {"step": best, "val_loss": 2.0} if best else None
     commands = [command.split(" ", 1)[1] for _, command in next_commands(Path("out/a"), saved, line, finished)]
-    looks = [f'sample.py {looked_at} --prompt "..."', f"inspect_attention.py {looked_at} -o heads.html"]
+    looks = [f'sample.py {looked_at} --prompt "..."', f"inspect_attention.py {looked_at} --ablate zero"]
     assert commands == ["train.py --resume out/a"] * (not finished) + looks * bool(looked_at)
 
 

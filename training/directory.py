@@ -60,5 +60,5 @@ def next_commands(directory: Path, saved: int, best: dict | None, finished: bool
     commands = [] if finished else [(f"Go on from step {saved:,}", command("train.py --resume", directory))]
     if saved:
         commands.append(("Sample", command("sample.py", checkpoint) + ' --prompt "..."'))
-        commands.append(("See the heads", command("inspect_attention.py", checkpoint) + " -o heads.html"))
+        commands.append(("See what each head is worth", command("inspect_attention.py", checkpoint) + " --ablate zero"))
     return commands
