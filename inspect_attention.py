@@ -8,7 +8,7 @@ Ways to run:
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
 
-First of all: --text, --heads, -o, --ablate, --generate.
+First of all: --text, --heads, -o, --ablate, --device.
 
 Without --text it reads the validation text, if that is on this machine.
 """
@@ -49,7 +49,7 @@ from model.load import load_config
 from training.device import autocast, dtype_name, find_device, is_fast
 from training.progress import Outliving
 
-FORMATS = (".png", ".svg", ".html", ".npz", ".safetensors", ".csv", ".json")
+FORMATS = (".png", ".svg", ".html", ".npz", ".csv")
 NUM_TEXTS, TEXT_LENGTH = 8, 1024  # validation text that is measured: sequences, and the most tokens of each
 SHOWN_LENGTH = 256  # the most tokens of it in a picture
 
@@ -69,13 +69,11 @@ class Options:
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""
-    generate: int | None = None
-    """Let the (last) model continue --text by this many tokens, and inspect them too."""
     ablate: Literal["zero", "mean"] | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """A file to write, any number of times: .html, .csv, .json of all checkpoints; of the last one a picture, as .png
-    or .svg, or queries and keys, as .npz or .safetensors."""
+    """A file to write, any number of times: .html or .csv of all checkpoints; of the last one a picture, as .png or
+    .svg, or queries and keys, as .npz."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -84,8 +82,6 @@ class Options:
     def __post_init__(self) -> None:
         if not self.checkpoints:
             raise ConfigError("which checkpoint? As in: python inspect_attention.py out/quickstart --heads 0.1")
-        if self.generate is not None and (self.generate < 1 or self.text is None):
-            raise ConfigError("--generate continues a --text by a number of tokens, at least 1")
         for path in self.output:
             if path.suffix not in FORMATS:
                 raise ConfigError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
@@ -120,14 +116,12 @@ def inspect(options: Options) -> tuple[list[Head], list[str], Inspection]:
     tokenizer.check_fits(config.vocab_size)
     heads = choose_heads(options.heads, config)
     device = find_device(options.device)
-    inputs = choose_inputs(options, directories[-1], config, tokenizer, device)
+    inputs = choose_inputs(options, directories[-1], config, tokenizer)
     is_page_asked = any(path.suffix == ".html" for path in options.output)
     if is_page_asked:
         page.room(inputs.shown.size(1), len(directories))  # raises ModelError now, not after the work
     print(visible(f"text:   {inputs.note}"))
     labels = [label(tokenizer, token) for token in inputs.shown[0].tolist()]
-    if options.generate:
-        print(f"wrote:  {''.join(labels[-options.generate :])}")
     if probe := inputs.probe:
         print(f"probe:  {len(probe.repeated)} x [start, {probe.repeat} random tokens{inputs.pool}, the same again]")
 
@@ -193,11 +187,9 @@ def choose_heads(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
     return list(dict.fromkeys(chosen))
 
 
-def choose_inputs(
-    options: Options, directory: Path, config: GPTConfig, tokenizer: Tokenizer, device: torch.device
-) -> Inputs:
-    """Read or generate the text. Raises ConfigError or DataError if there is none, or no room for it."""
-    T, num_new = config.context_length, options.generate or 0
+def choose_inputs(options: Options, directory: Path, config: GPTConfig, tokenizer: Tokenizer) -> Inputs:
+    """Read the text. Raises ConfigError or DataError if there is none."""
+    T = config.context_length
     if options.text is None:
         measured = validation_texts(directory, min(T, TEXT_LENGTH))
         shown = measured[:1, :SHOWN_LENGTH]
@@ -205,18 +197,8 @@ def choose_inputs(
     else:
         start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
         ids = start + tokenizer.encode(read_prompt(options.text)).tolist()
-        room, note = T - num_new, f"{len(ids)} tokens"
-        if room < 1:
-            raise ConfigError(f"generate {num_new} leaves no room for a text: the context has {T} tokens")
-        if len(ids) > room:
-            kept = "last" if num_new else "first"  # generated text continues the end
-            note = f"the {kept} {room} of {note}, which is all that a context of {T} has room for"
-        measured = shown = torch.tensor([ids[-room:] if num_new else ids[:room]])
-        if num_new:
-            model, precision = load(directory, device, options)
-            with precision:
-                measured = shown = model.generate(shown.to(device), num_new, temperature=0.8, seed=0).cpu()
-            note += f"; and {num_new} that it wrote"
+        measured = shown = torch.tensor([ids[:T]])
+        note = f"{len(ids)} tokens" if len(ids) <= T else f"the first {T} of {len(ids)} tokens: its context is {T}"
     if measured.size(1) < 2:
         raise ConfigError("attention is between tokens: give a text of two or more")
     return Inputs(measured, shown, note, *make_probe(tokenizer, measured, config))
@@ -294,10 +276,9 @@ def name_of_model(directory: Path) -> str:
 
 def write(path: Path, inputs: Inputs, labels: list[str], heads: list[Head], inspections: list[Inspection]) -> None:
     """Write one output in the format of its suffix."""
-    if path.suffix in (".csv", ".json"):
-        about = {"text": inputs.note, "tokens": inputs.shown[0].tolist(), "labels": labels}
-        files.write_scores(path, inspections, heads, about)
-    elif path.suffix in (".npz", ".safetensors"):
+    if path.suffix == ".csv":
+        files.write_scores(path, inspections, heads)
+    elif path.suffix == ".npz":
         files.write_tensors(path, inspections[-1], inputs.shown[0], labels)
     elif path.suffix == ".html":
         page.write_page(path, f"scores of {inputs.note}", labels, heads, inspections)

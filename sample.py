@@ -58,8 +58,6 @@ class Options:
     """The same seed gives the same texts for the same prompt and num_samples. None: different texts each time."""
     stop: str | None = None
     """End a text before this string; $'\\n' is the end of a line, to bash."""
-    no_cache: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Recompute all keys and values for every token: slow. The text is the same, except for rounding in bfloat16."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object per sample instead of text."""
     device: str = "auto"
@@ -130,7 +128,7 @@ def main() -> None:
     seed = secrets.randbits(32) if options.seed is None else options.seed
     sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
     batches = [torch.tensor([prompt_ids] * options.num_samples, device=device) for prompt_ids in ids]
-    streams = [stream(model, idx, options.max_new_tokens, sampler, not options.no_cache, seed) for idx in batches]
+    streams = [stream(model, idx, options.max_new_tokens, sampler, seed) for idx in batches]
     causal = read_optional(directory / "manifest.json", "certificate", "causal") or "unknown, there is no certificate"
     print(f"causal: {visible(str(causal))}", file=sys.stderr)
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)

@@ -11,7 +11,6 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,26 +48,24 @@ def parse(
     argv: list[str],
     file: Path | None = None,
     defaults: T | None = None,
-    ignored: Collection[str] = (),
 ) -> T:
     """Build the dataclass `options` from a TOML file and a command line. --help prints and exits.
 
-    defaults: values where neither says anything; None: those of the dataclass. ignored: options that the file may have
-    and the dataclass has no more, such as train.seed.
+    defaults: values where neither says anything; None: those of the dataclass.
 
     Raises ConfigError, in one sentence, for an unknown or ill-typed option or an unreadable file.
     """
     if file is None:
         return run_tyro(options, argv, defaults)
     try:
-        from_file = options_in(file, ignored)
+        from_file = options_in(file)
         run_tyro(options, from_file, defaults)  # alone, so that its faults are not laid to the command line
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     return run_tyro(options, from_file + argv, defaults)
 
 
-def options_in(file: Path, ignored: Collection[str] = ()) -> list[str]:
+def options_in(file: Path) -> list[str]:
     """Return the tables of a TOML file as command line options."""
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -82,8 +79,6 @@ def options_in(file: Path, ignored: Collection[str] = ()) -> list[str]:
         if not isinstance(content, dict):
             raise ConfigError(f"{table} must be inside a table such as [train]")
         for key, value in content.items():
-            if f"{table}.{key}" in ignored:
-                continue
             options += [f"--{table}.{key}={str(value).lower() if isinstance(value, bool) else value}"]
     return options
 

@@ -136,7 +136,7 @@ class GPT(nn.Module):
         Raises ModelError if idx is empty or an option out of its range. `model.sampling.stream` yields the tokens one
         by one, and says what happens beyond the context length.
         """
-        new = stream(self, idx, max_new_tokens, Sampler(temperature, top_k, top_p, min_p), use_cache, seed)
+        new = stream(self, idx, max_new_tokens, Sampler(temperature, top_k, top_p, min_p), seed, use_cache)
         return torch.cat((idx, *new), dim=1)
 
     @classmethod

@@ -144,7 +144,7 @@ def config_from_huggingface(content: dict) -> GPTConfig:
             head_dim=content.get("head_dim", 128 if family == "qwen3" else None),
             n_inner=content["intermediate_size"],
             context_length=context_length if context_length <= LARGEST["context_length"] else CUT_CONTEXT,
-            dropout=content.get("tril", {}).get("dropout", content.get("attention_dropout", 0.0)),  # or version 1's
+            dropout=content.get("tril", {}).get("dropout", 0.0),
             tied=content.get("tie_word_embeddings", False),
             rope_theta=rope.get("rope_theta", content.get("rope_theta", 10_000.0)),
             vocab_size=content["vocab_size"],

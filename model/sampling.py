@@ -69,7 +69,7 @@ class Sampler:
 
 @torch.inference_mode()
 def stream(
-    model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, use_cache: bool = True, seed: int | None = None
+    model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, seed: int | None = None, use_cache: bool = True
 ) -> Iterator[Tensor]:
     """Continue each row of idx, (B, T) with T >= 1: yield num_tokens tensors (B, 1), the next token of each row.
 
@@ -78,7 +78,7 @@ def stream(
     is refilled once in half a context and not at every token. The window, and so the text, is the same without a cache,
     except where rounding decides between two tokens.
 
-    `use_cache` and `seed` are those of `GPT.generate`. Raises ModelError if idx is empty.
+    `seed` and `use_cache` are those of `GPT.generate`. Raises ModelError if idx is empty.
     """
     if idx.size(1) == 0:
         raise ModelError("the prompt is empty: give at least one token to continue")

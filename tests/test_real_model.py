@@ -62,12 +62,11 @@ def test_logits_and_all_attention_are_theirs(smollm2: Path, theirs: transformers
     assert att[0][0].dtype == torch.bfloat16 and max(att.verify().values()) < 1e-2
 
 
-def test_the_text_is_theirs_with_and_without_a_cache(run, smollm2: Path, theirs: transformers.PreTrainedModel) -> None:
+def test_the_text_is_theirs(run, smollm2: Path, theirs: transformers.PreTrainedModel) -> None:
     prompt = "The capital of France is"
     options = "--temperature 0 --max_new_tokens 24 --dtype float32 --seed 1 --json".split()
-    words = [smollm2, "--prompt", prompt, *options]
-    result, uncached = run(sample, *words), run(sample, *words, "--no_cache")
-    assert result.out == uncached.out and "device: cpu, weights in float32\n" in result.err
+    result = run(sample, smollm2, "--prompt", prompt, *options)
+    assert "device: cpu, weights in float32\n" in result.err
     text, tokenizer = json.loads(result.out)["text"], transformers.AutoTokenizer.from_pretrained(smollm2)
     assert text.startswith(" Paris")
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]

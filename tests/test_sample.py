@@ -31,7 +31,7 @@ def test_prompts_from_argument_file_and_standard_input(run, straight: Path, tmp_
 def test_text_streams_after_its_prompt(run, straight: Path) -> None:
     arguments = (straight, "--prompt", "one", "--seed", 5, "--max_new_tokens", 30)
     streamed = run(sample, *arguments, "--stop", "zzz", "--dtype", "float32").out
-    assert streamed == "one" + texts(run, *arguments, "--no_cache")[0] + "\n"
+    assert streamed == "one" + texts(run, *arguments)[0] + "\n"
 
 
 def test_a_long_prompt_is_said(run, straight: Path) -> None:

@@ -19,8 +19,6 @@ from training.recipe import choose_shape, choose_steps, measure
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKSTART, FINETUNE = CONFIGS / "quickstart.toml", CONFIGS / "finetune.toml"
-# Options of version 1, ignored where a run has them.
-REMOVED = {f"train.{name}" for name in ("rank_timeout", "wandb_checkpoints", "wandb_group", "activation_checkpointing")}
 FINETUNE_CONTEXT = 1024  # tokens, unless asked for: long contexts need much memory in training
 MAY_DIFFER = {"dropout", "context_length"}  # from the model that is fine-tuned
 
@@ -97,7 +95,7 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
         is_step = "; of a run with such a checkpoint, give the directory" if STEP.fullmatch(directory.name) else ""
         raise ConfigError(f"{directory} is not the directory of a run: it has no config.toml{is_step}")
     out_dir = ["--train.out_dir", str(directory)]
-    return parse(Config, argv + out_dir, directory / "config.toml", ignored=REMOVED)
+    return parse(Config, argv + out_dir, directory / "config.toml")
 
 
 def fit_to_text(argv: list[str], config: Config) -> Config:
