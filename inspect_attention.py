@@ -158,7 +158,7 @@ def print_heads(options: Options, heads: list[Head], labels: list[str], last: In
 def show_heads(run: Path, device: str) -> None:
     """Write heads.html into a run directory, and say in words where three heads look."""
     _, _, last = inspect(Options((run,), output=(run / "heads.html",), device=device))
-    for line in in_words(last.scores.mean, last.labels):
+    for line in in_words(last.scores.mean, last.labels) or ["none looks at one place yet"]:
         print(f"head:   {line}")
 
 

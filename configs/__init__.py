@@ -105,7 +105,7 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
         message = re.sub(r"^Error parsing (\w+: )?", "", " ".join(message.split()))
         option = re.search(r"(?:meant|helptext):\s+(--\S+) ?(\S*)", " ".join(more))  # explained by tyro: name and type
         if option and message.startswith("Unrecognized"):
-            message += f"; did you mean {option[1]}?"
+            message += f"; did you mean {option[1]}? (--help lists all)"
         elif option and message.startswith(option[1]):
             message += f"; expected {option[2]}"
         raise ConfigError(message) from None

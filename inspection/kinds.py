@@ -75,17 +75,19 @@ def best_first(mean: dict[str, Tensor], heads: Sequence[Head]) -> list[Head]:
 
 
 def in_words(mean: dict[str, Tensor], labels: Sequence[Sequence[str]], num: int = 3) -> list[str]:
-    """Say where `num` heads look, as "0.1 looks at the token before (0.61)": the surest of each place come first.
+    """Say where heads look, as "0.1 looks at the token before (0.61)", at most `num` of them.
 
-    labels: (L, H), of the tokens that the metric "token" is about.
+    The surest of each place come first. Heads that give less than LEAST to one place are left out. labels: (L, H), of
+    the tokens that the metric "token" is about.
     """
     found = []
     for head in product(*map(range, mean["token"].shape)):
         kind, score = kind_of(mean, head)
         places = [(mean["token"][head].item(), f"the token {labels[head[0]][head[1]]}")]
         places += [(score, PLACES[kind])] if kind in PLACES else []
-        found.append((*max(places), head))
+        if max(places)[0] >= LEAST:
+            found.append((*max(places), head))
     found.sort(key=lambda place: -place[0])
     is_first = {where: head for _, where, head in reversed(found)}
-    found.sort(key=lambda place: is_first[place[1]] != place[2] or place[0] < LEAST)
+    found.sort(key=lambda place: is_first[place[1]] != place[2])
     return [f"{name_of(head)} looks at {where} ({share:.2f})" for share, where, head in found[:num]]

@@ -35,7 +35,7 @@ def label(token: bytes) -> str:
 
 
 def table(scores: HeadScores, heads: Sequence[Head], labels: Sequence[Sequence[str]]) -> str:
-    """Format one line for each head, and the largest standard error of each column.
+    """Format one line for each head and, of several texts, the largest standard error of each column.
 
     labels: (L, H), of the tokens that the metric "token" is about. After ablation there is no room for them.
     """
@@ -49,11 +49,12 @@ def table(scores: HeadScores, heads: Sequence[Head], labels: Sequence[Sequence[s
         if "ablation" in mean and not error["ablation"][head].isnan():
             cells["ablation"] += f" ± {error['ablation'][head]:.4f}"
         rows.append([name_of(head), *cells.values()])
-    largest = {name: max(error[name][head] for head in heads) for name in columns}
-    rows.append(["s.e.", *(number(largest[name], form.lstrip("+")) for name, (_, form, _) in columns.items())])
+    if are_several := len(scores.losses) > 1:
+        largest = {name: max(error[name][head] for head in heads) for name in columns}
+        rows.append(["s.e.", *(number(largest[name], form.lstrip("+")) for name, (_, form, _) in columns.items())])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["s.e.: the largest standard error of a head in each column, over the texts"]
+    lines += ["s.e.: the largest standard error of a head in each column, over the texts"] * are_several
     return "\n".join([*lines, "the columns are defined in: inspect_attention.py --help"])
 
 

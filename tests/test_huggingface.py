@@ -18,7 +18,6 @@ from data.tokenizer import FILES, make_tokenizer, save_tokenizer
 from inspection import capture
 from model import GPT, GPTConfig, ModelError
 from model.attention import CausalSelfAttention
-from model.load import load_config
 from tests.conftest import save_gpt, tiny_run
 
 ROOT = Path(__file__).parent.parent
@@ -152,15 +151,6 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path, family: str, chang
     (directory / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=message):
         GPT.from_pretrained(directory)
-
-
-def test_dropout_is_read_under_the_name_of_version_1_too(tmp_path: Path) -> None:
-    directory = save_foreign("llama", tmp_path)
-    config = json.loads((directory / "config.json").read_text())
-    assert load_config(directory).dropout == 0.0
-    for change in ({"attention_dropout": 0.3, "tril": {}}, {"attention_dropout": 0.7, "tril": {"dropout": 0.3}}):
-        (directory / "config.json").write_text(json.dumps(config | change))
-        assert load_config(directory).dropout == 0.3
 
 
 GATE, HEAD, BIAS = "model.layers.1.mlp.gate_proj.weight", "lm_head.weight", "transformer.ln_f.bias"

@@ -18,7 +18,8 @@ DOCS = ROOT / "docs"
 FILES = [ROOT / "README.md", *DOCS.glob("*.md")]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
 CHANGES = {part.splitlines()[0]: part for part in PAGES["docs/change_it.md"].split("\n## ") if "```diff" in part}
-TINY = "--model.n_embd 32 --train.max_steps 1 --train.eval_tokens 100 --train.device cpu --train.dtype float32"
+TINY = "--data.source input.txt --data.tokenizer bytes --model.n_embd 32 --train.max_steps 1 --train.eval_tokens 100"
+TINY += " --train.sample_tokens 0 --train.device cpu --train.dtype float32"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])  # whose code needs a trained model

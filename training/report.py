@@ -81,10 +81,10 @@ def read_run(directory: Path) -> dict[str, object]:
         "figures": [(name, form.format(latest[key])) for key, (name, form) in FIGURES.items() if key in latest],
         "charts": [draw_chart(title, keys, lines, step) for title, keys in CHARTS.items()],
         "sections": {
-            "Evaluations": read_evaluations(lines),
             "Next": next_commands(directory, saved, best, finished),
-            "Certificate and environment": about.items(),
+            "Evaluations": read_evaluations(lines),
             "Configuration": [("config.toml", config)],
+            "Certificate and environment": about.items(),
         },
     }
 
