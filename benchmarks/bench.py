@@ -265,23 +265,14 @@ def measure_shards(bench: Bench) -> Iterator[dict]:
                 os.truncate(path, 2 * tokens)
                 Path(f"{path}.index").write_bytes(np.array([tokens // 3, tokens], "<u8").tobytes())
                 Path(f"{path}.metadata").write_text(f"bytes|2\n{tokens}\n{tokens}")
-            before, began = memory(), time.perf_counter()
+            began = time.perf_counter()
             corpus = prepare(DataConfig(str(folder), "bytes"))
             what = f"open {number:,} files of {2 * tokens / 1e6:g} MB"
-            yield {"what": what, "ms": 1e3 * (time.perf_counter() - began), "MB of memory": memory() - before}
+            yield {"what": what, "ms": 1e3 * (time.perf_counter() - began)}
             batches = Batches(corpus.tokens["train"], *shape, seed=0)
-            works[number] = partial(draw, batches, bench, count())
+            works[number] = partial(next, map(partial(batches, device=bench.device), count()))
         for number, ms in bench.measure(works).items():
             yield {"what": f"{shape[0]} x {shape[1]:,} of {number:,} files", "ms": ms}
-
-
-def draw(batches: Batches, bench: Bench, numbers: Iterator[int]) -> None:
-    batches(next(numbers), bench.device)
-
-
-def memory() -> float:
-    """Megabytes that this process has in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 @torch.no_grad()

@@ -6,12 +6,13 @@
 
 Ours runs the model under capture, scores every head and verifies the weights against the kernel. Eager is the model of
 `transformers` with output_attentions, which returns all T x T weights; nothing is computed from them. Each measurement
-is a process of its own. Memory is read from /proc: on Linux only.
+is a process of its own, on the CPU. Memory is read from /proc: on Linux only.
 """
 
 import re
 import statistics
 import sys
+import timeit
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.bench import Bench, append, describe_machine
+from benchmarks.bench import append, describe_machine
 from configs import parse
 from configs.script import run_script
 from inspection import capture
@@ -38,8 +39,6 @@ class Options:
 
     tiny: tyro.conf.FlagCreatePairsOff[bool] = False
     """Tiny sizes, to see that it works."""
-    device: str = "cpu"
-    """cpu or cuda."""
     out: Path | None = None
     """File to append the measurements to."""
 
@@ -49,21 +48,16 @@ def resident(name: str) -> float:
     return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def extra_memory(work: Callable[[], object], device: torch.device) -> float:
+def extra_memory(work: Callable[[], object]) -> float:
     """Bytes that the work needs at most, beyond those in use before."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
-        return torch.cuda.max_memory_allocated() - before
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = resident("VmRSS")
     work()
     return resident("VmHWM") - before
 
 
-def ours(shape: dict, T: int, device: str) -> Callable[[Tensor], None]:
-    model = GPT(GPTConfig(**shape, context_length=T)).to(device).eval()
+def ours(shape: dict, T: int) -> Callable[[Tensor], None]:
+    model = GPT(GPTConfig(**shape, context_length=T)).eval()
 
     def look(idx: Tensor) -> None:
         with capture(model) as att:
@@ -74,22 +68,21 @@ def ours(shape: dict, T: int, device: str) -> Callable[[Tensor], None]:
     return look
 
 
-def eager(shape: dict, T: int, device: str) -> Callable[[Tensor], None]:
+def eager(shape: dict, T: int) -> Callable[[Tensor], None]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(**shape, n_positions=T, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel._from_config(config, attn_implementation="eager").to(device).eval()
+    model = GPT2LMHeadModel._from_config(config, attn_implementation="eager").eval()
     return partial(model.transformer, output_attentions=True, use_cache=False)
 
 
 @torch.no_grad()
-def measure(way: Callable, shape: dict, T: int, device: str, repeats: int) -> dict[str, float]:
+def measure(way: Callable, shape: dict, T: int, repeats: int) -> dict[str, float]:
     """The median of the seconds, and the extra bytes of a first call with all T tokens."""
-    bench, look = Bench(torch.device(device)), way(shape, T, device)
-    idx = torch.randint(shape["vocab_size"], (1, T), device=device)
+    look, idx = way(shape, T), torch.randint(shape["vocab_size"], (1, T))
     look(idx[:, :16])  # loads libraries
-    extra = extra_memory(lambda: look(idx), bench.device)
-    seconds = [bench.clock(lambda: look(idx), 1) for _ in range(repeats)]
+    extra = extra_memory(lambda: look(idx))
+    seconds = timeit.repeat(lambda: look(idx), number=1, repeat=repeats)
     return {"seconds": statistics.median(seconds), "extra bytes": extra}
 
 
@@ -97,11 +90,11 @@ def main(options: Options) -> None:
     shape = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257}
     if options.tiny:
         shape = {"n_layer": 2, "n_head": 3, "n_embd": 48, "vocab_size": 211}
-    machine = describe_machine(options.device)
+    machine = describe_machine("cpu")
     for T in (32,) if options.tiny else (512, 1024, 2048, 4096):
         for way in (ours, eager):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                result = pool.submit(measure, way, shape, T, options.device, 5 if T <= 1024 else 2).result()
+                result = pool.submit(measure, way, shape, T, 5 if T <= 1024 else 2).result()
             megabytes = result["extra bytes"] / 1e6
             print(f"T = {T:4}  {way.__name__:5} {result['seconds']:8.2f} s {megabytes:8,.0f} MB extra", flush=True)
             append(options.out, {"way": way.__name__, "tokens": T} | shape | result | machine)
