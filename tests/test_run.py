@@ -82,8 +82,8 @@ def test_a_longer_run_is_the_same_if_its_schedule_was_still_flat(run, corpus_fil
     assert "not the run that" not in longer.out
     assert same_bits(weights(tmp_path / "long", 24), weights(tmp_path / "short", 24))
     longest = run(train, "--resume", tmp_path / "short", "--train.max_steps", 48)
-    warning = "not the run that 48 steps from the start would have been: the learning rate, planned for 24, was 0.00033"
-    assert warning in longest.out
+    assert "note: not the run that 48 steps from the start would have been:\n" in longest.out
+    assert "      the learning rate, planned for 24 steps, was 0.00033 and is " in longest.out
 
 
 def test_a_resumed_run_says_in_what_its_environment_differs(run, straight: Path, monkeypatch) -> None:

@@ -292,7 +292,7 @@ def warn_of_another_schedule(before: TrainConfig, now: TrainConfig, step: int) -
     """
     if now.max_steps > step > 0 and learning_rate_at(step - 1, before) != learning_rate_at(step - 1, now):
         print(
-            f"note: not the run that {now.max_steps} steps from the start would have been: the learning rate, "
-            f"planned for {before.max_steps}, was {learning_rate_at(step - 1, before):.2g} "
-            f"and is {learning_rate_at(step, now):.2g} now"
+            f"note: not the run that {now.max_steps} steps from the start would have been:\n"
+            f"      the learning rate, planned for {before.max_steps} steps, was "
+            f"{learning_rate_at(step - 1, before):.2g} and is {learning_rate_at(step, now):.2g} now"
         )
