@@ -59,7 +59,7 @@ def train(config: Config, ranks: Ranks) -> None:
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
     validation = Validation(corpus, c, T, dtype, ranks)
     model = ranks.place(run.make_model(corpus), c.parallel, device)
-    keep_freed_memory(model, c, device)
+    keep_freed_memory(device)
     optimizer = make_optimizer(model, c, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run.restore(model, optimizer, scaler)

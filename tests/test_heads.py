@@ -12,7 +12,7 @@ from torch import Tensor
 import inspection.heads
 import inspection.patterns
 from inspection import ablate, capture, head_scores, influence, repeat_probe
-from inspection.heads import as_json, most_attended
+from inspection.heads import as_json
 from inspection.metrics import measure
 from model import GPT
 from tests.conftest import make_gpt
@@ -200,14 +200,6 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
         log_probability = model(idx)[0, position].log_softmax(-1)[tokens[position]]
         norms = torch.autograd.grad(log_probability, rows)[0][idx[0]].norm(dim=-1)
         torch.testing.assert_close(shares[position], (norms / norms.sum()).float(), rtol=1e-5, atol=1e-6)
-
-
-def test_the_token_that_gets_most_is_found_wherever_it_stands() -> None:
-    text = torch.tensor([[5, 7, 5, 3, 7], [7, 7, 2, 5, 5]])
-    received = torch.tensor([[0.1, 0.3, 0.2, 0.3, 0.1], [0.5, 0.0, 0.4, 0.0, 0.1]]).expand(2, 1, 2, 5)
-    tokens, shares = most_attended(text, received)
-    assert tokens.tolist() == [[7, 5]]
-    torch.testing.assert_close(shares[:, 0], torch.tensor([[0.4, 0.9], [0.4, 0.1]]))
 
 
 def test_the_share_of_a_token_is_that_of_the_patterns() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import inspect_attention
-import train
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
 from inspection import Captured, ablate, capture, head_scores, influence, page, terminal
@@ -22,7 +21,7 @@ from inspection.plots import drawable, pool
 from inspection.terminal import grid_columns, label, triangle
 from model import GPT
 from model.attention import attention_weights, make_causal_mask
-from tests.conftest import make_gpt, save_gpt, tiny_run
+from tests.conftest import make_gpt, save_gpt
 from tests.test_page import data_of, labels_of, stored
 from training.device import dtype_name
 
@@ -265,20 +264,6 @@ def test_precision_is_one_that_the_machine_is_good_at(
         assert (dtype_name(model.lm_head.weight.dtype), dtype_name(att[0][0].dtype)) == expected
     slow = products != (trained or stored)
     assert ("device: cpu, in float32: it is slow in " in capsys.readouterr().out) == slow
-
-
-@pytest.mark.long
-def test_the_precision_is_that_of_the_training_and_a_probe_needs_room(
-    run, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("training.device.has_bfloat16", lambda _: True)
-    half, changes = tmp_path / "half", {"train__dtype": "bfloat16", "model__context_length": 4, "train__max_steps": 1}
-    assert run(train, *tiny_run(corpus_file, half, **changes)).exit_code == 0
-    result = run(inspect_attention, half, "-o", tmp_path / "a.npz")
-    assert "(bfloat16, cpu)" in result.out and "probe:" not in result.out and " ind" not in result.out
-    saved = np.load(tmp_path / "a.npz")
-    assert saved["q.0"].dtype == np.float32
-    assert "(float32, cpu)" in run(inspect_attention, half, "--dtype", "float32").out
 
 
 def test_a_model_from_elsewhere_has_a_name_and_no_validation_text(run, straight: Path) -> None:

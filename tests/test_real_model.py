@@ -1,6 +1,7 @@
 """A published model, SmolLM2-135M-Instruct: opened, compared with `transformers`, inspected, and fine-tuned."""
 
 import contextlib
+import csv
 import importlib.util
 import json
 import re
@@ -76,14 +77,15 @@ def test_the_text_is_theirs(run, smollm2: Path, theirs: transformers.PreTrainedM
 
 def test_its_heads_are_known(run, smollm2: Path, tmp_path: Path) -> None:
     """Induction heads at 18.6 and in layer 17. In a terminal of 80 columns the table and the kinds fit a screen."""
-    result = run(inspect_attention, smollm2, "--text", TEXT, "-o", tmp_path / "a.html", "-o", tmp_path / "a.json")
+    result = run(inspect_attention, smollm2, "--text", TEXT, "-o", tmp_path / "a.html", "-o", tmp_path / "a.csv")
     assert result.exit_code == 0, result.err
     shown = result.out.split("\nsmollm2\n")[1].splitlines()
     assert len(shown) < 24 and max(map(len, shown)) <= 80
-    scores = [row for row in json.loads((tmp_path / "a.json").read_text())["scores"] if row["metric"] == "induction"]
-    best = sorted(scores, key=lambda row: -row["mean"])[:4]
-    assert best[0]["head"] == "18.6" and best[0]["mean"] > 0.7 and best[3]["mean"] > 0.5 and len(scores) == 270
-    assert {row["head"] for row in best[1:]} == {"17.3", "17.4", "17.5"}
+    rows = csv.DictReader((tmp_path / "a.csv").read_text().splitlines())
+    scores = {row["head"]: float(row["mean"]) for row in rows if row["metric"] == "induction"}
+    best = sorted(scores, key=lambda head: -scores[head])[:4]
+    assert best[0] == "18.6" and scores["18.6"] > 0.7 and scores[best[3]] > 0.5 and len(scores) == 270
+    assert {*best[1:]} == {"17.3", "17.4", "17.5"}
     content = data_of(tmp_path / "a.html")
     assert content["heads"][content["checkpoints"][0]["best_first"][0]] == "18.6"
     assert shown[1].split()[0] == "18.6" and re.search(r"1\d\d first token: ", result.out)

@@ -2,9 +2,7 @@
 
 import copy
 import fcntl
-import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 import train
-from tests.conftest import metrics, same_bits, sign, tiny_run, weights
+from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.config import MAY_CHANGE, TrainConfig, TrainError
 from training.device import environment
 from training.run import next_commands, refuse_changes, tables
@@ -55,22 +53,6 @@ def test_every_option_may_change_or_may_not() -> None:
                     TrainError, match=f"cannot change {table}.{key}: it began with {value!r}, now 'some"
                 ):
                     refuse_changes(before, now)
-
-
-def test_a_run_of_an_older_version_takes_the_defaults_of_what_is_new(
-    run, straight: Path, corpus_file, tmp_path
-) -> None:
-    checkpoint, file = straight / "checkpoints" / "step-00000012", straight / "config.toml"
-    trainer = json.loads((checkpoint / "trainer.json").read_text())
-    del trainer["config"]["train"]["deterministic"]
-    (checkpoint / "trainer.json").write_text(json.dumps(trainer))
-    sign(checkpoint)
-    file.write_text(re.sub("deterministic = .*\n", "", file.read_text()))
-    assert run(train, "--resume", straight, "--train.max_steps", "13").exit_code == 0
-    assert "deterministic = false" in file.read_text()
-    file.write_text(file.read_text().replace("[train]", "[train]\nflux = 5"))
-    result = run(train, "--resume", straight, "--train.max_steps", "14")
-    assert result.exit_code == 2 and "config.toml: Unrecognized options: --train.flux=5" in result.err
 
 
 def test_a_longer_run_is_the_same_if_its_schedule_was_still_flat(run, corpus_file: Path, tmp_path: Path) -> None:

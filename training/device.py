@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from configs.script import is_out_of_memory
-from model import GPT
-from model.attention import FORMULA_KEYS
 from training.config import TrainConfig, TrainError
 
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
@@ -126,23 +124,19 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
 
-def keep_freed_memory(model: GPT, config: TrainConfig, device: torch.device) -> None:
-    """Have glibc's malloc keep freed memory for the next step, on a CPU, if that is at most a tenth of the machine's.
+def keep_freed_memory(device: torch.device) -> None:
+    """Have glibc's malloc keep freed memory for the next step, on a CPU.
 
-    By default malloc gives large tensors back to the system, which clears their pages anew in each step: that took up
-    to half of the quickstart's time.
+    It keeps at most a tenth of the machine's memory, and no tensors larger than a hundredth of it. By default malloc
+    gives large tensors back to the system, which clears their pages anew in each step: that took up to half of the
+    quickstart's time.
     """
-    c, num_parameters = model.config, sum(parameter.numel() for parameter in model.parameters())
-    weights = c.n_head * min(c.context_length, FORMULA_KEYS)  # of attention, where the formula trains
-    per_layer = 20 * c.n_embd + 12 * c.n_head * c.head_dim + 8 * c.n_inner + 4 * weights
-    per_token = c.n_layer * per_layer + 6 * c.vocab_size
-    upper_bound = 4 * (8 * num_parameters + config.batch_size * c.context_length * per_token)  # bytes, in float32
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device.type == "cpu" and upper_bound < machine / 10:
+    if device.type == "cpu":
         with contextlib.suppress(AttributeError):  # another malloc has no such options
             mallopt = ctypes.CDLL(None).mallopt
-            mallopt(M_MMAP_THRESHOLD, 2**30)
-            mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+            mallopt(M_MMAP_THRESHOLD, min(machine // 100, 2**31 - 1))
+            mallopt(M_TRIM_THRESHOLD, min(machine // 10, 2**31 - 1))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -102,9 +102,7 @@ class Run:
             if not isinstance(trainer["scaler"], dict):
                 raise TypeError("scaler not understood")
             refuse_changes(trainer["config"], tables(self.config))
-            known = {field.name for field in fields(TrainConfig)}
-            before = {name: value for name, value in trainer["config"]["train"].items() if name in known}
-            warn_of_another_schedule(TrainConfig(**before), self.config.train, self.step)
+            warn_of_another_schedule(TrainConfig(**trainer["config"]["train"]), self.config.train, self.step)
         except TrainError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
