@@ -18,7 +18,7 @@ from inspection.kinds import Head, name_of
 
 
 def write_scores(path: Path, inspections: Sequence[Inspection], heads: Sequence[Head]) -> None:
-    """Write a line of a csv for each checkpoint, head and metric. A number that is not finite is left out."""
+    """Write a line of a csv for each checkpoint, head and metric. A score that is not finite is left empty."""
     rows = []
     for each in inspections:
         mean, error = each.scores.mean, each.scores.error
