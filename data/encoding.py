@@ -60,7 +60,7 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> np.ndarray:
         """Encode text as ids, (n,) uint32. The name of a special token in the text is ordinary text.
 
-        Raises DataError for half a character (a lone surrogate), and for text that the tokenizer cannot encode.
+        Raises DataError for a lone surrogate, and for text that the tokenizer cannot encode.
         """
         with errors_as_data_error(f"the tokenizer {self.name!r} cannot encode this text"):
             text.encode()  # raises UnicodeEncodeError for a lone surrogate, which tiktoken would replace

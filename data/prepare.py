@@ -47,7 +47,7 @@ def prepare(
     """
     corpus = find_prepared(fingerprint, config.source)
     if corpus is None:
-        if config.tokenizer == "model" and model is None:
+        if config.tokenizer == "model" and model is None and not is_prepared(config.source):
             raise DataError("the tokenizer 'model' is that of train.init_from, which is not given")
         make = open_source if is_prepared(config.source) else open_shards if has_shards(config.source) else None
         if make and out is not None:
@@ -82,7 +82,7 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
     temporary = directory.with_name(f"{directory.name}.tmp")
     recipe["signature"] = sources.signature(config.source)  # not in the name: a changed text replaces the old one
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # The lock stays: without it, a process that waits for the old file and one that makes a new file could both work.
+    # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both work.
     with FileLock(directory.with_name(f".{directory.name}.lock")):
         refuse_something_else(directory, required={"meta.json"})
         refuse_something_else(temporary, required=set())

@@ -90,8 +90,12 @@ class Shards:
 
 
 def has_shards(source: str) -> bool:
-    """Return whether a source holds token files. Raises DataError if there is no such source."""
-    return not source.startswith("hf:") and any(path.suffix == ".ds" for path in files(source))
+    """Return whether a source holds token files. Raises DataError if there is no such source, or text beside them."""
+    found = [] if source.startswith("hf:") else files(source)
+    others = [path for path in found if not path.name.endswith((".ds", ".ds.index", ".ds.metadata"))]
+    if others and any(path.suffix == ".ds" for path in found):
+        raise DataError(f"{source} holds token files (.ds), and {others[0]}: give files of one kind, as by a glob")
+    return bool(found) and not others
 
 
 def open_shards(config: DataConfig, model: Path | None) -> Corpus:

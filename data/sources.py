@@ -104,7 +104,7 @@ def signature(source: str) -> str:
 
 
 def read_hub(source: str, text_column: str) -> Iterator[Document]:
-    """Yield the training split of a hub data set, read over the network. Raises DataError for a name that is none."""
+    """Yield the training split of a hub data set, read over the network. Raises DataError for a malformed name."""
     parts = re.fullmatch(r"hf:([\w./-]+)(?::([^@]+))?(?:@(.+))?", source)
     if not parts:
         raise DataError(f"{source!r} does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")

@@ -76,7 +76,7 @@ class HeadScores:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Results for one checkpoint: what table, pictures, files and page are made of."""
+    """Everything measured on one checkpoint."""
 
     name: str  # of the checkpoint, as "quickstart step-00000400"
     step: int | None  # training steps; None: unknown

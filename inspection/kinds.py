@@ -1,7 +1,7 @@
 """Kinds of heads: what a head does on the texts that were measured, and which heads to look at first.
 
-A head is of the first kind in KINDS that it shows. Induction comes first and the first token last, because a head that
-has nothing to do rests on the first token (Xiao et al. 2023), and most heads do so on most texts.
+A head's kind is the first in KINDS whose score reaches LEAST. Induction comes first and the first token last, because a
+head that has nothing to do rests on the first token (Xiao et al. 2023), and most heads do so on most texts.
 """
 
 from collections.abc import Sequence

@@ -84,8 +84,8 @@ def check_causality(
         others: more functions of the module like `forward`, such as one that decodes with a cache.
         loss_fn: a loss of the module that hides its logits, such as a compiled one: inputs and targets, (B, T) int64
             each -> the sum over all targets except those of -100. It is called with autograd in training mode only.
-        extreme: functions like `forward` to probe with extreme weights, besides the module itself. Their precision must
-            have the range of float32.
+        extreme: functions like `forward`, also probed with weights scaled by EXTREME. None of them may compute in
+            float16, which would overflow.
         batch_size: B, the most sequences in a call, and the exact number in a call of `loss_fn`. None: T.
         mask: (T, T) bool, True where the position (row) may depend on the token (column), through all layers: windows
             of w tokens in L layers reach L (w - 1) back. None: itself and everything before it. A dependence too faint

@@ -42,8 +42,8 @@ class Sampler:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ModelError(f"temperature must be at least 0 and finite, got {self.temperature}")
+        if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:  # below, logits would become infinite
+            raise ModelError(f"temperature must be 0, or from 1e-6 and finite, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ModelError(f"top_k must be at least 1, got {self.top_k}")
         for name, p in (("top_p", self.top_p), ("min_p", self.min_p)):

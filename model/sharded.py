@@ -14,7 +14,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Return the whole tensors on the CPU, or nothing on a rank that need not `keep` them.
+    """Return the whole tensors on the CPU; an empty dict where `keep` is false.
 
     If a tensor is sharded this is a collective: every rank has to call it, with the same names in the same order.
     """

@@ -98,6 +98,9 @@ def test_a_corpus_prepared_for_a_model_is_not_for_another(run, straight: Path, c
     prepare(DataConfig(str(corpus_file), "model"), tmp_path / "there", model=unsigned)
     result = run(train, *options(straight, tmp_path / "there", tmp_path / "tuned", train__max_steps=1))
     assert result.exit_code == 0, result.err
+    alone = ["--data.source", tmp_path / "there", "--train.max_steps", 1, "--train.sample_tokens", 0]
+    alone += ["--train.out_dir", tmp_path / "alone"]
+    assert run(train, *alone, "--train.device", "cpu").exit_code == 0  # a model of its own, with that tokenizer
     content = json.loads((unsigned / "tokenizer.json").read_text())
     content["model"]["merges"] = []
     (unsigned / "tokenizer.json").write_text(json.dumps(content, indent=1))

@@ -162,6 +162,12 @@ def test_another_tokenizer_than_the_files_own_is_refused(tmp_path: Path) -> None
             prepare_corpus(DataConfig(str(tmp_path / "d"), learned))
 
 
+def test_text_beside_token_files_is_not_passed_over(folder: Path) -> None:
+    write_corpus(folder)
+    with pytest.raises(DataError, match=r"tokens holds token files \(.ds\), and .*corpus.txt: give files of one kind"):
+        open_bytes(folder)
+
+
 def test_files_that_are_to_be_shuffled_are_not_read(folder: Path) -> None:
     write_shard(folder / "00002_unshuffled.ds", DOCUMENTS)
     with pytest.raises(DataError, match="00002_unshuffled.ds is to be shuffled by datatrove, which has not finished"):

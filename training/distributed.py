@@ -35,8 +35,8 @@ TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 class Ranks:
     """The place of this process among the processes of a run. Without `torchrun` there is one process.
 
-    A context: inside, only the first rank prints, and an error that several ranks meet is told once. Raises TrainError
-    if torchrun is to restart ranks on several nodes, and was not told how.
+    A context: inside, only the first rank prints, and an error raised on several ranks is printed once. Raises
+    TrainError if torchrun is to restart ranks on several nodes, and was not told how.
     """
 
     def __init__(self) -> None:
