@@ -1,6 +1,7 @@
 """A run on several ranks: forked processes that meet as those of torchrun do."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -28,11 +29,22 @@ class Job:
 
     def __init__(self, world: int, directory: Path, argv: list[str]):
         directory.mkdir(exist_ok=True)
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as that of torchrun
+        receive, send = os.pipe()
+
+        def serve() -> None:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as that of torchrun
+            os.write(send, str(store.port).encode())
+            signal.pause()
+
+        # In a process of its own: ranks forked beside its thread would wait for the locks that this thread held.
+        self.store = fork(serve, os.devnull, os.devnull)
+        port = os.read(receive, 9).decode()
+        os.close(receive)
+        os.close(send)
         self.files = [(directory / f"{rank}.out", directory / f"{rank}.err") for rank in range(world)]
 
         def begin(rank: int) -> None:
-            meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+            meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
             place = {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank}
             os.environ.update({name: str(value) for name, value in (meet | place).items()})
             sys.argv = ["train.py", *argv]
@@ -43,5 +55,7 @@ class Job:
     def wait(self) -> list[Rank]:
         """Wait for the end of all ranks."""
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
+        os.kill(self.store, signal.SIGKILL)
+        os.waitpid(self.store, 0)
         said = [[path.read_text(errors="replace") for path in files] for files in self.files]
         return [Rank(code if code >= 0 else 128 - code, *texts) for code, texts in zip(codes, said, strict=True)]
