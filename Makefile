@@ -1,4 +1,4 @@
-# make train      set up, train on the embedded corpus, sample, say what to do next
+# make train      set up, train on the embedded corpus, sample, show where the heads look
 # make test       set up, lint, tests
 # make test-long  the exhaustive tests
 # make bench      set up, measure this machine in minutes, write benchmarks/results/<device>_<date>.jsonl
@@ -14,6 +14,7 @@ CODE = train.py sample.py inspect_attention.py model data training inspection co
 
 train: .venv/train.installed
 	$(BIN)/python train.py $(if $(wildcard $(RUN)/checkpoints/step-*),--resume $(RUN),configs/quickstart.toml)
+	$(BIN)/python inspect_attention.py $(RUN) -o $(RUN)/heads.html
 
 test: .venv/test.installed
 	$(BIN)/ruff check $(CODE)

@@ -38,9 +38,9 @@ from data.config import DataConfig
 from data.prepare import find_prepared
 from data.shards import open_shards
 from data.tokenizer import Tokenizer, load_tokenizer
-from inspection import files, page, terminal
+from inspection import page, terminal
 from inspection.heads import Inspection, RepeatProbe, ablate, head_scores, influence, repeat_probe
-from inspection.kinds import Head, in_words, name_of
+from inspection.kinds import Head, name_of
 from inspection.metrics import METRICS
 from inspection.patterns import capture
 from model import GPT, GPTConfig
@@ -49,7 +49,7 @@ from model.load import load_config
 from training.device import autocast, dtype_name, find_device, is_fast
 from training.progress import Outliving
 
-FORMATS = (".png", ".svg", ".html", ".npz", ".csv")
+FORMATS = (".html", ".png", ".svg")
 NUM_TEXTS, TEXT_LENGTH = 8, 1024  # validation text that is measured: sequences, and the most tokens of each
 SHOWN_LENGTH = 256  # the most tokens of it in a picture
 
@@ -72,8 +72,7 @@ class Options:
     ablate: Literal["zero", "mean"] | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """A file to write, any number of times: .html or .csv of all checkpoints; of the last one a picture, as .png or
-    .svg, or queries and keys, as .npz."""
+    """A file to write, any number of times: .html, a page of all checkpoints; .png or .svg, a picture of the last."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -97,20 +96,15 @@ class Inputs:
     shown: Tensor  # (1, T), the text of the pictures
     note: str  # describes `measured`
     probe: RepeatProbe | None
-    pool: str  # the tokens that the probe was drawn from
 
 
 def main() -> None:
     with redirect_stdout(Outliving(sys.stdout)):  # files are written also if `head` has seen enough
-        options = parse(Options, sys.argv[1:])
-        print_heads(options, *inspect(options))
+        inspect(parse(Options, sys.argv[1:]))
 
 
-def inspect(options: Options) -> tuple[list[Head], list[str], Inspection]:
-    """Inspect the checkpoints and write the outputs.
-
-    Returns the heads, the labels of the text that is shown, and what was found in the last checkpoint.
-    """
+def inspect(options: Options) -> None:
+    """Inspect the checkpoints, write the outputs, and print the heads of the last one."""
     directories = in_order([find_checkpoint(path) for path in options.checkpoints])
     config, tokenizer = load_config(directories[-1]), load_tokenizer(directories[-1])
     tokenizer.check_fits(config.vocab_size)
@@ -119,16 +113,16 @@ def inspect(options: Options) -> tuple[list[Head], list[str], Inspection]:
     inputs = choose_inputs(options, directories[-1], config, tokenizer)
     is_page_asked = any(path.suffix == ".html" for path in options.output)
     if is_page_asked:
-        page.room(inputs.shown.size(1), len(directories))  # raises ModelError now, not after the work
+        page.check_room(inputs.shown.size(1), len(heads), len(directories))  # now, not after the work
     print(visible(f"text:   {inputs.note}"))
     labels = [label(tokenizer, token) for token in inputs.shown[0].tolist()]
     if probe := inputs.probe:
-        print(f"probe:  {len(probe.repeated)} x [start, {probe.repeat} random tokens{inputs.pool}, the same again]")
+        print(f"probe:  {len(probe.repeated)} x [start, {probe.repeat} random tokens, the same again]")
 
     inspections = []
     for directory in directories:
         if inspections and not is_page_asked:
-            inspections[-1].att.layers.clear()  # only the last one is drawn, and queries and keys are large
+            inspections[-1].att.inputs.clear()  # only the last one is drawn, and queries and keys are large
         inspections.append(inspect_checkpoint(directory, inputs, heads, tokenizer, device, options))
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
         print(f"        {inspections[-1].verified}", flush=True)
@@ -138,28 +132,18 @@ def inspect(options: Options) -> tuple[list[Head], list[str], Inspection]:
             write(Path(unfinished, path.name), inputs, labels, heads, inspections)
             os.replace(Path(unfinished, path.name), path)
         print(f"wrote {output}")
-    return heads, labels, inspections[-1]
 
-
-def print_heads(options: Options, heads: list[Head], labels: list[str], last: Inspection) -> None:
-    """Print the table of a checkpoint, and the heads that were asked for."""
+    last = inspections[-1]
     print(f"\n{last.name}{', on average' if len(last.scores.losses) > 1 else ''}")
     are_many = len(heads) > terminal.MOST_ROWS
     in_table = terminal.best(last.scores.mean, heads) if are_many and not options.heads else heads
     print(terminal.table(last.scores, in_table, last.labels))
     if len(in_table) < len(heads):
-        print(f'{len(in_table)} of {len(heads)} heads; --heads "*.*" shows all, and -o page.html draws them:')
-        print(terminal.kinds(last.scores.mean, heads))
+        print(f'{len(in_table)} of {len(heads)} heads; --heads "*.*" shows all, and -o page.html draws them')
+    print(f"\n{terminal.in_words(last.scores.mean, heads, last.labels)}")
     for head in heads if options.heads and not are_many else []:
         print(f"\nhead {name_of(head)}: a line is a query, a character is a key, in the order of the lines")
         print(terminal.triangle(last.att.pattern(*head)[0].cpu(), labels, shutil.get_terminal_size().columns))
-
-
-def show_heads(run: Path, device: str) -> None:
-    """Write heads.html into a run directory, and say in words where three heads look."""
-    _, _, last = inspect(Options((run,), output=(run / "heads.html",), device=device))
-    for line in in_words(last.scores.mean, last.labels) or ["none looks at one place yet"]:
-        print(f"head:   {line}")
 
 
 def in_order(directories: list[Path]) -> list[Path]:
@@ -201,7 +185,7 @@ def choose_inputs(options: Options, directory: Path, config: GPTConfig, tokenize
         note = f"{len(ids)} tokens" if len(ids) <= T else f"the first {T} of {len(ids)} tokens: its context is {T}"
     if measured.size(1) < 2:
         raise ConfigError("attention is between tokens: give a text of two or more")
-    return Inputs(measured, shown, note, *make_probe(tokenizer, measured, config))
+    return Inputs(measured, shown, note, make_probe(tokenizer, measured, config))
 
 
 def validation_texts(directory: Path, T: int) -> Tensor:
@@ -223,18 +207,15 @@ def validation_texts(directory: Path, T: int) -> Tensor:
     return torch.from_numpy(tokens[starts[:, None] + np.arange(T)].astype(np.int64))
 
 
-def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> tuple[RepeatProbe | None, str]:
-    """Draw a probe from the tokens of the text if they are many, because a model may never have seen the others.
-
-    Returns the probe, and " of the text" or nothing.
-    """
+def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> RepeatProbe | None:
+    """Draw a probe from the tokens of the text if they are many, because a model may never have seen the others."""
     special = set(tokenizer.special_tokens.values())
     ordinary = torch.tensor([token for token in range(tokenizer.vocab_size) if token not in special])
     seen = text.unique()
     seen = seen[torch.isin(seen, ordinary)]
-    tokens, pool = (seen, " of the text") if 2 * len(seen) > min(len(ordinary), 200) else (ordinary, "")
     start = tokenizer.document_start or ordinary.tolist()
-    return repeat_probe(tokens, start[-1], config.context_length), pool
+    tokens = seen if 2 * len(seen) > min(len(ordinary), 200) else ordinary
+    return repeat_probe(tokens, start[-1], config.context_length)
 
 
 def inspect_checkpoint(
@@ -257,7 +238,6 @@ def inspect_checkpoint(
     dtype = dtype_name(att[0][0].dtype)
     return Inspection(
         name=visible(name_of_model(directory)),
-        step=int(directory.name.removeprefix("step-")) if STEP.fullmatch(directory.name) else None,
         verified=f"weights match the fused kernel: max row error {row_error:.1e} ({dtype}, {device.type})",
         scores=scores,
         att=att,
@@ -276,11 +256,7 @@ def name_of_model(directory: Path) -> str:
 
 def write(path: Path, inputs: Inputs, labels: list[str], heads: list[Head], inspections: list[Inspection]) -> None:
     """Write one output in the format of its suffix."""
-    if path.suffix == ".csv":
-        files.write_scores(path, inspections, heads)
-    elif path.suffix == ".npz":
-        files.write_tensors(path, inspections[-1], inputs.shown[0], labels)
-    elif path.suffix == ".html":
+    if path.suffix == ".html":
         page.write_page(path, f"scores of {inputs.note}", labels, heads, inspections)
     else:
         from inspection import plots  # slow to import

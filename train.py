@@ -22,7 +22,6 @@ from torch import Tensor
 from configs.script import run_script
 from data.batches import IGNORE, Batches, seed_for
 from data.prepare import prepare
-from inspect_attention import show_heads
 from model import GPT
 from model.sharded import full
 from training.certificate import certify
@@ -121,7 +120,6 @@ def train(config: Config, ranks: Ranks) -> None:
         raise Interrupted(f"saved step {step}; continue with: {command('train.py --resume', run.directory)}")
     run.finish()
     validation.print_sample(model)
-    run.add_heads(show_heads)
     run.print_next(step)
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from data.tokenizer import load_tokenizer
 from inspect_attention import label, make_probe, validation_texts
 from inspection import capture, head_scores
-from inspection.kinds import in_words
+from inspection.kinds import KINDS, kind_of, name_of
 from inspection.plots import drawable, pool
 from model import GPT
 from model.checkpoint import find_checkpoint
@@ -62,13 +62,12 @@ def draw_run(run: Path) -> None:
     directory = find_checkpoint(run)
     model, tokenizer = GPT.from_pretrained(directory).float(), load_tokenizer(directory)
     texts = validation_texts(directory, model.config.context_length)
-    scores = head_scores(model, texts, make_probe(tokenizer, texts, model.config)[0])
+    scores = head_scores(model, texts, make_probe(tokenizer, texts, model.config))
     ids = tokenizer.document_start + tokenizer.encode(TEXT).tolist()
     with capture(model) as att:
         model(torch.tensor([ids]))
     labels = [[label(tokenizer, token) for token in layer] for layer in scores.tokens.tolist()]
     num_layers, num_heads = scores.tokens.shape
-    words = dict(line.split(" looks at ") for line in in_words(scores.mean, labels, num_layers * num_heads))
 
     figure = plt.figure(figsize=(12, 5.6))
     left, right = figure.subfigures(1, 2, width_ratios=(1, 2))
@@ -82,8 +81,12 @@ def draw_run(run: Path) -> None:
     for number, ax in enumerate(right.subplots(num_layers, num_heads).flat):
         head = divmod(number, num_heads)
         ax.imshow(pool(att.pattern(*head)[0], 1) ** 0.5, vmin=0, vmax=1, cmap="viridis")
-        title = drawable(words[f"{head[0]}.{head[1]}"]).replace("the same", "\nthe same")
-        ax.set_title(f"{head[0]}.{head[1]}: {title}", fontsize=9, parse_math=False)
+        kind, score = kind_of(scores.mean, head)
+        if kind == "other":
+            where, score = f"the token {labels[head[0]][head[1]]}", scores.mean["token"][head]
+        else:
+            where = KINDS[kind].replace("the same", "\nthe same")
+        ax.set_title(f"{name_of(head)}: {drawable(where)} ({score:.2f})", fontsize=9, parse_math=False)
         ax.set(xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
     figure.savefig(DOCS / "first_run.png", dpi=100)

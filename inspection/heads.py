@@ -79,7 +79,6 @@ class Inspection:
     """Everything measured on one checkpoint."""
 
     name: str  # of the checkpoint, as "quickstart step-00000400"
-    step: int | None  # training steps; None: unknown
     verified: str  # one line that says how the weights were verified
     scores: HeadScores
     att: Captured  # queries and keys of the text that is shown, (1, T)
@@ -91,11 +90,6 @@ class Inspection:
     def loss(self) -> float:
         """Mean cross-entropy of the measured texts, in nats a token."""
         return self.scores.losses.mean().item()
-
-    @property
-    def about(self) -> dict[str, str | int | float | None]:
-        """Description of the checkpoint in files."""
-        return {"checkpoint": self.name, "step": self.step, "loss": self.loss, "verified": self.verified}
 
 
 @contextmanager

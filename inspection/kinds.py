@@ -1,31 +1,24 @@
 """Kinds of heads: what a head does on the texts that were measured, and which heads to look at first.
 
-A head's kind is the first in KINDS whose score reaches LEAST. Induction comes first and the first token last, because a
+A head's kind is the first in KINDS whose score reaches LEAST. Induction comes first and the first token late, because a
 head that has nothing to do rests on the first token (Xiao et al. 2023), and most heads do so on most texts.
 """
 
 from collections.abc import Sequence
-from itertools import product
 
 from torch import Tensor
 
 from inspection.metrics import METRICS
 
 Head = tuple[int, int]  # layer and head, both from zero
-KINDS = {  # metric -> name of the kind
-    "induction": "induction",
-    "duplicate": "duplicate token",
-    "previous": "previous token",
-    "current": "the token itself",
-    "other": "none of these",
-    "sink": "first token",
-}
-PLACES = {  # metric -> where such a head looks
+KINDS = {  # metric -> where a head of this kind looks
     "induction": "what followed the same token before",
     "duplicate": "an earlier copy of the token",
     "previous": "the token before",
     "current": "the token itself",
     "sink": "the first token of the text",
+    "token": "one token, wherever it is",
+    "other": "none of these",
 }
 LEAST = 0.2  # the score of a head of a kind
 EVEN = 0.95  # the entropy of a head that attends to everything alike, and is of no kind
@@ -72,22 +65,3 @@ def by_kind(mean: dict[str, Tensor], heads: Sequence[Head]) -> dict[str, list[tu
 def best_first(mean: dict[str, Tensor], heads: Sequence[Head]) -> list[Head]:
     """Order heads by kind, and within a kind by score."""
     return [head for group in by_kind(mean, heads).values() for head, _ in group]
-
-
-def in_words(mean: dict[str, Tensor], labels: Sequence[Sequence[str]], num: int = 3) -> list[str]:
-    """Say where heads look, as "0.1 looks at the token before (0.61)", at most `num` of them.
-
-    The surest of each place come first. Heads that give less than LEAST to one place are left out. labels: (L, H), of
-    the tokens that the metric "token" is about.
-    """
-    found = []
-    for head in product(*map(range, mean["token"].shape)):
-        kind, score = kind_of(mean, head)
-        places = [(mean["token"][head].item(), f"the token {labels[head[0]][head[1]]}")]
-        places += [(score, PLACES[kind])] if kind in PLACES else []
-        if max(places)[0] >= LEAST:
-            found.append((*max(places), head))
-    found.sort(key=lambda place: -place[0])
-    is_first = {where: head for _, where, head in reversed(found)}
-    found.sort(key=lambda place: is_first[place[1]] != place[2])
-    return [f"{name_of(head)} looks at {where} ({share:.2f})" for share, where, head in found[:num]]

@@ -18,29 +18,24 @@ METRICS = {  # name -> title and format in a table, and definition; A_ij is the 
     "distance": ("distance", ".1f", "mean distance in tokens: the sum of A_ij (i - j) over the sum of A_ij"),
     "sink": ("sink", ".2f", "weight of the first token, A_i0, for i >= 1 (row 0 has no choice)"),
     "current": ("self", ".2f", "weight of the token itself, A_ii, for i >= 1"),
-    "previous": (
-        "prev",
-        ".2f",
-        "weight of the token before, A_i,i-1, for i >= 2 (that before token 1 is also the first)",
-    ),
+    "previous": ("prev", ".2f", "weight of the token before, A_i,i-1, for i >= 2 (before token 1 is the first token)"),
     "token": ("token", ".2f", "weight of the one token of the text that gets most, wherever it stands, for i >= 1"),
     "duplicate": ("dup", ".2f", "on [start, r_1..r_L, r_1..r_L]: weight of a token's first copy, from the second"),
     "induction": ("ind", ".2f", "on the same tokens: weight of the token after its first copy, the one to predict"),
     "induction_control": ("(ctrl)", ".2f", "induction on [start, r, r'], where nothing repeats; duplicate_control too"),
-    "max_logit": ("logit", ".1f", "the largest score before the softmax"),
     "ablation": ("loss", "+.4f", "rise of the loss without the head, in nats a token"),
 }
 
 
-def measure(blocks: Iterable[tuple[int, Tensor, Tensor]], repeat: int | None = None) -> dict[str, Tensor]:
+def measure(blocks: Iterable[tuple[int, Tensor]], repeat: int | None = None) -> dict[str, Tensor]:
     """Metric -> (B, H) of one layer in float64 on the CPU; "received", the mean weight of each key, is (B, H, T).
 
-    A block is the position of its first query, then weights and scores (B, H, rows, keys up to the last query).
+    A block is the position of its first query, then weights (B, H, rows, keys up to the last query).
     repeat: the length L for duplicate and induction; None leaves these two out. A metric without any row is nan.
     """
     sums: dict[str, Tensor | float] = defaultdict(float)
     num_rows: dict[str, int] = defaultdict(int)
-    largest, received = [], None
+    received = None
 
     def add(name: str, rows: Tensor) -> None:
         """Add rows of (B, H, rows)."""
@@ -48,7 +43,7 @@ def measure(blocks: Iterable[tuple[int, Tensor, Tensor]], repeat: int | None = N
         sums[name] = sums[name] + rows.sum(2, dtype=exact)
         num_rows[name] += rows.size(2)
 
-    for start, weights, scores in blocks:
+    for start, weights in blocks:
         positions = torch.arange(start, weights.size(3), device=weights.device)  # of the queries
         keys = torch.arange(weights.size(3), device=weights.device)
         add("distance", (weights * (positions[:, None] - keys)).sum(-1))
@@ -64,11 +59,10 @@ def measure(blocks: Iterable[tuple[int, Tensor, Tensor]], repeat: int | None = N
         if repeat is not None:
             add("duplicate", at_distance(weights, start, repeat, repeat + 1))
             add("induction", at_distance(weights, start, repeat - 1, repeat + 1))
-        largest.append(scores.amax((2, 3)))
     means = {name: total.cpu().double() / num_rows[name] for name, total in sums.items()}
     means["distance"] = means["distance"] / means.pop("mass")
     means["received"] = received.cpu().double() / num_rows["sink"]
-    return means | {"max_logit": torch.stack(largest).amax(0).cpu().double()}
+    return means
 
 
 def at_distance(weights: Tensor, start: int, distance: int, first: int) -> Tensor:

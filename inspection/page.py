@@ -29,12 +29,12 @@ MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
 MOST_NAMED = 48  # the most tokens that are named beside the large picture
 
 
-def room(T: int, num_checkpoints: int) -> int:
-    """Return for how many heads a page has room. Raises ModelError if that is none."""
-    num_heads = MOST_WEIGHTS // (T * (T + 1) // 2 * num_checkpoints) - 1  # besides the influence
-    if num_heads < 1:
-        raise ModelError(f"a page has no room for {T} tokens at {num_checkpoints} checkpoints: give a shorter --text")
-    return num_heads
+def check_room(T: int, num_heads: int, num_checkpoints: int) -> None:
+    """Raise ModelError if a page has no room for so much."""
+    most = MOST_WEIGHTS // (T * (T + 1) // 2 * num_checkpoints) - 1  # besides the influence
+    if num_heads > most:
+        sizes = f"{T} tokens at {num_checkpoints} checkpoints a page has room for {max(0, most)} heads"
+        raise ModelError(f"of {sizes}, not {num_heads}: name fewer with --heads, or give a shorter --text")
 
 
 def write_page(
@@ -42,14 +42,9 @@ def write_page(
 ) -> None:
     """Write the page.
 
-    note: says what was measured; labels: the T tokens; heads: those to show, as many as there is room for; inspections:
-    in order, not empty, with influence and predictions. Raises ModelError if there is no room for one head.
+    note: says what was measured; labels: the T tokens; heads: those to show; inspections: in order, not
+    empty, with influence and predictions.
     """
-    best = best_first(inspections[-1].scores.mean, heads)[: room(len(labels), len(inspections))]
-    if len(best) < len(heads):
-        note += f"; {len(best)} of {len(heads)} heads, the best of their kinds: a page has no room for more"
-        print(f"page:   {note}")
-        heads = [head for head in heads if head in best]
     triangles = {}
     for checkpoint, inspection in enumerate(inspections):
         triangles |= {f"{checkpoint}/{name_of(head)}": encode(inspection.att.pattern(*head)[0]) for head in heads}
@@ -96,7 +91,7 @@ def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
     return {
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
         "tags": [tag(*kind_of(mean, head)) for head in heads],
-        "best_first": [heads.index(head) for head in best_first(mean, heads)],
+        "best": heads.index(best_first(mean, heads)[0]),
         "scores": [" · ".join(score(*column, head) for column in columns) for head in heads],
         "predictions": [(label, f"{probability:.1%}") for label, probability in inspection.predictions],
     }

@@ -1,15 +1,15 @@
 """Capture the queries and keys of a running model, compute attention weights from them, and prove the weights right.
 
     with capture(model) as att:
-        model(idx)                          # or model.generate(...): the cached steps are joined into one triangle
-    att.pattern(layer=5, head=1)            # (B, T, T), computed on demand: T x D numbers are stored, not T x T
-    att.verify()                            # raises NotTheKernels if the weights are not the fused kernel's
-    att.scores()["entropy"]                 # (L, H), defined in inspection/metrics.py
+        model(idx)                    # (B, T)
+    att.pattern(layer=5, head=1)      # (B, T, T), computed on demand: T x D numbers are stored, not T x T
+    att.verify()                      # raises NotTheKernels if the weights are not the fused kernel's
+    att.scores()["entropy"]           # (L, H), defined in inspection/metrics.py
 
 Shapes are named as in model/attention.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inspection.metrics import measure
 from model import GPT
-from model.attention import Attend, attention_scores, attention_weights
+from model.attention import Attend, attention_weights
 
 # The largest error of a row of weights that rounding explains, for each precision of queries and keys.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -32,41 +32,27 @@ class NotTheKernels(ArithmeticError):
     exit_code = 1
 
 
-class LayerCalls:
-    """The inputs of one layer's kernel, call by call: queries, new keys, and the mask."""
-
-    def __init__(self, attend: Attend):
-        self.attend = attend
-        self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def hook(self, module: Attend, inputs: tuple, output: Tensor) -> None:
-        """Store one call. Where a cache grows, it continues the earlier calls; if not, a new text begins."""
-        q, k, _, mask, _ = inputs
-        q, k = q.detach(), k.detach().to(q.dtype)
-        stored = [keys for _, keys, _ in self.calls]
-        if not stored or not torch.equal(torch.cat(stored, dim=2), k[:, :, : -q.size(2)]):
-            self.calls, stored = [], []
-        num_stored = sum(keys.size(2) for keys in stored)
-        self.calls.append((q, k[:, :, num_stored:].clone(), mask))  # a copy: the cache is overwritten later
-
-
 class Captured:
-    """Queries and keys of a model's layers. Layers and heads are numbered from zero; -1 is the last."""
+    """Queries and keys of a model's last call. Layers and heads are numbered from zero; -1 is the last."""
 
-    def __init__(self, layers: Sequence[LayerCalls]):
-        self.layers = layers
+    def __init__(self, kernels: list[Attend]):
+        self.kernels = kernels
+        self.inputs: dict[Attend, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def hook(self, kernel: Attend, inputs: tuple, output: Tensor) -> None:
+        """Store the queries, keys and mask of a kernel's call, in place of those of its last one."""
+        q, k, _, mask, _ = inputs
+        self.inputs[kernel] = q.detach(), k.detach().to(q.dtype, copy=True), mask  # a cache is overwritten later
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and mask (T_query, T_key) of one layer, all calls joined.
+        """q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and mask (T_query, T_key) of one layer.
 
         Raises IndexError if the model has no such layer, RuntimeError if it has not run.
         """
-        calls = self.layers[layer].calls
-        if not calls:
+        kernel = self.kernels[layer]
+        if kernel not in self.inputs:
             raise RuntimeError(f"layer {layer} did not run inside `capture`; a compiled model does not notice it")
-        queries, keys, masks = zip(*calls, strict=True)
-        q, k = torch.cat(queries, dim=2), torch.cat(keys, dim=2)
-        return q, k, torch.cat([F.pad(mask, (0, k.size(2) - mask.size(1))) for mask in masks])
+        return self.inputs[kernel]
 
     def blocks(self, layer: int, head: int | None = None) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
         """Yield the arguments of `attention_weights` for blocks of queries, in float32 (float64 for a float64 model).
@@ -109,15 +95,11 @@ class Captured:
         repeat: the length L of the repeated part if the text is a `repeat_probe`.
         """
 
-        def weights_and_scores(layer: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-            for _, block in self.blocks(layer):
-                first_position = block[1].size(2) - block[0].size(2)
-                yield first_position, attention_weights(*block), attention_scores(*block)
-
         measured = []
-        for layer in range(len(self.layers)):
+        for layer in range(len(self.kernels)):
+            blocks = ((k.size(2) - q.size(2), attention_weights(q, k, mask)) for _, (q, k, mask) in self.blocks(layer))
             with exact_products(self[layer][0].device), torch.no_grad():
-                measured.append(measure(weights_and_scores(layer), repeat))
+                measured.append(measure(blocks, repeat))
         return {name: torch.stack([layer[name] for layer in measured], dim=1) for name in measured[0]}
 
     def verify(self) -> dict[int, float]:
@@ -128,19 +110,15 @@ class Captured:
         average, whatever the direction of e (Freivalds 1977). Raises NotTheKernels if an error exceeds rounding.
         """
         errors = {}
-        for number, layer in enumerate(self.layers):
-            q, k, _ = self[number]
+        for number, kernel in enumerate(self.kernels):
+            q, k, mask = self[number]
             signs = torch.randint(2, k.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8) * 2 - 1
             v, wide, group = signs.to(k), torch.promote_types(q.dtype, torch.float32), q.size(1) // k.size(1)
             values = v.to(wide).repeat_interleave(group, dim=1)
             key_norms = k.to(wide).norm(dim=-1, keepdim=True).repeat_interleave(group, dim=1)
             worst, beyond_rounding = [], []
             with exact_products(q.device), torch.no_grad():
-                kernel_outputs = []
-                for queries, _, mask in layer.calls:
-                    T_key = mask.size(1)
-                    kernel_outputs.append(layer.attend.forward(queries, k[:, :, :T_key], v[:, :, :T_key], mask))
-                expected = torch.cat(kernel_outputs, dim=2)
+                expected = kernel.forward(q, k, v, mask)
                 for start, block in self.blocks(number):
                     weights, queries = attention_weights(*block), block[0]
                     rows, keys = slice(start, start + weights.size(2)), slice(weights.size(3))
@@ -165,12 +143,12 @@ class Captured:
 def capture(model: GPT) -> Iterator[Captured]:
     """Capture queries and keys of all layers while the model runs inside the `with` block.
 
-    A new sequence replaces the one before. Outputs and gradients are the same as without capture, to the last bit.
+    A call replaces the one before. Outputs and gradients are the same as without capture, to the last bit.
     """
-    layers = [LayerCalls(block.attention.attend) for block in model.blocks]
-    hooks = [layer.attend.register_forward_hook(layer.hook) for layer in layers]
+    captured = Captured([block.attention.attend for block in model.blocks])
+    hooks = [kernel.register_forward_hook(captured.hook) for kernel in captured.kernels]
     try:
-        yield Captured(layers)
+        yield captured
     finally:
         for hook in hooks:
             hook.remove()

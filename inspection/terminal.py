@@ -35,7 +35,7 @@ def label(token: bytes) -> str:
 
 
 def table(scores: HeadScores, heads: Sequence[Head], labels: Sequence[Sequence[str]]) -> str:
-    """Format one line for each head and, of several texts, the largest standard error of each column.
+    """Format one line for each head; after ablation, with the standard error of that over several texts.
 
     labels: (L, H), of the tokens that the metric "token" is about. After ablation there is no room for them.
     """
@@ -49,12 +49,8 @@ def table(scores: HeadScores, heads: Sequence[Head], labels: Sequence[Sequence[s
         if "ablation" in mean and not error["ablation"][head].isnan():
             cells["ablation"] += f" ± {error['ablation'][head]:.4f}"
         rows.append([name_of(head), *cells.values()])
-    if are_several := len(scores.losses) > 1:
-        largest = {name: max(error[name][head] for head in heads) for name in columns}
-        rows.append(["s.e.", *(number(largest[name], form.lstrip("+")) for name, (_, form, _) in columns.items())])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["s.e.: the largest standard error of a head in each column, over the texts"] * are_several
     return "\n".join([*lines, "the columns are defined in: inspect_attention.py --help"])
 
 
@@ -65,13 +61,17 @@ def best(mean: dict[str, Tensor], heads: Sequence[Head]) -> list[Head]:
     return [head for group in by_kind(mean, heads).values() for head, _ in group[:2]]
 
 
-def kinds(mean: dict[str, Tensor], heads: Sequence[Head]) -> str:
-    """Format one line for each kind: how many heads are of it, and the best of them with their scores."""
-    lines = []
+def in_words(mean: dict[str, Tensor], heads: Sequence[Head], labels: Sequence[Sequence[str]]) -> str:
+    """Format one line for each kind: how many heads are of it, and the surest of them with their scores.
+
+    labels: as in `table`.
+    """
+    lines = ["heads that look mostly at"]
     for kind, group in by_kind(mean, heads).items():
-        scores = [f"{name_of(head)} {short(score)}" for head, score in group[:5]]
+        names = [name_of(head) + (f" {labels[head[0]][head[1]]:.10}" if kind == "token" else "") for head, _ in group]
+        scores = [f"{name} {short(score)}" for name, (_, score) in zip(names, group, strict=True)][:3]
         named = "" if kind == "other" else f": {', '.join(scores)}{', ...' if len(group) > len(scores) else ''}"
-        lines.append(f"{len(group):4d} {KINDS[kind]}{named}")
+        lines.append(f"{len(group):4d}  {KINDS[kind]}{named}")
     return "\n".join(lines)
 
 

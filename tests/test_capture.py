@@ -6,7 +6,6 @@ from torch import Tensor
 
 import inspection.patterns
 from inspection import Captured, NotTheKernels, capture
-from inspection.patterns import LayerCalls
 from model import GPT
 from model.attention import Attend, attention_weights, make_causal_mask
 from tests.conftest import make_gpt
@@ -23,12 +22,11 @@ def run_captured(model: GPT, idx: Tensor) -> Captured:
 
 def attend_captured(q: Tensor, k: Tensor) -> Captured:
     """One call of the kernel alone."""
-    attend = Attend()
-    layer = LayerCalls(attend)
-    hook = attend.register_forward_hook(layer.hook)
-    attend(q, k, torch.randn_like(k), make_causal_mask(q.size(2)), 0.0)
-    hook.remove()
-    return Captured([layer])
+    kernel = Attend()
+    att = Captured([kernel])
+    kernel.register_forward_hook(att.hook)
+    kernel(q, k, torch.randn_like(k), make_causal_mask(q.size(2)), 0.0)
+    return att
 
 
 @pytest.mark.parametrize("dtype", inspection.patterns.TOLERANCE, ids=str)
@@ -57,24 +55,14 @@ def test_the_weights_of_earlier_tokens_do_not_move_when_later_tokens_do() -> Non
     assert not torch.equal(shown[0], shown[1])
 
 
-def test_another_sequence_replaces_the_one_before() -> None:
-    model = make_gpt().eval()
-    with capture(model) as att:
-        model(torch.randint(V, (B, T)))
-        model.generate(torch.randint(V, (1, 3)), 2)
-        assert att.pattern(0, 0).shape == (1, 4, 4)
-        model(torch.randint(V, (B, 5)))
-        model(torch.randint(V, (B, 5)))
-    assert att.pattern(0, 0).shape == (B, 5, 5)
-
-
-def test_two_texts_decoded_in_turn_are_not_mixed_up() -> None:
+def test_a_call_with_a_cache_has_its_rows_and_replaces_the_one_before() -> None:
     model, first, second = make_gpt().eval(), torch.randint(V, (1, T)), torch.randint(V, (1, T))
     with capture(model) as att, torch.no_grad():
-        caches = [model.new_cache(1, T) for _ in range(2)]
-        model.hidden(first[:, :5], caches[0])
-        model.hidden(second[:, :5], caches[1])
-        model.hidden(first[:, 5:], caches[0])
+        cache = model.new_cache(1, T)
+        model.hidden(first[:, :5], cache)
+        assert att.pattern(1, 2).shape == (1, 5, 5)
+        model(second)
+        model.hidden(first[:, 5:], cache)
     att.verify()
     alone = run_captured(model, first)
     torch.testing.assert_close(att.pattern(1, 2), alone.pattern(1, 2)[:, 5:], rtol=0, atol=1e-6)
@@ -83,7 +71,7 @@ def test_two_texts_decoded_in_turn_are_not_mixed_up() -> None:
 def test_the_callers_autocast_does_not_matter() -> None:
     model = make_gpt().eval()
     with torch.autocast("cpu", torch.bfloat16), capture(model) as att:
-        model.generate(torch.randint(V, (B, 4)), 6)
+        model(torch.randint(V, (B, 6)))
     att.verify()
     with torch.autocast("cpu", torch.bfloat16):
         assert att.pattern(0, 0).dtype == torch.float32
@@ -116,11 +104,11 @@ def test_rounding_grows_with_the_scores() -> None:
     """Scores of ten thousand that are nearly the same have an error of a thousandth, which is not a wrong weight."""
     q, k = 1000 + torch.randn(B, H, T, 7), 3 + 1e-4 * torch.randn(B, H, T, 7)
     att = attend_captured(q, k)
-    layer = att.layers[0]
-    assert att.measured()["max_logit"].min() > 7000 and att.scores()["entropy"].min() > 0.9
+    (kernel,) = att.kernels
+    assert (q @ k.mT).min() / 7**0.5 > 7000 and att.scores()["entropy"].min() > 0.9
     att.verify()
-    layer.calls[0] = (q, k + 1e-4 * torch.randn_like(k), make_causal_mask(T))
-    layer.attend.forward = lambda q, _, v, mask: Attend()(q, k, v, mask)
+    att.inputs[kernel] = (q, k + 1e-4 * torch.randn_like(k), make_causal_mask(T))
+    kernel.forward = lambda q, _, v, mask: Attend()(q, k, v, mask)
     with pytest.raises(NotTheKernels):
         att.verify()
 

@@ -19,7 +19,7 @@ import inspection.page
 from inspection import Inspection
 from inspection.heads import HeadScores
 from inspection.kinds import best_first, kind_of, name_of, tag
-from inspection.page import room, write_page
+from inspection.page import check_room, write_page
 from model import ModelError
 
 L, H, T = 2, 3, 11
@@ -55,7 +55,6 @@ def inspected(step: int = 400) -> Inspection:
     influence[3] = float("nan")
     return Inspection(
         name=f"step-{step:08d}",
-        step=step,
         verified="weights match the kernel",
         scores=HeadScores(samples, torch.tensor([1000 / step]), 0.0, torch.zeros(L, H)),
         att=SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step)[None]),
@@ -114,9 +113,10 @@ def test_stored_weights_are_the_patterns(tmp_path: Path) -> None:
 
 def test_a_page_has_room_for_some_heads_and_the_influence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection.page, "MOST_WEIGHTS", 4 * 66 * 2)
-    assert room(T, 2) == 3
-    with pytest.raises(ModelError, match="no room for 11 tokens at 5 checkpoints: give a shorter --text"):
-        room(T, 5)
+    check_room(T, 3, 2)
+    for num_heads, num_checkpoints, most in ((4, 2, 3), (1, 5, 0), (1, 9, 0)):
+        with pytest.raises(ModelError, match=f"a page has room for {most} heads, not {num_heads}: name fewer"):
+            check_room(T, num_heads, num_checkpoints)
 
 
 # ---- The page in a browser.
@@ -166,11 +166,8 @@ def assert_read(page, row: int, key: int, head: str = "0.0", step: int = 400) ->
 def test_heads_are_chosen_and_share_one_scale(show: Callable) -> None:
     page = show(heads=HEADS[1:])
     mean = inspected().scores.mean
-    for order in (HEADS[1:], best_first(mean, HEADS[1:]), HEADS[1:]):
-        captions = [f"{name_of(head)} {tag(*kind_of(mean, head))}".strip() for head in order]
-        assert page.locator("#heads button").all_inner_texts() == captions
-        page.locator("#by-kind").click()
-    page.locator("#by-kind").click()
+    captions = [f"{name_of(head)} {tag(*kind_of(mean, head))}".strip() for head in HEADS[1:]]
+    assert page.locator("#heads button").all_inner_texts() == captions
     page.locator("#heads button").last.click()
     assert page.locator("#heads button[aria-pressed=true] b").inner_text() == "1.2"
     assert page.locator("#head").inner_text() == "Head 1.2" and not page.locator("#slider").is_visible()

@@ -78,7 +78,7 @@ class TrainConfig:
     sample_prompt: str = ""
     """What the samples during the run and at its end continue. Empty: a new document."""
     sample_tokens: int = 64
-    """Tokens of the sample at each evaluation; three times as many at the end. 0: none, and no heads.html."""
+    """Tokens of the sample at each evaluation; three times as many at the end. 0: none."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Whether Weights & Biases gets the metrics too."""
 

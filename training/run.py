@@ -4,7 +4,6 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 
@@ -42,7 +41,7 @@ class Run:
 
         Raises TrainError if the directory holds another run and --resume was not asked for, or cannot be written.
         """
-        self.config, self.writes, self.is_alone = config, ranks.is_first, ranks.world == 1
+        self.config, self.writes = config, ranks.is_first
         self.directory = Path(config.train.out_dir)
         self.checkpoints, self.metrics = self.directory / "checkpoints", self.directory / "metrics.jsonl"
         self.step, self.train_seconds = 0, 0.0  # as this session finds them
@@ -245,18 +244,6 @@ class Run:
             self.tracker.finish(exit_code)
             self.report()
             os.close(self.lock)
-
-    def add_heads(self, show_heads: Callable[[Path, str], None]) -> None:
-        """Let `show_heads` write heads.html and print about it, and link it from the report. Best effort, as `report`.
-
-        Not if samples are not wanted, and not on several ranks, whose model may be larger than one of them.
-        """
-        if self.config.train.sample_tokens and self.is_alone:
-            try:
-                show_heads(self.directory, self.config.train.device)
-            except Exception as error:
-                print(visible(f"there is no heads.html: {error!r:.200}"))
-            self.report()
 
     def print_next(self, step: int) -> None:
         """Print what to do with the finished run."""
