@@ -25,7 +25,7 @@ from data.prepare import prepare
 from model import GPT
 from model.sharded import full
 from training.certificate import certify
-from training.device import advice_if_out_of_memory, autocast, choose_device, environment, keep_freed_memory, set_seed
+from training.device import autocast, choose_device, environment, keep_freed_memory, set_seed
 from training.directory import command
 from training.distributed import Ranks
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule
@@ -46,7 +46,6 @@ def train(config: Config, ranks: Ranks) -> None:
     """Train, or go on training, as the configuration says, as one of `ranks`."""
     c, T = config.train, config.model.context_length
     tokens_per_step = c.batch_size * c.grad_accum_steps * T
-    interrupt = Interrupt(prints=ranks.is_first)
     device, dtype = choose_device(c, config.model.n_embd, ranks.local_rank)
 
     # 1. A directory, a text, a model and its optimizer: new, or as an earlier session left them.
@@ -70,7 +69,7 @@ def train(config: Config, ranks: Ranks) -> None:
     run.begin(corpus, certificate, environment(device, dtype, compiled, ranks.order(c)))
 
     # 3. The steps.
-    guard = FiniteGuard(optimizer, device)
+    guard, interrupt = FiniteGuard(optimizer, device), Interrupt(prints=ranks.is_first)
     with Progress(run.step, run.train_seconds, c.max_steps, tokens_per_step, device) as progress:
         while True:
             # A resumed step was evaluated and saved already: its evaluation comes before its checkpoint.
@@ -108,7 +107,6 @@ def train(config: Config, ranks: Ranks) -> None:
             scaler.update()
             optimizer.zero_grad()
             progress.made_step()
-            interrupt.step_was_made = True
 
             if progress.step % c.log_every == 0 or progress.step == c.max_steps:
                 guard.check()  # waits for the device, as .item() does, so not in every step
@@ -125,9 +123,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
 def main() -> None:
     with redirect_stdout(Outliving(sys.stdout)), redirect_stderr(Outliving(sys.stderr)), Ranks() as ranks:
-        config = read_config(sys.argv[1:])
-        with advice_if_out_of_memory(config.train, resumed=bool(config.resume)):
-            train(config, ranks)
+        train(read_config(sys.argv[1:]), ranks)
 
 
 if __name__ == "__main__":

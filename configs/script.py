@@ -31,16 +31,12 @@ def run_script(main: Callable[[], None]) -> None:
     except OSError as error:
         fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 2)
     except Exception as error:
-        if is_out_of_memory(error):
-            fail(str(error) if hasattr(error, "exit_code") else "out of memory", 2)
-        if not hasattr(error, "exit_code"):
-            raise
-        fail(str(error), error.exit_code)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether this is how Python or PyTorch say that there is not enough memory."""
-    return isinstance(error, MemoryError) or bool(re.search("out of memory|DefaultCPUAllocator", str(error)))
+        if hasattr(error, "exit_code"):
+            fail(str(error), error.exit_code)
+        # This is how Python or PyTorch say that there is not enough memory.
+        if isinstance(error, MemoryError) or re.search("out of memory|DefaultCPUAllocator", str(error)):
+            fail("out of memory: train with a smaller --train.batch_size and more --train.grad_accum_steps", 2)
+        raise
 
 
 def fail(message: str, exit_code: int) -> None:

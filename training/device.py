@@ -3,11 +3,9 @@
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
 
 import torch
 
-from configs.script import is_out_of_memory
 from training.config import TrainConfig, TrainError
 
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
@@ -137,19 +135,3 @@ def keep_freed_memory(device: torch.device) -> None:
             mallopt = ctypes.CDLL(None).mallopt
             mallopt(M_MMAP_THRESHOLD, min(machine // 100, 2**31 - 1))
             mallopt(M_TRIM_THRESHOLD, min(machine // 10, 2**31 - 1))
-
-
-@contextlib.contextmanager
-def advice_if_out_of_memory(config: TrainConfig, resumed: bool) -> Iterator[None]:
-    """Turn running out of memory into a TrainError with options that need less, and keep the steps as they are."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        B, advice = config.batch_size, "a smaller --model.context_length or model"
-        if pieces := next((n for n in range(2, B + 1) if B % n == 0), 0):
-            advice = f"--train.batch_size {B // pieces} --train.grad_accum_steps {config.grad_accum_steps * pieces}"
-        if resumed:
-            advice = "a device with more memory: a resumed run keeps its batches"
-        raise TrainError(f"out of memory with {B} sequences at once: try {advice}") from error

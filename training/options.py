@@ -14,7 +14,7 @@ from model.checkpoint import STEP, find_checkpoint
 from model.load import load_config
 from training.config import TrainConfig, TrainError
 from training.device import device_type
-from training.recipe import choose_shape, choose_steps, measure
+from training.recipe import fit_to_text, size_of
 
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -75,7 +75,7 @@ def read_config(argv: list[str]) -> Config:
         if "RANK" in os.environ:  # ranks might see another text, or none when torchrun starts them again
             print(f"config: {QUICKSTART.name} as it is: with several processes none is fitted to the text")
         else:
-            config = fit_to_text(argv, config)
+            config = read_fitted(argv, config)
     if config.train.init_from:
         base = find_checkpoint(Path(config.train.init_from))
         config = fit_to_model(argv, file, base)
@@ -98,13 +98,11 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
     return parse(Config, argv + out_dir, directory / "config.toml")
 
 
-def fit_to_text(argv: list[str], config: Config) -> Config:
+def read_fitted(argv: list[str], config: Config) -> Config:
     """Change the quickstart's configuration for the text that it names, but not what argv asks for."""
-    kind, (num_bytes, tokenizer) = device_type(config.train.device), measure(config.data)
-    shape = choose_shape(config.model, config.data, config.train, num_bytes, tokenizer, kind)
-    config = parse(Config, argv, defaults=Config(**shape))
-    steps = choose_steps(config.model, config.data, config.train, num_bytes, kind)
-    config = parse(Config, argv, defaults=Config(model=config.model, data=config.data, train=steps))
+    (num_bytes, tokenizer), on_gpu = size_of(config.data), device_type(config.train.device) == "cuda"
+    fitted = fit_to_text(config.model, config.data, config.train, num_bytes, tokenizer, on_gpu)
+    config = parse(Config, argv, defaults=Config(**fitted))
     size = f"{num_bytes:,.0f} bytes" if num_bytes >= 0 else "unknown size"  # nan
     shape = f"{config.model.n_layer} layers of {config.model.n_embd}, {config.data.tokenizer}"
     print(f"config: for a text of {size}: {shape}, {config.train.max_steps:,} steps")

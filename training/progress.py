@@ -113,12 +113,11 @@ class Interrupted(KeyboardInterrupt):
 class Interrupt:
     """True after a SIGINT, SIGTERM or SIGHUP, which ask the run to stop after the step; a second one stops at once.
 
-    As long as `step_was_made` is false, the first signal raises Interrupted wherever it finds the program: preparing
-    data, loading, compiling. prints: whether this process tells the user.
+    prints: whether this process tells the user.
     """
 
-    def __init__(self, prints: bool = True):
-        self.prints, self.step_was_made, self.received, self.name = prints, False, 0.0, ""
+    def __init__(self, prints: bool):
+        self.prints, self.received = prints, 0.0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
                 signal.signal(number, self.receive)
@@ -130,18 +129,11 @@ class Interrupt:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         elif not self.received:
-            self.received, self.name = time.monotonic(), signal.Signals(number).name
-            self.stop_if_nothing_is_made()
+            self.received = time.monotonic()
             if self.prints:
+                name = signal.Signals(number).name
                 with suppress(OSError):  # no lock and no buffer: the program may just be using them
-                    os.write(2, f"\n{self.name}: saving after this step; once more to stop at once\n".encode())
-
-    def stop_if_nothing_is_made(self) -> None:
-        """Raise Interrupted if this session has not made a step."""
-        if not self.step_was_made:
-            raise Interrupted(f"{self.name} before a step was made: nothing to save, the same command starts again")
+                    os.write(2, f"\n{name}: saving after this step; once more to stop at once\n".encode())
 
     def __bool__(self) -> bool:
-        if self.received:
-            self.stop_if_nothing_is_made()  # again: an exception in a destructor or a callback of torch gets lost
         return bool(self.received)

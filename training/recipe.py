@@ -43,7 +43,7 @@ VOCABULARIES = {100_000: "bytes", 2_000_000: "bpe:512", 500_000_000: "bpe:4096",
 BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:512": 2.1}  # in English or source code; all others: 3.5
 
 
-def measure(data: DataConfig) -> tuple[float, str | None]:
+def size_of(data: DataConfig) -> tuple[float, str | None]:
     """Bytes of the text, an estimate for token files, and its tokenizer if it is tokens already.
 
     The bytes are nan for a hub data set. Raises DataError if there is no text.
@@ -60,50 +60,41 @@ def measure(data: DataConfig) -> tuple[float, str | None]:
     return sum(path.stat().st_size for path in files(data.source)), None
 
 
-def count_tokens(num_bytes: float, data: DataConfig) -> float:
-    """Estimate the number of tokens in the text; nan if its size is not known."""
-    num_tokens = num_bytes / BYTES_PER_TOKEN.get(data.tokenizer, 3.5)
-    return num_tokens if data.max_tokens is None else min(data.max_tokens, num_tokens)
-
-
 def tokens_for(n_layer: int, n_embd: int) -> int:
     """Tokens that a model should be trained on: its blocks have about 12 n_layer n_embd^2 parameters."""
     return TOKENS_PER_PARAMETER * 12 * n_layer * n_embd**2
 
 
-def choose_shape(
-    model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float, tokenizer: str | None, device_type: str
+def fit_to_text(
+    model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float, tokenizer: str | None, on_gpu: bool
 ) -> dict[str, object]:
-    """Change the tables of a run: the shape of the model, the tokenizer and the run directory for the text.
+    """Change the tables of a run: the shape of the model, the tokenizer, the steps and the run directory for the text.
 
-    tokenizer: None for one that fits the text.
+    num_bytes: of the text, nan if not known. tokenizer: None for one that fits the text.
     """
     if tokenizer is None:
-        most = num_bytes if device_type == "cuda" else min(2_000_000, num_bytes)
+        most = num_bytes if on_gpu else min(2_000_000, num_bytes)
         tokenizer = next((name for bound, name in VOCABULARIES.items() if most <= bound), "bpe:4096")
-    data = replace(data, tokenizer=tokenizer)
-    readable = EPOCHS * count_tokens(num_bytes, data)
+    num_tokens = num_bytes / BYTES_PER_TOKEN.get(tokenizer, 3.5)
+    readable = EPOCHS * (num_tokens if data.max_tokens is None else min(data.max_tokens, num_tokens))
     filled = [n_layer for n_layer, shape in SHAPES.items() if tokens_for(n_layer, shape.n_embd) <= readable]
-    n_layer = max(filled if device_type == "cuda" else [], default=min(SHAPES))
+    n_layer = max(filled if on_gpu else [], default=min(SHAPES))
     shape = SHAPES[n_layer]._asdict()
     batches = {name: shape.pop(name) for name in ("batch_size", "grad_accum_steps")}
-    train = replace(train, **batches, out_dir=f"out/{name_of(data.source)}", sample_prompt="")
-    return {"model": replace(model, n_layer=n_layer, **shape), "data": data, "train": train}
-
-
-def choose_steps(
-    model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float, device_type: str
-) -> TrainConfig:
-    """Change the [train] table to as many steps as this model and text are worth; on a CPU to TOKENS_ON_CPU at most."""
-    tokens, num_tokens = tokens_for(model.n_layer, model.n_embd), count_tokens(num_bytes, data)
-    if num_tokens > 0:  # else it is not known, or empty, which the preparation will say
-        tokens = min(tokens, EPOCHS * num_tokens)
-    if device_type != "cuda":
+    tokens = tokens_for(n_layer, shape["n_embd"])
+    if readable > 0:  # else it is not known, or empty, which the preparation will say
+        tokens = min(tokens, readable)
+    if not on_gpu:
         tokens = min(tokens, TOKENS_ON_CPU)
-    max_steps = max(FEWEST_STEPS, round(tokens / (train.batch_size * train.grad_accum_steps * model.context_length)))
+    max_steps = max(FEWEST_STEPS, round(tokens / (math.prod(batches.values()) * shape["context_length"])))
     every = max(FEWEST_STEPS, max_steps // EVALUATIONS)
-    eval_tokens = train.eval_tokens if device_type == "cuda" else EVAL_TOKENS_ON_CPU
-    return replace(train, max_steps=max_steps, eval_every=every, checkpoint_every=every, eval_tokens=eval_tokens)
+    steps = {"max_steps": max_steps, "eval_every": every, "checkpoint_every": every}
+    steps["eval_tokens"] = train.eval_tokens if on_gpu else EVAL_TOKENS_ON_CPU
+    return {
+        "model": replace(model, n_layer=n_layer, **shape),
+        "data": replace(data, tokenizer=tokenizer),
+        "train": replace(train, **batches, **steps, out_dir=f"out/{name_of(data.source)}", sample_prompt=""),
+    }
 
 
 def name_of(source: str) -> str:
