@@ -80,7 +80,7 @@ def train(config: Config, ranks: Ranks) -> None:
                     record = validation.measure(model, loss_fn)
                     progress.write(run.log_validation(step, progress.train_seconds, record))
             stopping = step == c.max_steps or ranks.any(interrupt)
-            if step != run.resumed_step and (stopping or (step % c.checkpoint_every == 0 and step > 0)):
+            if step not in (0, run.resumed_step) and (stopping or step % c.checkpoint_every == 0):
                 guard.check()
                 with progress.paused("saving"):
                     run.save(step, progress.train_seconds, model, optimizer, scaler)

@@ -2,9 +2,9 @@
 
     python -m data.prepare SOURCE --tokenizer NAME --out DIR
 
-A prepared corpus is a directory (data/corpus.py). It is written as DIR.tmp and renamed when it is complete, so an
-interrupted preparation never looks finished: the same command removes it and starts again. A corpus is prepared again
-when its source or recipe has changed, or when it is damaged.
+A prepared corpus is a directory (data/corpus.py). It is written as .DIR.tmp and renamed when it is complete, so an
+interrupted preparation never looks finished: the same command removes it and starts again. Another state of the source
+is another corpus, with a directory of its own.
 """
 
 import hashlib
@@ -24,11 +24,10 @@ from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
 from data.shards import has_shards, open_shards
 from data.tokenise import write_corpus
-from data.tokenizer import FILES, find_tokenizer, load_tokenizer, read_files
+from data.tokenizer import find_tokenizer, load_tokenizer, read_files
 
 FORMAT = 2
 PREPARED = Path(__file__).parent / "prepared"
-CORPUS_FILES = {"train.bin", "val.bin", "meta.json", *FILES}
 
 
 def prepare(
@@ -42,7 +41,7 @@ def prepare(
             has happened to its source since.
         model: the directory whose tokenizer the name "model" stands for.
 
-    Raises DataError if the source cannot be used, if `out` holds something other than a corpus, or if the corpus has
+    Raises DataError if the source cannot be used, if `out` holds something other than this corpus, or if that has
     another fingerprint.
     """
     corpus = find_prepared(fingerprint, config.source)
@@ -76,29 +75,28 @@ def open_source(config: DataConfig, model: Path | None) -> Corpus:
 
 
 def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> Corpus:
-    """Open the corpus in a directory if it is up to date, else write it. One process at a time; others wait."""
+    """Open the corpus in a directory if it is there already, else write it. One process at a time; others wait.
+
+    Raises DataError if the directory holds something else, or a corpus that has changed.
+    """
     recipe = make_recipe(config, model)
     directory = (out or default_directory(config, recipe)).resolve()  # behind a link, where it can be renamed
-    temporary = directory.with_name(f"{directory.name}.tmp")
-    recipe["signature"] = sources.signature(config.source)  # not in the name: a changed text replaces the old one
+    temporary = directory.with_name(f".{directory.name}.tmp")
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both work.
     with FileLock(directory.with_name(f".{directory.name}.lock")):
-        refuse_something_else(directory, required={"meta.json"})
-        refuse_something_else(temporary, required=set())
-        if is_prepared(directory):
-            with suppress(DataError):  # it is damaged
+        if directory.exists() and os.listdir(directory):
+            with suppress(DataError):
                 corpus = open_corpus(directory)
                 if recipe.items() <= corpus.meta.items():
                     return corpus
-            print(f"{directory} is damaged, or its source or options have changed: preparing it again")
+            raise DataError(f"{directory} is not the corpus of this text, or is damaged: remove it, or choose another")
         shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
         temporary.mkdir()
         try:
             write_corpus(config, recipe, temporary, model)
             for path in (*temporary.iterdir(), temporary):
                 sync(path)
-            remove_corpus(directory)
             temporary.rename(directory)
             sync(directory.parent)
         finally:
@@ -106,24 +104,10 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
     return open_corpus(directory)
 
 
-def refuse_something_else(path: Path, required: set[str]) -> None:
-    """Raise DataError unless the path is free, or holds only files of a corpus, among them those `required`."""
-    names = set(os.listdir(path)) if path.is_dir() else {""} if path.exists() else set()
-    if names and not required <= names <= CORPUS_FILES:
-        raise DataError(f"{path} exists and is not a prepared corpus: choose another directory")
-
-
-def remove_corpus(directory: Path) -> None:
-    """Delete a corpus, meta.json last: what is left when the process is killed is then still known as a corpus."""
-    for name in sorted(CORPUS_FILES, key="meta.json".__eq__):
-        (directory / name).unlink(missing_ok=True)
-    if directory.exists():
-        directory.rmdir()
-
-
 def make_recipe(config: DataConfig, model: Path | None) -> dict:
-    """Return everything a corpus depends on, apart from the state of its source."""
+    """Return everything a corpus depends on, with the state of its source."""
     recipe = {"format": FORMAT, **{field.name: getattr(config, field.name) for field in fields(DataConfig)}}
+    recipe["signature"] = sources.signature(config.source)
     del recipe["val_source"]  # of token files
     recipe["vocabulary"] = None
     if place := find_tokenizer(config.tokenizer, model):
