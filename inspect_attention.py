@@ -75,8 +75,6 @@ class Options:
     """A file to write, any number of times: .html, a page of all checkpoints; .png or .svg, a picture of the last."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products. auto: that of the training, or float32 if the device is slow in that."""
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
@@ -222,7 +220,7 @@ def inspect_checkpoint(
     directory: Path, inputs: Inputs, heads: list[Head], tokenizer: Tokenizer, device: torch.device, options: Options
 ) -> Inspection:
     """Measure a checkpoint and capture the text that is shown. Raises NotTheKernels if weights are not its kernel's."""
-    (model, precision), shares, predictions = load(directory, device, options), None, []
+    (model, precision), shares, predictions = load(directory, device), None, []
     with precision:
         scores = head_scores(model, inputs.measured, inputs.probe)
         if options.ablate:
@@ -270,17 +268,17 @@ def label(tokenizer: Tokenizer, token: int) -> str:
     return f"⟦{text or token}⟧" if not text or token in tokenizer.special_tokens.values() else text
 
 
-def load(directory: Path, device: torch.device, options: Options) -> tuple[GPT, AbstractContextManager]:
-    """Load the model, and the context in which its matrix products have the precision asked for.
+def load(directory: Path, device: torch.device) -> tuple[GPT, AbstractContextManager]:
+    """Load the model, and the context in which its matrix products have the precision of the training.
 
-    auto is the precision of the training, or in which the weights are stored; float32, and a line that says so, where
-    the device is slow in it.
+    A model from elsewhere has that in which its weights are stored. It is float32, and a line says so, where the device
+    is slow in that precision.
     """
-    model, asked = GPT.read(directory, device), options.dtype
+    model = GPT.read(directory, device)
     stored = model.lm_head.weight.dtype
-    name = read_optional(directory / "manifest.json", "environment", "dtype") if asked == "auto" else asked
+    name = read_optional(directory / "manifest.json", "environment", "dtype")
     dtype = getattr(torch, name) if name in ("float32", "bfloat16", "float16") else stored
-    if asked == "auto" and not is_fast(dtype, device):
+    if not is_fast(dtype, device):
         print(f"device: {device}, in float32: it is slow in {dtype_name(dtype)}, the precision of the model")
         dtype = torch.float32
     return (model, nullcontext()) if dtype == stored else (model.float(), autocast(device, dtype))

@@ -4,7 +4,7 @@
 Ways to ask:
     python sample.py out/quickstart --prompt "def"       continue a text
     python sample.py out/quickstart --prompt @story.txt  ... read from a file
-    python sample.py out/quickstart --prompt "def" "if"  several texts
+    python sample.py out/quickstart --num_samples 3      several texts
 
 First of all: --prompt, --max_new_tokens, --num_samples, --temperature, --stop.
 
@@ -39,8 +39,8 @@ class Options:
 
     checkpoint: tyro.conf.Positional[Path]
     """A checkpoint, a run directory (its newest checkpoint), or a model OWNER/NAME of the Hugging Face hub."""
-    prompt: tuple[str, ...] = ("",)
-    """Texts to continue; @FILE reads a file, - standard input. An empty text begins a document. Names of special tokens
+    prompt: str = ""
+    """Text to continue; @FILE reads a file, - standard input. An empty text begins a document. Names of special tokens
     are ordinary text."""
     max_new_tokens: int = 256
     """The most tokens to generate; may be more than the context length."""
@@ -53,7 +53,7 @@ class Options:
     min_p: float | None = None
     """Forbid tokens less than this times as likely as the likeliest."""
     num_samples: int = 1
-    """Number of texts to generate for each prompt."""
+    """Number of texts to generate."""
     seed: int | None = None
     """The same seed gives the same texts for the same prompt and num_samples. None: different texts each time."""
     stop: str | None = None
@@ -71,8 +71,6 @@ class Options:
                 raise ModelError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ModelError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
-        if not self.prompt:
-            raise ModelError("--prompt must be followed by a text")
 
 
 class Text:
@@ -113,7 +111,7 @@ def show(text: str) -> None:
 
 def main() -> None:
     options = parse(Options, sys.argv[1:])
-    prompts = [read_prompt(prompt) for prompt in options.prompt]
+    prompt = read_prompt(options.prompt)
     directory = find_checkpoint(options.checkpoint)
     device = find_device(options.device)
     dtype = weights_dtype(options.dtype, device)
@@ -121,46 +119,42 @@ def main() -> None:
     tokenizer = load_tokenizer(directory)
     tokenizer.check_fits(model.config.vocab_size)
 
-    start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
-    ids = [start + tokenizer.encode(prompt).tolist() or tokenizer.document_start for prompt in prompts]
-    if [] in ids:
+    ids = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
+    ids = ids + tokenizer.encode(prompt).tolist() or tokenizer.document_start
+    if not ids:
         raise DataError("this model's tokenizer has no token that begins a text: give a --prompt")
     seed = secrets.randbits(32) if options.seed is None else options.seed
     sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
-    batches = [torch.tensor([prompt_ids] * options.num_samples, device=device) for prompt_ids in ids]
-    streams = [stream(model, idx, options.max_new_tokens, sampler, seed) for idx in batches]
+    idx = torch.tensor([ids] * options.num_samples, device=device)
+    tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
     causal = read_optional(directory / "manifest.json", "certificate", "causal") or "unknown, there is no certificate"
     print(f"causal: {visible(str(causal))}", file=sys.stderr)
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
+    if len(ids) > (T := model.config.context_length):
+        print(f"the prompt has {len(ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
 
-    T = model.config.context_length
-    is_only = len(prompts) == options.num_samples == 1 and not options.json  # is printed while it grows
-    for number, (prompt, prompt_ids, tokens) in enumerate(zip(prompts, ids, streams, strict=True)):
-        if len(prompt_ids) > T:
-            print(f"a prompt has {len(prompt_ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
-        texts = [Text(tokenizer, options.stop, prompt_ids) for _ in range(options.num_samples)]
-        if is_only:
-            show(prompt)
-        num_shown = 0
-        for column in tqdm(tokens, total=options.max_new_tokens, unit="token", leave=False, disable=is_only or None):
-            for text, token in zip(texts, column.flatten().tolist(), strict=True):
-                text.add(token)
-            if is_only:
-                show(text.certain[num_shown:])
-                num_shown = len(text.certain)
-            if all(text.finish for text in texts):
-                break
-        tokens.close()  # frees the cache
-        for sample, text in enumerate(texts):
-            text.close()
-            if is_only:
-                show(text.text[num_shown:] + "\n")
-            elif options.json:
-                record = {"prompt_number": number, "sample": sample, "seed": seed, "prompt": prompt, "text": text.text}
-                print(json.dumps(record | {"tokens": text.num_tokens, "finish": text.finish or "length"}))
-            else:
-                which = f"prompt {number + 1} of {len(prompts)}, sample {sample + 1} of {options.num_samples}"
-                show(f"--- {which}\n{prompt}{text.text}\n")
+    texts = [Text(tokenizer, options.stop, ids) for _ in range(options.num_samples)]
+    grows = options.num_samples == 1 and not options.json  # is printed while it grows
+    if grows:
+        show(prompt)
+    num_shown = 0
+    for column in tqdm(tokens, total=options.max_new_tokens, unit="token", leave=False, disable=grows or None):
+        for text, token in zip(texts, column.flatten().tolist(), strict=True):
+            text.add(token)
+        if grows:
+            show(texts[0].certain[num_shown:])
+            num_shown = len(texts[0].certain)
+        if all(text.finish for text in texts):
+            break
+    for number, text in enumerate(texts):
+        text.close()
+        if grows:
+            show(text.text[num_shown:] + "\n")
+        elif options.json:
+            record = {"sample": number, "seed": seed, "prompt": prompt, "text": text.text}
+            print(json.dumps(record | {"tokens": text.num_tokens, "finish": text.finish or "length"}))
+        else:
+            show(f"--- sample {number + 1} of {options.num_samples}\n{prompt}{text.text}\n")
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ and the last one wins.
 
 import contextlib
 import io
-import json
 import re
 import sys
 import tomllib
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tomli_w
 import tyro
 
 T = TypeVar("T")
@@ -111,18 +111,15 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
         raise ConfigError(message) from None
 
 
+def tables(config: Any) -> dict[str, dict]:
+    """Return the tables of a configuration, such as [model], as plain values."""
+    return {name: asdict(table) for name, table in vars(config).items() if is_dataclass(table)}
+
+
 def to_toml(config: Any) -> str:
     """Return a dataclass of tables as TOML that `parse` reads back, without the options that are None."""
-    lines = []
-    for table in fields(config):
-        content = getattr(config, table.name)
-        if is_dataclass(content):
-            lines += [f"[{table.name}]"]
-            for field in fields(content):
-                value = getattr(content, field.name)
-                if isinstance(value, str | Path):  # a string of JSON is one of TOML, but for this character
-                    value = json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-                if value is not None:
-                    lines += [f"{field.name} = {str(value).lower() if isinstance(value, bool) else value}"]
-            lines += [""]
-    return "\n".join(lines)
+    known = {
+        name: {key: value for key, value in table.items() if value is not None}
+        for name, table in tables(config).items()
+    }
+    return tomli_w.dumps(known)

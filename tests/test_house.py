@@ -24,7 +24,6 @@ MAY_IMPORT = {  # package -> what it may import of ours, besides itself
     "training": {"model", "data", "configs", "inspection"},
     "inspection": {"model"},
     **{f"{name}.py": OURS - SCRIPTS for name in SCRIPTS},
-    "train.py": OURS - SCRIPTS | {"inspect_attention"},  # which looks at what was trained
 }
 SOURCES = sorted([*ROOT.glob("*.py"), *(path for name in MAY_IMPORT for path in (ROOT / name).rglob("*.py"))])
 TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}

@@ -4,12 +4,12 @@ import fcntl
 import json
 import math
 import os
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from configs import to_toml
+from configs import tables, to_toml
 from configs.script import visible
 from data.batches import seed_for
 from data.corpus import Corpus
@@ -18,10 +18,10 @@ from model.checkpoint import find_checkpoint, keep_newest, read_json, save_check
 from model.huggingface import tensors_to_huggingface
 from model.load import load_config
 from model.sharded import gather
-from training.config import MAY_CHANGE, TrainConfig, TrainError
+from training.config import MAY_CHANGE, TrainError
 from training.directory import best_validation, next_commands, read_metrics
 from training.distributed import Ranks
-from training.optimizer import learning_rate_at, load_optimizer_tensors, optimizer_tensors
+from training.optimizer import load_optimizer_tensors, optimizer_tensors
 from training.options import Config
 from training.report import write_report
 from training.tracking import Tracker
@@ -101,7 +101,8 @@ class Run:
             if not isinstance(trainer["scaler"], dict):
                 raise TypeError("scaler not understood")
             refuse_changes(trainer["config"], tables(self.config))
-            warn_of_another_schedule(TrainConfig(**trainer["config"]["train"]), self.config.train, self.step)
+            if (planned := trainer["config"]["train"]["max_steps"]) != self.config.train.max_steps:
+                print(f"note: planned for {planned!s:.9} steps, so the learning rate may jump: see docs/train.md")
         except TrainError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -255,11 +256,6 @@ class Run:
             print(f"  {line}")
 
 
-def tables(config: Config) -> dict[str, dict]:
-    """The [model], [data] and [train] tables as plain values."""
-    return {name: asdict(value) for name, value in vars(config).items() if is_dataclass(value)}
-
-
 def refuse_changes(before: dict[str, dict], now: dict[str, dict]) -> None:
     """Raise TrainError if a resumed run is asked to become a different one, naming both values."""
     for table, content in now.items():
@@ -268,16 +264,3 @@ def refuse_changes(before: dict[str, dict], now: dict[str, dict]) -> None:
             if was != value and not (table == "train" and key in MAY_CHANGE):
                 values = f"it began with {was!r:.60}, now {value!r:.60}"
                 raise TrainError(f"a resumed run cannot change {table}.{key}: {values}")
-
-
-def warn_of_another_schedule(before: TrainConfig, now: TrainConfig, step: int) -> None:
-    """Print a note if another max_steps would have meant other learning rates in the steps already made.
-
-    The last of these steps tells: schedules that have parted do not meet again.
-    """
-    if now.max_steps > step > 0 and learning_rate_at(step - 1, before) != learning_rate_at(step - 1, now):
-        print(
-            f"note: not the run that {now.max_steps} steps from the start would have been:\n"
-            f"      the learning rate, planned for {before.max_steps} steps, was "
-            f"{learning_rate_at(step - 1, before):.2g} and is {learning_rate_at(step, now):.2g} now"
-        )
