@@ -29,10 +29,11 @@ bench: .venv/test.installed  # which has transformers, to compare with
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tril needs Python 3.11: make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 .venv/train.installed: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q -c constraints.txt -e .
+	@echo "installing PyTorch and what else is needed into .venv: some minutes"
+	@$(BIN)/pip install -q -c constraints.txt -e .
 	touch $@
 
 .venv/model.installed: .venv/test.installed  # what long tests read, without its dependencies
