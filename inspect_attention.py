@@ -119,15 +119,18 @@ def inspect(options: Options) -> None:
 
     inspections = []
     for directory in directories:
-        if inspections and not is_page_asked:
-            inspections[-1].att.inputs.clear()  # only the last one is drawn, and queries and keys are large
         inspections.append(inspect_checkpoint(directory, inputs, heads, tokenizer, device, options))
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
         print(f"        {inspections[-1].verified}", flush=True)
     for output in options.output:
         path = output.resolve()  # behind a link
         with TemporaryDirectory(prefix=".tril-", dir=path.parent) as unfinished:  # a failure leaves the old file
-            write(Path(unfinished, path.name), inputs, labels, heads, inspections)
+            if path.suffix == ".html":
+                page.write_page(Path(unfinished, path.name), f"scores of {inputs.note}", labels, heads, inspections)
+            else:
+                from inspection import plots  # slow to import
+
+                plots.draw_heads(Path(unfinished, path.name), inspections[-1], heads, labels)
             os.replace(Path(unfinished, path.name), path)
         print(f"wrote {output}")
 
@@ -180,7 +183,7 @@ def choose_inputs(options: Options, directory: Path, config: GPTConfig, tokenize
         start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
         ids = start + tokenizer.encode(read_prompt(options.text)).tolist()
         measured = shown = torch.tensor([ids[:T]])
-        note = f"{len(ids)} tokens" if len(ids) <= T else f"the first {T} of {len(ids)} tokens: its context is {T}"
+        note = f"{len(ids)} tokens" if len(ids) <= T else f"the first {T} of {len(ids)} tokens, which fill the context"
     if measured.size(1) < 2:
         raise ConfigError("attention is between tokens: give a text of two or more")
     return Inputs(measured, shown, note, make_probe(tokenizer, measured, config))
@@ -250,16 +253,6 @@ def name_of_model(directory: Path) -> str:
     if directory.parent.name == "snapshots":  # in the hub's cache
         return directory.parts[-3].removeprefix("models--").replace("--", "/")
     return " ".join(directory.parts[-3::2]) if STEP.fullmatch(directory.name) else directory.name
-
-
-def write(path: Path, inputs: Inputs, labels: list[str], heads: list[Head], inspections: list[Inspection]) -> None:
-    """Write one output in the format of its suffix."""
-    if path.suffix == ".html":
-        page.write_page(path, f"scores of {inputs.note}", labels, heads, inspections)
-    else:
-        from inspection import plots  # slow to import
-
-        plots.draw_heads(path, inspections[-1], heads, labels)
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:

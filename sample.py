@@ -26,6 +26,7 @@ from tqdm import tqdm
 from configs import parse
 from configs.script import read_prompt, run_script, visible
 from data import DataError
+from data.encoding import TextStream
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, ModelError
 from model.checkpoint import find_checkpoint, read_optional
@@ -77,7 +78,7 @@ class Text:
     """A text that grows token by token until it ends; `finish` says why, and is empty until then."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: Sequence[int] = ()):
-        self.stop, self.ends, self.stream = stop or "", tokenizer.ends, tokenizer.stream(prompt)
+        self.stop, self.ends, self.stream = stop or "", tokenizer.ends, TextStream(tokenizer, prompt)
         self.text, self.num_tokens, self.finish = "", 0, ""
 
     def add(self, token: int) -> None:
@@ -130,7 +131,8 @@ def main() -> None:
     causal = read_optional(directory / "manifest.json", "certificate", "causal") or "unknown, there is no certificate"
     print(f"causal: {visible(str(causal))}", file=sys.stderr)
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
-    if len(ids) > (T := model.config.context_length):
+    T = model.config.context_length
+    if len(ids) > T:
         print(f"the prompt has {len(ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
 
     texts = [Text(tokenizer, options.stop, ids) for _ in range(options.num_samples)]

@@ -78,7 +78,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 guard.check()
                 with progress.paused("evaluating"):
                     record = validation.measure(model, loss_fn)
-                    progress.write(run.log_validation(step, progress.train_seconds, record))
+                    progress.line.write(run.log_validation(step, progress.train_seconds, record))
             stopping = step == c.max_steps or ranks.any(interrupt)
             if step not in (0, run.resumed_step) and (stopping or step % c.checkpoint_every == 0):
                 guard.check()
@@ -115,7 +115,8 @@ def train(config: Config, ranks: Ranks) -> None:
 
     if step < c.max_steps:
         run.finish(Interrupted.exit_code)
-        raise Interrupted(f"saved step {step}; continue with: {command('train.py --resume', run.directory)}")
+        saved = f"saved step {step}" if step else "there was nothing to save yet"
+        raise Interrupted(f"{saved}; continue with: {command('train.py --resume', run.directory)}")
     run.finish()
     validation.print_sample(model)
     run.print_next(step)

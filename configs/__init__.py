@@ -43,12 +43,7 @@ def booleans_as_in_toml(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.const
     )
 
 
-def parse(
-    options: type[T],
-    argv: list[str],
-    file: Path | None = None,
-    defaults: T | None = None,
-) -> T:
+def parse(options: type[T], argv: list[str], file: Path | None = None, defaults: T | None = None) -> T:
     """Build the dataclass `options` from a TOML file and a command line. --help prints and exits.
 
     defaults: values where neither says anything; None: those of the dataclass.

@@ -35,7 +35,7 @@ def run_script(main: Callable[[], None]) -> None:
             fail(str(error), error.exit_code)
         # This is how Python or PyTorch say that there is not enough memory.
         if isinstance(error, MemoryError) or re.search("out of memory|DefaultCPUAllocator", str(error)):
-            fail("out of memory: train with a smaller --train.batch_size and more --train.grad_accum_steps", 2)
+            fail("out of memory: docs/train.md says what needs less", 2)
         raise
 
 

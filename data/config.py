@@ -27,9 +27,9 @@ class DataConfig:
     """Token files to validate on. None: the end of those of the source."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "source", os.path.expanduser(self.source))
-        if self.val_source:
-            object.__setattr__(self, "val_source", os.path.expanduser(self.val_source))
+        for name in ("source", "val_source"):
+            if getattr(self, name):
+                object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         if not 0 < self.val_fraction < 1:
             raise DataError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -19,7 +19,7 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus, opened: a prepared one, which stays open when its directory is replaced, or token files."""
+    """A corpus, opened: a prepared one, or token files."""
 
     directory: Path
     meta: dict

@@ -78,20 +78,16 @@ class Tokenizer(ABC):
     def token_bytes(self, token: int) -> bytes:
         """The bytes that label one token: its text, the name of a special token, or b"" for an unused id."""
 
-    def stream(self, before: Sequence[int] = ()) -> "TextStream":
-        """Decode ids one at a time. before: ids of the prompt, whose text is not repeated."""
-        return TextStream(self, before)
-
 
 class TextStream:
-    """Text of ids that arrive one at a time.
+    """Text of ids that arrive one at a time. before: ids of the prompt, whose text is not repeated.
 
     The text of an id depends on its neighbours: one character may take several ids, and some tokenizers drop the space
     in front of the first word. So new ids are decoded together with those whose text was returned last.
     (Some decoders replace a whole run of bytes for one that is broken. What was returned before it stays.)
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self.tokenizer, self.returned, self.waiting = tokenizer, list(before), []
 
     def add(self, token: int) -> str:

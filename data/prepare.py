@@ -33,7 +33,7 @@ PREPARED = Path(__file__).parent / "prepared"
 def prepare(
     config: DataConfig, out: Path | None = None, fingerprint: str | None = None, model: Path | None = None
 ) -> Corpus:
-    """Return the prepared corpus of a configuration; prepare it unless it exists and is up to date.
+    """Return the prepared corpus of a configuration; prepare it unless it is there.
 
     Args:
         out: the directory to write. None: one in PREPARED.
@@ -86,11 +86,12 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
     # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both work.
     with FileLock(directory.with_name(f".{directory.name}.lock")):
         if directory.exists() and os.listdir(directory):
+            or_other = ", or give another --out" if out else ""
             with suppress(DataError):
                 corpus = open_corpus(directory)
                 if recipe.items() <= corpus.meta.items():
                     return corpus
-            raise DataError(f"{directory} is not the corpus of this text, or is damaged: remove it, or choose another")
+            raise DataError(f"{directory} is not the corpus of this text, or is damaged: remove it{or_other}")
         shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
         temporary.mkdir()
         try:
@@ -163,8 +164,6 @@ if __name__ == "__main__":
 
     def main() -> None:
         arguments = parse(Arguments, sys.argv[1:])
-        if not is_prepared(arguments.source) and has_shards(arguments.source):
-            raise DataError(f"{arguments.source} is tokens already: give it to train.py as it is")
         corpus = prepare(arguments, arguments.out)
         print(visible(f"{corpus.directory}: {corpus}"))
         source = shlex.quote(str(corpus.directory))

@@ -16,10 +16,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from data.tokenizer import load_tokenizer
-from inspect_attention import label, make_probe, validation_texts
+from inspect_attention import make_probe, validation_texts
 from inspection import capture, head_scores
 from inspection.kinds import KINDS, kind_of, name_of
-from inspection.plots import drawable, pool
+from inspection.plots import pool
 from model import GPT
 from model.checkpoint import find_checkpoint
 from training.directory import read_metrics
@@ -66,7 +66,6 @@ def draw_run(run: Path) -> None:
     ids = tokenizer.document_start + tokenizer.encode(TEXT).tolist()
     with capture(model) as att:
         model(torch.tensor([ids]))
-    labels = [[label(tokenizer, token) for token in layer] for layer in scores.tokens.tolist()]
     num_layers, num_heads = scores.tokens.shape
 
     figure = plt.figure(figsize=(12, 5.6))
@@ -81,12 +80,9 @@ def draw_run(run: Path) -> None:
     for number, ax in enumerate(right.subplots(num_layers, num_heads).flat):
         head = divmod(number, num_heads)
         ax.imshow(pool(att.pattern(*head)[0], 1) ** 0.5, vmin=0, vmax=1, cmap="viridis")
-        kind, score = kind_of(scores.mean, head)
-        if kind == "other":
-            where, score = f"the token {labels[head[0]][head[1]]}", scores.mean["token"][head]
-        else:
-            where = KINDS[kind].replace("the same", "\nthe same")
-        ax.set_title(f"{name_of(head)}: {drawable(where)} ({score:.2f})", fontsize=9, parse_math=False)
+        kind, _ = kind_of(scores.mean, head)
+        where = "" if kind == "other" else f": {KINDS[kind].replace('the same', f'{chr(10)}the same')}"
+        ax.set_title(f"{name_of(head)}{where}", fontsize=9)
         ax.set(xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
     figure.savefig(DOCS / "first_run.png", dpi=100)

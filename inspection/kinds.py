@@ -11,13 +11,13 @@ from torch import Tensor
 from inspection.metrics import METRICS
 
 Head = tuple[int, int]  # layer and head, both from zero
-KINDS = {  # metric -> where a head of this kind looks
+KINDS = {  # metric, or "other" -> where a head of this kind looks
     "induction": "what followed the same token before",
     "duplicate": "an earlier copy of the token",
     "previous": "the token before",
     "current": "the token itself",
     "sink": "the first token of the text",
-    "token": "one token, wherever it is",
+    "token": "one token",
     "other": "none of these",
 }
 LEAST = 0.2  # the score of a head of a kind
@@ -60,8 +60,3 @@ def by_kind(mean: dict[str, Tensor], heads: Sequence[Head]) -> dict[str, list[tu
         kind, score = kind_of(mean, head)
         groups[kind].append((head, score))
     return {kind: sorted(group, key=lambda found: -found[1]) for kind, group in groups.items() if group}
-
-
-def best_first(mean: dict[str, Tensor], heads: Sequence[Head]) -> list[Head]:
-    """Order heads by kind, and within a kind by score."""
-    return [head for group in by_kind(mean, heads).values() for head, _ in group]

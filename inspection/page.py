@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from inspection.heads import Inspection
-from inspection.kinds import Head, best_first, kind_of, name_of, tag
+from inspection.kinds import Head, by_kind, kind_of, name_of, tag
 from inspection.metrics import METRICS
 from inspection.terminal import grid_columns, number
 from model import ModelError
@@ -30,11 +30,11 @@ MOST_NAMED = 48  # the most tokens that are named beside the large picture
 
 
 def check_room(T: int, num_heads: int, num_checkpoints: int) -> None:
-    """Raise ModelError if a page has no room for so much."""
+    """Raise ModelError if a page has no room for these heads."""
     most = MOST_WEIGHTS // (T * (T + 1) // 2 * num_checkpoints) - 1  # besides the influence
     if num_heads > most:
-        sizes = f"{T} tokens at {num_checkpoints} checkpoints a page has room for {max(0, most)} heads"
-        raise ModelError(f"of {sizes}, not {num_heads}: name fewer with --heads, or give a shorter --text")
+        room = f"a page has room for {max(0, most)} heads of {T} tokens in each of {num_checkpoints} checkpoints"
+        raise ModelError(f"{room}, not {num_heads}: give fewer --heads, a shorter --text or fewer checkpoints")
 
 
 def write_page(
@@ -42,8 +42,8 @@ def write_page(
 ) -> None:
     """Write the page.
 
-    note: says what was measured; labels: the T tokens; heads: those to show; inspections: in order, not
-    empty, with influence and predictions.
+    note: says what was measured; labels: the T tokens; heads: those to show; inspections: in order, not empty, with
+    influence and predictions.
     """
     triangles = {}
     for checkpoint, inspection in enumerate(inspections):
@@ -91,7 +91,7 @@ def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
     return {
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
         "tags": [tag(*kind_of(mean, head)) for head in heads],
-        "best": heads.index(best_first(mean, heads)[0]),
+        "best": heads.index(next(iter(by_kind(mean, heads).values()))[0][0]),
         "scores": [" · ".join(score(*column, head) for column in columns) for head in heads],
         "predictions": [(label, f"{probability:.1%}") for label, probability in inspection.predictions],
     }

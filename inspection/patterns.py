@@ -40,7 +40,7 @@ class Captured:
         self.inputs: dict[Attend, tuple[Tensor, Tensor, Tensor]] = {}
 
     def hook(self, kernel: Attend, inputs: tuple, output: Tensor) -> None:
-        """Store the queries, keys and mask of a kernel's call, in place of those of its last one."""
+        """Store the queries, keys and mask of a kernel's call, in place of those of the call before."""
         q, k, _, mask, _ = inputs
         self.inputs[kernel] = q.detach(), k.detach().to(q.dtype, copy=True), mask  # a cache is overwritten later
 
@@ -94,7 +94,6 @@ class Captured:
 
         repeat: the length L of the repeated part if the text is a `repeat_probe`.
         """
-
         measured = []
         for layer in range(len(self.kernels)):
             blocks = ((k.size(2) - q.size(2), attention_weights(q, k, mask)) for _, (q, k, mask) in self.blocks(layer))

@@ -66,11 +66,15 @@ def in_words(mean: dict[str, Tensor], heads: Sequence[Head], labels: Sequence[Se
 
     labels: as in `table`.
     """
-    lines = ["heads that look mostly at"]
+    lines = ["heads by where they look"]
     for kind, group in by_kind(mean, heads).items():
-        names = [name_of(head) + (f" {labels[head[0]][head[1]]:.10}" if kind == "token" else "") for head, _ in group]
-        scores = [f"{name} {short(score)}" for name, (_, score) in zip(names, group, strict=True)][:3]
-        named = "" if kind == "other" else f": {', '.join(scores)}{', ...' if len(group) > len(scores) else ''}"
+        surest = []
+        for (layer, head), score in group[:3]:
+            token = f" {labels[layer][head]:.8}" if kind == "token" else ""
+            surest.append(f"{name_of((layer, head))}{token} {short(score)}")
+        if len(group) > len(surest):
+            surest.append("...")
+        named = "" if kind == "other" else f": {', '.join(surest)}"
         lines.append(f"{len(group):4d}  {KINDS[kind]}{named}")
     return "\n".join(lines)
 

@@ -28,11 +28,7 @@ def load_config(directory: Path) -> GPTConfig:
 
 
 def load_weights(
-    directory: Path,
-    config: GPTConfig,
-    like: dict[str, Tensor],
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+    directory: Path, config: GPTConfig, like: dict[str, Tensor], device: str | torch.device, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Return the state dict of the model in a directory. dtype None keeps that of the stored embedding.
 

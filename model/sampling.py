@@ -43,7 +43,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:  # below, logits would become infinite
-            raise ModelError(f"temperature must be 0, or from 1e-6 and finite, got {self.temperature}")
+            raise ModelError(f"temperature must be 0, or finite and at least 1e-6, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ModelError(f"top_k must be at least 1, got {self.top_k}")
         for name, p in (("top_p", self.top_p), ("min_p", self.min_p)):

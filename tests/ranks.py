@@ -38,9 +38,9 @@ class Job:
 
         # In a process of its own: ranks forked beside its thread would wait for the locks that this thread held.
         self.store = fork(serve, os.devnull, os.devnull)
+        os.close(send)
         port = os.read(receive, 9).decode()
         os.close(receive)
-        os.close(send)
         self.files = [(directory / f"{rank}.out", directory / f"{rank}.err") for rank in range(world)]
 
         def begin(rank: int) -> None:

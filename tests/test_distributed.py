@@ -69,20 +69,6 @@ def test_two_ranks_with_fsdp_train_what_one_does(
         torch.testing.assert_close(weights(two)[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("first, then", [(2, 1), (1, 4)])
-def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, corpus_file: Path, first: int, then: int) -> None:
-    straight = trained(1, tmp_path, corpus_file, "straight")
-    out = trained(first, tmp_path, corpus_file, "out")
-    for path in (out / "checkpoints").iterdir():
-        if path.name > "step-00000004":
-            shutil.rmtree(path)
-    for end in Job(then, tmp_path / "again", ["--resume", str(out)]).wait():
-        assert end.exit_code == 0, end.err
-    assert same_bits(weights(straight), weights(out)) and same_bits(state(straight), state(out))
-    assert metrics(straight, "train_loss") == metrics(out, "train_loss")
-
-
 def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks()
     ranks.world = 2

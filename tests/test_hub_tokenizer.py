@@ -15,7 +15,7 @@ import inspect_attention
 import sample
 import train
 from data import DataError, prepare, sources
-from data.encoding import HubTokenizer
+from data.encoding import HubTokenizer, TextStream
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, FILES, load_tokenizer
 from model import GPT
@@ -106,9 +106,9 @@ def test_a_stream_gives_the_text_that_their_decoder_writes(kind: str, ours: HubT
     @settings(deadline=None, max_examples=20)
     def check(text: str, prompt: str) -> None:
         ids, before = ours.encode(text + "\ufffd").tolist(), ours.document_start + ours.encode(prompt).tolist()
-        stream = ours.stream()
+        stream = TextStream(ours)
         assert "".join(map(stream.add, ids)) == KINDS[kind].decode(ids) and not stream.end()
-        stream = ours.stream(before)
+        stream = TextStream(ours, before)
         continued = "".join(map(stream.add, ids)) + stream.end()
         assert KINDS[kind].decode(before) + continued == KINDS[kind].decode(before + ids)
 

@@ -92,10 +92,10 @@ def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
     for head, line in zip([(layer, head) for layer in range(2) for head in range(3)], lines[7:13], strict=True):
         name, entropy, *_ = line.split()
         assert name == f"{head[0]}.{head[1]}" and entropy == f"{expected.mean['entropy'][head]:.2f}"
-    assert lines[15] == "heads that look mostly at"
+    assert lines[15] == "heads by where they look"
 
 
-def test_of_many_heads_the_best_are_shown(run, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_heads_the_best_are_shown(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(terminal, "MOST_ROWS", 5)
     monkeypatch.setattr(page, "MOST_WEIGHTS", 3 * 66)
     few, every = (run(inspect_attention, straight, *words).out for words in ([], ["--heads", "*.*"]))
@@ -106,9 +106,9 @@ def test_of_many_heads_the_best_are_shown(run, straight: Path, monkeypatch: pyte
     missed = run(inspect_attention, straight, "--ablate", "zero").out
     rises = [float(rise) for rise in re.findall(r"^ \d\.\d .* (\S+) ± ", missed, re.M)]
     assert len(rises) == 5 and rises == sorted(rises, reverse=True)
-    refused = run(inspect_attention, straight, "-o", "a.html")
+    refused = run(inspect_attention, straight, "-o", tmp_path / "a.html")
     assert refused.exit_code == 2 and not refused.out
-    assert "of 11 tokens at 1 checkpoints a page has room for 2 heads, not 6: name fewer with --heads" in refused.err
+    assert "room for 2 heads of 11 tokens in each of 1 checkpoints, not 6: give fewer --heads" in refused.err
 
 
 def test_a_head_has_the_first_kind_that_it_shows() -> None:
@@ -125,12 +125,12 @@ def test_a_head_has_the_first_kind_that_it_shows() -> None:
     heads = [(0, head) for head in range(6)]
     groups = {kind: [head for (_, head), _ in group] for kind, group in by_kind(mean, heads).items()}
     assert groups == {"induction": [0], "previous": [2], "sink": [3], "token": [1], "other": [4, 5]}
-    lines = terminal.in_words(mean, heads, [["a", "↵", "b", "c", "d", "e"]]).splitlines()
+    lines = terminal.in_words(mean, heads, [["a", "↵" * 20, "b", "c", "d", "e"]]).splitlines()
     assert [line.strip() for line in lines[1:]] == [
         "1  what followed the same token before: 0.0 .31",
         "1  the token before: 0.2 .30",
         "1  the first token of the text: 0.3 .90",
-        "1  one token, wherever it is: 0.1 ↵ .21",
+        "1  one token: 0.1 ↵↵↵↵↵↵↵↵ .21",
         "2  none of these",
     ]
     assert [tag(*kind_of(mean, head)) for head in heads] == ["ind .31", "token .21", "prev .30", "sink .90", "", ""]
@@ -144,7 +144,7 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
     assert result.exit_code == 0, result.err
     wrote = [line for line in result.out.splitlines() if line.startswith("wrote ")]
     assert wrote == [f"wrote {tmp_path / name}" for name in WRITTEN]
-    assert "the first 11 of 13 tokens: its context is 11\n" in result.out
+    assert "the first 11 of 13 tokens, which fill the context\n" in result.out
     assert "head 1.1: a line is a query, a character is a key" in result.out
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "a.svg").read_text()
 

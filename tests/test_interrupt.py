@@ -15,14 +15,15 @@ from training.progress import Interrupt
 
 
 @pytest.mark.parametrize(
-    "number, when, saved",
+    "number, when, said",
     [
-        (signal.SIGINT, lambda training: sum(training) == 13, 7),  # in step 6, of two micro-batches a step
-        (signal.SIGTERM, lambda training: training[-2:] == [True, False], 4),  # in an evaluation
+        (signal.SIGINT, lambda training: sum(training) == 13, "saved step 7"),  # in step 6, of two micro-batches a step
+        (signal.SIGTERM, lambda training: training[-2:] == [True, False], "saved step 4"),  # in an evaluation
+        (signal.SIGTERM, lambda training: len(training) == 1, "there was nothing to save yet"),  # in the first one
     ],
 )
 def test_a_signal_saves_and_the_resumed_run_is_the_same(
-    run, uncertified, straight: Path, corpus_file, tmp_path, monkeypatch, number: int, when: Callable, saved: int
+    run, uncertified, straight: Path, corpus_file, tmp_path, monkeypatch, number: int, when: Callable, said: str
 ) -> None:
     out, loss, seen = tmp_path / "interrupted", train.next_token_loss, []
     signal.signal(number, signal.SIG_DFL)  # whatever started the tests may have asked to ignore it
@@ -37,7 +38,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same(
         patch.setattr(train, "next_token_loss", interrupting)
         result = run(train, *tiny_run(corpus_file, out))
     assert result.exit_code == 75
-    assert result.err.splitlines()[-1].startswith(f"train.py: saved step {saved}; continue with: ")
+    assert result.err.splitlines()[-1].startswith(f"train.py: {said}; continue with: ")
     assert run(train, "--resume", out).exit_code == 0
     assert same_bits(weights(straight), weights(out))
     for key in ("train_loss", "val_loss"):

@@ -60,7 +60,7 @@ def test_every_option_may_change_or_may_not() -> None:
 def test_a_longer_run_is_said_to_have_another_schedule(run, straight: Path) -> None:
     longer = run(train, "--resume", straight, "--train.max_steps", 14)
     assert longer.exit_code == 0
-    assert "note: planned for 12 steps, so the learning rate may jump: see docs/train.md\n" in longer.out
+    assert "note: planned for 12 steps, now 14: the learning rate may jump (docs/train.md)\n" in longer.out
 
 
 def test_a_resumed_run_says_in_what_its_environment_differs(run, straight: Path, monkeypatch) -> None:
@@ -169,6 +169,7 @@ def test_what_to_do_next(saved: int, best: int | None, finished: bool, looked_at
     line = {"step": best, "val_loss": 2.0} if best else None
     commands = [command.split(" ", 1)[1] for _, command in next_commands(Path("out/a"), saved, line, finished)]
     looks = [f'sample.py {looked_at} --prompt "..."', f"inspect_attention.py {looked_at} --ablate zero"]
+    looks += [f"inspect_attention.py {looked_at} -o out/a/heads.html"]
     assert commands == ["train.py --resume out/a"] * (not finished) + looks * bool(looked_at)
 
 

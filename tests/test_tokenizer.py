@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import DataError
-from data.encoding import REPLACEMENT
+from data.encoding import REPLACEMENT, TextStream
 from data.tokenizer import (
     END_OF_TEXT,
     WORDS,
@@ -43,11 +43,11 @@ def test_any_text_comes_back(name: str, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_a_stream_gives_the_text_of_all_ids(name: str, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, ALL[name].vocab_size + 3)))  # also bytes that are no text
-    stream = ALL[name].stream()
+    stream = TextStream(ALL[name])
     assert "".join(map(stream.add, ids)) + stream.end() == ALL[name].decode(ids)
     text = data.draw(st.text(sorted(set(TEXT))))
     ids, prompt = ALL[name].encode(text).tolist(), ALL[name].encode(TEXT).tolist()
-    stream = ALL[name].stream(prompt)
+    stream = TextStream(ALL[name], prompt)
     chunks = list(map(stream.add, ids))
     assert "".join(chunks) == text and stream.end() == "" and REPLACEMENT not in text
 

@@ -29,9 +29,7 @@ def find_device(name: str) -> torch.device:
         return there.device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0][:80]
-        if reason.startswith("Expected one of"):
-            reason = "it is none of auto, cpu, cuda, cuda:1 and mps"
-        raise TrainError(f"device {name!r} cannot be used here: {reason}") from error
+        raise TrainError(f"device {name!r} cannot be used here (try auto, cpu, cuda or mps): {reason}") from error
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -125,12 +123,12 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 def keep_freed_memory(device: torch.device) -> None:
     """Have glibc's malloc keep freed memory for the next step, on a CPU.
 
-    It keeps at most a tenth of the machine's memory, and no tensors larger than a hundredth of it. By default malloc
-    gives large tensors back to the system, which clears their pages anew in each step: that took up to half of the
-    quickstart's time.
+    It keeps no tensors larger than a hundredth of the machine's memory, and up to a tenth at the end of a heap. By
+    default malloc gives large tensors back to the system, which clears their pages anew in each step: that took up to
+    half of the quickstart's time.
     """
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cpu":
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         with contextlib.suppress(AttributeError):  # another malloc has no such options
             mallopt = ctypes.CDLL(None).mallopt
             mallopt(M_MMAP_THRESHOLD, min(machine // 100, 2**31 - 1))

@@ -61,4 +61,6 @@ def next_commands(directory: Path, saved: int, best: dict | None, finished: bool
     if saved:
         commands.append(("Sample", command("sample.py", checkpoint) + ' --prompt "..."'))
         commands.append(("See what each head is worth", command("inspect_attention.py", checkpoint) + " --ablate zero"))
+        page = shlex.quote(str(directory / "heads.html"))
+        commands.append(("Write heads.html", f"{command('inspect_attention.py', checkpoint)} -o {page}"))
     return commands

@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from configs import ConfigError, parse
-from data.prepare import DataConfig
+from data.config import DataConfig
 from model import GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint
 from model.load import load_config
@@ -99,7 +99,7 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
 
 
 def read_fitted(argv: list[str], config: Config) -> Config:
-    """Change the quickstart's configuration for the text that it names, but not what argv asks for."""
+    """Return the quickstart's configuration fitted to the text that it names, but for what argv asks."""
     (num_bytes, tokenizer), on_gpu = size_of(config.data), device_type(config.train.device) == "cuda"
     fitted = fit_to_text(config.model, config.data, config.train, num_bytes, tokenizer, on_gpu)
     config = parse(Config, argv, defaults=Config(**fitted))

@@ -72,10 +72,6 @@ class Progress:
         self.logged_step, self.logged_seconds = self.step, self.train_seconds
         return {"tokens": self.step * self.tokens_per_step, **speed}
 
-    def write(self, text: str) -> None:
-        """Print above the progress line."""
-        self.line.write(text)
-
 
 class Outliving:
     """An output stream that survives its reader, such as the `tee` that Ctrl-C kills while a run is being saved."""

@@ -10,7 +10,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from data.config import DataConfig
 from data.corpus import is_prepared, open_corpus
@@ -19,24 +18,13 @@ from data.sources import files
 from model import ModelConfig
 from training.config import TrainConfig
 
-
-class Shape(NamedTuple):
-    """Everything that follows from the number of layers."""
-
-    n_embd: int
-    n_head: int
-    context_length: int
-    rope_theta: float
-    batch_size: int
-    grad_accum_steps: int
-
-
-SHAPES = {
-    2: Shape(128, 4, 256, 1000.0, 8, 1),
-    6: Shape(256, 4, 256, 2000.0, 32, 1),
-    8: Shape(512, 4, 512, 4000.0, 32, 2),
-    12: Shape(768, 6, 1024, 8000.0, 32, 4),
+SHAPES = {  # by n_layer
+    2: {"n_embd": 128, "n_head": 4, "context_length": 256, "rope_theta": 1000.0},
+    6: {"n_embd": 256, "n_head": 4, "context_length": 256, "rope_theta": 2000.0},
+    8: {"n_embd": 512, "n_head": 4, "context_length": 512, "rope_theta": 4000.0},
+    12: {"n_embd": 768, "n_head": 6, "context_length": 1024, "rope_theta": 8000.0},
 }
+BATCHES = {2: (8, 1), 6: (32, 1), 8: (32, 2), 12: (32, 4)}  # n_layer -> batch_size, grad_accum_steps
 TOKENS_PER_PARAMETER, EPOCHS, FEWEST_STEPS, EVALUATIONS = 20, 4, 100, 8
 TOKENS_ON_CPU, EVAL_TOKENS_ON_CPU = 1400 * 8 * 256, 100_000
 VOCABULARIES = {100_000: "bytes", 2_000_000: "bpe:512", 500_000_000: "bpe:4096", math.inf: "bpe:32768"}
@@ -68,7 +56,7 @@ def tokens_for(n_layer: int, n_embd: int) -> int:
 def fit_to_text(
     model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float, tokenizer: str | None, on_gpu: bool
 ) -> dict[str, object]:
-    """Change the tables of a run: the shape of the model, the tokenizer, the steps and the run directory for the text.
+    """Return the tables of a run with a shape, a tokenizer, steps and a run directory for the text.
 
     num_bytes: of the text, nan if not known. tokenizer: None for one that fits the text.
     """
@@ -77,23 +65,23 @@ def fit_to_text(
         tokenizer = next((name for bound, name in VOCABULARIES.items() if most <= bound), "bpe:4096")
     num_tokens = num_bytes / BYTES_PER_TOKEN.get(tokenizer, 3.5)
     readable = EPOCHS * (num_tokens if data.max_tokens is None else min(data.max_tokens, num_tokens))
-    filled = [n_layer for n_layer, shape in SHAPES.items() if tokens_for(n_layer, shape.n_embd) <= readable]
+    filled = [n_layer for n_layer, shape in SHAPES.items() if tokens_for(n_layer, shape["n_embd"]) <= readable]
     n_layer = max(filled if on_gpu else [], default=min(SHAPES))
-    shape = SHAPES[n_layer]._asdict()
-    batches = {name: shape.pop(name) for name in ("batch_size", "grad_accum_steps")}
+    shape, (batch_size, grad_accum_steps) = SHAPES[n_layer], BATCHES[n_layer]
     tokens = tokens_for(n_layer, shape["n_embd"])
     if readable > 0:  # else it is not known, or empty, which the preparation will say
         tokens = min(tokens, readable)
     if not on_gpu:
         tokens = min(tokens, TOKENS_ON_CPU)
-    max_steps = max(FEWEST_STEPS, round(tokens / (math.prod(batches.values()) * shape["context_length"])))
+    max_steps = max(FEWEST_STEPS, round(tokens / (batch_size * grad_accum_steps * shape["context_length"])))
     every = max(FEWEST_STEPS, max_steps // EVALUATIONS)
-    steps = {"max_steps": max_steps, "eval_every": every, "checkpoint_every": every}
-    steps["eval_tokens"] = train.eval_tokens if on_gpu else EVAL_TOKENS_ON_CPU
+    train = replace(train, batch_size=batch_size, grad_accum_steps=grad_accum_steps, max_steps=max_steps)
+    train = replace(train, eval_every=every, checkpoint_every=every, sample_prompt="")
+    eval_tokens = train.eval_tokens if on_gpu else EVAL_TOKENS_ON_CPU
     return {
         "model": replace(model, n_layer=n_layer, **shape),
         "data": replace(data, tokenizer=tokenizer),
-        "train": replace(train, **batches, **steps, out_dir=f"out/{name_of(data.source)}", sample_prompt=""),
+        "train": replace(train, eval_tokens=eval_tokens, out_dir=f"out/{name_of(data.source)}"),
     }
 
 

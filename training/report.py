@@ -7,7 +7,6 @@ escapes markup and `visible` escapes control characters: samples, names and opti
 """
 
 import math
-import shlex
 import time
 import tomllib
 from pathlib import Path
@@ -19,7 +18,7 @@ from inspection.page import own_hash
 from model import disk
 from model.checkpoint import read_json, step_directories
 from training.config import TrainError
-from training.directory import best_validation, command, next_commands, read_metrics
+from training.directory import best_validation, next_commands, read_metrics
 
 TEMPLATE = Path(__file__).with_name("report.html")
 JINJA = jinja2.Environment(  # keeps the compiled template from one report to the next
@@ -66,7 +65,6 @@ def read_run(directory: Path) -> dict[str, object]:
     saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
     step, best = max([saved, *(line["step"] for line in lines)]), best_validation(lines, checkpoints)
     finished = saved == max_steps and any(line["step"] == max_steps for line in lines if "val_loss" in line)
-    heads = f"{command('inspect_attention.py', directory)} -o {shlex.quote(str(directory / 'heads.html'))}"
     manifest = read_json(checkpoints[0] / "manifest.json") if checkpoints else {}
     about = manifest.get("certificate", {}) | manifest.get("environment", {})
     model = options["model"]
@@ -77,12 +75,13 @@ def read_run(directory: Path) -> dict[str, object]:
         latest["best"] = best["step"]
     return {
         "name": directory.absolute().name,
+        "saved": saved,
         "summary": " · ".join(filter(None, facts)),
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "figures": [(name, form.format(latest[key])) for key, (name, form) in FIGURES.items() if key in latest],
         "charts": [draw_chart(title, keys, lines, step) for title, keys in CHARTS.items()],
         "sections": {
-            "Next": [*next_commands(directory, saved, best, finished), ("Write heads.html", heads)],
+            "Next": next_commands(directory, saved, best, finished),
             "Evaluations": read_evaluations(lines),
             "Configuration": [("config.toml", config)],
             "Certificate and environment": about.items(),

@@ -101,8 +101,9 @@ class Run:
             if not isinstance(trainer["scaler"], dict):
                 raise TypeError("scaler not understood")
             refuse_changes(trainer["config"], tables(self.config))
-            if (planned := trainer["config"]["train"]["max_steps"]) != self.config.train.max_steps:
-                print(f"note: planned for {planned!s:.9} steps, so the learning rate may jump: see docs/train.md")
+            planned, now = int(trainer["config"]["train"]["max_steps"]), self.config.train.max_steps
+            if now > planned:
+                print(f"note: planned for {planned} steps, now {now}: the learning rate may jump (docs/train.md)")
         except TrainError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
