@@ -119,9 +119,7 @@ def make_recipe(config: DataConfig, model: Path | None) -> dict:
 
 def default_directory(config: DataConfig, recipe: dict) -> Path:
     """Name a directory in PREPARED: readable, with a hash that tells recipes apart."""
-    is_local = config.source != "stdlib" and not config.source.startswith("hf:")
-    source = os.path.abspath(config.source) if is_local else config.source
-    short = hashlib.sha256(repr((source, recipe)).encode()).hexdigest()[:8]
+    short = hashlib.sha256(repr(recipe).encode()).hexdigest()[:8]
     name = f"{Path(config.source).stem}-{Path(config.tokenizer).stem}-{short}"
     return PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
 
