@@ -1,12 +1,10 @@
 """Batches: a pure function of their number, nothing twice in an epoch, targets one ahead, validation complete."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError
 from data.batches import IGNORE, Batches, permute, seed_for, validation_batches
 
 CPU = torch.device("cpu")
@@ -54,12 +52,6 @@ def test_epochs_differ_in_order_and_offset() -> None:
 def test_order_is_the_same_on_every_machine() -> None:
     assert seed_for(1337, "order", 0) == 4380391568817207296
     assert permute(np.arange(5), 1000, 1337).tolist() == [793, 258, 923, 863, 628]
-
-
-def test_a_short_text_is_refused() -> None:
-    assert Batches(np.arange(8), 1, 7, 0)(3, CPU)[0].shape == (1, 7)
-    with pytest.raises(DataError, match=r"has 7 tokens and needs context_length \+ 1 = 8"):
-        Batches(np.arange(7), 1, 7, 0)
 
 
 @settings(deadline=None, max_examples=20)

@@ -97,7 +97,7 @@ def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
 
 def test_of_many_heads_the_best_are_shown(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(terminal, "MOST_ROWS", 5)
-    monkeypatch.setattr(page, "MOST_WEIGHTS", 3 * 66)
+    monkeypatch.setattr(page, "MOST_WEIGHTS", 2 * 3 * 66)
     few, every = (run(inspect_attention, straight, *words).out for words in ([], ["--heads", "*.*"]))
     in_table = re.findall(r"^ (\d\.\d) ", few, re.M)
     assert f'{len(in_table)} of 6 heads; --heads "*.*" shows all' in few and "head 0.0:" not in every
@@ -106,9 +106,9 @@ def test_of_many_heads_the_best_are_shown(run, straight: Path, tmp_path: Path, m
     missed = run(inspect_attention, straight, "--ablate", "zero").out
     rises = [float(rise) for rise in re.findall(r"^ \d\.\d .* (\S+) ± ", missed, re.M)]
     assert len(rises) == 5 and rises == sorted(rises, reverse=True)
-    refused = run(inspect_attention, straight, "-o", tmp_path / "a.html")
+    refused = run(inspect_attention, straight / FIRST, straight / LAST, "-o", tmp_path / "a.html")
     assert refused.exit_code == 2 and not refused.out
-    assert "room for 2 heads of 11 tokens in each of 1 checkpoints, not 6: give fewer --heads" in refused.err
+    assert "room for 2 heads of 11 tokens in each of 2 checkpoints, not 6: give fewer --heads" in refused.err
 
 
 def test_a_head_has_the_first_kind_that_it_shows() -> None:
@@ -180,6 +180,8 @@ def test_checkpoints_make_a_timeline(run, straight: Path, tmp_path: Path, monkey
     assert result.exit_code == 0 and "\nstraight step-00000012, on average\n" in result.out, result.err
     summaries = [each["summary"] for each in data_of(tmp_path / "t.html")["checkpoints"]]
     assert [summary.split(" · ")[0] for summary in summaries] == [f"straight step-{n:08d}" for n in (4, 8, 12)]
+    first = captured(straight / FIRST, windows_of(straight)).pattern(1, 2)[0]
+    assert np.abs(stored(tmp_path / "t.html", "0/1.2") - first.numpy()).max() <= 1 / 65535
 
 
 @pytest.mark.parametrize("only_shown", [False, True])

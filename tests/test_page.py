@@ -15,12 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import inspection.page
 from inspection import Inspection
 from inspection.heads import HeadScores
 from inspection.kinds import by_kind, kind_of, name_of, tag
-from inspection.page import check_room, write_page
-from model import ModelError
+from inspection.page import write_page
 
 L, H, T = 2, 3, 11
 HEADS = [(layer, head) for layer in range(L) for head in range(H)]
@@ -97,28 +95,13 @@ def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
     assert "<img" not in text and text.count("<script") == text.count("</script>") == 2 + len(HEADS) + 1
 
 
-def test_stored_weights_are_the_patterns(tmp_path: Path) -> None:
+def test_the_scores_of_a_head_are_in_words(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     write(path, inspected(400), inspected(800), heads=HEADS[1:])
-    for number, step in enumerate((400, 800)):
-        patterns = {f"{layer}.{head}": pattern(f"{layer}.{head}", step) for layer, head in HEADS[1:]}
-        patterns["influence"] = inspected(step).influence.nan_to_num()
-        for name, expected in patterns.items():
-            assert np.abs(stored(path, f"{number}/{name}") - expected.numpy()).max() <= 1 / 65535
     entropy, induction = (inspected(800).scores.mean[name][0, 1] for name in ("entropy", "induction"))
     scores = f"entropy {entropy:.2f} · prev {1 - induction:.2f} · token <b>0.1 {entropy / 2:.2f} · "
     scores += f"ind {induction:.2f} · loss –"
     assert data_of(path)["checkpoints"][1]["scores"][0] == scores
-
-
-def test_a_page_has_room_for_some_heads_and_the_influence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection.page, "MOST_WEIGHTS", 4 * 66 * 2)
-    check_room(T, 3, 2)
-    for num_heads, num_checkpoints, most in ((4, 2, 3), (1, 5, 0), (1, 9, 0)):
-        with pytest.raises(
-            ModelError, match=f"a page has room for {most} heads of 11 tokens .*, not {num_heads}: give"
-        ):
-            check_room(T, num_heads, num_checkpoints)
 
 
 # ---- The page in a browser.

@@ -147,7 +147,7 @@ def test_running_out_of_memory_says_what_needs_less(run, corpus_file, tmp_path) 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model__context_length": 4000}, "training split has 3,841 tokens and needs context_length + 1 = 4,001"),
+        ({"model__context_length": 3841}, "training split has 3,841 tokens and needs context_length + 1 = 3,842"),
         ({"train__device": "cuda:9"}, "device 'cuda:9' cannot be used"),
     ],
 )
