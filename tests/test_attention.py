@@ -34,6 +34,13 @@ def test_mask_is_a_registered_lower_triangle_that_no_checkpoint_has() -> None:
     assert "causal_mask" not in layer.state_dict()
 
 
+def test_weights_are_averages_over_the_past() -> None:
+    weights = attention_weights(torch.randn(B, H, T, D), torch.randn(B, 1, T, D), make_causal_mask(T))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, T))
+    assert torch.equal(weights.triu(1), torch.zeros(B, H, T, T))
+    assert (weights.tril() > 0).sum() == B * H * T * (T + 1) / 2
+
+
 def test_weights_worked_out_by_hand() -> None:
     # One head of width 4: scores are q.k / 2, so 2 ln 3 and 0 become weights of 3/4 and 1/4.
     q = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0]]).view(1, 1, 2, 4)
