@@ -15,6 +15,7 @@ CODE = train.py sample.py inspect_attention.py model data training inspection co
 train: .venv/train.installed
 	$(BIN)/python train.py $(if $(wildcard $(RUN)/checkpoints/step-*),--resume $(RUN),configs/quickstart.toml)
 	$(BIN)/python inspect_attention.py $(RUN) -o $(RUN)/heads.html
+	@echo "open it in a browser; docs/attention.md explains heads, from one formula on"
 
 test: .venv/test.installed
 	$(BIN)/ruff check $(CODE)
@@ -28,7 +29,7 @@ bench: .venv/test.installed  # which has transformers, to compare with
 	$(BIN)/python benchmarks/bench.py $(if $(TEXT),--text $(TEXT)) $(if $(STAGES),--stages $(STAGES)) --out benchmarks/results
 
 .venv/bin/python:
-	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tril needs Python 3.11: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tril needs Python 3.11: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 .venv/train.installed: .venv/bin/python pyproject.toml constraints.txt

@@ -78,7 +78,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
-            raise ConfigError("which checkpoint? As in: python inspect_attention.py out/quickstart --heads 0.1")
+            raise ConfigError("which checkpoint? It comes first: inspect_attention.py out/quickstart --heads 0.1")
         for path in self.output:
             if path.suffix not in FORMATS:
                 raise ConfigError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
@@ -94,6 +94,7 @@ class Inputs:
     shown: Tensor  # (1, T), the text of the pictures
     note: str  # describes `measured`
     probe: RepeatProbe | None
+    pool: str  # where the tokens of the probe come from
 
 
 def main() -> None:
@@ -115,7 +116,8 @@ def inspect(options: Options) -> None:
     print(visible(f"text:   {inputs.note}"))
     labels = [label(tokenizer, token) for token in inputs.shown[0].tolist()]
     if probe := inputs.probe:
-        print(f"probe:  {len(probe.repeated)} x [start, {probe.repeat} random tokens, the same again]")
+        drawn = f"{probe.repeat} random tokens of the {inputs.pool}"
+        print(f"probe:  {len(probe.repeated)} x [start, {drawn}, the same again]")
 
     inspections = []
     for directory in directories:
@@ -132,7 +134,6 @@ def inspect(options: Options) -> None:
 
                 plots.draw_heads(Path(unfinished, path.name), inspections[-1], heads, labels)
             os.replace(Path(unfinished, path.name), path)
-        print(f"wrote {output}")
 
     last = inspections[-1]
     print(f"\n{last.name}{', on average' if len(last.scores.losses) > 1 else ''}")
@@ -145,6 +146,8 @@ def inspect(options: Options) -> None:
     for head in heads if options.heads and not are_many else []:
         print(f"\nhead {name_of(head)}: a line is a query, a character is a key, in the order of the lines")
         print(terminal.triangle(last.att.pattern(*head)[0].cpu(), labels, shutil.get_terminal_size().columns))
+    for output in options.output:
+        print(f"wrote {output}")
 
 
 def in_order(directories: list[Path]) -> list[Path]:
@@ -166,7 +169,7 @@ def choose_heads(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
     for pattern in patterns or ("*",):
         found = [head for head in names if any(fnmatchcase(name, pattern) for name in names[head])]
         if not found:
-            shape = f"{config.n_layer} layers of {config.n_head} heads, written as 0.1, 0.* or -1.*"
+            shape = f"{config.n_layer} layers of {config.n_head} heads, written as 0.1 0.* -1.*"
             raise ConfigError(f"there is no head {pattern:.80}: the model has {shape}")
         chosen += found
     return list(dict.fromkeys(chosen))
@@ -186,7 +189,7 @@ def choose_inputs(options: Options, directory: Path, config: GPTConfig, tokenize
         note = f"{len(ids)} tokens" if len(ids) <= T else f"the first {T} of {len(ids)} tokens, which fill the context"
     if measured.size(1) < 2:
         raise ConfigError("attention is between tokens: give a text of two or more")
-    return Inputs(measured, shown, note, make_probe(tokenizer, measured, config))
+    return Inputs(measured, shown, note, *make_probe(tokenizer, measured, config))
 
 
 def validation_texts(directory: Path, T: int) -> Tensor:
@@ -208,15 +211,18 @@ def validation_texts(directory: Path, T: int) -> Tensor:
     return torch.from_numpy(tokens[starts[:, None] + np.arange(T)].astype(np.int64))
 
 
-def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> RepeatProbe | None:
-    """Draw a probe from the tokens of the text if they are many, because a model may never have seen the others."""
+def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> tuple[RepeatProbe | None, str]:
+    """Draw a probe from the tokens of the text if they are many, because a model may never have seen the others.
+
+    Returns the probe, and the name of what its tokens were drawn from.
+    """
     special = set(tokenizer.special_tokens.values())
     ordinary = torch.tensor([token for token in range(tokenizer.vocab_size) if token not in special])
     seen = text.unique()
     seen = seen[torch.isin(seen, ordinary)]
     start = tokenizer.document_start or ordinary.tolist()
-    tokens = seen if 2 * len(seen) > min(len(ordinary), 200) else ordinary
-    return repeat_probe(tokens, start[-1], config.context_length)
+    tokens, pool = (seen, "text") if 2 * len(seen) > min(len(ordinary), 200) else (ordinary, "vocabulary")
+    return repeat_probe(tokens, start[-1], config.context_length), pool
 
 
 def inspect_checkpoint(

@@ -95,7 +95,8 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
             cause = cause.__context__
         if cause is not None:
             raise ConfigError(str(cause)) from None  # a sentence of ours, which tyro's page would fold
-        lines = "\n".join(line.strip("│| ") for line in page.getvalue().splitlines()[1:])  # without title and frame
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", page.getvalue())  # on a terminal it has colours
+        lines = "\n".join(line.strip("│| ") for line in plain.splitlines()[1:])  # without title and frame
         message, *more = filter(str.strip, re.split(r"\n\W*\n", f"\n{lines}\n"))
         message = re.sub(r"^Error parsing (\w+: )?", "", " ".join(message.split()))
         option = re.search(r"(?:meant|helptext):\s+(--\S+) ?(\S*)", " ".join(more))  # explained by tyro: name and type

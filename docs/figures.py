@@ -62,7 +62,7 @@ def draw_run(run: Path) -> None:
     directory = find_checkpoint(run)
     model, tokenizer = GPT.from_pretrained(directory).float(), load_tokenizer(directory)
     texts = validation_texts(directory, model.config.context_length)
-    scores = head_scores(model, texts, make_probe(tokenizer, texts, model.config))
+    scores = head_scores(model, texts, make_probe(tokenizer, texts, model.config)[0])
     ids = tokenizer.document_start + tokenizer.encode(TEXT).tolist()
     with capture(model) as att:
         model(torch.tensor([ids]))

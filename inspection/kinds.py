@@ -18,7 +18,7 @@ KINDS = {  # metric, or "other" -> where a head of this kind looks
     "current": "the token itself",
     "sink": "the first token of the text",
     "token": "one token",
-    "other": "none of these",
+    "other": "nowhere in particular",
 }
 LEAST = 0.2  # the score of a head of a kind
 EVEN = 0.95  # the entropy of a head that attends to everything alike, and is of no kind

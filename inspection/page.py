@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from inspection.heads import Inspection
-from inspection.kinds import Head, by_kind, kind_of, name_of, tag
+from inspection.kinds import KINDS, Head, by_kind, kind_of, name_of, tag
 from inspection.metrics import METRICS
 from inspection.terminal import grid_columns, number
 from model import ModelError
@@ -84,6 +84,10 @@ def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
     mean = inspection.scores.mean
     columns = [(name, title, form) for name, (title, form, _) in METRICS.items() if name in mean]
 
+    def words(head: Head) -> str:
+        kind, _ = kind_of(mean, head)
+        return "" if kind == "other" else f"looks at {KINDS[kind]} · "
+
     def score(name: str, title: str, form: str, head: Head) -> str:
         named = f"{title} {inspection.labels[head[0]][head[1]]}" if name == "token" else title
         return f"{named} {number(mean[name][head], form) or '–'}"
@@ -92,6 +96,6 @@ def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
         "tags": [tag(*kind_of(mean, head)) for head in heads],
         "best": heads.index(next(iter(by_kind(mean, heads).values()))[0][0]),
-        "scores": [" · ".join(score(*column, head) for column in columns) for head in heads],
+        "scores": [words(head) + " · ".join(score(*column, head) for column in columns) for head in heads],
         "predictions": [(label, f"{probability:.1%}") for label, probability in inspection.predictions],
     }

@@ -93,7 +93,8 @@ def grid_columns(heads: Sequence[Head]) -> int:
 def triangle(pattern: Tensor, labels: Sequence[str], width: int) -> str:
     """Draw one head, (T, T), in characters: a line for each query with its token, a character for each key."""
     if len(labels) > width - 22:
-        return f"(a picture of {len(labels)} tokens does not fit {width} columns: write it to a file, with -o)"
+        tokens = f"{len(labels)} tokens do not fit {width} columns"
+        return f"({tokens}: give a shorter --text, or write a picture, with -o)"
     lines = []
     for row, name in enumerate(labels):
         characters = "".join(GREY[min(9, int(10 * weight))] for weight in pattern[row, : row + 1].tolist())

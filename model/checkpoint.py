@@ -102,6 +102,8 @@ def find_checkpoint(path: Path) -> Path:
             return directory
         except (ModelError, OSError) as error:
             print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
+    if not path.exists():
+        raise ModelError(f"there is no {path}: give a run, a checkpoint, or OWNER/NAME of the Hugging Face hub")
     raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one")
 
 

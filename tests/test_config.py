@@ -21,6 +21,14 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 
+def test_a_wrong_option_is_one_sentence_on_a_terminal_too(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    result = run(sample, "out/x", "--propmt", "text")
+    expected = "sample.py: Unrecognized options: --propmt, text; did you mean --prompt? (--help lists all)\n"
+    assert result.exit_code == 2 and result.err == expected
+
+
 def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "some.toml"
     file.write_text(

@@ -81,7 +81,7 @@ def test_a_text_begins_and_ends_as_the_model_knows_it(run, corpus_file: Path, tm
         ({"model__n_layer": 5}, "has n_layer = 2, got 5: leave model.n_layer out"),
         ({"model__context_length": 13}, "knows 11 positions, got model.context_length = 13"),
         ({"data__tokenizer": "bytes"}, "knows the ids of its own tokenizer: data.tokenizer must be model"),
-        ({"train__init_from": "nowhere"}, "nowhere is neither an intact checkpoint nor a run that has one"),
+        ({"train__init_from": "nowhere"}, "there is no nowhere: give a run, a checkpoint, or OWNER/NAME"),
     ],
 )
 def test_options_that_do_not_fit_the_weights_are_refused(

@@ -64,7 +64,7 @@ def test_a_head_is_drawn_in_characters() -> None:
     pattern = torch.tensor([[1.0, 0, 0], [0.09, 0.91, 0], [0.55, 0.1, 0.35]])
     lines = triangle(pattern, ["a", "␣b", "a label that is too long"], 80).splitlines()
     assert [line[22:] for line in lines] == ["@", " @", "+.-"] and lines[1].endswith("␣b  @")
-    assert "does not fit 80 columns: write it to a file, with -o" in triangle(torch.eye(70), ["a"] * 70, 80)
+    assert "do not fit 80 columns: give a shorter --text, or" in triangle(torch.eye(70), ["a"] * 70, 80)
 
 
 def test_pictures_pool_by_the_largest_and_spell_what_the_font_lacks() -> None:
@@ -83,7 +83,7 @@ def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
     assert result.exit_code == 0, result.err
     lines = result.out.splitlines()
     assert lines[0] == "text:   8 x 11 tokens of its validation text"
-    assert lines[1] == "probe:  8 x [start, 5 random tokens, the same again]"
+    assert lines[1] == "probe:  8 x [start, 5 random tokens of the vocabulary, the same again]"
     assert "weights match the fused kernel: max row error " in lines[3] and "(float32, cpu)" in lines[3]
     assert max(map(len, lines)) <= 80
     expected = head_scores(GPT.from_pretrained(straight), windows_of(straight))
@@ -131,7 +131,7 @@ def test_a_head_has_the_first_kind_that_it_shows() -> None:
         "1  the token before: 0.2 .30",
         "1  the first token of the text: 0.3 .90",
         "1  one token: 0.1 ↵↵↵↵↵↵↵↵ .21",
-        "2  none of these",
+        "2  nowhere in particular",
     ]
     assert [tag(*kind_of(mean, head)) for head in heads] == ["ind .31", "token .21", "prev .30", "sink .90", "", ""]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from inspection import Inspection
 from inspection.heads import HeadScores
-from inspection.kinds import by_kind, kind_of, name_of, tag
+from inspection.kinds import KINDS, by_kind, kind_of, name_of, tag
 from inspection.page import write_page
 
 L, H, T = 2, 3, 11
@@ -99,8 +99,9 @@ def test_the_scores_of_a_head_are_in_words(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     write(path, inspected(400), inspected(800), heads=HEADS[1:])
     entropy, induction = (inspected(800).scores.mean[name][0, 1] for name in ("entropy", "induction"))
-    scores = f"entropy {entropy:.2f} · prev {1 - induction:.2f} · token <b>0.1 {entropy / 2:.2f} · "
-    scores += f"ind {induction:.2f} · loss –"
+    kind, _ = kind_of(inspected(800).scores.mean, (0, 1))
+    scores = f"looks at {KINDS[kind]} · entropy {entropy:.2f} · prev {1 - induction:.2f} · "
+    scores += f"token <b>0.1 {entropy / 2:.2f} · ind {induction:.2f} · loss –"
     assert data_of(path)["checkpoints"][1]["scores"][0] == scores
 
 

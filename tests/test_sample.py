@@ -98,7 +98,7 @@ def test_a_terminal_is_not_commanded(monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["{run}x"], "x is neither an intact checkpoint nor a run that has one"),
+        (["{run}x"], "x: give a run, a checkpoint, or OWNER/NAME of the Hugging Face hub"),
         (["{run}", "--num_samples", "0"], "num_samples must be at least 1, got 0"),
         (["{run}", "--prompt", "@{tmp}/latin1.txt"], "can't decode byte 0xe9 in position 3"),
     ],

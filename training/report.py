@@ -37,7 +37,7 @@ FIGURES = {
 # The norm can show trouble before the loss does. The configuration determines the learning rate, one number the speed.
 CHARTS = {
     "Loss, nats a token": {"training": "train_loss", "validation": "val_loss"},
-    "Gradient before clipping": {"norm": "grad_norm"},
+    "Gradient norm": {"norm": "grad_norm"},
 }
 LEFT, RIGHT, TOP, BOTTOM = 50, 460, 10, 214  # edges of the plot in a chart of 480 x 240; axis labels are outside
 MOST_POINTS, MOST_EVALUATIONS, MOST_LETTERS = 5000, 30, 2000  # of a curve; in the page; of a sample
