@@ -171,8 +171,8 @@ def tiny_run(corpus: Path, out: Path, **changes: object) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
-def weights(run_directory: Path, step: int = 12) -> dict[str, torch.Tensor]:
-    return load_file(run_directory / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+def weights(run_directory: Path, step: int = 12, name: str = "model") -> dict[str, torch.Tensor]:
+    return load_file(run_directory / "checkpoints" / f"step-{step:08d}" / f"{name}.safetensors")
 
 
 def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 import inspection.heads
 import inspection.patterns
-from inspection import ablate, capture, head_scores, influence, repeat_probe
+from inspection import ablate, head_scores, influence, repeat_probe
 from inspection.heads import as_json
 from inspection.metrics import measure
 from model import GPT
 from tests.conftest import make_gpt
+from tests.test_capture import run_captured
 
 B, T, V, L, H = 2, 11, 17, 2, 3
 REPEAT = 7  # r_1 to r_7, twice, behind a start
@@ -69,8 +70,7 @@ def test_known_heads_have_their_known_values(name: str, rows: int) -> None:
 @pytest.mark.parametrize("size", [1, 7, 10**9])
 def test_scores_do_not_depend_on_blocks_and_are_those_of_the_patterns(size: int, monkeypatch) -> None:
     model, idx = make_gpt(n_kv_head=1).eval(), torch.randint(V, (B, T))
-    with capture(model) as att:
-        model(idx)
+    att = run_captured(model, idx)
     before = [tensor.clone() for layer in range(L) for tensor in att[layer]]
     monkeypatch.setattr(inspection.patterns, "BLOCK_SIZE", size * B * H * T if size < T else size)
     found = att.measured(5)
@@ -124,8 +124,7 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
     assert head_scores(model, text[:1]).error["sink"].isnan().all()
     assert math.isnan(head_scores(model, text[:1, :1]).losses.item()) and not model.training
     for sequences, name in ((probe.repeated, "induction"), (probe.control, "induction_control")):
-        with capture(model) as att, torch.no_grad():
-            model(sequences)
+        att = run_captured(model, sequences)
         torch.testing.assert_close(scores.mean[name], att.scores(probe.repeat)["induction"], rtol=0, atol=1e-6)
 
 
@@ -199,8 +198,7 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
 def test_the_share_of_a_token_is_that_of_the_patterns() -> None:
     model, text = make_gpt().eval(), torch.randint(V, (B, T))
     scores = head_scores(model, text)
-    with capture(model) as att:
-        model(text)
+    att = run_captured(model, text)
     for layer in range(L):
         for head in range(H):
             rows = att.pattern(layer, head)[:, 1:]

@@ -19,8 +19,7 @@ from data.encoding import HubTokenizer, TextStream
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, FILES, load_tokenizer
 from model import GPT
-from tests.test_huggingface import make
-from tests.test_huggingface import save as save_model
+from tests.test_huggingface import make, save_foreign
 from tests.test_tokenizer import TEXT
 
 SPECIALS = ["<unk>", "<s>", "</s>"]
@@ -139,9 +138,7 @@ def test_the_end_of_a_text_may_be_unknown(change: dict | None, end: int | None, 
 def put_model(kind: str, tmp_path: Path, **changes: object) -> Path:
     """A model from elsewhere with a tokenizer of theirs. It has ids to spare, as some do."""
     config = replace(make("llama").config, vocab_size=KINDS[kind].get_vocab_size() + 2)
-    model = save_model(GPT(config), tmp_path / "made").rename(tmp_path / "model")
-    (model / "manifest.json").unlink()
-    return put(KINDS[kind], model, **changes)
+    return put(KINDS[kind], save_foreign(GPT(config), tmp_path / "made"), **changes)
 
 
 def test_without_an_end_or_a_start_only_a_prompt_can_be_continued(run, tmp_path: Path) -> None:

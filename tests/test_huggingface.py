@@ -57,9 +57,9 @@ def save(model: GPT, directory: Path) -> Path:
     return save_gpt(directory, 1, model, files)
 
 
-def save_foreign(name: str, directory: Path) -> Path:
+def save_foreign(model: GPT, directory: Path) -> Path:
     """A model directory without our manifest."""
-    directory = save(make(name), directory).rename(directory / "foreign")
+    directory = save(model, directory).rename(directory / "foreign")
     (directory / "manifest.json").unlink()
     return directory
 
@@ -112,7 +112,7 @@ def test_the_model_is_the_same_there_and_back(name: str, tmp_path: Path) -> None
 
 
 def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, asked = save_foreign("llama", tmp_path), []
+    directory, asked = save_foreign(make("llama"), tmp_path), []
 
     def download(name: str, allow_patterns: list[str]) -> str:
         asked.append(name)
@@ -146,7 +146,7 @@ def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypa
     ],
 )
 def test_a_config_of_another_model_is_refused(tmp_path: Path, family: str, change: dict, message: str) -> None:
-    directory = save_foreign(family, tmp_path)
+    directory = save_foreign(make(family), tmp_path)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=message):
@@ -169,7 +169,7 @@ GATE, HEAD, BIAS = "model.layers.1.mlp.gate_proj.weight", "lm_head.weight", "tra
     ],
 )
 def test_tensors_that_do_not_fit_are_named(name: str, change: dict, message: str, tmp_path: Path) -> None:
-    path = save_foreign(name, tmp_path) / "model.safetensors"
+    path = save_foreign(make(name), tmp_path) / "model.safetensors"
     tensors = load_file(path) | change
     save_file({tensor: value for tensor, value in tensors.items() if value is not None}, path)
     with pytest.raises(ModelError, match=message):
@@ -177,7 +177,7 @@ def test_tensors_that_do_not_fit_are_named(name: str, change: dict, message: str
 
 
 def test_heads_and_prefixes_may_be_missing_and_files_elsewhere_not(tmp_path: Path) -> None:
-    path, idx = save_foreign("llama", tmp_path) / "model.safetensors", torch.randint(V, (3, 11))
+    path, idx = save_foreign(make("llama"), tmp_path) / "model.safetensors", torch.randint(V, (3, 11))
     expected, tensors = GPT.from_pretrained(path.parent)(idx), load_file(path)
     save_file(tensors | {HEAD: tensors["model.embed_tokens.weight"].clone()}, path)  # some store a tied head
     assert torch.equal(GPT.from_pretrained(path.parent)(idx), expected)

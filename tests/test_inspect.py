@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 import inspect_attention
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
-from inspection import Captured, ablate, capture, head_scores, influence, page, terminal
+from inspection import ablate, capture, head_scores, influence, page, terminal
 from inspection.heads import HeadScores
 from inspection.kinds import by_kind, kind_of, tag
 from inspection.metrics import METRICS
@@ -21,6 +20,7 @@ from inspection.terminal import grid_columns, label, triangle
 from model import GPT
 from model.attention import attention_weights
 from tests.conftest import make_gpt, save_gpt
+from tests.test_capture import run_captured
 from tests.test_page import data_of, labels_of, stored
 from training.device import dtype_name
 
@@ -35,13 +35,6 @@ def windows_of(run_directory: Path) -> torch.Tensor:
     tokens = find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"]).tokens["val"]
     starts = np.linspace(0, len(tokens) - 11, 8).astype(int)
     return torch.from_numpy(np.stack([tokens[start : start + 11] for start in starts]).astype(np.int64))
-
-
-def captured(run_directory: Path, idx: torch.Tensor) -> Captured:
-    model = GPT.from_pretrained(run_directory)
-    with capture(model) as att, torch.no_grad():
-        model(idx)
-    return att
 
 
 @pytest.mark.parametrize(
@@ -150,7 +143,7 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
 
     tokenizer, names = load_tokenizer(straight / LAST), ["1.0", "1.1", "1.2", "0.2"]
     idx = torch.tensor([tokenizer.encode(TEXT)[:11].tolist()])
-    att = captured(straight, idx)
+    att = run_captured(GPT.from_pretrained(straight), idx)
     content = data_of(tmp_path / "a.html")
     assert content["heads"] == names and labels_of(tmp_path / "a.html")[2:4] == ["␣", "i"]
     for name in names:
@@ -180,7 +173,7 @@ def test_checkpoints_make_a_timeline(run, straight: Path, tmp_path: Path, monkey
     assert result.exit_code == 0 and "\nstraight step-00000012, on average\n" in result.out, result.err
     summaries = [each["summary"] for each in data_of(tmp_path / "t.html")["checkpoints"]]
     assert [summary.split(" · ")[0] for summary in summaries] == [f"straight step-{n:08d}" for n in (4, 8, 12)]
-    first = captured(straight / FIRST, windows_of(straight)).pattern(1, 2)[0]
+    first = run_captured(GPT.from_pretrained(straight / FIRST), windows_of(straight)).pattern(1, 2)[0]
     assert np.abs(stored(tmp_path / "t.html", "0/1.2") - first.numpy()).max() <= 1 / 65535
 
 
@@ -222,11 +215,7 @@ def test_precision_is_one_that_the_machine_is_good_at(
     assert ("device: cpu, in float32: it is slow in " in capsys.readouterr().out) == slow
 
 
-def test_a_model_from_elsewhere_has_a_name_and_no_validation_text(run, straight: Path) -> None:
-    shutil.rmtree(straight.parent / "prepared")
-    result = run(inspect_attention, straight)
-    assert result.exit_code == 2
-    assert "the model's validation text is not here: give a text with --text" in result.err
+def test_a_model_of_the_hub_has_its_name() -> None:
     snapshot = Path("/somewhere/hub/models--openai-community--gpt2/snapshots/607a30d783df")
     assert inspect_attention.name_of_model(snapshot) == "openai-community/gpt2"
 

@@ -23,7 +23,7 @@ from training.progress import Interrupt
     ],
 )
 def test_a_signal_saves_and_the_resumed_run_is_the_same(
-    run, uncertified, straight: Path, corpus_file, tmp_path, monkeypatch, number: int, when: Callable, said: str
+    run, straight: Path, uncertified, corpus_file, tmp_path, monkeypatch, number: int, when: Callable, said: str
 ) -> None:
     out, loss, seen = tmp_path / "interrupted", train.next_token_loss, []
     signal.signal(number, signal.SIG_DFL)  # whatever started the tests may have asked to ignore it

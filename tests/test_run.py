@@ -154,8 +154,3 @@ def test_what_to_do_next(saved: int, best: int | None, finished: bool, looked_at
     looks = [f'sample.py {looked_at} --prompt "..."', f"inspect_attention.py {looked_at} --ablate zero"]
     looks += [f"inspect_attention.py {looked_at} -o out/a/heads.html"]
     assert commands == ["train.py --resume out/a"] * (not finished) + looks * bool(looked_at)
-
-
-def test_a_checkpoint_is_not_a_run(run, straight: Path) -> None:
-    result = run(train, "--resume", straight / "checkpoints" / "step-00000012")
-    assert "of a run with such a checkpoint, give the directory" in result.err

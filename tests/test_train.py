@@ -139,16 +139,12 @@ def test_the_program_that_is_certified_is_the_one_that_trains(
     assert len(graphs) == 2  # also after evaluations between steps
 
 
-def test_running_out_of_memory_says_what_needs_less(run, corpus_file, tmp_path) -> None:
-    result = run(train, *tiny_run(corpus_file, tmp_path / "huge", model__n_embd=3 * 2**17))
-    assert result.exit_code == 2 and "out of memory: docs/train.md says what needs less" in result.err.splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"model__context_length": 3841}, "training split has 3,841 tokens and needs context_length + 1 = 3,842"),
         ({"train__device": "cuda:9"}, "device 'cuda:9' cannot be used"),
+        ({"model__n_embd": 3 * 2**17}, "out of memory: docs/train.md says what needs less"),
     ],
 )
 def test_mistakes_get_one_sentence_and_leave_no_run(run, corpus_file, tmp_path, changes: dict, message: str) -> None:
