@@ -1,4 +1,4 @@
-"""Groups and schedule of the optimizer, loss scaling, and the guard against numbers that are not finite."""
+"""Schedule of the optimizer, loss scaling, and the guard against numbers that are not finite."""
 
 import copy
 import json
@@ -28,15 +28,6 @@ def test_learning_rates() -> None:
     assert learning_rate_at(150, wsd) == 0.0 and learning_rate_at(300, cosine) == pytest.approx(0.1)  # and stays there
 
 
-def test_only_matrices_decay() -> None:
-    model = make_gpt()
-    decayed, rest = make_optimizer(model, TrainConfig(beta2=0.97)).param_groups
-    assert decayed["betas"] == rest["betas"] == (0.9, 0.97)
-    assert all(p.dim() == 2 for p in decayed["params"]) and decayed["weight_decay"] == 0.1
-    assert all(p.dim() == 1 for p in rest["params"]) and rest["weight_decay"] == 0.0
-    assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
-
-
 @pytest.mark.parametrize("name, bad", [("adamw", math.nan), ("muon", math.nan), ("muon", math.inf)])
 def test_the_guard_freezes_weights_and_state_from_the_first_bad_number_on(name: str, bad: float) -> None:
     model = make_gpt()
@@ -56,7 +47,7 @@ def test_the_guard_freezes_weights_and_state_from_the_first_bad_number_on(name: 
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(
-    run, uncertified, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run, straight: Path, uncertified, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loss, steps = train.next_token_loss, []
 

@@ -15,7 +15,6 @@ import train
 from configs import to_toml
 from configs.script import visible
 from tests.conftest import metrics, same_bits, tiny_run, weights
-from training.config import TrainError
 from training.directory import best_validation
 from training.report import BOTTOM, LEFT, RIGHT, TOP, draw_chart, write_report
 
@@ -84,12 +83,6 @@ def test_a_finished_run_is_shown_in_full(straight: Path) -> None:
     assert Page(straight).entries["Go on from step 8"].endswith(f"--resume {straight}")
 
 
-def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:
-    new = make_run(tmp_path / "new")
-    (new / "metrics.jsonl").unlink()
-    assert {*Page(new).entries} == {"Go on from step 0", "config.toml"}
-
-
 @pytest.mark.parametrize("saved, best", [((3, 5, 7, 11, 13), 5), ((3, 7, 13), 13), ((7,), None), ((), None)])
 def test_the_best_validation_has_a_checkpoint(saved: tuple[int, ...], best: int | None) -> None:
     losses = {0: 1.0, 3: 5.0, 5: 2.0, 7: None, 11: 2.0, 13: 3.0}  # of two equal ones the first counts
@@ -121,24 +114,6 @@ def test_curves_and_labels_are_where_their_values_are() -> None:
     assert [label for _, label in chart["columns"]] == ["0", "5", "10"]
     constant = draw_chart("Norm", {"norm": "grad_norm"}, [{"step": 1, "grad_norm": 0.0}], 1)
     assert constant["curves"]["norm"][0][1] == BOTTOM and len(constant["columns"]) == 6
-
-
-def test_a_long_run_makes_no_long_page(tmp_path: Path) -> None:
-    lines = [training_line(step) for step in range(1, 10_001)]
-    for step in range(0, 10_001, 100):
-        lines += [validation(step), {"step": step, "sample": "a word " * 2_000}]
-    page = Page(make_run(tmp_path / "long", lines))
-    assert (tmp_path / "long" / "report.html").stat().st_size < 150_000
-    assert len([entry for entry in page.entries if entry.startswith("step ")]) <= 31
-    assert any(entry.startswith("step 10,000: ") for entry in page.entries)
-
-
-@pytest.mark.parametrize("damage", [{"sample": 5}, {"train_loss": "x"}])
-def test_files_that_are_not_of_a_run_are_refused_in_a_sentence(damage: dict, tmp_path: Path) -> None:
-    directory = make_run(tmp_path / "run", [*LINES, validation(13) | damage])
-    with pytest.raises(TrainError, match="does not hold the files of a run"):
-        write_report(directory)
-    assert not (directory / "report.html").exists()
 
 
 def test_it_is_written_when_something_is_new_and_its_failure_costs_a_line(

@@ -28,12 +28,6 @@ def test_prompts_from_argument_file_and_standard_input(run, straight: Path, tmp_
     assert results[0] == results[1] == results[2]
 
 
-def test_text_streams_after_its_prompt(run, straight: Path) -> None:
-    arguments = (straight, "--prompt", "one", "--seed", 5, "--max_new_tokens", 30)
-    streamed = run(sample, *arguments, "--stop", "zzz", "--dtype", "float32").out
-    assert streamed == "one" + texts(run, *arguments)[0] + "\n"
-
-
 def test_a_long_prompt_is_said(run, straight: Path) -> None:
     result = run(sample, straight, "--prompt", "one two three four five", "--max_new_tokens", 3)
     assert result.err.splitlines()[2:] == ["the prompt has 23 tokens, context is 11: using the last 11"]

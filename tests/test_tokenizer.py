@@ -68,7 +68,6 @@ def test_special_tokens() -> None:
         tokenizer = ALL[name]
         assert tokenizer.vocab_size == size
         assert tokenizer.special_tokens == {END_OF_TEXT: size - 1} == {END_OF_TEXT: tokenizer.end_of_text}
-        assert tokenizer.start_of_text is None and tokenizer.document_start == [size - 1]
         assert tokenizer.token_bytes(size - 1) == END_OF_TEXT.encode() and tokenizer.decode([size - 1]) == ""
     for name in ("bytes", "bpe:280"):
         ids = ALL[name].encode(f"a {END_OF_TEXT} b").tolist()
