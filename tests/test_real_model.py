@@ -78,7 +78,7 @@ def test_its_heads_are_known(run, smollm2: Path, tmp_path: Path) -> None:
     """Induction heads at 18.6 and in layer 17. The table and the kinds are short."""
     result = run(inspect_attention, smollm2, "--text", TEXT, "-o", tmp_path / "a.html")
     assert result.exit_code == 0, result.err
-    shown = result.out.split("\nsmollm2\n")[1].splitlines()
+    shown = result.out.split("\nsmollm2\n")[1].split("\nwrote ")[0].splitlines()
     assert len(shown) <= 26 and max(map(len, shown)) <= 80
     (best,) = re.findall(r"what followed the same token before: (.*), \.\.\.", result.out)
     scores = {head: float(score) for head, score in (each.split() for each in best.split(", "))}
