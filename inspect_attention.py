@@ -121,6 +121,8 @@ def inspect(options: Options) -> None:
 
     inspections = []
     for directory in directories:
+        if inspections and not is_page_asked:
+            inspections[-1].att.inputs.clear()  # only the last one is drawn, and queries and keys are large
         inspections.append(inspect_checkpoint(directory, inputs, heads, tokenizer, device, options))
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
         print(f"        {inspections[-1].verified}", flush=True)

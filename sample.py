@@ -128,8 +128,9 @@ def main() -> None:
     sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
     idx = torch.tensor([ids] * options.num_samples, device=device)
     tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
-    causal = read_optional(directory / "manifest.json", "certificate", "causal") or "unknown, there is no certificate"
-    print(f"causal: {visible(str(causal))}", file=sys.stderr)
+    causal = read_optional(directory / "manifest.json", "certificate", "causal")
+    certificate = f"{causal}, when it was trained" if causal else "unknown, there is no certificate"
+    print(f"causal: {visible(certificate)}", file=sys.stderr)
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
     T = model.config.context_length
     if len(ids) > T:

@@ -86,12 +86,12 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
     # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both work.
     with FileLock(directory.with_name(f".{directory.name}.lock")):
         if directory.exists() and os.listdir(directory):
-            or_other = ", or give another --out" if out else ""
             with suppress(DataError):
                 corpus = open_corpus(directory)
                 if recipe.items() <= corpus.meta.items():
                     return corpus
-            raise DataError(f"{directory} is not the corpus of this text, or is damaged: remove it{or_other}")
+            mend = "remove it, or give another --out" if out else "remove it"
+            raise DataError(f"{directory} is not the corpus of this text, or is damaged: {mend}")
         shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
         temporary.mkdir()
         try:

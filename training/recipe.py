@@ -75,13 +75,21 @@ def fit_to_text(
         tokens = min(tokens, TOKENS_ON_CPU)
     max_steps = max(FEWEST_STEPS, round(tokens / (batch_size * grad_accum_steps * shape["context_length"])))
     every = max(FEWEST_STEPS, max_steps // EVALUATIONS)
-    train = replace(train, batch_size=batch_size, grad_accum_steps=grad_accum_steps, max_steps=max_steps)
-    train = replace(train, eval_every=every, checkpoint_every=every, sample_prompt="")
-    eval_tokens = train.eval_tokens if on_gpu else EVAL_TOKENS_ON_CPU
+    train = replace(
+        train,
+        batch_size=batch_size,
+        grad_accum_steps=grad_accum_steps,
+        max_steps=max_steps,
+        eval_every=every,
+        checkpoint_every=every,
+        eval_tokens=train.eval_tokens if on_gpu else EVAL_TOKENS_ON_CPU,
+        out_dir=f"out/{name_of(data.source)}",
+        sample_prompt="",
+    )
     return {
         "model": replace(model, n_layer=n_layer, **shape),
         "data": replace(data, tokenizer=tokenizer),
-        "train": replace(train, eval_tokens=eval_tokens, out_dir=f"out/{name_of(data.source)}"),
+        "train": train,
     }
 
 
