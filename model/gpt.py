@@ -63,19 +63,14 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Initialise as GPT-2: std 0.02, and less for the layers whose outputs are added to the residual stream.
 
-        Raises ModelError for a vector that is neither a bias nor the weight of a norm.
+        All but linear layers and embeddings keep what their modules have chosen: norms begin with weights of one.
         """
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif name.endswith("norm.weight"):
-                nn.init.ones_(parameter)
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
-            elif parameter.dim() < 2:
-                raise ModelError(f"give {name} its first value in GPT.init_weights of model/gpt.py")
-            else:
-                nn.init.normal_(parameter, std=0.02)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding) and (module is not self.lm_head or not self.config.tied):
+                residual = name.endswith(("o_proj", "down_proj"))
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
 
     def forward(self, idx: Tensor) -> Tensor:
         """Return the logits of the next token at every position: (B, T) int64 -> (B, T, V).
@@ -169,7 +164,8 @@ class GPT(nn.Module):
         """
         stored = load_config(directory)
         with torch.device("meta"):  # neither time nor memory for initial weights
-            whole, model = cls(stored), cls(config or stored)  # whole: for the shapes in the files
+            whole = cls(stored)  # for the shapes in the files
+            model = cls(config) if config else whole
         weights = load_weights(directory, stored, whole.state_dict(), device, dtype)
         if model.position_embedding is not None:
             weights["position_embedding.weight"] = weights["position_embedding.weight"][: model.config.context_length]
@@ -178,18 +174,22 @@ class GPT(nn.Module):
         return model.eval()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT":
-        """Apply fn to all tensors, then tie and fill again: a move unties shared tensors, `to_empty` fills none."""
+        """Apply fn to all tensors but the masks, then `fill_buffers`: a move unties shared tensors."""
+        masks = [block.attention.causal_mask for block in self.blocks]
         super()._apply(fn, recurse)
+        for block, mask in zip(self.blocks, masks, strict=True):
+            block.attention.causal_mask = mask  # `to_empty` has filled none
         self.fill_buffers()
         return self
 
     def fill_buffers(self) -> None:
-        """Compute the mask and the rotary tables on the device of the weights, and tie the shared tensors."""
+        """Move the masks to the device of the weights, compute the rotary tables there, and tie the shared tensors."""
         if self.config.tied:
             self.lm_head.weight = self.token_embedding.weight
         device = self.lm_head.weight.device
-        mask = make_causal_mask(self.config.context_length, device)
+        moved: dict[int, Tensor] = {}  # one tensor for the layers that share one
         for block in self.blocks:
-            block.attention.causal_mask = mask
+            mask = block.attention.causal_mask
+            block.attention.causal_mask = moved.setdefault(id(mask), mask if device.type == "meta" else mask.to(device))
         if self.rotary is not None:
             self.rotary.fill(device)

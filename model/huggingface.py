@@ -161,16 +161,16 @@ def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[
     Raises ModelError for a tensor that has no name there.
     """
     tensors, left = {}, set(state) - {"lm_head.weight"}  # a tied head has no name there
-    for parameter in ("weight", "bias"):
+    for parameter in (".weight", ".bias", ""):  # "": a parameter without a module
         for ours, theirs in names(config):
-            parts = [f"{module}.{parameter}" for module in ours if f"{module}.{parameter}" in state]
+            parts = [f"{module}{parameter}" for module in ours if f"{module}{parameter}" in state]
             if parts:
                 joined = torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]
-                tensors[f"{theirs}.{parameter}"] = turned(theirs, joined)
+                tensors[f"{theirs}{parameter}"] = turned(theirs, joined)
                 left.difference_update(parts)
     if left:
         where = f"NAMES[{config.family!r}] in model/huggingface.py"
-        raise ModelError(f"no checkpoint could hold {min(left)}: give it a name in {where}")
+        raise ModelError(f"no checkpoint could hold {min(left)}: give its module a name in {where}")
     if config.family == "gpt2" and not config.bias:
         for name in [name for name in tensors if re.search(r"\.(ln_.|c_attn|c_proj|c_fc)\.weight$", name)]:
             bias = name.removesuffix("weight") + "bias"
@@ -182,12 +182,12 @@ def tensors_from_huggingface(config: GPTConfig, tensors: dict[str, Tensor]) -> d
     """Return the state dict of a GPT, without a tied head: the inverse of `tensors_to_huggingface`."""
     state = {}
     widths = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
-    for parameter in ("weight", "bias") if config.bias else ("weight",):
+    for parameter in (".weight", ".bias", "") if config.bias else (".weight", ""):
         for ours, theirs in names(config):
-            if f"{theirs}.{parameter}" in tensors:
-                joined = turned(theirs, tensors[f"{theirs}.{parameter}"])
+            if f"{theirs}{parameter}" in tensors:
+                joined = turned(theirs, tensors[f"{theirs}{parameter}"])
                 parts = joined.split(widths) if len(ours) > 1 else [joined]
-                state |= {f"{module}.{parameter}": part for module, part in zip(ours, parts, strict=True)}
+                state |= {f"{module}{parameter}": part for module, part in zip(ours, parts, strict=True)}
     return state
 
 

@@ -1,12 +1,14 @@
 """The model around the layer: sizes, first weights, the one mask, and the edges of the vocabulary."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 
 from model import GPT, GPTConfig, ModelError
-from tests.conftest import make_gpt
+from model.attention import CausalSelfAttention
+from tests.conftest import make_gpt, save_gpt
 
 
 def test_gpt2_small_has_its_published_size() -> None:
@@ -34,6 +36,18 @@ def test_one_mask_and_a_tied_head_wherever_the_model_goes() -> None:
         assert len({mask.data_ptr() for mask in masks}) == 1
         assert torch.equal(masks[0], triangle)
         assert model.lm_head.weight is model.token_embedding.weight
+
+
+def test_a_layer_keeps_the_mask_it_has_made_wherever_the_model_goes(tmp_path: Path, monkeypatch) -> None:
+    class Window(CausalSelfAttention):
+        def __init__(self, *arguments: object):
+            super().__init__(*arguments[:4], arguments[4].triu(-2), *arguments[5:])
+
+    monkeypatch.setattr("model.gpt.CausalSelfAttention", Window)
+    model, window = make_gpt(), (torch.ones(11, 11).tril().triu(-2)) == 1
+    from_disk = GPT.from_pretrained(save_gpt(tmp_path, 1, model, {}))
+    for moved in (from_disk, model.bfloat16(), model.to("meta").to_empty(device="cpu")):
+        assert all(torch.equal(block.attention.causal_mask, window) for block in moved.blocks)
 
 
 def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training() -> None:

@@ -18,6 +18,7 @@ from data.tokenizer import FILES, make_tokenizer, save_tokenizer
 from inspection import capture
 from model import GPT, GPTConfig, ModelError
 from model.attention import CausalSelfAttention
+from model.huggingface import NAMES
 from tests.conftest import save_gpt, tiny_run
 
 ROOT = Path(__file__).parent.parent
@@ -218,18 +219,23 @@ def test_there_is_one_copy_of_the_weights(family: str, tmp_path: Path) -> None:
     assert finite == "True"
 
 
-@pytest.mark.parametrize(
-    "family, shape, reason",
-    [("gpt2", (3,), "give {} its first value in GPT.init_weights"), ("llama", (3, 1), "no checkpoint could hold {}")],
-)
-def test_a_weight_that_nobody_knows_is_refused_before_training(
-    family: str, shape: tuple[int, ...], reason: str, run, corpus_file: Path, tmp_path: Path, monkeypatch
+def test_a_weight_of_ones_own_begins_as_it_says_trains_and_is_saved_once_it_has_a_name(
+    run, corpus_file: Path, tmp_path: Path, monkeypatch
 ) -> None:
     class Slopes(CausalSelfAttention):
         def __init__(self, *arguments: object, **options: object):
             super().__init__(*arguments, **options)
-            self.slopes = torch.nn.Parameter(torch.ones(shape))
+            self.slopes = torch.nn.Parameter(torch.full((3, 1, 1), 7.0))
+
+        def split_heads(self, x: Tensor) -> Tensor:
+            return super().split_heads(x) * self.slopes
 
     monkeypatch.setattr("model.gpt.CausalSelfAttention", Slopes)
-    result = run(train, *tiny_run(corpus_file, tmp_path / "out", model__family=family, model__n_embd=18))
-    assert result.exit_code == 2 and reason.format("blocks.0.attention.slopes") in result.err
+    options = tiny_run(corpus_file, tmp_path / "out", model__family="llama", model__n_embd=18, train__optimizer="muon")
+    result = run(train, *options)
+    assert result.exit_code == 2 and "no checkpoint could hold blocks.0.attention.slopes" in result.err
+    monkeypatch.setitem(NAMES["llama"], "blocks.{}.attention.slopes", "model.layers.{}.self_attn.slopes")
+    assert run(train, *options).exit_code == 0
+    slopes = GPT.from_pretrained(tmp_path / "out").blocks[1].attention.slopes
+    assert not torch.equal(slopes, torch.full_like(slopes, 7.0))
+    torch.testing.assert_close(slopes.data, torch.full_like(slopes, 7.0), atol=0.5, rtol=0)

@@ -36,7 +36,7 @@ def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.f
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, vectors]
         return torch.optim.AdamW(groups, fused=True, **options)
     embedding, head = model.token_embedding.weight, model.lm_head.weight
-    inside = [parameter for parameter in model.blocks.parameters() if parameter.dim() >= 2 and parameter.requires_grad]
+    inside = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2 and parameter.requires_grad]
     inside_or_head = {id(parameter) for parameter in (*inside, head)} - {id(embedding)}
     groups = [
         {"params": [p for p in matrices if id(p) not in inside_or_head], "weight_decay": 0.0, "lr_share": 1.0},
