@@ -1,5 +1,5 @@
 # make train      set up, train on the embedded corpus, sample, show where the heads look
-# make test       set up, lint, tests
+# make test       set up, tests, lint
 # make test-long  the exhaustive tests
 # make bench      set up, measure this machine in minutes, write benchmarks/results/<device>_<date>.jsonl
 #                 TEXT=input.txt: on this text; STAGES="step decode": only these stages
@@ -18,9 +18,9 @@ train: .venv/train.installed
 	@echo "open it in a browser; docs/attention.md explains heads, from one formula on"
 
 test: .venv/test.installed
+	$(BIN)/python -m pytest $(EVERY_CORE) -m "not long"
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
-	$(BIN)/python -m pytest $(EVERY_CORE) -m "not long"
 
 test-long: .venv/model.installed
 	$(BIN)/python -m pytest $(EVERY_CORE) -m long

@@ -44,7 +44,7 @@ from inspection.kinds import Head, name_of
 from inspection.metrics import METRICS
 from inspection.patterns import capture
 from model import GPT, GPTConfig
-from model.checkpoint import STEP, find_checkpoint, read_optional
+from model.checkpoint import STEP, code_has_changed, find_checkpoint, read_optional
 from model.load import load_config
 from training.device import autocast, dtype_name, find_device, is_fast
 from training.progress import Outliving
@@ -275,6 +275,8 @@ def load(directory: Path, device: torch.device) -> tuple[GPT, AbstractContextMan
     A model from elsewhere has that in which its weights are stored. It is float32, and a line says so, where the device
     is slow in that precision.
     """
+    if code_has_changed(directory):
+        print(f"note:   {directory.name} was trained by other code in model/")
     model = GPT.read(directory, device)
     stored = model.lm_head.weight.dtype
     name = read_optional(directory / "manifest.json", "environment", "dtype")

@@ -29,7 +29,7 @@ from data import DataError
 from data.encoding import TextStream
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, ModelError
-from model.checkpoint import find_checkpoint, read_optional
+from model.checkpoint import code_has_changed, find_checkpoint, read_optional
 from model.sampling import Sampler, stream
 from training.device import dtype_name, find_device, weights_dtype
 
@@ -129,7 +129,8 @@ def main() -> None:
     idx = torch.tensor([ids] * options.num_samples, device=device)
     tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
     causal = read_optional(directory / "manifest.json", "certificate", "causal")
-    certificate = f"{causal}, when it was trained" if causal else "unknown, there is no certificate"
+    since = ", by other code in model/" if code_has_changed(directory) else ""
+    certificate = f"{causal}, when it was trained{since}" if causal else "unknown, there is no certificate"
     print(f"causal: {visible(certificate)}", file=sys.stderr)
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
     T = model.config.context_length

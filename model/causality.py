@@ -66,7 +66,7 @@ def check_causality(
     length: int,
     *,
     module: nn.Module | None = None,
-    others: Sequence[Callable[[Tensor], Tensor]] = (),
+    decode: Callable[[Tensor], Tensor] | None = None,
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
     extreme: Sequence[Callable[[Tensor], Tensor]] = (),
     batch_size: int | None = None,
@@ -81,7 +81,7 @@ def check_causality(
         module: the module that has the weights of `forward`, if `forward` is not a module itself; module(idx) must
             return the same logits. Without a module the tokens are on the CPU, and there are no derivatives and no
             random or extreme weights.
-        others: more functions of the module like `forward`, such as one that decodes with a cache.
+        decode: a function like `forward` that reads the tokens part by part, with a cache of the module.
         loss_fn: a loss of the module that hides its logits, such as a compiled one: inputs and targets, (B, T) int64
             each -> the sum over all targets except those of -100. It is called with autograd in training mode only.
         extreme: functions like `forward`, also probed with weights scaled by EXTREME. None of them may compute in
@@ -96,6 +96,7 @@ def check_causality(
     module = forward if module is None and isinstance(forward, nn.Module) else module
     without = nn.Module().eval()  # stands for the module of a plain function: no weights, nothing to restore
     prober = Prober(vocab_size, length, without if module is None else module, batch_size, mask)
+    decoding = [(decode, "in decoding")] if decode else []
 
     def probes() -> None:
         if module is not None:
@@ -108,9 +109,9 @@ def check_causality(
         prober.randomize()
         module.eval()
         with torch.no_grad():
-            for function in (forward, *others):
-                prober.alone(function, "in evaluation")
-                prober.hidden(function, "in evaluation", seen=True)
+            for function, where in ((forward, "in evaluation"), *decoding):
+                prober.alone(function, where)
+                prober.hidden(function, where, seen=True)
             if loss_fn:
                 prober.hidden_from_loss(loss_fn, "in evaluation")
         prober.gradient()
@@ -125,8 +126,8 @@ def check_causality(
             prober.hidden(function, "in training, with extreme weights", few=True)
         module.eval()
         with torch.no_grad():
-            for function in (module, *others):
-                prober.hidden(function, "in evaluation, with extreme weights", few=True)
+            for function, where in ((module, "in evaluation"), *decoding):
+                prober.hidden(function, f"{where}, with extreme weights", few=True)
 
     return prober.run(probes)
 

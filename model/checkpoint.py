@@ -191,6 +191,17 @@ def with_own_hash(manifest: dict) -> bytes:
     return to_json({**manifest, "sha256": hashlib.sha256(to_json(manifest)).hexdigest()})
 
 
+def code_hash() -> str:
+    """Return a short hash of the files of this package, which decide what the weights of a checkpoint mean."""
+    paths = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
+
+
+def code_has_changed(directory: Path) -> bool:
+    """Return whether a checkpoint was trained with other files of this package. A foreign model was with none."""
+    return read_optional(directory / "manifest.json", "environment", "code") not in (None, code_hash())
+
+
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal digits."""
     with open(path, "rb") as file:

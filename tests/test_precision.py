@@ -42,7 +42,8 @@ def test_the_residual_stream_is_in_bfloat16_where_products_are(family: str) -> N
         (True, 64, "auto", torch.bfloat16, "this CPU has units for it"),
         (True, 63, "auto", torch.float32, "the default"),
         (False, 64, "auto", torch.float32, "the default"),
-        (True, 64, "float32", torch.float32, "as asked"),
+        (True, 64, "float32", torch.float32, "as asked\n"),
+        (True, 64, "float16", torch.float16, "as asked, though it is slow here"),
     ],
 )
 def test_a_cpu_with_units_for_bfloat16_trains_in_it(

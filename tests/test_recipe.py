@@ -38,14 +38,24 @@ def test_a_cpu_gets_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture
     own = {"device": "cpu", "out_dir": "out/text", "eval_tokens": 100_000, "eval_every": 175, "checkpoint_every": 175}
     assert config.train == replace(QUICKSTART.train, sample_prompt="", **own)
     assert config.data == DataConfig(str(path), "bpe:512", val_fraction=QUICKSTART.data.val_fraction)
-    line = "config: for a text of 100,000,000 bytes: 2 layers of 128, bpe:512, 1,400 steps\n"
+    line = "config: for 100,000,000 bytes of text: 2 layers of 128, bpe:512, 1,400 steps\n"
     assert capsys.readouterr().out == line
 
 
-@pytest.mark.parametrize("megabytes, tokenizer, steps", [(0.01, "bytes", FEWEST_STEPS), (0.3, "bpe:512", 279)])
-def test_a_small_text_is_not_read_for_ever(tmp_path: Path, megabytes: float, tokenizer: str, steps: int) -> None:
-    config = read("--data.source", text_of(megabytes, tmp_path), "--train.device", "cpu")
-    assert (config.data.tokenizer, config.train.max_steps) == (tokenizer, steps)
+@pytest.mark.parametrize(
+    "megabytes, name, tokenizer, steps, every",
+    [
+        (0.01, "a.txt", "bytes", FEWEST_STEPS, FEWEST_STEPS),
+        (0.3, "a.txt", "bpe:512", 279, 140),
+        (0.1, "a.txt.gz", "bpe:512", 279, 140),
+        (0.969, "a.txt", "bpe:512", 901, 113),
+    ],
+)
+def test_a_small_text_is_not_read_for_ever(
+    tmp_path: Path, megabytes: float, name: str, tokenizer: str, steps: int, every: int
+) -> None:
+    config = read("--data.source", text_of(megabytes, tmp_path).rename(tmp_path / name), "--train.device", "cpu")
+    assert (config.data.tokenizer, config.train.max_steps, config.train.eval_every) == (tokenizer, steps, every)
 
 
 @pytest.mark.parametrize("megabytes, depth", [(3, 2), (100, 6), (20_000, 12)])
@@ -77,7 +87,7 @@ def test_options_win_and_the_rest_fits_them(tmp_path: Path, corpus_file: Path, c
     config = read("--data.source", path, "--model.n_layer", 3, "--train.max_steps", 9, "--data.tokenizer", "chars")
     assert (config.model.n_layer, config.model.n_embd, config.train.max_steps) == (3, 128, 9)
     assert config.data.tokenizer == "chars"
-    assert capsys.readouterr().out == "config: for a text of 600,000 bytes: 3 layers of 128, chars, 9 steps\n"
+    assert capsys.readouterr().out == "config: for 600,000 bytes of text: 3 layers of 128, chars, 9 steps\n"
     prepare(DataConfig(str(corpus_file), "chars"), tmp_path / "prepared")
     assert read("--data.source", tmp_path / "prepared").data.tokenizer == "chars"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import inspect_attention
 import sample
 from data.tokenizer import make_tokenizer
 from sample import Text
@@ -31,6 +32,18 @@ def test_prompts_from_argument_file_and_standard_input(run, straight: Path, tmp_
 def test_a_long_prompt_is_said(run, straight: Path) -> None:
     result = run(sample, straight, "--prompt", "one two three four five", "--max_new_tokens", 3)
     assert result.err.splitlines()[2:] == ["the prompt has 23 tokens, context is 11: using the last 11"]
+
+
+def test_other_code_than_that_of_the_training_is_said(run, straight: Path, monkeypatch) -> None:
+    def said() -> tuple[str, str]:
+        inspected = run(inspect_attention, straight, "--text", "one two")
+        return run(sample, straight, "--max_new_tokens", 3).err.splitlines()[0], inspected.out
+
+    assert "other code" not in "".join(said())
+    monkeypatch.setattr("model.checkpoint.code_hash", lambda: "another")
+    by_sample, by_inspect = said()
+    assert by_sample.endswith("when it was trained, by other code in model/")
+    assert "step-00000012 was trained by other code in model/\n" in by_inspect
 
 
 def test_several_samples_differ_and_are_numbered(run, straight: Path) -> None:

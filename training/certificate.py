@@ -44,7 +44,7 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
         model.config.vocab_size,
         T,
         module=model,
-        others=[decode],
+        decode=decode,
         loss_fn=loss,
         extreme=[forward] if dtype == torch.bfloat16 else [],
         batch_size=batch_size,

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from model.checkpoint import code_hash
 from training.config import TrainConfig, TrainError
 
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
@@ -55,7 +56,8 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
     is_any_gpu = config.device in ("auto", "cuda") and torch.cuda.is_available()
     device = find_device(f"cuda:{local_rank}" if is_any_gpu else config.device)
     if config.dtype != "auto":
-        dtype, why = getattr(torch, config.dtype), "as asked"
+        dtype = getattr(torch, config.dtype)
+        why = "as asked" if is_fast(dtype, device) else "as asked, though it is slow here"
     elif has_bfloat16(device) and (device.type == "cuda" or n_embd >= WIDE_ENOUGH):
         dtype, why = torch.bfloat16, f"this {'GPU' if device.type == 'cuda' else 'CPU'} has units for it"
     elif device.type == "cuda":
@@ -104,6 +106,7 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradie
     cuda = device.type == "cuda"
     return {
         "torch": torch.__version__,
+        "code": code_hash(),  # of model/
         "cudnn": str(torch.backends.cudnn.version()) if cuda else "any",
         "device": torch.cuda.get_device_name(device) if cuda else device.type,
         "dtype": dtype_name(dtype),

@@ -28,13 +28,15 @@ BATCHES = {2: (8, 1), 6: (32, 1), 8: (32, 2), 12: (32, 4)}  # n_layer -> batch_s
 TOKENS_PER_PARAMETER, EPOCHS, FEWEST_STEPS, EVALUATIONS = 20, 4, 100, 8
 TOKENS_ON_CPU, EVAL_TOKENS_ON_CPU = 1400 * 8 * 256, 100_000
 VOCABULARIES = {100_000: "bytes", 2_000_000: "bpe:512", 500_000_000: "bpe:4096", math.inf: "bpe:32768"}
+COMPRESSION = 3  # bytes of text in a byte of a compressed file, roughly
 BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:512": 2.1}  # in English or source code; all others: 3.5
 
 
 def size_of(data: DataConfig) -> tuple[float, str | None]:
-    """Bytes of the text, an estimate for token files, and its tokenizer if it is tokens already.
+    """Bytes of the text, and its tokenizer if it is tokens already.
 
-    The bytes are nan for a hub data set. Raises DataError if there is no text.
+    The bytes are an estimate for token files and compressed files, nan for a hub data set. Raises DataError if there is
+    no text.
     """
     if data.source.startswith("hf:"):
         return math.nan, None
@@ -45,7 +47,9 @@ def size_of(data: DataConfig) -> tuple[float, str | None]:
         shards = find_shards(data.source)
         tokenizer = shards[0].tokenizer
         return sum(shard.num_tokens for shard in shards) * BYTES_PER_TOKEN.get(tokenizer, 3.5), tokenizer
-    return sum(path.stat().st_size for path in files(data.source)), None
+    compressed = (".parquet", ".gz", ".bz2", ".xz", ".zst")
+    sizes = [path.stat().st_size * (COMPRESSION if path.suffix in compressed else 1) for path in files(data.source)]
+    return sum(sizes), None
 
 
 def tokens_for(n_layer: int, n_embd: int) -> int:
@@ -74,7 +78,7 @@ def fit_to_text(
     if not on_gpu:
         tokens = min(tokens, TOKENS_ON_CPU)
     max_steps = max(FEWEST_STEPS, round(tokens / (batch_size * grad_accum_steps * shape["context_length"])))
-    every = max(FEWEST_STEPS, max_steps // EVALUATIONS)
+    every = math.ceil(max_steps / max(1, min(EVALUATIONS, max_steps // FEWEST_STEPS)))  # the last is not a short one
     train = replace(
         train,
         batch_size=batch_size,

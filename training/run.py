@@ -151,7 +151,7 @@ class Run:
                 f"{key} {before[key]} -> {now}" for key, now in environment.items() if before.get(key, now) != now
             ]
             if changed:
-                print(visible(f"note: the numbers will differ from those of an unbroken run: {', '.join(changed)}"))
+                print(visible(f"note: the numbers may differ from those of an unbroken run: {', '.join(changed)}"))
         if not self.writes:
             return
         disk.make_directories(self.checkpoints)
