@@ -92,10 +92,14 @@ def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
         named = f"{title} {inspection.labels[head[0]][head[1]]}" if name == "token" else title
         return f"{named} {number(mean[name][head], form) or '–'}"
 
+    best = next(iter(by_kind(mean, heads).values()))[0][0]
+    largest = inspection.att.pattern(*best)[0].cpu().amax(-1).masked_fill(inspection.influence[:, -1].isnan(), 0.0)
+    later = len(largest) // 2  # the first queries have few keys to choose among
     return {
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
         "tags": [tag(*kind_of(mean, head)) for head in heads],
-        "best": heads.index(next(iter(by_kind(mean, heads).values()))[0][0]),
+        "best": heads.index(best),
+        "row": later + largest[later:].argmax().item(),  # a query that shows much
         "scores": [words(head) + " · ".join(score(*column, head) for column in columns) for head in heads],
         "predictions": [(label, f"{probability:.1%}") for label, probability in inspection.predictions],
     }

@@ -70,16 +70,18 @@ def read_run(directory: Path) -> dict[str, object]:
     model = options["model"]
     facts = [model["family"], f"{model['n_layer']} layers of {model['n_embd']}", options["data"]["source"]]
     facts += [about.get("device"), about.get("dtype"), f"step {step:,} of {max_steps:,}"]
+    charts = [draw_chart(title, keys, lines, step) for title, keys in CHARTS.items()]
     latest = {key: value for line in lines for key, value in line.items() if value is not None}
     if best:
         latest["best"] = best["step"]
     return {
         "name": directory.absolute().name,
         "saved": saved,
+        "finished": finished,
         "summary": " · ".join(filter(None, facts)),
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "figures": [(name, form.format(latest[key])) for key, (name, form) in FIGURES.items() if key in latest],
-        "charts": [draw_chart(title, keys, lines, step) for title, keys in CHARTS.items()],
+        "charts": [chart for chart in charts if any(chart["curves"].values())],
         "sections": {
             "Next": next_commands(directory, saved, best, finished),
             "Evaluations": read_evaluations(lines),
@@ -111,7 +113,7 @@ def draw_chart(title: str, keys: dict[str, str], lines: list[dict], last_step: i
     for name, key in keys.items():
         points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
         curves[name] = points[:: -1 - len(points) // MOST_POINTS]  # from the last one back
-    values = [value for points in curves.values() for _, value in points] or [0, 1]
+    values = [value for points in curves.values() for _, value in points] or [0]
     low = min(values)
     height = max(values) - low or abs(low) or 1
 
