@@ -63,6 +63,8 @@ def read_prompt(prompt: str) -> str:
             return sys.stdin.buffer.read().decode()
         if prompt.startswith("@"):
             return Path(prompt[1:]).read_text(encoding="utf-8")
+        if os.path.isfile(prompt):
+            print(f"note: the text is {prompt!r} itself; @{prompt} reads the file", file=sys.stderr)
         return prompt
     except ValueError as error:  # not UTF-8, or a name that no file can have
         raise ConfigError(f"{prompt!r} cannot be read: {error}") from None

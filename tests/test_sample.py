@@ -27,6 +27,9 @@ def test_prompts_from_argument_file_and_standard_input(run, straight: Path, tmp_
     arguments = (straight, "--temperature", 0, "--max_new_tokens", 9)
     results = [texts(run, *arguments, "--prompt", prompt) for prompt in ("one tw", f"@{tmp_path}/prompt.txt", "-")]
     assert results[0] == results[1] == results[2]
+    name = str(tmp_path / "prompt.txt")
+    said = run(sample, straight, "--prompt", name, "--max_new_tokens", 1).err
+    assert said.startswith(f"note: the text is {name!r} itself; @{name} reads the file\n")
 
 
 def test_a_long_prompt_is_said(run, straight: Path) -> None:
