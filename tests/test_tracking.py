@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,45 +17,32 @@ from training.config import TrainConfig
 from training.tracking import Tracker
 
 
-def begin_with_a_fake(monkeypatch: pytest.MonkeyPatch, directory: Path, log: Callable[[dict], None]) -> Tracker:
-    """A tracker of which wandb is a module whose runs do nothing but call `log`."""
-    axes = []
+def test_lines_are_sent_flat_until_the_first_failure_which_costs_a_line(monkeypatch, tmp_path: Path, capsys) -> None:
+    sent, axes = [], []
+
+    def log(values: dict) -> None:
+        sent.append(values)
+        if values["step"] > 3:
+            raise ConnectionError("gone\nand a hint")
+
     run = SimpleNamespace(log=log, define_metric=lambda *name, **axis: axes.append((name, axis)), id="1", sync_dir="")
     module = SimpleNamespace(init=lambda **options: run, Settings=dict, Table=lambda columns, data: (columns, data))
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setenv("WANDB_DATA_DIR", "elsewhere")
     tracker = Tracker(TrainConfig(wandb="offline"))
-    tracker.begin(directory, None, {})
+    tracker.begin(tmp_path, None, {})
     assert tracker.run_id == "1" and axes == [(("*",), {"step_metric": "step"})]
-    return tracker
-
-
-def test_heads_are_sent_flat_and_a_sample_as_a_table(monkeypatch, tmp_path: Path) -> None:
-    sent = []
-    tracker = begin_with_a_fake(monkeypatch, tmp_path, sent.append)
     tracker.log({"step": 3, "val_loss": 2.5, "heads": {"sink": [[0.1, 0.2], [None, 0.4]]}})
     tracker.log({"step": 3, "sample": "some text"})
-    heads = {"sink/0.0": 0.1, "sink/0.1": 0.2, "sink/1.0": None, "sink/1.1": 0.4}
-    assert sent == [
-        {"step": 3, "val_loss": 2.5, **heads},
-        {"step": 3, "sample": (["step", "text"], [[3, "some text"]])},
-    ]
-
-
-def test_the_first_failure_costs_a_line_and_turns_it_off(monkeypatch, tmp_path: Path, capsys) -> None:
-    sent = []
-
-    def fail(values: dict) -> None:
-        sent.append(values)
-        raise ConnectionError("gone\nand a hint")
-
-    tracker = begin_with_a_fake(monkeypatch, tmp_path, fail)
     capsys.readouterr()
-    for step in (1, 2):
+    for step in (4, 5):
         tracker.log({"step": step})
     tracker.finish(0)  # the fake has no such method
+    heads = {"sink/0.0": 0.1, "sink/0.1": 0.2, "sink/1.0": None, "sink/1.1": 0.4}
+    table = (["step", "text"], [[3, "some text"]])
+    assert sent == [{"step": 3, "val_loss": 2.5, **heads}, {"step": 3, "sample": table}, {"step": 4}]
     said = "wandb is off, metrics.jsonl has everything: ConnectionError('gone\\nand a hint')\n"
-    assert sent == [{"step": 1}] and capsys.readouterr().out == said
+    assert capsys.readouterr().out == said
 
 
 @pytest.fixture
