@@ -147,7 +147,7 @@ def inspect(options: Options) -> None:
     print(f"\n{terminal.in_words(last.scores.mean, heads, last.labels)}")
     for head in heads if options.heads and not are_many else []:
         print(f"\nhead {name_of(head)}: a line is a query, a character is a key, in the order of the lines")
-        print(terminal.triangle(last.att.pattern(*head)[0].cpu(), labels, shutil.get_terminal_size().columns))
+        print(terminal.triangle(last.pattern(head), labels, shutil.get_terminal_size().columns))
     for output in options.output:
         print(f"wrote {output}")
 
@@ -276,7 +276,7 @@ def load(directory: Path, device: torch.device) -> tuple[GPT, AbstractContextMan
     is slow in that precision.
     """
     if code_has_changed(directory):
-        print(f"note:   {directory.name} was trained by other code in model/")
+        print(f"note:   {directory.name} was trained by other code in model/; here it may be another model")
     model = GPT.read(directory, device)
     stored = model.lm_head.weight.dtype
     name = read_optional(directory / "manifest.json", "environment", "dtype")

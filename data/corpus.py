@@ -32,7 +32,7 @@ class Corpus:
         train, val = self.meta["train"], self.meta["val"]
         return (
             f"{self.meta['source']}, {train['tokens']:,} tokens, {val['tokens']:,} to validate "
-            f"({self.meta['tokenizer']}, {train['bytes'] / train['tokens']:.2f} bytes each)"
+            f"({self.tokenizer.name}, {val['bytes'] / val['tokens']:.2f} bytes each)"
         )
 
 

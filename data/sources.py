@@ -178,7 +178,8 @@ def read_text(path: Path) -> Document:
                 yield from pieces
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{path} is not UTF-8 ({error.reason}); if it is no text, leave it out with a glob"
+                f"{path} is not UTF-8 ({error.reason}): convert or decompress it; if it is no text, leave it out by a "
+                "glob in quotes, such as 'src/**/*.py'"
             ) from None
     yield rest
 

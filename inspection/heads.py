@@ -91,6 +91,11 @@ class Inspection:
         """Mean cross-entropy of the measured texts, in nats a token."""
         return self.scores.losses.mean().item()
 
+    def pattern(self, head: tuple[int, int]) -> Tensor:
+        """Weights of a head between the shown tokens, (T, T) on the CPU, without keys in front that are no tokens."""
+        weights = self.att.pattern(*head)[0].cpu()
+        return weights[:, -len(weights) :]
+
 
 @contextmanager
 def evaluating(model: GPT) -> Iterator[None]:
@@ -136,8 +141,9 @@ def head_scores(model: GPT, text: Tensor, probe: RepeatProbe | None = None, veri
 def most_attended(text: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
     """Return the token of a text (N, T) that gets most of each head's attention, (L, H), and its share, (N, L, H).
 
-    received: the mean weight of each position, (N, L, H, T).
+    received: the mean weight of each key, (N, L, H, T), or more in front that are no tokens.
     """
+    received = received[..., -text.size(1) :]
     tokens, numbers = text.unique(return_inverse=True)
     shares = received.new_zeros(*received.shape[:3], len(tokens))
     shares.scatter_add_(3, numbers[:, None, None].expand_as(received), received)

@@ -47,7 +47,7 @@ def write_page(
     """
     triangles = {}
     for checkpoint, inspection in enumerate(inspections):
-        triangles |= {f"{checkpoint}/{name_of(head)}": encode(inspection.att.pattern(*head)[0]) for head in heads}
+        triangles |= {f"{checkpoint}/{name_of(head)}": encode(inspection.pattern(head)) for head in heads}
         triangles[f"{checkpoint}/influence"] = encode(inspection.influence.nan_to_num(0.0))  # 0: not computed
     source = TEMPLATE.read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
@@ -68,7 +68,7 @@ def write_page(
 
 def encode(pattern: Tensor) -> str:
     """Encode the lower triangle of (T, T)."""
-    values = pattern.float().cpu().numpy()[np.tri(len(pattern), dtype=bool)]
+    values = pattern.float().numpy()[np.tri(len(pattern), dtype=bool)]
     units = np.round(values.clip(0, 1) * 65535).astype("<u2")
     return base64.b64encode(zlib.compress(units.tobytes(), level=1)).decode()
 
@@ -93,7 +93,7 @@ def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
         return f"{named} {number(mean[name][head], form) or '–'}"
 
     best = next(iter(by_kind(mean, heads).values()))[0][0]
-    largest = inspection.att.pattern(*best)[0].cpu().amax(-1).masked_fill(inspection.influence[:, -1].isnan(), 0.0)
+    largest = inspection.pattern(best).amax(-1).masked_fill(inspection.influence[:, -1].isnan(), 0.0)
     later = len(largest) // 2  # the first queries have few keys to choose among
     return {
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",

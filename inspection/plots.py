@@ -48,7 +48,7 @@ def draw_heads(path: Path, inspection: Inspection, heads: Sequence[Head], labels
     rows = math.ceil(len(heads) / columns)
     side = min(8.0, max(1.2, 16 / columns))  # inches of a tile
     step = math.ceil(T / (0.8 * DPI * side))  # tokens that share a pixel
-    tiles = [pool(inspection.att.pattern(*head)[0].cpu(), step) for head in heads]
+    tiles = [pool(inspection.pattern(head), step) for head in heads]
     gap = max(1, len(tiles[0]) // 16)
     tile = len(tiles[0]) + gap
     mosaic = torch.full((rows * tile - gap, columns * tile - gap), math.nan)

@@ -8,6 +8,7 @@ them, however faintly, the loss falls and means nothing. So the probes compare w
     gradient    the same two as derivatives: exactly zero, and not zero
     alone       a sequence must not change when the others of its batch do
     repeatable  the same tokens must give the same logits again, also after other tokens in between
+    agrees      decoding must give the logits of the whole text at once; the one comparison with a tolerance
 
 A module is probed in evaluation and in training mode. It is probed with its own weights, with random ones (a layer
 initialised to zero hides every leak), and with huge ones (a mask of -10,000 leaks only where scores are larger). Its
@@ -29,6 +30,7 @@ from model.sharded import shard_like
 IGNORE = -100  # a target that F.cross_entropy skips
 NUM_POSITIONS = 12  # the least number of positions that a probe asks, if the length allows
 EXTREME = 100.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
+MOST_ROUNDING = 1e-3  # of the size of logits, between decoding and all at once; it was below 1e-6, also in 48 layers
 FOR_SCORES = re.compile(r"(^|[._])(q|k|qkv|query|key)([._]|$)|c_attn|in_proj")  # names of weights of queries and keys
 
 
@@ -81,7 +83,7 @@ def check_causality(
         module: the module that has the weights of `forward`, if `forward` is not a module itself; module(idx) must
             return the same logits. Without a module the tokens are on the CPU, and there are no derivatives and no
             random or extreme weights.
-        decode: a function like `forward` that reads the tokens part by part, with a cache of the module.
+        decode: a function like `module` that reads the tokens part by part, with a cache.
         loss_fn: a loss of the module that hides its logits, such as a compiled one: inputs and targets, (B, T) int64
             each -> the sum over all targets except those of -100. It is called with autograd in training mode only.
         extreme: functions like `forward`, also probed with weights scaled by EXTREME. None of them may compute in
@@ -112,6 +114,8 @@ def check_causality(
             for function, where in ((forward, "in evaluation"), *decoding):
                 prober.alone(function, where)
                 prober.hidden(function, where, seen=True)
+            if decode:
+                prober.agrees(module, decode)
             if loss_fn:
                 prober.hidden_from_loss(loss_fn, "in evaluation")
         prober.gradient()
@@ -260,6 +264,19 @@ class Prober:
                 replaced = torch.where(self.one_hot(positions), other, idx)
                 moved = ~same_bits(before, self.logits(forward, replaced))  # (key, query)
                 refuse_blindness(self.mask[:, positions] & ~moved.T, torch.arange(self.length), positions)
+
+    def agrees(self, forward: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tensor]) -> None:
+        """Run the probe "agrees", with products in full precision."""
+        precision = torch.get_float32_matmul_precision()
+        idx = torch.randint(self.vocab_size, (2, self.length)).to(self.device)
+        torch.set_float32_matmul_precision("highest")
+        try:
+            expected, decoded = self.logits(forward, idx), self.logits(decode, idx)
+        finally:
+            torch.set_float32_matmul_precision(precision)
+        error = ((decoded.float() - expected).norm() / expected.norm()).item()
+        if expected.dtype.itemsize >= 4 and not error <= MOST_ROUNDING:
+            raise Finding(f"read part by part with a cache, a text gets other logits: off by {error:.1%} of their size")
 
     def gradient(self) -> None:
         """Run the probe "gradient", if an nn.Embedding reads the tokens: its output is the input of the derivative."""

@@ -104,7 +104,7 @@ def find_checkpoint(path: Path) -> Path:
             print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
     if not path.exists():
         raise ModelError(f"there is no {path}: give a run, a checkpoint, or OWNER/NAME of the Hugging Face hub")
-    raise ModelError(f"{path} is neither an intact checkpoint nor a run that has one")
+    raise ModelError(f"{path} is no intact checkpoint, nor a run that has one: a run saves each train.checkpoint_every")
 
 
 def download(name: str) -> Path:

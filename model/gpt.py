@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from model.attention import CausalSelfAttention, make_causal_mask
 from model.cache import LayerCache
@@ -39,6 +40,15 @@ class Block(nn.Module):
         """(B, T, C) -> (B, T, C)."""
         x = x + self.attention(self.attention_norm(x), cache)
         return x + self.mlp(self.mlp_norm(x))
+
+
+class NoFirstWeights(TorchFunctionMode):
+    """Context in which modules are made without first weights: the system gives no memory to what is not written."""
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 class GPT(nn.Module):
@@ -163,15 +173,15 @@ class GPT(nn.Module):
         config may ask for another dropout, or for a smaller context_length, than the stored model has.
         """
         stored = load_config(directory)
-        with torch.device("meta"):  # neither time nor memory for initial weights
-            whole = cls(stored)  # for the shapes in the files
-            model = cls(config) if config else whole
-        weights = load_weights(directory, stored, whole.state_dict(), device, dtype)
+        with torch.device("meta"):  # without memory, for the shapes in the files
+            shapes = cls(stored).state_dict()
+        weights = load_weights(directory, stored, shapes, device, dtype)
+        with NoFirstWeights():
+            model = cls(config or stored)
         if model.position_embedding is not None:
             weights["position_embedding.weight"] = weights["position_embedding.weight"][: model.config.context_length]
         model.load_state_dict(weights, assign=True)
-        model.fill_buffers()
-        return model.eval()
+        return model.to(device).eval()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT":
         """Apply fn to all tensors but the masks, then `fill_buffers`: a move unties shared tensors."""
@@ -183,13 +193,19 @@ class GPT(nn.Module):
         return self
 
     def fill_buffers(self) -> None:
-        """Move the masks to the device of the weights, compute the rotary tables there, and tie the shared tensors."""
+        """Move the masks to the device of the weights, compute the rotary tables there, and tie the shared tensors.
+
+        A mask without values, which was made on the device "meta", becomes the triangle.
+        """
         if self.config.tied:
             self.lm_head.weight = self.token_embedding.weight
         device = self.lm_head.weight.device
         moved: dict[int, Tensor] = {}  # one tensor for the layers that share one
         for block in self.blocks:
-            mask = block.attention.causal_mask
-            block.attention.causal_mask = moved.setdefault(id(mask), mask if device.type == "meta" else mask.to(device))
+            key = id(mask := block.attention.causal_mask)
+            if key not in moved:
+                mask = make_causal_mask(self.config.context_length, device) if mask.is_meta else mask
+                moved[key] = mask if device.type == "meta" else mask.to(device)  # "meta" would lose it
+            block.attention.causal_mask = moved[key]
         if self.rotary is not None:
             self.rotary.fill(device)

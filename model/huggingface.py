@@ -158,7 +158,7 @@ def config_from_huggingface(content: dict) -> GPTConfig:
 def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state dict of a GPT under the names of `transformers`. A GPT-2 without biases gets biases of zero.
 
-    Raises ModelError for a tensor that has no name there.
+    Raises ModelError for a tensor that has no name there, or is not of floating-point numbers.
     """
     tensors, left = {}, set(state) - {"lm_head.weight"}  # a tied head has no name there
     for parameter in (".weight", ".bias", ""):  # "": a parameter without a module
@@ -169,8 +169,12 @@ def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[
                 tensors[f"{theirs}{parameter}"] = turned(theirs, joined)
                 left.difference_update(parts)
     if left:
-        where = f"NAMES[{config.family!r}] in model/huggingface.py"
-        raise ModelError(f"no checkpoint could hold {min(left)}: give its module a name in {where}")
+        where = f"the names of {config.family} in model/huggingface.py"
+        raise ModelError(f"no checkpoint could hold {min(left)}: add it to {where}")
+    for name, tensor in state.items():
+        if not tensor.is_floating_point():
+            meant = "if it is a buffer, make it one with persistent=False"
+            raise ModelError(f"no checkpoint could hold {name} of {tensor.dtype}: {meant}")
     if config.family == "gpt2" and not config.bias:
         for name in [name for name in tensors if re.search(r"\.(ln_.|c_attn|c_proj|c_fc)\.weight$", name)]:
             bias = name.removesuffix("weight") + "bias"
@@ -179,10 +183,13 @@ def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[
 
 
 def tensors_from_huggingface(config: GPTConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict of a GPT, without a tied head: the inverse of `tensors_to_huggingface`."""
+    """Return the state dict of a GPT, without a tied head: the inverse of `tensors_to_huggingface`.
+
+    A GPT-2 without biases has biases of zero there, which are returned too.
+    """
     state = {}
     widths = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
-    for parameter in (".weight", ".bias", "") if config.bias else (".weight", ""):
+    for parameter in (".weight", ".bias", ""):
         for ours, theirs in names(config):
             if f"{theirs}{parameter}" in tensors:
                 joined = turned(theirs, tensors[f"{theirs}{parameter}"])

@@ -43,9 +43,9 @@ def load_weights(
         raise ModelError(f"{directory} has no tensor {HEAD}")
     if config.tied and HEAD in tensors and not torch.equal(tensors[HEAD], tensors[embedding]):
         raise ModelError(f"{directory} has a head of its own, and a config.json that says it is the embedding")
-    if not config.bias and any(tensor.any() for name, tensor in tensors.items() if name.endswith(".bias")):
-        raise ModelError(f"{directory} has biases, and a config.json that says it has none")
     stored = tensors_from_huggingface(config, tensors)
+    if any(stored.pop(name).any() for name in stored.keys() - like.keys()):
+        raise ModelError(f"{directory} has biases, and a config.json that says it has none")
     dtype = dtype or stored["token_embedding.weight"].dtype
     weights = {name: stored.pop(name).to(device, dtype, copy=True) for name in list(stored)}  # drops what it has copied
     weights.setdefault(HEAD, weights["token_embedding.weight"])  # tied

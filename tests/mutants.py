@@ -274,6 +274,18 @@ def _(original: Callable, self: LayerCache, k: Tensor, v: Tensor) -> tuple[Tenso
     return keys, values
 
 
+@replace("the first part of a cached text sees its own mean", CausalSelfAttention, "forward")
+def _(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = None) -> Tensor:
+    is_prompt = cache is not None and cache.length == 0
+    return original(self, x, cache) + (0.1 * x.mean(1, keepdim=True) if is_prompt else 0)
+
+
+@replace("a window in the mask of one layer, which the kernel does not read", GPT, "__init__")
+def _(original: Callable, self: GPT, *arguments: object) -> None:
+    original(self, *arguments)
+    self.blocks[0].attention.causal_mask = self.blocks[0].attention.causal_mask.triu(-2)
+
+
 def formula_without_mask(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
     return (q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).softmax(-1)

@@ -18,7 +18,7 @@ from data.tokenizer import FILES, make_tokenizer, save_tokenizer
 from inspection import capture
 from model import GPT, GPTConfig, ModelError
 from model.attention import CausalSelfAttention
-from model.huggingface import NAMES
+from model.huggingface import NAMES, tensors_to_huggingface
 from tests.conftest import save_gpt, tiny_run
 
 ROOT = Path(__file__).parent.parent
@@ -226,16 +226,24 @@ def test_a_weight_of_ones_own_begins_as_it_says_trains_and_is_saved_once_it_has_
         def __init__(self, *arguments: object, **options: object):
             super().__init__(*arguments, **options)
             self.slopes = torch.nn.Parameter(torch.full((3, 1, 1), 7.0))
+            self.gate = torch.nn.Linear(1, 1)  # with a bias, of which a llama has no other
+            self.register_buffer("table", torch.full((1,), 0.5), persistent=False)
 
         def split_heads(self, x: Tensor) -> Tensor:
-            return super().split_heads(x) * self.slopes
+            return super().split_heads(x) * self.slopes * (1 + self.gate(self.table))
 
     monkeypatch.setattr("model.gpt.CausalSelfAttention", Slopes)
     options = tiny_run(corpus_file, tmp_path / "out", model__family="llama", model__n_embd=18, train__optimizer="muon")
     result = run(train, *options)
-    assert result.exit_code == 2 and "no checkpoint could hold blocks.0.attention.slopes" in result.err
-    monkeypatch.setitem(NAMES["llama"], "blocks.{}.attention.slopes", "model.layers.{}.self_attn.slopes")
+    assert result.exit_code == 2 and "no checkpoint could hold blocks.0.attention.gate.bias" in result.err
+    for own in ("slopes", "gate"):
+        monkeypatch.setitem(NAMES["llama"], f"blocks.{{}}.attention.{own}", f"model.layers.{{}}.self_attn.{own}")
     assert run(train, *options).exit_code == 0
-    slopes = GPT.from_pretrained(tmp_path / "out").blocks[1].attention.slopes
-    assert not torch.equal(slopes, torch.full_like(slopes, 7.0))
-    torch.testing.assert_close(slopes.data, torch.full_like(slopes, 7.0), atol=0.5, rtol=0)
+    layer = GPT.from_pretrained(tmp_path / "out").blocks[1].attention
+    assert not torch.equal(layer.slopes, torch.full_like(layer.slopes, 7.0)) and layer.gate.bias != 0
+    torch.testing.assert_close(layer.slopes.data, torch.full_like(layer.slopes, 7.0), atol=0.5, rtol=0)
+    assert torch.equal(layer.table, torch.full((1,), 0.5))
+    assert run(train, "--resume", tmp_path / "out", "--train.max_steps", 13).exit_code == 0
+    numbers = {"blocks.0.attention.slopes": torch.arange(3)}
+    with pytest.raises(ModelError, match="no checkpoint could hold blocks.0.attention.slopes of torch.int64"):
+        tensors_to_huggingface(GPTConfig(family="llama", n_layer=1), numbers)

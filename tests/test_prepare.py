@@ -202,8 +202,8 @@ def test_tokens_are_as_narrow_as_the_vocabulary_allows() -> None:
 @pytest.mark.parametrize(
     "content, sentence",
     [
-        (b"abc\xff tail", "a.txt is not UTF-8 .invalid start byte.; if it is no text, leave it out with a glob"),
-        ("猫".encode() * 9001 + b"\xe7\x8c", "a.txt is not UTF-8 .unexpected end of data.;"),
+        (b"abc\xff tail", "a.txt is not UTF-8 .invalid start byte.: convert or decompress it; if it is no text"),
+        ("猫".encode() * 9001 + b"\xe7\x8c", "a.txt is not UTF-8 .unexpected end of data.:"),
         (b"", "a.txt has too little text to keep 0.1 of it for validation"),
     ],
 )

@@ -38,7 +38,7 @@ def test_a_cpu_gets_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture
     own = {"device": "cpu", "out_dir": "out/text", "eval_tokens": 100_000, "eval_every": 175, "checkpoint_every": 175}
     assert config.train == replace(QUICKSTART.train, sample_prompt="", **own)
     assert config.data == DataConfig(str(path), "bpe:512", val_fraction=QUICKSTART.data.val_fraction)
-    line = "config: for 100,000,000 bytes of text: 2 layers of 128, bpe:512, 1,400 steps\n"
+    line = "config: for about 100,000,000 bytes of text: 2 layers of 128, bpe:512, 1,400 steps\n"
     assert capsys.readouterr().out == line
 
 
@@ -87,7 +87,7 @@ def test_options_win_and_the_rest_fits_them(tmp_path: Path, corpus_file: Path, c
     config = read("--data.source", path, "--model.n_layer", 3, "--train.max_steps", 9, "--data.tokenizer", "chars")
     assert (config.model.n_layer, config.model.n_embd, config.train.max_steps) == (3, 128, 9)
     assert config.data.tokenizer == "chars"
-    assert capsys.readouterr().out == "config: for 600,000 bytes of text: 3 layers of 128, chars, 9 steps\n"
+    assert capsys.readouterr().out == "config: for about 600,000 bytes of text: 3 layers of 128, chars, 9 steps\n"
     prepare(DataConfig(str(corpus_file), "chars"), tmp_path / "prepared")
     assert read("--data.source", tmp_path / "prepared").data.tokenizer == "chars"
 

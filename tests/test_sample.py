@@ -46,7 +46,7 @@ def test_other_code_than_that_of_the_training_is_said(run, straight: Path, monke
     monkeypatch.setattr("model.checkpoint.code_hash", lambda: "another")
     by_sample, by_inspect = said()
     assert by_sample.endswith("when it was trained, by other code in model/")
-    assert "step-00000012 was trained by other code in model/\n" in by_inspect
+    assert "step-00000012 was trained by other code in model/; here it may be another model\n" in by_inspect
 
 
 def test_several_samples_differ_and_are_numbered(run, straight: Path) -> None:

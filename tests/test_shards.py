@@ -252,7 +252,7 @@ def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path, monke
 
 def test_a_configuration_is_chosen_for_token_files(folder: Path, capsys: pytest.CaptureFixture) -> None:
     train.read_config(["--data.source", str(folder), "--train.device", "cpu"])
-    assert re.search(r"config: for [\d,]+ bytes of text: 2 layers of 128, bytes, ", capsys.readouterr().out)
+    assert re.search(r"config: for about [\d,]+ bytes of text: 2 layers of 128, bytes, ", capsys.readouterr().out)
 
 
 def read_documents(ids: np.ndarray, end: int) -> Iterator[list[int]]:

@@ -12,7 +12,7 @@ from model.sharded import shard_like
 from training.config import TrainConfig
 from training.muon import Muon, momentum_at
 
-HEAD_SHARE = 1 / 3  # of Muon's learning rate, for the head and for vectors; found by trying, and not sensitive
+HEAD_SHARE = 1 / 3  # of Muon's learning rate, for the head, biases and norms; found by trying, and not sensitive
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -24,16 +24,16 @@ class NonFiniteLoss(ArithmeticError):
 def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
     """Optimizer of all parameters that are not frozen.
 
-    Weight decay applies to matrices, with Muon only to those inside the blocks; never to vectors (biases, norms).
+    Weight decay applies to matrices, with Muon only to those inside the blocks; never to others (biases, norms).
     A group's "lr_share" is its part of the learning rate. dtype is the precision of training, which Muon's iteration
     follows: bfloat16 is enough for it, float16 has too small a range.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    vectors = {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0}
+    matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+    others = {"params": [parameter for parameter in parameters if parameter.dim() != 2], "weight_decay": 0.0}
     options = {"lr": config.learning_rate, "betas": (0.9, config.beta2)}
     if config.optimizer == "adamw":
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, vectors]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, others]
         return torch.optim.AdamW(groups, fused=True, **options)
     embedding, head = model.token_embedding.weight, model.lm_head.weight
     inside = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2 and parameter.requires_grad]
@@ -41,7 +41,7 @@ def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.f
     groups = [
         {"params": [p for p in matrices if id(p) not in inside_or_head], "weight_decay": 0.0, "lr_share": 1.0},
         {"params": [] if head is embedding else [head], "weight_decay": 0.0, "lr_share": HEAD_SHARE},
-        vectors | {"lr_share": HEAD_SHARE},
+        others | {"lr_share": HEAD_SHARE},
     ]
     precision = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     return Muon(inside, groups, weight_decay=config.weight_decay, precision=precision, **options)

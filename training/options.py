@@ -103,7 +103,7 @@ def read_fitted(argv: list[str], config: Config) -> Config:
     (num_bytes, tokenizer), on_gpu = size_of(config.data), device_type(config.train.device) == "cuda"
     fitted = fit_to_text(config.model, config.data, config.train, num_bytes, tokenizer, on_gpu)
     config = parse(Config, argv, defaults=Config(**fitted))
-    size = f"{num_bytes:,.0f} bytes of text" if num_bytes >= 0 else "a text of unknown size"  # nan
+    size = f"about {num_bytes:,.0f} bytes of text" if num_bytes >= 0 else "a text of unknown size"  # nan
     shape = f"{config.model.n_layer} layers of {config.model.n_embd}, {config.data.tokenizer}"
     print(f"config: for {size}: {shape}, {config.train.max_steps:,} steps")
     return config

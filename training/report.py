@@ -31,7 +31,7 @@ FIGURES = {
     "val_loss": ("Validation loss, nats a token", "{:.4f}"),
     "val_bits_per_byte": ("Validation, bits a byte", "{:.4f}"),
     "train_seconds": ("Training time, without evaluations", "{:,.0f} s"),
-    "tokens_per_second": ("Speed, tokens a second", "{:,.0f}"),
+    "tokens_per_second": ("Latest speed, tokens a second", "{:,.0f}"),
     "best": ("Best checkpoint", "step {:,}"),
 }
 # The norm can show trouble before the loss does. The configuration determines the learning rate, one number the speed.
