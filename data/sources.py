@@ -29,6 +29,7 @@ GENERATED = re.compile(rb"(?i)auto-?generated")
 CODES = re.compile(rb"(?:0x|\\[xuU]|U\+)[0-9a-fA-F]+|[0-9]+")
 MOST_CODES = 0.08  # of a file; what people write has less
 BATCH = 100  # rows of a table that are read at once
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # of `datasets`, by suffix
 
 Document = Iterator[str]
@@ -50,8 +51,8 @@ def documents(source: str, text_column: str) -> Iterator[Document]:
 
 def read_file(path: Path, text_column: str) -> Iterator[Document]:
     """Yield the rows of a table, compressed or not, by the name of the file; else the file as one document."""
-    name = re.sub(r"\.(gz|bz2|xz|zst)$", "", path.name.lower())
-    builder = BUILDERS.get(Path(name).suffix)
+    name = Path(path.name.lower())
+    builder = BUILDERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
     if builder is None:
         yield read_text(path)
     elif path.name.lower().endswith(".parquet"):

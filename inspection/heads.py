@@ -92,7 +92,7 @@ class Inspection:
         return self.scores.losses.mean().item()
 
     def pattern(self, head: tuple[int, int]) -> Tensor:
-        """Weights of a head between the shown tokens, (T, T) on the CPU, without keys in front that are no tokens."""
+        """Weights of a head for its last T keys, (T, T) on the CPU: earlier ones, as a learned sink, are no tokens."""
         weights = self.att.pattern(*head)[0].cpu()
         return weights[:, -len(weights) :]
 

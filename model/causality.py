@@ -93,9 +93,12 @@ def check_causality(
             of w tokens in L layers reach L (w - 1) back. None: itself and everything before it. A dependence too faint
             for the precision counts as none.
 
-    Raises ModelError if length, vocab_size or mask are impossible, or if `forward` does not return logits.
+    Raises ModelError if length, vocab_size or mask are impossible, if a module is missing, or if `forward` does not return
+    logits.
     """
     module = forward if module is None and isinstance(forward, nn.Module) else module
+    if module is None and (decode or loss_fn or extreme):
+        raise ModelError("decode, loss_fn and extreme are functions of a module: give it too")
     without = nn.Module().eval()  # stands for the module of a plain function: no weights, nothing to restore
     prober = Prober(vocab_size, length, without if module is None else module, batch_size, mask)
     decoding = [(decode, "in decoding")] if decode else []

@@ -199,7 +199,7 @@ def code_hash() -> str:
 
 def code_has_changed(directory: Path) -> bool:
     """Return whether a checkpoint was trained with other files of this package. A foreign model was with none."""
-    return read_optional(directory / "manifest.json", "environment", "code") not in (None, code_hash())
+    return read_optional(directory / "manifest.json", "environment", "code of model/") not in (None, code_hash())
 
 
 def sha256(path: Path) -> str:

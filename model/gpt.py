@@ -43,11 +43,12 @@ class Block(nn.Module):
 
 
 class NoFirstWeights(TorchFunctionMode):
-    """Context in which modules are made without first weights: the system gives no memory to what is not written."""
+    """Context in which parameters are made without first values: the system gives no memory to what is not written."""
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
+        tensor = args[0] if args else (kwargs or {}).get("tensor")
+        if getattr(func, "__module__", None) == "torch.nn.init" and isinstance(tensor, nn.Parameter):
+            return tensor
         return func(*args, **(kwargs or {}))
 
 

@@ -242,7 +242,16 @@ def test_the_compiled_loss_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> N
         certify_compiled(T)
 
 
+@pytest.mark.parametrize("factor, finding", [(1 + 1e-5, None), (1.01, "a text gets other logits: off by 1.0% of")])
+def test_decoding_agrees_to_rounding(factor: float, finding: str | None) -> None:
+    model = make_gpt()
+    outcome = check_causality(model, V, T, decode=lambda idx: factor * model(idx))
+    assert outcome.ok if finding is None else finding in outcome.finding
+
+
 def test_questions_without_an_answer_are_refused() -> None:
+    with pytest.raises(ModelError, match="decode, loss_fn and extreme are functions of a module: give it too"):
+        check_causality(lambda idx: idx, V, T, decode=lambda idx: idx)
     for vocab_size, length in ((1, T), (V, 0)):
         with pytest.raises(ModelError, match=f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}"):
             check_causality(make_gpt(), vocab_size, length)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 import inspection.heads
 import inspection.patterns
 from inspection import ablate, head_scores, influence, repeat_probe
-from inspection.heads import as_json
+from inspection.heads import Inspection, as_json, most_attended
 from inspection.metrics import measure
 from model import GPT
 from tests.conftest import make_gpt
@@ -193,6 +194,13 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
         log_probability = model(idx)[0, position].log_softmax(-1)[tokens[position]]
         norms = torch.autograd.grad(log_probability, rows)[0][idx[0]].norm(dim=-1)
         torch.testing.assert_close(shares[position], (norms / norms.sum()).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_keys_in_front_of_the_tokens_are_left_out() -> None:
+    token, share = most_attended(torch.tensor([[5, 7, 5]]), torch.tensor([[[[0.4, 0.1, 0.2, 0.3]]]]))
+    assert token.item() == 5 and share.item() == pytest.approx(0.4)
+    att = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4))
+    assert Inspection("", "", None, att).pattern((0, 0)).tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
 
 
 def test_the_share_of_a_token_is_that_of_the_patterns() -> None:

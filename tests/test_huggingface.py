@@ -227,7 +227,7 @@ def test_a_weight_of_ones_own_begins_as_it_says_trains_and_is_saved_once_it_has_
             super().__init__(*arguments, **options)
             self.slopes = torch.nn.Parameter(torch.full((3, 1, 1), 7.0))
             self.gate = torch.nn.Linear(1, 1)  # with a bias, of which a llama has no other
-            self.register_buffer("table", torch.full((1,), 0.5), persistent=False)
+            self.register_buffer("table", torch.nn.init.constant_(torch.empty(1), 0.5), persistent=False)
 
         def split_heads(self, x: Tensor) -> Tensor:
             return super().split_heads(x) * self.slopes * (1 + self.gate(self.table))

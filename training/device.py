@@ -106,7 +106,7 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradie
     cuda = device.type == "cuda"
     return {
         "torch": torch.__version__,
-        "code": code_hash(),  # of model/
+        "code of model/": code_hash(),
         "cudnn": str(torch.backends.cudnn.version()) if cuda else "any",
         "device": torch.cuda.get_device_name(device) if cuda else device.type,
         "dtype": dtype_name(dtype),

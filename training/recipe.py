@@ -14,7 +14,7 @@ from pathlib import Path
 from data.config import DataConfig
 from data.corpus import is_prepared, open_corpus
 from data.shards import find_shards, has_shards
-from data.sources import files
+from data.sources import COMPRESSED, files
 from model import ModelConfig
 from training.config import TrainConfig
 
@@ -47,9 +47,9 @@ def size_of(data: DataConfig) -> tuple[float, str | None]:
         shards = find_shards(data.source)
         tokenizer = shards[0].tokenizer
         return sum(shard.num_tokens for shard in shards) * BYTES_PER_TOKEN.get(tokenizer, 3.5), tokenizer
-    compressed = (".parquet", ".gz", ".bz2", ".xz", ".zst")
-    sizes = [path.stat().st_size * (COMPRESSION if path.suffix in compressed else 1) for path in files(data.source)]
-    return sum(sizes), None
+    packed = (".parquet", *COMPRESSED)
+    found = files(data.source)
+    return sum(path.stat().st_size * (COMPRESSION if path.suffix.lower() in packed else 1) for path in found), None
 
 
 def tokens_for(n_layer: int, n_embd: int) -> int:

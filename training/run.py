@@ -62,10 +62,10 @@ class Run:
         if self.found:
             self.base = self.resumed_from = find_checkpoint(self.directory)
             self.read_state(self.resumed_from / "trainer.json")
-        elif config.resume:
-            print(f"note: {self.directory} has no checkpoint yet, so it begins again")
-        if not self.found and config.train.init_from:
+        elif config.train.init_from:
             self.base = find_checkpoint(Path(config.train.init_from))
+        if config.resume and not self.found:
+            print(f"note: {self.directory} has no checkpoint yet, so it begins again")
         nearest = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             raise TrainError(f"cannot write to {self.directory}: {nearest} is not a directory you may write to")
