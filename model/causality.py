@@ -93,7 +93,7 @@ def check_causality(
             of w tokens in L layers reach L (w - 1) back. None: itself and everything before it. A dependence too faint
             for the precision counts as none.
 
-    Raises ModelError if length, vocab_size or mask are impossible, if a module is missing, or if `forward` does not return
+    Raises ModelError if length, vocab_size or mask are impossible, if a module is missing, or if `forward` returns no
     logits.
     """
     module = forward if module is None and isinstance(forward, nn.Module) else module
