@@ -19,6 +19,7 @@ from torch import Tensor
 from inspection.metrics import measure
 from model import GPT, ModelError
 from model.attention import Attend, attention_weights
+from model.precision import exact_products
 
 # The largest error of a row of weights that rounding explains, for each precision of queries and keys.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -152,15 +153,3 @@ def capture(model: GPT) -> Iterator[Captured]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """Multiply matrices in the precision of their factors: without a GPU's TF32, and without autocast."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)

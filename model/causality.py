@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelError
+from model.precision import exact_products
 from model.sharded import shard_like
 
 IGNORE = -100  # a target that F.cross_entropy skips
@@ -270,13 +271,9 @@ class Prober:
 
     def agrees(self, forward: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tensor]) -> None:
         """Run the probe "agrees", with products in full precision."""
-        precision = torch.get_float32_matmul_precision()
         idx = torch.randint(self.vocab_size, (2, self.length)).to(self.device)
-        torch.set_float32_matmul_precision("highest")
-        try:
+        with exact_products(self.device):
             expected, decoded = self.logits(forward, idx), self.logits(decode, idx)
-        finally:
-            torch.set_float32_matmul_precision(precision)
         error = ((decoded.float() - expected).norm() / expected.norm()).item()
         if expected.dtype.itemsize >= 4 and not error <= MOST_ROUNDING:
             raise Finding(f"read part by part with a cache, a text gets other logits: off by {error:.1%} of their size")

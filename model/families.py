@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import GPTConfig
+from model.precision import autocast_dtype
 
 
 class MLP(nn.Module):
@@ -92,14 +93,6 @@ class Rotary(nn.Module):
         cos, sin = (table[positions].to(x.dtype) for table in (self.cos, self.sin))
         x = x.contiguous()  # on a CPU, products with the tables are faster in this order
         return x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin  # channels i and i + D / 2 are a pair
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype of matrix products under autocast on the device of x, or None if autocast is off."""
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # PyTorch raises for meta: it has no autocast
-        return None
-    return torch.get_autocast_dtype(device)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -16,8 +16,9 @@ from model.attention import CausalSelfAttention, make_causal_mask
 from model.cache import LayerCache
 from model.checkpoint import find_checkpoint
 from model.config import GPTConfig, ModelError
-from model.families import FAMILIES, Rotary, autocast_dtype
+from model.families import FAMILIES, Rotary
 from model.load import load_config, load_weights
+from model.precision import autocast_dtype
 from model.sampling import Sampler, stream
 
 
@@ -194,19 +195,13 @@ class GPT(nn.Module):
         return self
 
     def fill_buffers(self) -> None:
-        """Move the masks to the device of the weights, compute the rotary tables there, and tie the shared tensors.
-
-        A mask without values, which was made on the device "meta", becomes the triangle.
-        """
+        """Move the masks to the device of the weights, compute the rotary tables there, and tie the shared tensors."""
         if self.config.tied:
             self.lm_head.weight = self.token_embedding.weight
         device = self.lm_head.weight.device
         moved: dict[int, Tensor] = {}  # one tensor for the layers that share one
         for block in self.blocks:
-            key = id(mask := block.attention.causal_mask)
-            if key not in moved:
-                mask = make_causal_mask(self.config.context_length, device) if mask.is_meta else mask
-                moved[key] = mask if device.type == "meta" else mask.to(device)  # "meta" would lose it
-            block.attention.causal_mask = moved[key]
+            mask = block.attention.causal_mask
+            block.attention.causal_mask = moved.setdefault(id(mask), mask.to(device))
         if self.rotary is not None:
             self.rotary.fill(device)
