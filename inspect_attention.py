@@ -31,13 +31,13 @@ import tyro
 from torch import Tensor
 from tqdm import tqdm
 
-from configs import ConfigError, parse
-from configs.script import read_prompt, run_script, visible
-from data import DataError
+from cli.options import parse
+from cli.script import BrokenPipeGuard, read_prompt, run_script, visible
 from data.config import DataConfig
 from data.prepare import find_prepared
-from data.shards import open_shards
+from data.token_files import open_shards
 from data.tokenizer import Tokenizer, load_tokenizer
+from errors import UserError
 from inspection import page, terminal
 from inspection.heads import Inspection, RepeatProbe, ablate, head_scores, influence, repeat_probe
 from inspection.kinds import Head, name_of
@@ -47,7 +47,6 @@ from model import GPT, GPTConfig
 from model.checkpoint import STEP, code_has_changed, find_checkpoint, read_optional
 from model.load import load_config
 from training.device import autocast, dtype_name, find_device, is_fast
-from training.progress import Outliving
 
 FORMATS = (".html", ".png", ".svg")
 NUM_TEXTS, TEXT_LENGTH = 8, 1024  # validation text that is measured: sequences, and the most tokens of each
@@ -78,12 +77,12 @@ class Options:
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
-            raise ConfigError("which checkpoint? It comes first: inspect_attention.py out/quickstart --heads 0.1")
+            raise UserError("which checkpoint? It comes first: inspect_attention.py out/quickstart --heads 0.1")
         for path in self.output:
             if path.suffix not in FORMATS:
-                raise ConfigError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
+                raise UserError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
             if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-                raise ConfigError(f"cannot write {path}: it is a directory, or in none that can be written to")
+                raise UserError(f"cannot write {path}: it is a directory, or in none that can be written to")
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Inputs:
 
 
 def main() -> None:
-    with redirect_stdout(Outliving(sys.stdout)):  # files are written also if `head` has seen enough
+    with redirect_stdout(BrokenPipeGuard(sys.stdout)):  # files are written also if `head` has seen enough
         inspect(parse(Options, sys.argv[1:]))
 
 
@@ -153,16 +152,16 @@ def inspect(options: Options) -> None:
 
 
 def in_order(directories: list[Path]) -> list[Path]:
-    """Sort checkpoints by step, each once. Raises ConfigError if there are several that are not of one run."""
+    """Sort checkpoints by step, each once. Raises UserError if there are several that are not of one run."""
     directories = sorted({directory.resolve() for directory in directories})
     is_step = all(STEP.fullmatch(directory.name) for directory in directories)
     if len(directories) > 1 and not (is_step and len({directory.parent for directory in directories}) == 1):
-        raise ConfigError("several checkpoints make a timeline, so they must be directories step-... of one run")
+        raise UserError("several checkpoints make a timeline, so they must be directories step-... of one run")
     return directories
 
 
 def choose_heads(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
-    """List the heads that match, in the order of the patterns. Raises ConfigError for a head that does not exist."""
+    """List the heads that match, in the order of the patterns. Raises UserError for a head that does not exist."""
     names = {
         (layer, head): (f"{layer}.{head}", f"{layer - config.n_layer}.{head}")
         for layer, head in product(range(config.n_layer), range(config.n_head))
@@ -172,13 +171,13 @@ def choose_heads(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
         found = [head for head in names if any(fnmatchcase(name, pattern) for name in names[head])]
         if not found:
             shape = f"{config.n_layer} layers of {config.n_head} heads, written as 0.1 0.* -1.*"
-            raise ConfigError(f"there is no head {pattern:.80}: the model has {shape}")
+            raise UserError(f"there is no head {pattern:.80}: the model has {shape}")
         chosen += found
     return list(dict.fromkeys(chosen))
 
 
 def choose_inputs(options: Options, directory: Path, config: GPTConfig, tokenizer: Tokenizer) -> Inputs:
-    """Read the text. Raises ConfigError or DataError if there is none."""
+    """Read the text. Raises UserError or UserError if there is none."""
     T = config.context_length
     if options.text is None:
         measured = validation_texts(directory, min(T, TEXT_LENGTH))
@@ -190,23 +189,23 @@ def choose_inputs(options: Options, directory: Path, config: GPTConfig, tokenize
         measured = shown = torch.tensor([ids[:T]])
         note = f"{len(ids)} tokens" if len(ids) <= T else f"the first {T} of {len(ids)} tokens, which fill the context"
     if measured.size(1) < 2:
-        raise ConfigError("attention is between tokens: give a text of two or more")
+        raise UserError("attention is between tokens: give a text of two or more")
     return Inputs(measured, shown, note, *make_probe(tokenizer, measured, config))
 
 
 def validation_texts(directory: Path, T: int) -> Tensor:
     """Return up to NUM_TEXTS texts that the model was not trained on, evenly spread, (N, T); T is less if they are few.
 
-    Raises DataError if they are not on this machine.
+    Raises UserError if they are not on this machine.
     """
     trainer = directory / "trainer.json"
     fingerprint, data = read_optional(trainer, "fingerprint"), read_optional(trainer, "config", "data")
     corpus = find_prepared(fingerprint, str(read_optional(trainer, "config", "data", "source")))
     if corpus is None and "\n" in str(fingerprint):
-        with suppress(DataError, OSError, TypeError):  # token files, whose tokenizer is beside the model
+        with suppress(UserError, OSError, TypeError):  # token files, whose tokenizer is beside the model
             corpus = open_shards(DataConfig(**data | {"tokenizer": "model"}), directory)
     if corpus is None or corpus.meta["fingerprint"] != fingerprint:
-        raise DataError("the model's validation text is not here: give a text with --text")
+        raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]
     T = min(T, len(tokens))
     starts = np.linspace(0, len(tokens) - T, min(NUM_TEXTS, len(tokens) // T)).astype(int)

@@ -23,12 +23,12 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from configs import parse
-from configs.script import read_prompt, run_script, visible
-from data import DataError
+from cli.options import parse
+from cli.script import read_prompt, run_script, visible
 from data.encoding import TextStream
 from data.tokenizer import Tokenizer, load_tokenizer
-from model import GPT, ModelError
+from errors import UserError
+from model import GPT
 from model.checkpoint import code_has_changed, find_checkpoint, read_optional
 from model.sampling import Sampler, stream
 from training.device import dtype_name, find_device, weights_dtype
@@ -69,9 +69,9 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "num_samples"):
             if getattr(self, name) < 1:
-                raise ModelError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ModelError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
+            raise UserError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
 
 
 class Text:
@@ -123,7 +123,7 @@ def main() -> None:
     ids = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
     ids = ids + tokenizer.encode(prompt).tolist() or tokenizer.document_start
     if not ids:
-        raise DataError("this model's tokenizer has no token that begins a text: give a --prompt")
+        raise UserError("this model's tokenizer has no token that begins a text: give a --prompt")
     seed = secrets.randbits(32) if options.seed is None else options.seed
     sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
     idx = torch.tensor([ids] * options.num_samples, device=device)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.script import run_script
+from cli.script import BrokenPipeGuard, run_script
 from data.batches import IGNORE, Batches, seed_for
 from data.prepare import prepare
 from model import GPT
@@ -30,7 +30,7 @@ from training.directory import command
 from training.distributed import Ranks
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config
-from training.progress import Interrupt, Interrupted, Outliving, Progress
+from training.progress import Interrupt, Interrupted, Progress
 from training.run import Run
 from training.validation import Validation
 
@@ -56,7 +56,7 @@ def train(config: Config, ranks: Ranks) -> None:
     corpus = ranks.first_then_others(partial(prepare, config.data, fingerprint=run.fingerprint, model=run.base))
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
     validation = Validation(corpus, c, T, dtype, ranks)
-    model = ranks.place(run.make_model(corpus), c.parallel, device)
+    model = ranks.wrap_model(run.make_model(corpus), c.parallel, device)
     keep_freed_memory(device)
     optimizer = make_optimizer(model, c, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -79,7 +79,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 with progress.paused("evaluating"):
                     record = validation.measure(model, loss_fn)
                     progress.line.write(run.log_validation(step, progress.train_seconds, record))
-            stopping = step == c.max_steps or ranks.any(interrupt)
+            stopping = step == c.max_steps or ranks.any_rank(interrupt)
             if step not in (0, run.resumed_step) and (stopping or step % c.checkpoint_every == 0):
                 guard.check()
                 with progress.paused("saving"):
@@ -91,7 +91,7 @@ def train(config: Config, ranks: Ranks) -> None:
             # One step: the mean loss over all tokens of grad_accum_steps micro-batches, then one update.
             set_schedule(optimizer, step, c)
             losses = []
-            for micro_batch in ranks.mine(c.grad_accum_steps):
+            for micro_batch in ranks.micro_batches(c.grad_accum_steps):
                 set_seed(device, seed_for(c.seed, "dropout", step, micro_batch))
                 inputs, targets = batches(step * c.grad_accum_steps + micro_batch, device)
                 loss = loss_fn(model, inputs, targets) / tokens_per_step
@@ -123,7 +123,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
 
 def main() -> None:
-    with redirect_stdout(Outliving(sys.stdout)), redirect_stderr(Outliving(sys.stderr)), Ranks() as ranks:
+    with redirect_stdout(BrokenPipeGuard(sys.stdout)), redirect_stderr(BrokenPipeGuard(sys.stderr)), Ranks() as ranks:
         train(read_config(sys.argv[1:]), ranks)
 
 

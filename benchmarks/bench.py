@@ -33,12 +33,14 @@ import torch
 import tyro
 from torch import Tensor
 
+from errors import UserError
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import nanogpt
 from benchmarks.loss import measure_loss, standard_library
-from configs import ConfigError, parse
-from configs.script import run_script
+from cli.options import parse
+from cli.script import run_script
 from data.batches import Batches, seed_for
 from data.prepare import DataConfig, prepare
 from model import GPT, GPTConfig
@@ -331,7 +333,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.text and not self.text.is_file():
-            raise ConfigError(f"there is no text {str(self.text)!r}")
+            raise UserError(f"there is no text {str(self.text)!r}")
 
 
 def describe_machine(device: str) -> dict[str, str | int]:

@@ -20,11 +20,13 @@ from tempfile import TemporaryDirectory
 
 import tyro
 
+from errors import UserError
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.loss import ROOT, run
-from configs import ConfigError, parse
-from configs.script import run_script
+from cli.options import parse
+from cli.script import run_script
 from training.directory import read_metrics
 
 # Student's t for a two-sided confidence of 95 %, by degrees of freedom: 1, 2, 3, ...
@@ -47,7 +49,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 1 <= self.seeds <= len(T_95) + 1:
-            raise ConfigError(f"seeds must be from 1 to {len(T_95) + 1}, got {self.seeds}")
+            raise UserError(f"seeds must be from 1 to {len(T_95) + 1}, got {self.seeds}")
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,18 @@ class Curve:
 
 
 def command_of(way: str) -> list[str]:
-    """The script that trains this way, and its arguments. Raises ConfigError if one of the files does not exist."""
+    """The script that trains this way, and its arguments. Raises UserError if one of the files does not exist."""
     place, *options = shlex.split(way) or [""]
     checkout, _, config = place.rpartition(":")
     script, file = Path(checkout or ROOT) / "train.py", Path(checkout) / config
     for path in (script, file):
         if not path.is_file():
-            raise ConfigError(f"{way!r}: there is no {path}")
+            raise UserError(f"{way!r}: there is no {path}")
     return [str(script), str(file), *options]
 
 
 def train(way: str, seed: int, out: Path) -> Curve:
-    """Train once, in a new process. Raises ConfigError if that fails."""
+    """Train once, in a new process. Raises UserError if that fails."""
     run(*command_of(way), "--train.seed", seed, "--train.out_dir", out)
     lines = read_metrics(out)
     evaluated = [line for line in lines if "val_bits_per_byte" in line]

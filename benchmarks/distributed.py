@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.bench import append, describe_machine
 from benchmarks.loss import ROOT, run
-from configs import parse
-from configs.script import run_script
+from cli.options import parse
+from cli.script import run_script
 from training.directory import read_metrics
 
 

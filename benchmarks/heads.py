@@ -27,8 +27,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.bench import append, describe_machine
-from configs import parse
-from configs.script import run_script
+from cli.options import parse
+from cli.script import run_script
 from inspection import capture
 from model import GPT, GPTConfig
 

@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory, mkdtemp
 
 import torch
 
-from configs import ConfigError
 from data.prepare import DataConfig, prepare
+from errors import UserError
 from training.directory import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -77,10 +77,10 @@ def standard_library() -> str:
 
 
 def run(*arguments: object) -> tuple[str, float]:
-    """Run Python: the printed text, and seconds. Raises ConfigError with the end of stderr if it fails."""
+    """Run Python: the printed text, and seconds. Raises UserError with the end of stderr if it fails."""
     began = time.perf_counter()
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     if done.returncode:
-        raise ConfigError(f"{' '.join(command[1:])}: exit code {done.returncode}: {done.stderr.strip()[-400:]}")
+        raise UserError(f"{' '.join(command[1:])}: exit code {done.returncode}: {done.stderr.strip()[-400:]}")
     return done.stdout, time.perf_counter() - began

@@ -8,23 +8,19 @@ prepare.py, with the options of config.py.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
-class DataError(ValueError):
-    """A corpus, tokenizer or prompt that cannot be used. The message is for the user."""
-
-    exit_code = 2
+from errors import UserError
 
 
 @contextmanager
-def errors_as_data_error(problem: str) -> Iterator[None]:
-    """Raise DataError, "problem: kind: message", for any error of a library, including a panic of its Rust code."""
+def errors_as_user_error(problem: str) -> Iterator[None]:
+    """Raise UserError, "problem: kind: message", for any error of a library, including a panic of its Rust code."""
     try:
         yield
-    except DataError:
+    except UserError:
         raise
     except BaseException as error:
         # A panic is no Exception, and its class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DataError(f"{problem}: {reason:.300}") from error
+        raise UserError(f"{problem}: {reason:.300}") from error

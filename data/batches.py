@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import DataError
+from errors import UserError
 
 IGNORE = -100  # a target that F.cross_entropy skips
 
@@ -47,12 +47,12 @@ class Batches:
         batch_size, context_length: B and T of a batch.
         seed: decides the order.
 
-    Raises DataError if there are fewer than context_length + 1 tokens.
+    Raises UserError if there are fewer than context_length + 1 tokens.
     """
 
     def __init__(self, tokens: np.ndarray, batch_size: int, context_length: int, seed: int):
         if len(tokens) < context_length + 1:
-            raise DataError(
+            raise UserError(
                 f"the training split has {len(tokens):,} tokens and needs context_length + 1 = {context_length + 1:,}: "
                 "use more text or a smaller --model.context_length"
             )

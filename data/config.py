@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from data import DataError
+from errors import UserError
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,6 @@ class DataConfig:
             if getattr(self, name):
                 object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         if not 0 < self.val_fraction < 1:
-            raise DataError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
+            raise UserError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise DataError(f"max_tokens must be at least 1, got {self.max_tokens}")
+            raise UserError(f"max_tokens must be at least 1, got {self.max_tokens}")

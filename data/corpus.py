@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data import DataError, errors_as_data_error
+from data import errors_as_user_error
 from data.encoding import Tokenizer
 from data.tokenizer import FILES, MOST_JSON, load_tokenizer, read_files
+from errors import UserError
 
 SPLITS = ("train", "val")
 
@@ -53,16 +54,16 @@ def is_prepared(directory: str | Path) -> bool:
 
 
 def open_corpus(directory: Path) -> Corpus:
-    """Open a prepared corpus. Raises DataError if it is incomplete, or has changed since it was prepared."""
-    with errors_as_data_error(f"{directory} is not a complete prepared corpus"):
+    """Open a prepared corpus. Raises UserError if it is incomplete, or has changed since it was prepared."""
+    with errors_as_user_error(f"{directory} is not a complete prepared corpus"):
         if (directory / "meta.json").stat().st_size > MOST_JSON:
-            raise DataError(f"{directory / 'meta.json'} has more than {MOST_JSON} bytes")
+            raise UserError(f"{directory / 'meta.json'} has more than {MOST_JSON} bytes")
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
         tokenizer, files = load_tokenizer(directory), read_files(directory)
         if not isinstance(meta["source"], str) or not isinstance(meta["tokenizer"], str):
-            raise DataError(f"{directory / 'meta.json'} does not describe a prepared corpus")
+            raise UserError(f"{directory / 'meta.json'} does not describe a prepared corpus")
         if meta["fingerprint"] != fingerprint(files, meta):
-            raise DataError(f"{directory} has changed since it was prepared: its fingerprint is not that of its files")
+            raise UserError(f"{directory} has changed since it was prepared: its fingerprint is not that of its files")
         tokens = {split: check(directory / f"{split}.bin", meta[split], tokenizer) for split in SPLITS}
         return Corpus(directory, meta, tokenizer, files, tokens)
 
@@ -70,18 +71,18 @@ def open_corpus(directory: Path) -> Corpus:
 def check(path: Path, expected: dict, tokenizer: Tokenizer) -> np.ndarray:
     """Map a file of ids, and compare it with its entry in meta.json: its size, and its content if it was touched since.
 
-    Raises DataError for a file that has changed, or an id that the vocabulary does not have.
+    Raises UserError for a file that has changed, or an id that the vocabulary does not have.
     """
     dtype = dtype_of(tokenizer)
     stat, size = path.stat(), expected["tokens"] * dtype.itemsize
     if stat.st_size != size or expected["tokens"] < 2 or not expected["bytes"] > 0:
-        raise DataError(f"{path} has {stat.st_size} bytes instead of {size}")
+        raise UserError(f"{path} has {stat.st_size} bytes instead of {size}")
     if stat.st_ctime_ns == expected["ctime_ns"]:  # no program can set this time
         return np.memmap(path, dtype, mode="r")
     with open(path, "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-            raise DataError(f"{path} has changed since it was prepared: its SHA-256 is another")
+            raise UserError(f"{path} has changed since it was prepared: its SHA-256 is another")
     tokens = np.memmap(path, dtype, mode="r")
     if tokens.max() >= tokenizer.vocab_size:
-        raise DataError(f"{path} holds id {tokens.max()}, and the vocabulary has {tokenizer.vocab_size}")
+        raise UserError(f"{path} holds id {tokens.max()}, and the vocabulary has {tokenizer.vocab_size}")
     return tokens

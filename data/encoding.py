@@ -15,7 +15,8 @@ import numpy as np
 import tiktoken
 import tokenizers
 
-from data import DataError, errors_as_data_error
+from data import errors_as_user_error
+from errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"  # the character that stands for bytes that are not UTF-8
@@ -48,9 +49,9 @@ class Tokenizer(ABC):
     """Names and ids of the tokens that stand for no text."""
 
     def check_fits(self, rows: int) -> None:
-        """Raise DataError if a text can have an id for which a model of this many rows has no row."""
+        """Raise UserError if a text can have an id for which a model of this many rows has no row."""
         if self.vocab_size > rows:
-            raise DataError(f"the tokenizer {self.name!r} has {self.vocab_size} tokens, the model {rows}")
+            raise UserError(f"the tokenizer {self.name!r} has {self.vocab_size} tokens, the model {rows}")
 
     @property
     def document_start(self) -> list[int]:
@@ -60,9 +61,9 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> np.ndarray:
         """Encode text as ids, (n,) uint32. The name of a special token in the text is ordinary text.
 
-        Raises DataError for a lone surrogate, and for text that the tokenizer cannot encode.
+        Raises UserError for a lone surrogate, and for text that the tokenizer cannot encode.
         """
-        with errors_as_data_error(f"the tokenizer {self.name!r} cannot encode this text"):
+        with errors_as_user_error(f"the tokenizer {self.name!r} cannot encode this text"):
             text.encode()  # raises UnicodeEncodeError for a lone surrogate, which tiktoken would replace
             return self.encode_unicode(text)
 
@@ -123,7 +124,7 @@ class TiktokenTokenizer(Tokenizer):
     def encode_unicode(self, text: str) -> np.ndarray:
         if self.characters is not None and (unknown := set(text) - self.characters):
             character = min(unknown, key=text.index)
-            raise DataError(f"the chars tokenizer never saw the character {character!r} (U+{ord(character):04X})")
+            raise UserError(f"the chars tokenizer never saw the character {character!r} (U+{ord(character):04X})")
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -172,7 +173,7 @@ class HubTokenizer(Tokenizer):
         return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        with errors_as_data_error(f"the tokenizer {self.name!r} cannot decode its ids"):
+        with errors_as_user_error(f"the tokenizer {self.name!r} cannot decode its ids"):
             return self.library.decode(list(ids), skip_special_tokens=True)
 
     def token_bytes(self, token: int) -> bytes:

@@ -19,12 +19,13 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from data import DataError, sources
+from data import sources
 from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
-from data.shards import has_shards, open_shards
+from data.token_files import has_shards, open_shards
 from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer, load_tokenizer, read_files
+from errors import UserError
 
 FORMAT = 2
 PREPARED = Path(__file__).parent / "prepared"
@@ -41,34 +42,34 @@ def prepare(
             has happened to its source since.
         model: the directory whose tokenizer the name "model" stands for.
 
-    Raises DataError if the source cannot be used, if `out` holds something other than this corpus, or if that has
+    Raises UserError if the source cannot be used, if `out` holds something other than this corpus, or if that has
     another fingerprint.
     """
     corpus = find_prepared(fingerprint, config.source)
     if corpus is None:
         if config.tokenizer == "model" and model is None and not is_prepared(config.source):
-            raise DataError("the tokenizer 'model' is that of train.init_from, which is not given")
+            raise UserError("the tokenizer 'model' is that of train.init_from, which is not given")
         make = open_source if is_prepared(config.source) else open_shards if has_shards(config.source) else None
         if make and out is not None:
-            raise DataError(f"{config.source} is tokens already: there is nothing to write to {out}")
+            raise UserError(f"{config.source} is tokens already: there is nothing to write to {out}")
         if config.val_source and make is not open_shards:
-            raise DataError(f"data.val_source is for token files, and {config.source} has none")
+            raise UserError(f"data.val_source is for token files, and {config.source} has none")
         if make is open_shards and fingerprint is not None:  # other versions of libraries write other tokenizer.jsons
             config = replace(config, tokenizer="model")
         corpus = make(config, model) if make else prepare_source(config, out, model)
     if fingerprint not in (None, corpus.meta["fingerprint"]):
         parts = sorted(set(fingerprint.splitlines()) ^ set(corpus.meta["fingerprint"].splitlines()))
         changed = f" ({parts[0].rpartition(':')[0]} differs, or is missing)" if ":" in parts[0] else ""
-        raise DataError(f"{config.source} is not the text this run began with{changed}: put that back to go on")
+        raise UserError(f"{config.source} is not the text this run began with{changed}: put that back to go on")
     return corpus
 
 
 def open_source(config: DataConfig, model: Path | None) -> Corpus:
-    """Open a source that is a prepared corpus. Raises DataError if it has another tokenizer than the configuration."""
+    """Open a source that is a prepared corpus. Raises UserError if it has another tokenizer than the configuration."""
     corpus = open_corpus(Path(config.source))
     place = find_tokenizer(config.tokenizer, model)
     if not (corpus.tokenizer_files == read_files(place) if place else corpus.meta["tokenizer"] == config.tokenizer):
-        raise DataError(
+        raise UserError(
             f"{config.source} was prepared with --data.tokenizer {corpus.meta['tokenizer']}, not {config.tokenizer}"
         )
     return corpus
@@ -77,7 +78,7 @@ def open_source(config: DataConfig, model: Path | None) -> Corpus:
 def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> Corpus:
     """Open the corpus in a directory if it is there already, else write it. One process at a time; others wait.
 
-    Raises DataError if the directory holds something else, or a corpus that has changed.
+    Raises UserError if the directory holds something else, or a corpus that has changed.
     """
     recipe = make_recipe(config, model)
     directory = (out or default_directory(config, recipe)).resolve()  # behind a link, where it can be renamed
@@ -86,12 +87,12 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
     # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both work.
     with FileLock(directory.with_name(f".{directory.name}.lock")):
         if directory.exists() and os.listdir(directory):
-            with suppress(DataError):
+            with suppress(UserError):
                 corpus = open_corpus(directory)
                 if recipe.items() <= corpus.meta.items():
                     return corpus
             mend = "remove it, or give another --out" if out else "remove it"
-            raise DataError(f"{directory} is not the corpus of this text, or is damaged: {mend}")
+            raise UserError(f"{directory} is not the corpus of this text, or is damaged: {mend}")
         shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
         temporary.mkdir()
         try:
@@ -129,7 +130,7 @@ def find_prepared(fingerprint: str | None, source: str) -> Corpus | None:
     if not isinstance(fingerprint, str):  # also a stranger's
         return None
     for directory in (Path(source), *sorted(PREPARED.glob("*"))):
-        with suppress(DataError, OSError, ValueError):
+        with suppress(UserError, OSError, ValueError):
             if fingerprint in (directory / "meta.json").read_text(encoding="utf-8"):
                 corpus = open_corpus(directory)
                 if corpus.meta["fingerprint"] == fingerprint:
@@ -149,8 +150,8 @@ def sync(path: Path) -> None:
 if __name__ == "__main__":
     import tyro
 
-    from configs import parse
-    from configs.script import run_script, visible
+    from cli.options import parse
+    from cli.script import run_script, visible
 
     @dataclass(frozen=True)
     class Arguments(DataConfig):

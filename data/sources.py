@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data import DataError, errors_as_data_error
+from data import errors_as_user_error
+from errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -39,7 +40,7 @@ def documents(source: str, text_column: str) -> Iterator[Document]:
     """Yield the documents of a source, in a fixed order. Read each one before asking for the next.
 
     source: "stdlib"; a file, folder or glob of text or tables (JSON lines, Parquet, CSV); or a hub data set, as in
-    hf:NAME[:CONFIG][@REVISION], of which the training split is read over the network. Raises DataError if there is
+    hf:NAME[:CONFIG][@REVISION], of which the training split is read over the network. Raises UserError if there is
     nothing of this name, or for a file that holds no text.
     """
     if source.startswith("hf:"):
@@ -62,7 +63,7 @@ def read_file(path: Path, text_column: str) -> Iterator[Document]:
 
 
 def files(source: str) -> list[Path]:
-    """Return the files of a local source, sorted. Raises DataError if there are none."""
+    """Return the files of a local source, sorted. Raises UserError if there are none."""
     path = Path(source)
     if source == "stdlib":
         found = [path for path in walk(Path(sysconfig.get_path("stdlib")), ".py", NOT_STDLIB) if not is_table(path)]
@@ -74,7 +75,7 @@ def files(source: str) -> list[Path]:
         found = map(Path, glob.glob(str(path), recursive=True))
     found = sorted(file for file in found if file.is_file())
     if not found:
-        raise DataError(f"no text found at {source!r}: give a file, a folder, a glob, hf:NAME or stdlib")
+        raise UserError(f"no text found at {source!r}: give a file, a folder, a glob, hf:NAME or stdlib")
     return found
 
 
@@ -105,14 +106,14 @@ def signature(source: str) -> str:
 
 
 def read_hub(source: str, text_column: str) -> Iterator[Document]:
-    """Yield the training split of a hub data set, read over the network. Raises DataError for a malformed name."""
+    """Yield the training split of a hub data set, read over the network. Raises UserError for a malformed name."""
     parts = re.fullmatch(r"hf:([\w./-]+)(?::([^@]+))?(?:@(.+))?", source)
     if not parts:
-        raise DataError(f"{source!r} does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
+        raise UserError(f"{source!r} does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
     import datasets  # slow to import
 
     name, config, revision = parts.groups()
-    with errors_as_data_error(f"cannot read {name}"):
+    with errors_as_user_error(f"cannot read {name}"):
         splits = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
     paths = [str(path) for path in splits.get("train", ())]
     if paths and all(path.endswith(".parquet") for path in paths):
@@ -131,7 +132,7 @@ def read_parquet(path: str, text_column: str) -> Iterator[Document]:
     import pyarrow.parquet
 
     with (
-        errors_as_data_error(f"cannot read {path}"),
+        errors_as_user_error(f"cannot read {path}"),
         fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file,
     ):
         table = pyarrow.parquet.ParquetFile(file)
@@ -148,7 +149,7 @@ def read_table(where: str, text_column: str, table: str, **options: object) -> I
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would report an error a second time
-    with errors_as_data_error(f"cannot read {where}"):
+    with errors_as_user_error(f"cannot read {where}"):
         rows = datasets.load_dataset(table, split="train", streaming=True, **options)
         for batch in rows.with_format("arrow").iter(BATCH):
             check_column(where, text_column, batch.column_names)
@@ -156,21 +157,21 @@ def read_table(where: str, text_column: str, table: str, **options: object) -> I
 
 
 def check_column(where: str, text_column: str, names: list[str]) -> None:
-    """Raise DataError if a table with these columns has no such column."""
+    """Raise UserError if a table with these columns has no such column."""
     if text_column not in names:
-        raise DataError(f"{where} has no column {text_column!r}; it has {', '.join(names)}")
+        raise UserError(f"{where} has no column {text_column!r}; it has {', '.join(names)}")
 
 
 def as_documents(where: str, text_column: str, batch: "pyarrow.Table | pyarrow.RecordBatch") -> Iterator[Document]:
     """Yield the rows of a batch as documents. A null is an empty document."""
     for text in batch.column(text_column).to_pylist():
         if not isinstance(text, str | None):
-            raise DataError(f"{where}: the column {text_column!r} holds no text, but {type(text).__name__}")
+            raise UserError(f"{where}: the column {text_column!r} holds no text, but {type(text).__name__}")
         yield split(text or "")
 
 
 def read_text(path: Path) -> Document:
-    """Yield a UTF-8 file in pieces. Raises DataError if it is not UTF-8."""
+    """Yield a UTF-8 file in pieces. Raises UserError if it is not UTF-8."""
     rest = ""
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:
@@ -178,7 +179,7 @@ def read_text(path: Path) -> Document:
                 *pieces, rest = split(rest + block)
                 yield from pieces
         except UnicodeDecodeError as error:
-            raise DataError(
+            raise UserError(
                 f"{path} is not UTF-8 ({error.reason}): convert or decompress it; if it is no text, leave it out by a "
                 "glob in quotes, such as 'src/**/*.py'"
             ) from None

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import DataError
-from data.bars import bar
+from cli.bars import progress_bar
 from data.config import DataConfig
 from data.corpus import SPLITS, dtype_of, fingerprint
 from data.encoding import HubTokenizer, Tokenizer
 from data.sources import documents
 from data.tokenizer import find_tokenizer, load_tokenizer, make_tokenizer, read_files, save_tokenizer
+from errors import UserError
 
 GROUP = 16  # pieces that a thread encodes at a time, since documents may be small
 CHUNK = 1 << 22  # ids that are decoded at a time
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 def write_corpus(config: DataConfig, recipe: dict, directory: Path, model: Path | None = None) -> None:
     """Tokenise a source into an empty directory and write meta.json last.
 
-    model: the directory whose tokenizer the name "model" stands for. Raises DataError if there is not enough text.
+    model: the directory whose tokenizer the name "model" stands for. Raises UserError if there is not enough text.
     """
     write_tokenizer(config, directory, model)
     tokenizer = load_tokenizer(directory)
@@ -47,7 +47,7 @@ def write_corpus(config: DataConfig, recipe: dict, directory: Path, model: Path 
     if num_tokens and (share == 1 or not config.val_fraction / 2 <= share <= config.val_fraction * 2):
         cut_tail(config.val_fraction, tokenizer, directory, counts)  # one document, or too few to share out
     if any(count["tokens"] < 2 or count["bytes"] < 1 for count in counts.values()):
-        raise DataError(f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation")
+        raise UserError(f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation")
     meta = recipe | {"vocab_size": tokenizer.vocab_size, "dtype": dtype_of(tokenizer).str} | counts
     for split in SPLITS:
         with open(directory / f"{split}.bin", "rb") as file:
@@ -64,7 +64,7 @@ def write_tokenizer(config: DataConfig, directory: Path, model: Path | None) -> 
             (directory / name).write_bytes(content)
         return
     texts = (piece.text for piece in pieces(config))
-    with bar(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as shown:
+    with progress_bar(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as shown:
         save_tokenizer(make_tokenizer(config.tokenizer, shown), directory)
 
 
@@ -76,7 +76,7 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> d
     counts = {split: {"tokens": 0, "bytes": 0} for split in SPLITS}
     dtype, most = dtype_of(tokenizer), config.max_tokens or math.inf
     start = np.array(tokenizer.document_start, dtype)
-    progress = bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
+    progress = progress_bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
     with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val, progress:
         files = {"train": train, "val": val}
         for piece, ids in encode_in_parallel(tokenizer, pieces(config, whole=isinstance(tokenizer, HubTokenizer))):

@@ -19,8 +19,9 @@ import tiktoken
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from data import DataError, errors_as_data_error
+from data import errors_as_user_error
 from data.encoding import END_OF_TEXT, SPELLING, HubTokenizer, TiktokenTokenizer, Tokenizer, to_bytes
+from errors import UserError
 
 BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
 MOST_JSON = 1 << 26  # bytes
@@ -34,7 +35,7 @@ WORDS = (
 
 
 def make_tokenizer(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
-    """Make a tokenizer by its name; chars and bpe read the texts. Raises DataError for an unknown name."""
+    """Make a tokenizer by its name; chars and bpe read the texts. Raises UserError for an unknown name."""
     if name == "bytes":
         return build("bytes", ANY_CHARACTER, [bytes([byte]) for byte in range(256)])
     if name == "chars":
@@ -46,11 +47,11 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
         return train_bpe(name, texts)
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(tiktoken.list_encoding_names())
-        raise DataError(
+        raise UserError(
             f"unknown tokenizer {name!r}: expected bytes, chars, bpe:SIZE, one of {known}, or the path of a "
             "tokenizer.json (from the Hugging Face hub: hf download NAME tokenizer.json)"
         )
-    with errors_as_data_error(f"tiktoken could not download the vocabulary of {name!r} to TIKTOKEN_CACHE_DIR"):
+    with errors_as_user_error(f"tiktoken could not download the vocabulary of {name!r} to TIKTOKEN_CACHE_DIR"):
         return TiktokenTokenizer(tiktoken.get_encoding(name))
 
 
@@ -64,11 +65,11 @@ def build(name: str, pattern: str, tokens: list[bytes]) -> TiktokenTokenizer:
 def train_bpe(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
     """Train byte-pair encoding (Sennrich et al. 2016) over bytes. A small corpus may yield fewer tokens than asked for.
 
-    Raises DataError if the size in the name is not a number, or too small.
+    Raises UserError if the size in the name is not a number, or too small.
     """
     size = name.removeprefix("bpe:")
     if not size.isdecimal() or len(size) > 8 or int(size) < 257:
-        raise DataError(f"a bpe tokenizer has 257 tokens or more, as in bpe:4096, got {name!r}")
+        raise UserError(f"a bpe tokenizer has 257 tokens or more, as in bpe:4096, got {name!r}")
     trainer = trainers.BpeTrainer(
         vocab_size=int(size) - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
@@ -130,14 +131,14 @@ def save_tokenizer(tokenizer: TiktokenTokenizer, directory: Path) -> None:
 def read_files(place: Path) -> dict[str, bytes]:
     """Read FILES of a directory, or a file as the first of them, by name; tokenizer_config.json may be missing.
 
-    Raises DataError if there is no tokenizer.json, or if a file is too large to be a tokenizer.
+    Raises UserError if there is no tokenizer.json, or if a file is too large to be a tokenizer.
     """
     first = place if place.is_file() else place / FILES[0]
     if not first.is_file():
-        raise DataError(f"{place} has no tokenizer: there is no {FILES[0]}")
+        raise UserError(f"{place} has no tokenizer: there is no {FILES[0]}")
     paths = {name: path for name, path in zip(FILES, (first, first.with_name(FILES[1])), strict=True) if path.is_file()}
     if max(path.stat().st_size for path in paths.values()) > MOST_JSON:
-        raise DataError(f"{place} has a tokenizer of more than {MOST_JSON} bytes")
+        raise UserError(f"{place} has a tokenizer of more than {MOST_JSON} bytes")
     return {name: path.read_bytes() for name, path in paths.items()}
 
 
@@ -147,7 +148,7 @@ def find_tokenizer(name: str, model: Path | None) -> Path | None:
 
 
 def read_tokenizer(name: str, model: Path | None) -> tuple[Tokenizer, dict[str, bytes]]:
-    """Return a tokenizer that needs no text to learn from, and its FILES. Raises DataError for an unknown name."""
+    """Return a tokenizer that needs no text to learn from, and its FILES. Raises UserError for an unknown name."""
     with TemporaryDirectory() as directory:
         place = find_tokenizer(name, model) or Path(directory)
         if place == Path(directory):
@@ -156,9 +157,9 @@ def read_tokenizer(name: str, model: Path | None) -> tuple[Tokenizer, dict[str, 
 
 
 def load_tokenizer(place: Path) -> Tokenizer:
-    """Load the tokenizer of a corpus, checkpoint or file. Raises DataError for one that cannot be read."""
+    """Load the tokenizer of a corpus, checkpoint or file. Raises UserError for one that cannot be read."""
     files = read_files(place)
-    with errors_as_data_error(f"{place} has no tokenizer that this version can read"):
+    with errors_as_user_error(f"{place} has no tokenizer that this version can read"):
         config = json.loads(files.get(FILES[1], b"{}"))
         if "tril_name" in config:
             return read_ours(str(config["tril_name"]), json.loads(files[FILES[0]]))

@@ -18,11 +18,11 @@ import jinja2
 import numpy as np
 from torch import Tensor
 
+from errors import UserError
 from inspection.heads import Inspection
 from inspection.kinds import KINDS, Head, by_kind, kind_of, name_of, tag
 from inspection.metrics import METRICS
 from inspection.terminal import grid_columns, number
-from model import ModelError
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
@@ -30,11 +30,11 @@ MOST_NAMED = 48  # the most tokens that are named beside the large picture
 
 
 def check_room(T: int, num_heads: int, num_checkpoints: int) -> None:
-    """Raise ModelError if a page has no room for these heads."""
+    """Raise UserError if a page has no room for these heads."""
     most = MOST_WEIGHTS // (T * (T + 1) // 2 * num_checkpoints) - 1  # besides the influence
     if num_heads > most:
         room = f"a page has room for {max(0, most)} heads of {T} tokens in each of {num_checkpoints} checkpoints"
-        raise ModelError(f"{room}, not {num_heads}: give fewer --heads, a shorter --text or fewer checkpoints")
+        raise UserError(f"{room}, not {num_heads}: give fewer --heads, a shorter --text or fewer checkpoints")
 
 
 def write_page(

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from errors import UserError
 from inspection.metrics import measure
-from model import GPT, ModelError
+from model import GPT
 from model.attention import Attend, attention_weights
 from model.precision import exact_products
 
@@ -48,12 +49,12 @@ class Captured:
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and mask (T_query, T_key) of one layer.
 
-        Raises IndexError if the model has no such layer, ModelError if its Attend was not called.
+        Raises IndexError if the model has no such layer, UserError if its Attend was not called.
         """
         kernel = self.kernels[layer]
         if kernel not in self.inputs:
             meant = "a change of the layer belongs inside Attend.forward, and a compiled model is not seen"
-            raise ModelError(f"no call of Attend in layer {layer} was captured: {meant}")
+            raise UserError(f"no call of Attend in layer {layer} was captured: {meant}")
         return self.inputs[kernel]
 
     def blocks(self, layer: int, head: int | None = None) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:

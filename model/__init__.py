@@ -1,6 +1,7 @@
 """The model: attention.py is the layer, gpt.py stacks it, checkpoint.py keeps it."""
 
-from model.config import GPTConfig, ModelConfig, ModelError
+from errors import UserError
+from model.config import GPTConfig, ModelConfig
 from model.gpt import GPT
 
-__all__ = ["GPT", "GPTConfig", "ModelConfig", "ModelError"]
+__all__ = ["GPT", "GPTConfig", "ModelConfig", "UserError"]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.config import ModelError
+from errors import UserError
 from model.precision import exact_products
 from model.sharded import shard_like
 
@@ -41,7 +41,7 @@ class Causality:
 
     length: int
     """The number of tokens in a probed sequence."""
-    num_asked: int
+    num_probed: int
     """The number of different positions probed."""
     finding: str | None = None
     """A description of the fault."""
@@ -55,7 +55,7 @@ class Causality:
         return self.finding is None
 
     def __str__(self) -> str:
-        asked = f"asked {self.num_asked} of {self.length}"
+        asked = f"asked {self.num_probed} of {self.length}"
         return f"no, {self.finding}" if self.finding else f"yes, each position sees its past alone ({asked})"
 
 
@@ -94,12 +94,12 @@ def check_causality(
             of w tokens in L layers reach L (w - 1) back. None: itself and everything before it. A dependence too faint
             for the precision counts as none.
 
-    Raises ModelError if length, vocab_size or mask are impossible, if a module is missing, or if `forward` returns no
+    Raises UserError if length, vocab_size or mask are impossible, if a module is missing, or if `forward` returns no
     logits.
     """
     module = forward if module is None and isinstance(forward, nn.Module) else module
     if module is None and (decode or loss_fn or extreme):
-        raise ModelError("decode, loss_fn and extreme are functions of a module: give it too")
+        raise UserError("decode, loss_fn and extreme are functions of a module: give it too")
     without = nn.Module().eval()  # stands for the module of a plain function: no weights, nothing to restore
     prober = Prober(vocab_size, length, without if module is None else module, batch_size, mask)
     decoding = [(decode, "in decoding")] if decode else []
@@ -145,9 +145,9 @@ class Prober:
 
     def __init__(self, vocab_size: int, length: int, module: nn.Module, batch_size: int | None, mask: Tensor | None):
         if vocab_size < 2 or length < 1:
-            raise ModelError(f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}")
+            raise UserError(f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}")
         if mask is not None and mask.shape != (length, length):
-            raise ModelError(f"the mask must be ({length}, {length}), got {tuple(mask.shape)}")
+            raise UserError(f"the mask must be ({length}, {length}), got {tuple(mask.shape)}")
         self.vocab_size, self.length, self.module = vocab_size, length, module
         self.batch_size = batch_size or length
         self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -232,10 +232,10 @@ class Prober:
         return function(*arguments).detach()
 
     def logits(self, forward: Callable[[Tensor], Tensor], idx: Tensor) -> Tensor:
-        """Call `forward`: (B, T) -> (B, T, V). Raises ModelError for another shape."""
+        """Call `forward`: (B, T) -> (B, T, V). Raises UserError for another shape."""
         logits, expected = self.call(forward, idx), (*idx.shape, self.vocab_size)
         if logits.shape != expected:
-            raise ModelError(f"expected logits of shape {expected}, got {tuple(logits.shape)}")
+            raise UserError(f"expected logits of shape {expected}, got {tuple(logits.shape)}")
         return logits
 
     def alone(self, forward: Callable[[Tensor], Tensor], where: str) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
+from errors import UserError
 from model import disk
-from model.config import GPTConfig, ModelError
+from model.config import GPTConfig
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
 
 FORMAT = 3
@@ -89,7 +90,7 @@ def find_checkpoint(path: Path) -> Path:
     the name OWNER/NAME of a model on the Hugging Face hub, which is downloaded unless it is in the cache; no directory
     OWNER may exist then.
 
-    Raises ModelError if there is none.
+    Raises UserError if there is none.
     """
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
         return download(str(path))
@@ -100,15 +101,15 @@ def find_checkpoint(path: Path) -> Path:
         try:
             verify(directory)
             return directory
-        except (ModelError, OSError) as error:
+        except (UserError, OSError) as error:
             print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
     if not path.exists():
-        raise ModelError(f"there is no {path}: give a run, a checkpoint, or OWNER/NAME of the Hugging Face hub")
-    raise ModelError(f"{path} is no intact checkpoint, nor a run that has one: a run saves each train.checkpoint_every")
+        raise UserError(f"there is no {path}: give a run, a checkpoint, or OWNER/NAME of the Hugging Face hub")
+    raise UserError(f"{path} is no intact checkpoint, nor a run that has one: a run saves each train.checkpoint_every")
 
 
 def download(name: str) -> Path:
-    """Return a directory with a model of the Hugging Face hub. Raises ModelError if it cannot be downloaded."""
+    """Return a directory with a model of the Hugging Face hub. Raises UserError if it cannot be downloaded."""
     from huggingface_hub import snapshot_download  # slow to import, and seldom needed
 
     files = ["config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer*.json"]
@@ -116,7 +117,7 @@ def download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ModelError(f"{name} is not here, and not to be had from the Hugging Face hub: {reason:.200}") from error
+        raise UserError(f"{name} is not here, and not to be had from the Hugging Face hub: {reason:.200}") from error
 
 
 def step_directories(parent: Path) -> list[Path]:
@@ -128,35 +129,35 @@ def step_directories(parent: Path) -> list[Path]:
 def verify(directory: Path) -> None:
     """Compare a checkpoint with its manifest. A foreign model has no manifest, and passes.
 
-    Raises ModelError naming the first file that differs, is missing, is not in the manifest, or is a link.
+    Raises UserError naming the first file that differs, is missing, is not in the manifest, or is a link.
     """
     if STEP.fullmatch(directory.name) and not (directory / "manifest.json").is_file():
-        raise ModelError(f"{directory} has no manifest.json: it was not written to the end")
+        raise UserError(f"{directory} has no manifest.json: it was not written to the end")
     if not (directory / "manifest.json").is_file():
         return
     manifest = read_json(directory / "manifest.json")
     if manifest.get("format") != FORMAT:
-        raise ModelError(f"{directory} has format {manifest.get('format')!r}, this version reads {FORMAT}")
+        raise UserError(f"{directory} has format {manifest.get('format')!r}, this version reads {FORMAT}")
     own_hash, files = manifest.pop("sha256", None), manifest.get("files")
     if not own_hash or with_own_hash(manifest) != (directory / "manifest.json").read_bytes():
-        raise ModelError(f"{directory / 'manifest.json'} is damaged: its SHA-256 is not the one in it")
+        raise UserError(f"{directory / 'manifest.json'} is damaged: its SHA-256 is not the one in it")
     if not isinstance(files, dict):
-        raise ModelError(f"{directory / 'manifest.json'} does not say which files there are")
+        raise UserError(f"{directory / 'manifest.json'} does not say which files there are")
     paths = {path.name: path for path in directory.iterdir() if path.name not in ("manifest.json", CARD)}
     paths = {name: path for name, path in paths.items() if name in files or not name.startswith(".")}  # .DS_Store
     for name in sorted(paths.keys() | files.keys()):  # only names found in the directory are opened
         if name not in files:
-            raise ModelError(f"{directory} has {name!r}, which is not in the manifest: it does not belong there")
+            raise UserError(f"{directory} has {name!r}, which is not in the manifest: it does not belong there")
         if name not in paths:
-            raise ModelError(f"{directory} has no {name!r}, which is in the manifest")
+            raise UserError(f"{directory} has no {name!r}, which is in the manifest")
         if paths[name].is_symlink() or not paths[name].is_file():
-            raise ModelError(f"{directory} has {name!r}, which is not a file of this directory")
+            raise UserError(f"{directory} has {name!r}, which is not a file of this directory")
         if {"size": paths[name].stat().st_size, "sha256": sha256(paths[name])} != files[name]:
-            raise ModelError(f"{name!r} in {directory} is damaged: its size or SHA-256 is not the one in the manifest")
+            raise UserError(f"{name!r} in {directory} is damaged: its size or SHA-256 is not the one in the manifest")
 
 
 def read_json(path: Path) -> dict:
-    """Return the JSON object in a file. Raises ModelError if the file cannot be read or holds something else."""
+    """Return the JSON object in a file. Raises UserError if the file cannot be read or holds something else."""
     try:
         if not path.is_file():
             raise ValueError("it is not a file")
@@ -166,7 +167,7 @@ def read_json(path: Path) -> dict:
         if not isinstance(content, dict):
             raise ValueError("it does not hold a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
     return content
 
 
@@ -174,7 +175,7 @@ def read_optional(path: Path, *keys: str) -> Any:
     """Return the value under nested keys of a JSON file beside a model; None if the file or a key is missing."""
     try:
         value = read_json(path)
-    except ModelError:
+    except UserError:
         return None
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None

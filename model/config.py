@@ -3,15 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from errors import UserError
+
 # Larger than any model there is, so that a damaged or hostile config.json is refused before memory is allocated.
 LARGEST = {"n_layer": 2**9, "n_head": 2**16, "n_kv_head": 2**16, "n_embd": 2**20, "head_dim": 2**20}
 LARGEST |= {"n_inner": 2**22, "vocab_size": 2**24, "context_length": 2**15}  # the mask has its square in bytes
-
-
-class ModelError(ValueError):
-    """An impossible configuration, checkpoint or request; the message is for the user."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class GPTConfig(ModelConfig):
-    """A `ModelConfig` and the fields that only a checkpoint sets. Raises ModelError if no such model can be built."""
+    """A `ModelConfig` and the fields that only a checkpoint sets. Raises UserError if no such model can be built."""
 
     vocab_size: int = 50257
     """Number of tokens, that of the tokenizer."""
@@ -61,10 +57,10 @@ class GPTConfig(ModelConfig):
     def __post_init__(self) -> None:
         family, gated = self.family, self.family in ("llama", "qwen3")
         if family not in (families := get_args(ModelConfig.__annotations__["family"])):
-            raise ModelError(f"family must be one of {', '.join(families)}, got {family!r}")
+            raise UserError(f"family must be one of {', '.join(families)}, got {family!r}")
         self.check_whole("n_layer", "n_head", "n_embd", "context_length", "vocab_size")
         if self.n_embd % self.n_head != 0 and (self.head_dim is None or family != "qwen3"):
-            raise ModelError(f"n_embd must be a multiple of n_head, got n_embd={self.n_embd} and n_head={self.n_head}")
+            raise UserError(f"n_embd must be a multiple of n_head, got n_embd={self.n_embd} and n_head={self.n_head}")
         defaults = {
             "n_kv_head": self.n_head,
             "head_dim": self.n_embd // self.n_head,
@@ -79,26 +75,26 @@ class GPTConfig(ModelConfig):
         self.check_whole("n_kv_head", "head_dim", "n_inner")
         numbers = [self.dropout, self.rope_theta, self.norm_eps, *(self.rope_scaling or ())]
         if not all(type(number) in (int, float) and 0 <= number < 1e30 for number in numbers):
-            raise ModelError(f"dropout, rope_theta, norm_eps and rope_scaling must be numbers from 0, got {numbers}")
+            raise UserError(f"dropout, rope_theta, norm_eps and rope_scaling must be numbers from 0, got {numbers}")
         factor, low, high, _ = self.rope_scaling or (1, 0, 1, 1)
         if not (self.rope_theta > 0 and factor > 0 and low < high):
-            raise ModelError(f"no rotary positions with rope_theta {self.rope_theta}, scaling {self.rope_scaling}")
+            raise UserError(f"no rotary positions with rope_theta {self.rope_theta}, scaling {self.rope_scaling}")
         if self.dropout >= 1:
-            raise ModelError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.bias and family != "gpt2":
-            raise ModelError(f"a {family} has no biases, got bias=True")
+            raise UserError(f"a {family} has no biases, got bias=True")
         if self.head_dim != self.n_embd // self.n_head and family in ("gpt2", "nanochat"):
-            raise ModelError(f"head_dim is n_embd / n_head in a {family}, got {self.head_dim}")
+            raise UserError(f"head_dim is n_embd / n_head in a {family}, got {self.head_dim}")
         if self.head_dim % 2 and family != "gpt2":
-            raise ModelError(f"rotary positions turn pairs of channels: head_dim must be even, got {self.head_dim}")
+            raise UserError(f"rotary positions turn pairs of channels: head_dim must be even, got {self.head_dim}")
         if self.n_head % self.n_kv_head != 0:
-            raise ModelError(
+            raise UserError(
                 f"n_head must be a multiple of n_kv_head, got n_head={self.n_head} and n_kv_head={self.n_kv_head}"
             )
 
     def check_whole(self, *names: str) -> None:
-        """Raise ModelError unless these fields are whole numbers from 1 to `LARGEST`."""
+        """Raise UserError unless these fields are whole numbers from 1 to `LARGEST`."""
         for name in names:
             value, most = getattr(self, name), LARGEST[name]
             if type(value) is not int or not 1 <= value <= most:
-                raise ModelError(f"{name} must be a whole number from 1 to {most:,}, got {value!r}")
+                raise UserError(f"{name} must be a whole number from 1 to {most:,}, got {value!r}")

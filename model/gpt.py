@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from errors import UserError
 from model.attention import CausalSelfAttention, make_causal_mask
 from model.cache import LayerCache
 from model.checkpoint import find_checkpoint
-from model.config import GPTConfig, ModelError
+from model.config import GPTConfig
 from model.families import FAMILIES, Rotary
 from model.load import load_config, load_weights
 from model.precision import autocast_dtype
@@ -43,7 +44,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class NoFirstWeights(TorchFunctionMode):
+class skip_parameter_init(TorchFunctionMode):
     """Context in which parameters are made without first values: the system gives no memory to what is not written."""
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
@@ -87,7 +88,7 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor) -> Tensor:
         """Return the logits of the next token at every position: (B, T) int64 -> (B, T, V).
 
-        Raises ModelError if T is more than the context length.
+        Raises UserError if T is more than the context length.
         """
         return GPT.logits(self, GPT.hidden(self, idx))  # called on the class: FSDP2 replaces the bound methods
 
@@ -96,7 +97,7 @@ class GPT(nn.Module):
         start = caches[0].length if caches else 0
         end = start + idx.size(1)
         if end > self.config.context_length:
-            raise ModelError(f"{end} tokens do not fit the context length of {self.config.context_length}")
+            raise UserError(f"{end} tokens do not fit the context length of {self.config.context_length}")
         x = self.token_embedding(idx)
         if self.position_embedding is not None:
             x = x + self.position_embedding.weight[start:end]
@@ -140,7 +141,7 @@ class GPT(nn.Module):
             use_cache: store keys and values, and compute those of new tokens only.
             seed: the same seed gives the same tokens for the same idx; None draws from PyTorch's own generator.
 
-        Raises ModelError if idx is empty or an option out of its range. `model.sampling.stream` yields the tokens one
+        Raises UserError if idx is empty or an option out of its range. `model.sampling.stream` yields the tokens one
         by one, and says what happens beyond the context length.
         """
         new = stream(self, idx, max_new_tokens, Sampler(temperature, top_k, top_p, min_p), seed, use_cache)
@@ -158,7 +159,7 @@ class GPT(nn.Module):
             device: the device to load to.
             dtype: the dtype of the weights; None keeps that of the checkpoint.
 
-        Raises ModelError if there is no intact checkpoint.
+        Raises UserError if there is no intact checkpoint.
         """
         return cls.read(find_checkpoint(Path(path)), device, dtype)
 
@@ -178,7 +179,7 @@ class GPT(nn.Module):
         with torch.device("meta"):  # without memory, for the shapes in the files
             shapes = cls(stored).state_dict()
         weights = load_weights(directory, stored, shapes, device, dtype)
-        with NoFirstWeights():
+        with skip_parameter_init():
             model = cls(config or stored)
         if model.position_embedding is not None:
             weights["position_embedding.weight"] = weights["position_embedding.weight"][: model.config.context_length]

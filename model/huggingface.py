@@ -5,7 +5,8 @@ import re
 import torch
 from torch import Tensor
 
-from model.config import LARGEST, GPTConfig, ModelError
+from errors import UserError
+from model.config import LARGEST, GPTConfig
 
 CUT_CONTEXT = 8192  # tokens that the model sees if its context is longer than the largest of ours
 
@@ -105,13 +106,13 @@ def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: in
 
 
 def config_from_huggingface(content: dict) -> GPTConfig:
-    """Return the configuration in a config.json, ours or foreign. Raises ModelError if no family computes the same."""
+    """Return the configuration in a config.json, ours or foreign. Raises UserError if no family computes the same."""
     family = content.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
-        raise ModelError(f"config.json has model_type {family!r}, this version reads {', '.join(ARCHITECTURES)}")
+        raise UserError(f"config.json has model_type {family!r}, this version reads {', '.join(ARCHITECTURES)}")
     for key, expected in EXPECTED[family].items():
         if content.get(key, expected[0]) not in expected:
-            raise ModelError(f"config.json has {key} = {content[key]!r}, a {family} of ours computes {expected[0]!r}")
+            raise UserError(f"config.json has {key} = {content[key]!r}, a {family} of ours computes {expected[0]!r}")
     try:
         if family == "gpt2":
             ours = content.get("tril", {})
@@ -133,7 +134,7 @@ def config_from_huggingface(content: dict) -> GPTConfig:
             rope = rope | {"original_max_position_embeddings": content["original_max_position_embeddings"]}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
-            raise ModelError(f"config.json has rotary positions of the type {kind!r}, this version reads llama3")
+            raise UserError(f"config.json has rotary positions of the type {kind!r}, this version reads llama3")
         context_length = content["max_position_embeddings"]
         return GPTConfig(
             family=family,
@@ -152,13 +153,13 @@ def config_from_huggingface(content: dict) -> GPTConfig:
             rope_scaling=tuple(rope[key] for key in SCALING) if kind == "llama3" else None,
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"config.json does not describe a GPT: {error}") from error
+        raise UserError(f"config.json does not describe a GPT: {error}") from error
 
 
 def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state dict of a GPT under the names of `transformers`. A GPT-2 without biases gets biases of zero.
 
-    Raises ModelError for a tensor that has no name there, or is not of floating-point numbers.
+    Raises UserError for a tensor that has no name there, or is not of floating-point numbers.
     """
     tensors, left = {}, set(state) - {"lm_head.weight"}  # a tied head has no name there
     for parameter in (".weight", ".bias", ""):  # "": a parameter without a module
@@ -166,15 +167,15 @@ def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[
             parts = [f"{module}{parameter}" for module in ours if f"{module}{parameter}" in state]
             if parts:
                 joined = torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]
-                tensors[f"{theirs}{parameter}"] = turned(theirs, joined)
+                tensors[f"{theirs}{parameter}"] = transpose_conv1d(theirs, joined)
                 left.difference_update(parts)
     if left:
         where = f"the names of {config.family} in model/huggingface.py"
-        raise ModelError(f"no checkpoint could hold {min(left)}: add it to {where}")
+        raise UserError(f"no checkpoint could hold {min(left)}: add it to {where}")
     for name, tensor in state.items():
         if not tensor.is_floating_point():
             meant = "if it is a buffer, make it one with persistent=False"
-            raise ModelError(f"no checkpoint could hold {name} of {tensor.dtype}: {meant}")
+            raise UserError(f"no checkpoint could hold {name} of {tensor.dtype}: {meant}")
     if config.family == "gpt2" and not config.bias:
         for name in [name for name in tensors if re.search(r"\.(ln_.|c_attn|c_proj|c_fc)\.weight$", name)]:
             bias = name.removesuffix("weight") + "bias"
@@ -192,7 +193,7 @@ def tensors_from_huggingface(config: GPTConfig, tensors: dict[str, Tensor]) -> d
     for parameter in (".weight", ".bias", ""):
         for ours, theirs in names(config):
             if f"{theirs}{parameter}" in tensors:
-                joined = turned(theirs, tensors[f"{theirs}{parameter}"])
+                joined = transpose_conv1d(theirs, tensors[f"{theirs}{parameter}"])
                 parts = joined.split(widths) if len(ours) > 1 else [joined]
                 state |= {f"{module}{parameter}": part for module, part in zip(ours, parts, strict=True)}
     return state
@@ -209,7 +210,7 @@ def names(config: GPTConfig) -> list[tuple[list[str], str]]:
     return pairs
 
 
-def turned(theirs: str, tensor: Tensor) -> Tensor:
+def transpose_conv1d(theirs: str, tensor: Tensor) -> Tensor:
     """Return a tensor of our module as `transformers` stores it, or the other way round.
 
     Matrices of a GPT-2 are transposed: copied, because products of transposed views round differently.

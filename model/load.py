@@ -12,8 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from errors import UserError
 from model.checkpoint import read_json
-from model.config import GPTConfig, ModelError
+from model.config import GPTConfig
 from model.huggingface import config_from_huggingface, tensors_from_huggingface, tensors_to_huggingface
 
 HEAD = "lm_head.weight"
@@ -23,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def load_config(directory: Path) -> GPTConfig:
-    """Return the configuration of the model in a directory. Raises ModelError if it describes no GPT."""
+    """Return the configuration of the model in a directory. Raises UserError if it describes no GPT."""
     return config_from_huggingface(read_json(directory / "config.json"))
 
 
@@ -32,7 +33,7 @@ def load_weights(
 ) -> dict[str, Tensor]:
     """Return the state dict of the model in a directory. dtype None keeps that of the stored embedding.
 
-    `like` is the state dict of any model with this configuration: it gives the shapes. Raises ModelError if the
+    `like` is the state dict of any model with this configuration: it gives the shapes. Raises UserError if the
     directory holds other tensors.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors_to_huggingface(config, like).items()}
@@ -40,12 +41,12 @@ def load_weights(
     shapes[HEAD] = shapes[embedding]  # some files store a tied head as well
     tensors = load_tensors(directory, "model", shapes)
     if not config.tied and HEAD not in tensors:
-        raise ModelError(f"{directory} has no tensor {HEAD}")
+        raise UserError(f"{directory} has no tensor {HEAD}")
     if config.tied and HEAD in tensors and not torch.equal(tensors[HEAD], tensors[embedding]):
-        raise ModelError(f"{directory} has a head of its own, and a config.json that says it is the embedding")
+        raise UserError(f"{directory} has a head of its own, and a config.json that says it is the embedding")
     stored = tensors_from_huggingface(config, tensors)
     if any(stored.pop(name).any() for name in stored.keys() - like.keys()):
-        raise ModelError(f"{directory} has biases, and a config.json that says it has none")
+        raise UserError(f"{directory} has biases, and a config.json that says it has none")
     dtype = dtype or stored["token_embedding.weight"].dtype
     weights = {name: stored.pop(name).to(device, dtype, copy=True) for name in list(stored)}  # drops what it has copied
     weights.setdefault(HEAD, weights["token_embedding.weight"])  # tied
@@ -55,7 +56,7 @@ def load_weights(
 def load_tensors(directory: Path, stem: str, shapes: Shapes) -> dict[str, Tensor]:
     """Return the tensors of a "model" or an "optimizer" (the stem of the file names), memory-mapped.
 
-    Raises ModelError unless the files hold exactly the tensors that `shapes` names, with these shapes, and all numbers
+    Raises UserError unless the files hold exactly the tensors that `shapes` names, with these shapes, and all numbers
     are finite. Only the head may be missing.
     """
     tensors = {}
@@ -63,7 +64,7 @@ def load_tensors(directory: Path, stem: str, shapes: Shapes) -> dict[str, Tensor
         tensors |= read_file(path, shapes)
     for name in shapes:
         if name not in tensors and name != HEAD:
-            raise ModelError(f"{directory} has no tensor {name}")
+            raise UserError(f"{directory} has no tensor {name}")
     return tensors
 
 
@@ -75,14 +76,14 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
     places = read_json(index).get("weight_map")
     names = {str(name) for name in places.values()} if isinstance(places, dict) else {""}
     if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
-        raise ModelError(f"{index} names a file that is not a safetensors file beside it")
+        raise UserError(f"{index} names a file that is not a safetensors file beside it")
     return [directory / name for name in sorted(names)]
 
 
 def read_file(path: Path, shapes: Shapes) -> dict[str, Tensor]:
     """Return the tensors of one safetensors file; see `load_tensors`. Shapes are checked before memory is allocated."""
     if not path.is_file():  # a pipe would be waited for
-        raise ModelError(f"{path} is not a file")
+        raise UserError(f"{path} is not a file")
     tensors = {}
     try:
         with safe_open(path, "pt") as file:
@@ -92,16 +93,16 @@ def read_file(path: Path, shapes: Shapes) -> dict[str, Tensor]:
                 if name is None and UNUSED.search(stored):
                     continue
                 if name is None:
-                    raise ModelError(f"{path} has a tensor that is not expected: {stored}")
+                    raise UserError(f"{path} has a tensor that is not expected: {stored}")
                 header = file.get_slice(stored)
                 shape, kind = tuple(header.get_shape()), header.get_dtype()
                 if shape != shapes[name]:
-                    raise ModelError(f"{path}: {name} is {shape}, expected {shapes[name]}")
+                    raise UserError(f"{path}: {name} is {shape}, expected {shapes[name]}")
                 if kind not in ("F64", "F32", "F16", "BF16"):
-                    raise ModelError(f"{path}: {name} holds {kind}, expected floating-point numbers")
+                    raise UserError(f"{path}: {name} holds {kind}, expected floating-point numbers")
                 tensors[name] = file.get_tensor(stored)
                 if not tensors[name].isfinite().all():
-                    raise ModelError(f"{path}: {name} holds numbers that are not finite")
+                    raise UserError(f"{path}: {name} holds numbers that are not finite")
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
     return tensors

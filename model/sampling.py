@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.config import ModelError
+from errors import UserError
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -34,7 +34,7 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampler:
-    """The choice of the next token; `GPT.generate` describes the options. Raises ModelError if one is out of range."""
+    """The choice of the next token; `GPT.generate` describes the options. Raises UserError if one is out of range."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -43,12 +43,12 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:  # below, logits would become infinite
-            raise ModelError(f"temperature must be 0, or finite and at least 1e-6, got {self.temperature}")
+            raise UserError(f"temperature must be 0, or finite and at least 1e-6, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
-            raise ModelError(f"top_k must be at least 1, got {self.top_k}")
+            raise UserError(f"top_k must be at least 1, got {self.top_k}")
         for name, p in (("top_p", self.top_p), ("min_p", self.min_p)):
             if p is not None and not 0 < p <= 1:
-                raise ModelError(f"{name} must be above 0 and at most 1, got {p}")
+                raise UserError(f"{name} must be above 0 and at most 1, got {p}")
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose one token per row: (B, V) -> (B, 1)."""
@@ -78,10 +78,10 @@ def stream(
     is refilled once in half a context and not at every token. The window, and so the text, is the same without a cache,
     except where rounding decides between two tokens.
 
-    `seed` and `use_cache` are those of `GPT.generate`. Raises ModelError if idx is empty.
+    `seed` and `use_cache` are those of `GPT.generate`. Raises UserError if idx is empty.
     """
     if idx.size(1) == 0:
-        raise ModelError("the prompt is empty: give at least one token to continue")
+        raise UserError("the prompt is empty: give at least one token to continue")
     generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
     context_length = model.config.context_length
     window = idx[:, -context_length:]

@@ -126,7 +126,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Calla
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run_script(script: ModuleType, *arguments: object) -> Result:
-        from configs.script import run_script
+        from cli.script import run_script
 
         monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, arguments)])
         code = 0

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 import data.batches
 import inspection.patterns
 import model.attention
+from errors import UserError
 from model import GPT
 from model.attention import Attend, CausalSelfAttention
 from model.cache import LayerCache
 from model.families import MLP
 from model.gpt import Block
 from tests import test_attention, test_batches, test_capture, test_causality, test_gpt, test_leakage
-from training.config import TrainError
 
 Weights = Callable[[Tensor, Tensor], Tensor]
 
@@ -371,7 +371,7 @@ def kills(check: str, mistake: str) -> bool:
     with mutated(mistake):
         try:
             run(check)
-        except TrainError:
+        except UserError:
             return True
         except Exception:
             return check != "certificate"

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from torch.distributed.fsdp import fully_shard  # noqa: F401
 
 import train
-from configs.script import run_script
+from cli.script import run_script
 from tests.crash import fork
 
 

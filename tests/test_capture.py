@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 import inspection.patterns
+from errors import UserError
 from inspection import Captured, NotTheKernels, capture
-from model import GPT, ModelError
+from model import GPT
 from model.attention import Attend, attention_weights, make_causal_mask
 from tests.conftest import make_gpt
 
@@ -85,7 +86,7 @@ def test_what_was_not_captured_is_an_error() -> None:
             att.pattern(layer, head)
     with capture(make_gpt()) as att:
         pass
-    with pytest.raises(ModelError, match="no call of Attend in layer 0 was captured"):
+    with pytest.raises(UserError, match="no call of Attend in layer 0 was captured"):
         att.verify()
 
 

@@ -14,12 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sample
 import train
-from model import GPT, GPTConfig, ModelError
+from errors import UserError
+from model import GPT, GPTConfig
 from model.attention import Attend, make_causal_mask
 from model.causality import check_causality
 from tests.conftest import make_gpt, often, tiny_run
 from training.certificate import certify
-from training.config import TrainError
 
 V, T = 17, 11
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,7 +96,7 @@ def test_nothing_is_changed_by_asking(length: int) -> None:
     if length == T:
         assert check_causality(model, V, length).ok
     else:
-        with pytest.raises(ModelError, match="do not fit the context length"):
+        with pytest.raises(UserError, match="do not fit the context length"):
             check_causality(model, V, length)
     after = dict([*model.named_parameters(), *model.named_buffers()])
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -107,8 +107,8 @@ def test_nothing_is_changed_by_asking(length: int) -> None:
 def test_every_position_of_a_short_text_is_asked_and_many_of_a_long_one() -> None:
     model = make_gpt()
     model.register_buffer("expanded", torch.ones(1).expand(5))  # which nothing can be written to
-    assert check_causality(model, V, T).num_asked == T
-    assert 20 < check_causality(make_gpt(context_length=131), V, 131).num_asked < 131
+    assert check_causality(model, V, T).num_probed == T
+    assert 20 < check_causality(make_gpt(context_length=131), V, 131).num_probed < 131
 
 
 # Mistakes are found and named. tests/mutants.py has more of them.
@@ -178,9 +178,9 @@ def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:
     def constant(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
         return train.next_token_loss(model, torch.zeros_like(inputs), targets, dtype)
 
-    with pytest.raises(TrainError, match="sees token 10, .* ahead of it: the loss moves by 0.0"):
+    with pytest.raises(UserError, match="sees token 10, .* ahead of it: the loss moves by 0.0"):
         certify_tiny(torch.float32, peeking)
-    with pytest.raises(TrainError, match="the loss does not depend on the tokens"):
+    with pytest.raises(UserError, match="the loss does not depend on the tokens"):
         certify_tiny(torch.float32, constant)
 
 
@@ -194,7 +194,7 @@ def test_a_weak_mask_is_found_wherever_it_is(monkeypatch, dtype: torch.dtype, wh
         return scores.masked_fill(~mask, -1e4 if weak else float("-inf")).softmax(-1) @ v
 
     monkeypatch.setattr(Attend, "forward", forward)
-    with pytest.raises(TrainError, match="with extreme weights"):
+    with pytest.raises(UserError, match="with extreme weights"):
         certify_tiny(dtype, context_length=31)
 
 
@@ -203,7 +203,7 @@ def test_a_weak_mask_is_found_in_the_formula_that_a_cpu_trains_by(monkeypatch) -
         return (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~mask, -1e4)
 
     monkeypatch.setattr("model.attention.attention_scores", weak)
-    with pytest.raises(TrainError, match="in training, with extreme weights"):
+    with pytest.raises(UserError, match="in training, with extreme weights"):
         certify_tiny(torch.bfloat16, context_length=31)
 
 
@@ -238,7 +238,7 @@ def test_the_compiled_loss_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> N
     assert check_causality(torch.compile(make_gpt(), dynamic=False), V, T).ok
     monkeypatch.setattr(Attend, "forward", forward)
     certify_tiny(torch.float32, dropout=0.1, n_kv_head=1)
-    with pytest.raises(TrainError, match="position 0 sees token 1, 1 ahead of it: the loss moves by "):
+    with pytest.raises(UserError, match="position 0 sees token 1, 1 ahead of it: the loss moves by "):
         certify_compiled(T)
 
 
@@ -250,14 +250,14 @@ def test_decoding_agrees_to_rounding(factor: float, finding: str | None) -> None
 
 
 def test_questions_without_an_answer_are_refused() -> None:
-    with pytest.raises(ModelError, match="decode, loss_fn and extreme are functions of a module: give it too"):
+    with pytest.raises(UserError, match="decode, loss_fn and extreme are functions of a module: give it too"):
         check_causality(lambda idx: idx, V, T, decode=lambda idx: idx)
     for vocab_size, length in ((1, T), (V, 0)):
-        with pytest.raises(ModelError, match=f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}"):
+        with pytest.raises(UserError, match=f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}"):
             check_causality(make_gpt(), vocab_size, length)
-    with pytest.raises(ModelError, match=r"the mask must be \(11, 11\), got \(1, 11\)"):
+    with pytest.raises(UserError, match=r"the mask must be \(11, 11\), got \(1, 11\)"):
         check_causality(make_gpt(), V, T, mask=make_causal_mask(T)[:1])
-    with pytest.raises(ModelError, match=r"expected logits of shape \(2, 11, 17\), got \(2, 11, 15\)"):
+    with pytest.raises(UserError, match=r"expected logits of shape \(2, 11, 17\), got \(2, 11, 15\)"):
         check_causality(lambda idx: torch.zeros(*idx.shape, 15), V, T)
 
 

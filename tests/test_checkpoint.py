@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import GPT, ModelError
+from errors import UserError
+from model import GPT
 from model.checkpoint import find_checkpoint, keep_newest, verify
 from tests.conftest import make_gpt, often, save_gpt
 
@@ -39,10 +40,10 @@ def test_damage_is_named(save) -> None:
     directory = save()
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ModelError, match="model.safetensors.* is damaged: its size or SHA-256 is not the one in"):
+    with pytest.raises(UserError, match="model.safetensors.* is damaged: its size or SHA-256 is not the one in"):
         GPT.from_pretrained(directory)
     path.unlink()
-    with pytest.raises(ModelError, match="has no 'model.safetensors'"):
+    with pytest.raises(UserError, match="has no 'model.safetensors'"):
         GPT.from_pretrained(directory)
 
 
@@ -50,20 +51,20 @@ def test_a_newer_format_is_named(save) -> None:
     directory = save()
     manifest = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(ModelError, match="has format 99, this version reads 3"):
+    with pytest.raises(UserError, match="has format 99, this version reads 3"):
         verify(directory)
 
 
 def test_what_does_not_belong_to_a_checkpoint_is_named(save, tmp_path: Path) -> None:
     directory = save()
     (directory / "notes.txt").write_text("mine")
-    with pytest.raises(ModelError, match="has 'notes.txt', which is not in the manifest: it does not belong there"):
+    with pytest.raises(UserError, match="has 'notes.txt', which is not in the manifest: it does not belong there"):
         verify(directory)
     (directory / "notes.txt").rename(directory / "README.md")  # a model card, which people may write and edit
     verify(directory)
     outside = (directory / "trainer.json").rename(tmp_path / "outside.json")
     (directory / "trainer.json").symlink_to(outside)
-    with pytest.raises(ModelError, match="trainer.json', which is not a file of this directory"):
+    with pytest.raises(UserError, match="trainer.json', which is not a file of this directory"):
         verify(directory)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compare
-from configs import ConfigError
+from errors import UserError
 from tests.conftest import tiny_run
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +43,7 @@ def test_commands(tmp_path: Path) -> None:
     expected = [f"{ROOT}/train.py", f"{ROOT}/configs/quickstart.toml", "--train.learning_rate", "0.01"]
     assert compare.command_of(f"{ROOT}:configs/quickstart.toml --train.learning_rate 0.01") == expected
     for way in ("no.toml", f"{tmp_path}:configs/quickstart.toml", ""):
-        with pytest.raises(ConfigError, match="there is no"):
+        with pytest.raises(UserError, match="there is no"):
             compare.command_of(way)
 
 

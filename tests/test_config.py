@@ -11,8 +11,9 @@ import torch
 
 import sample
 import train
-from configs import ConfigError, parse, to_toml
-from configs.script import run_script
+from cli.options import parse, to_toml
+from cli.script import run_script
+from errors import UserError
 from model import GPT, GPTConfig
 from training.config import TrainConfig
 from training.options import Config, read_config
@@ -85,7 +86,7 @@ def test_wrong_options_get_one_sentence(run, arguments: list[str], message: str)
 )
 def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "some.toml").write_text(content)
-    with pytest.raises(ConfigError, match=f"some.toml: .*{re.escape(message)}"):
+    with pytest.raises(UserError, match=f"some.toml: .*{re.escape(message)}"):
         read_config([str(tmp_path / "some.toml"), "--train.max_steps", "3"])
 
 

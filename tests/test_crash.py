@@ -20,10 +20,11 @@ import data.prepare
 import model.checkpoint
 import train
 import training.run
-from configs import to_toml
-from configs.script import run_script
+from cli.options import to_toml
+from cli.script import run_script
 from data.prepare import DataConfig
-from model import GPT, ModelError, disk
+from errors import UserError
+from model import GPT, disk
 from model.checkpoint import find_checkpoint, keep_newest, save_checkpoint, step_directories
 from tests.conftest import make_gpt, save_gpt, tiny_run
 from tests.crash import KILLED, Directory, Disk, Effects, File, die_at, in_child, record_in
@@ -266,7 +267,7 @@ def newest_intact(run: Path) -> int:
     """The step of the checkpoint that a run would be resumed from, 0 if there is none."""
     try:
         checkpoint = find_checkpoint(run)
-    except ModelError:
+    except UserError:
         return 0
     GPT.from_pretrained(checkpoint)  # what is intact can be loaded
     return int(checkpoint.name.removeprefix("step-"))

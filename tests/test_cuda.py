@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import train
+from errors import UserError
 from inspection import capture
 from model import GPT, GPTConfig
 from model.attention import Attend
 from tests.conftest import same_bits, tiny_run, weights
 from training.certificate import certify
-from training.config import TrainError
 
 pytestmark = [
     pytest.mark.cuda,
@@ -49,7 +49,7 @@ def test_the_certificate_passes_the_layer_and_refuses_a_leak(
 
     ask()
     monkeypatch.setattr(Attend, "forward", unmasked)
-    with pytest.raises(TrainError, match="refusing to train"):
+    with pytest.raises(UserError, match="refusing to train"):
         ask()
 
 

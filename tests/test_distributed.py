@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from errors import UserError
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from tests.ranks import Job, Rank
-from training.config import TrainConfig, TrainError
+from training.config import TrainConfig
 from training.distributed import Ranks
 
 ROOT = Path(__file__).parent.parent
@@ -71,7 +72,7 @@ def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.Monkey
         ({"device": "cuda:1"}, "each of 2 ranks has a GPU of its own"),
         ({"parallel": "fsdp"}, "fsdp is for several processes"),
     ):
-        with pytest.raises(TrainError, match=message):
+        with pytest.raises(UserError, match=message):
             ranks.check(TrainConfig(**{"grad_accum_steps": 4, **options}), step=3, dtype=torch.float32)
     others = iter(["at step 7 in float32", "at step 3 in bfloat16"])
 
@@ -80,7 +81,7 @@ def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     for message in ("at step 3 in float32 and at step 7 in float32", "at step 3 in bfloat16 and at step 3 in float32"):
-        with pytest.raises(TrainError, match=message):
+        with pytest.raises(UserError, match=message):
             ranks.check(TrainConfig(grad_accum_steps=4), step=3, dtype=torch.float32)
 
 

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sample
-from configs import parse
-from configs.script import read_prompt, run_script
+from cli.options import parse
+from cli.script import read_prompt, run_script
 from data.corpus import open_corpus
 from data.tokenizer import load_tokenizer, make_tokenizer
 from model import GPT

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import ModelError
+from errors import UserError
 from model.sampling import keep_min_p, keep_top_k, keep_top_p
 from tests.conftest import make_gpt
 
@@ -90,5 +90,5 @@ def test_filters_worked_out_by_hand(kept: Tensor, expected: list[bool]) -> None:
     ],
 )
 def test_impossible_requests_are_refused(length: int, options: dict, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         make_gpt().generate(torch.zeros(1, length, dtype=torch.long), 1, **options)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import GPT, GPTConfig, ModelError
+from errors import UserError
+from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
 from tests.conftest import make_gpt, save_gpt
 
@@ -76,5 +77,5 @@ def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training() -
     ],
 )
 def test_impossible_models_are_refused_in_the_users_words(changes: dict, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         GPTConfig(**changes)

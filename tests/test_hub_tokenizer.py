@@ -14,10 +14,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 import inspect_attention
 import sample
 import train
-from data import DataError, prepare, sources
+from data import prepare, sources
 from data.encoding import HubTokenizer, TextStream
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, FILES, load_tokenizer
+from errors import UserError
 from model import GPT
 from tests.test_huggingface import make, save_foreign
 from tests.test_tokenizer import TEXT
@@ -216,5 +217,5 @@ def test_a_file_that_the_library_cannot_use_is_refused_in_a_sentence(change: dic
     directory = put(KINDS["llama"], tmp_path / "tokenizer")
     content = json.loads((directory / FILES[0]).read_text()) | change
     (directory / FILES[0]).write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"(has no tokenizer that this version can read|cannot encode this text): .+\Z"):
+    with pytest.raises(UserError, match=r"(has no tokenizer that this version can read|cannot encode this text): .+\Z"):
         load_tokenizer(directory).encode("a")

@@ -15,8 +15,9 @@ from torch import Tensor
 import sample
 import train
 from data.tokenizer import FILES, make_tokenizer, save_tokenizer
+from errors import UserError
 from inspection import capture
-from model import GPT, GPTConfig, ModelError
+from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
 from model.huggingface import NAMES, tensors_to_huggingface
 from tests.conftest import save_gpt, tiny_run
@@ -150,7 +151,7 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path, family: str, chang
     directory = save_foreign(make(family), tmp_path)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         GPT.from_pretrained(directory)
 
 
@@ -173,7 +174,7 @@ def test_tensors_that_do_not_fit_are_named(name: str, change: dict, message: str
     path = save_foreign(make(name), tmp_path) / "model.safetensors"
     tensors = load_file(path) | change
     save_file({tensor: value for tensor, value in tensors.items() if value is not None}, path)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         GPT.from_pretrained(path.parent)
 
 
@@ -187,7 +188,7 @@ def test_heads_and_prefixes_may_be_missing_and_files_elsewhere_not(tmp_path: Pat
     path.unlink()
     index = path.with_name("model.safetensors.index.json")
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../../secret.safetensors")}))
-    with pytest.raises(ModelError, match="names a file that is not a safetensors file beside it"):
+    with pytest.raises(UserError, match="names a file that is not a safetensors file beside it"):
         GPT.from_pretrained(path.parent)
 
 
@@ -245,5 +246,5 @@ def test_a_weight_of_ones_own_begins_as_it_says_trains_and_is_saved_once_it_has_
     assert torch.equal(layer.table, torch.full((1,), 0.5))
     assert run(train, "--resume", tmp_path / "out", "--train.max_steps", 13).exit_code == 0
     numbers = {"blocks.0.attention.slopes": torch.arange(3)}
-    with pytest.raises(ModelError, match="no checkpoint could hold blocks.0.attention.slopes of torch.int64"):
+    with pytest.raises(UserError, match="no checkpoint could hold blocks.0.attention.slopes of torch.int64"):
         tensors_to_huggingface(GPTConfig(family="llama", n_layer=1), numbers)

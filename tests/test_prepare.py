@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data import DataError, prepare, sources
+from data import prepare, sources
 from data.corpus import Corpus, dtype_of, open_corpus
 from data.prepare import DataConfig
 from data.tokenizer import make_tokenizer
+from errors import UserError
 
 TEXT = "".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}, naïve 猫\n" for i in range(500))
 
@@ -102,9 +103,9 @@ def test_folder_glob_and_tables(tmp_path: Path) -> None:
     for name in ("t.parquet", "t.csv", "t.jsonl", "T.JSONL.gz"):
         assert documents_of(make(name, text_column="body")) == ["one", "three\nlines"], name
     for name in ("t.jsonl", "t.parquet"):
-        with pytest.raises(DataError, match=f"{name} has no column 'text'; it has body, n"):
+        with pytest.raises(UserError, match=f"{name} has no column 'text'; it has body, n"):
             make(name)
-        with pytest.raises(DataError, match=f"{name}: the column 'n' holds no text, but int"):
+        with pytest.raises(UserError, match=f"{name}: the column 'n' holds no text, but int"):
             make(name, text_column="n")
 
 
@@ -122,7 +123,7 @@ def test_what_the_hub_would_answer_is_understood(tmp_path: Path) -> None:
     ]
     (tmp_path / "set" / "README.md").write_text("---\nconfigs:\n" + "\n".join(lines) + "\n---\n")
     assert read(f"hf:{tmp_path}/set:second") == ["second"]
-    with pytest.raises(DataError, match="cannot read .*/set: ValueError: Config name is missing"):
+    with pytest.raises(UserError, match="cannot read .*/set: ValueError: Config name is missing"):
         make(f"hf:{tmp_path}/set")
 
 
@@ -134,10 +135,10 @@ def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPa
         raise ConnectionError("no network\nand many more lines")
 
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
-    with pytest.raises(DataError, match="^cannot read owner/some: ConnectionError: no network$"):
+    with pytest.raises(UserError, match="^cannot read owner/some: ConnectionError: no network$"):
         make("hf:owner/some:v2@refs/convert/parquet")
     for source in ("hf:", "hf:@main", "hf:a b"):
-        with pytest.raises(DataError, match="does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does"):
+        with pytest.raises(UserError, match="does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does"):
             make(source)
 
 
@@ -210,7 +211,7 @@ def test_tokens_are_as_narrow_as_the_vocabulary_allows() -> None:
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
 def test_a_source_without_text_is_refused_and_nothing_is_left(content: bytes, sentence: str, tokenizer: str) -> None:
     Path("a.txt").write_bytes(content)
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         make("a.txt", tokenizer)
     assert not prepared(Path("prepared"))
 
@@ -249,21 +250,21 @@ def test_a_corpus_that_has_changed_is_refused(text_file: Path, tmp_path: Path) -
     assert open_corpus(corpus.directory).meta == corpus.meta
     before = path.stat()
     path.write_bytes(intact[:-2])
-    with pytest.raises(DataError, match="train.bin has .* bytes instead of"):
+    with pytest.raises(UserError, match="train.bin has .* bytes instead of"):
         open_corpus(corpus.directory)
     path.write_bytes(intact[:20] + bytes([intact[20] ^ 1]) + intact[21:])
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if nothing had been
     (tmp_path / "copy").mkdir()
     for file in corpus.directory.iterdir():
         (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(DataError, match="train.bin has changed since it was prepared"):
+    with pytest.raises(UserError, match="train.bin has changed since it was prepared"):
         make(tmp_path / "copy")
-    with pytest.raises(DataError, match="is not the corpus of this text, or is damaged: remove it"):
+    with pytest.raises(UserError, match="is not the corpus of this text, or is damaged: remove it"):
         make("a.txt")
     shutil.rmtree(corpus.directory)
     path = make("a.txt").directory / "tokenizer.json"
     path.write_text(path.read_text().replace('"a":', '"":').replace('"b":', '"a":').replace('"":', '"b":'))
-    with pytest.raises(DataError, match="has changed since it was prepared: its fingerprint is not that of its files"):
+    with pytest.raises(UserError, match="has changed since it was prepared: its fingerprint is not that of its files"):
         open_corpus(corpus.directory)
 
 
@@ -290,7 +291,7 @@ def test_a_run_goes_on_with_the_corpus_it_began_with(text_file: Path) -> None:
     assert prepare.prepare(config, fingerprint=fingerprint).meta == first.meta  # not with another
     shutil.rmtree(first.directory)
     for source in ("a.txt", make("a.txt").directory):
-        with pytest.raises(DataError, match=f"{source} is not the text this run began with: put that back to go on"):
+        with pytest.raises(UserError, match=f"{source} is not the text this run began with: put that back to go on"):
             prepare.prepare(DataConfig(str(source), "bytes"), fingerprint=fingerprint)
     text_file.write_text(TEXT, encoding="utf-8")
     assert prepare.prepare(config, fingerprint=fingerprint).meta["fingerprint"] == fingerprint
@@ -303,7 +304,7 @@ def test_a_prepared_directory_is_a_source(text_file: Path, tmp_path: Path) -> No
     first = prepare.prepare(DataConfig("a.txt", "bytes"), tmp_path / "link")
     assert first.directory == tmp_path / "large" / "disk" and prepared(tmp_path / "large") == ["disk"]
     assert make(tmp_path / "link").meta == first.meta
-    with pytest.raises(DataError, match="was prepared with --data.tokenizer bytes, not chars"):
+    with pytest.raises(UserError, match="was prepared with --data.tokenizer bytes, not chars"):
         make(tmp_path / "link", "chars")
 
 
@@ -311,7 +312,7 @@ def test_a_directory_with_other_things_is_not_overwritten(text_file: Path) -> No
     path = Path("mine/tokenizer.json")
     path.parent.mkdir()
     path.write_text("years of work")
-    with pytest.raises(DataError, match=f"{path.parent} is not the corpus of this text, or is damaged: remove it, or"):
+    with pytest.raises(UserError, match=f"{path.parent} is not the corpus of this text, or is damaged: remove it, or"):
         prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))
     assert path.read_text() == "years of work"
     with pytest.raises(NotADirectoryError):
@@ -326,7 +327,7 @@ def test_reading_ends_at_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 20_000 <= sum(map(len, corpus.tokens.values())) < 20_000 + 600  # to the end of a piece
     for split, mine in corpus.tokens.items():
         assert np.array_equal(mine, whole.tokens[split][: len(mine)])
-    with pytest.raises(DataError, match="max_tokens must be at least 1, got 0"):
+    with pytest.raises(UserError, match="max_tokens must be at least 1, got 0"):
         DataConfig(max_tokens=0)
 
 

@@ -13,9 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from data.bars import bar
+from cli.bars import progress_bar
+from cli.script import BrokenPipeGuard
 from tests.conftest import often, tiny_run
-from training.progress import Outliving, Progress
+from training.progress import Progress
 
 
 def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_nobody_has_to_read_what_a_training_says(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as pipe:
-        stream = Outliving(pipe)
+        stream = BrokenPipeGuard(pipe)
         for _ in range(3):
             stream.write("step\n")
             stream.flush()
@@ -87,8 +88,8 @@ def test_nobody_has_to_read_what_a_training_says(tmp_path: Path) -> None:
 def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
-    monkeypatch.setattr("data.bars.INTERVAL", 0)
-    with bar(range(3), desc="counting", leave=False) as counted:
+    monkeypatch.setattr("cli.bars.INTERVAL", 0)
+    with progress_bar(range(3), desc="counting", leave=False) as counted:
         assert list(counted) == [0, 1, 2]
     lines = log.getvalue().splitlines()
     assert len(lines) == 4 and "\r" not in log.getvalue()

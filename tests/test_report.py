@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import train
-from configs import to_toml
-from configs.script import visible
+from cli.options import to_toml
+from cli.script import visible
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.directory import best_validation
 from training.report import BOTTOM, LEFT, RIGHT, TOP, draw_chart, write_report

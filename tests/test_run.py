@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import train
-from configs import tables
+from cli.options import tables
+from errors import UserError
 from tests.conftest import metrics, same_bits, tiny_run, weights
-from training.config import MAY_CHANGE, TrainConfig, TrainError
+from training.config import MAY_CHANGE, TrainConfig
 from training.device import environment
 from training.directory import next_commands
 from training.run import refuse_changes
@@ -46,9 +47,7 @@ def test_every_option_may_change_or_may_not() -> None:
             if table == "train" and key in MAY_CHANGE:
                 refuse_changes(before, now)
             else:
-                with pytest.raises(
-                    TrainError, match=f"cannot change {table}.{key}: it began with {value!r}, now 'some"
-                ):
+                with pytest.raises(UserError, match=f"cannot change {table}.{key}: it began with {value!r}, now 'some"):
                     refuse_changes(before, now)
 
 

@@ -9,7 +9,6 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError
 from data.encoding import REPLACEMENT, TextStream
 from data.tokenizer import (
     END_OF_TEXT,
@@ -20,6 +19,7 @@ from data.tokenizer import (
     make_tokenizer,
     save_tokenizer,
 )
+from errors import UserError
 
 TEXT = "the cat sat on the mat, the cat's hat: 12345!\n\n\tnaïve façade, 猫 🐈 \r\n" * 5
 ALL = {name: make_tokenizer(name, [TEXT]) for name in ("bytes", "bpe:280", "chars")}
@@ -53,7 +53,7 @@ def test_a_stream_gives_the_text_of_all_ids(name: str, data: st.DataObject) -> N
 
 
 def test_chars_names_the_character_it_does_not_know(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"never saw the character 'ß' \(U\+00DF\)"):
+    with pytest.raises(UserError, match=r"never saw the character 'ß' \(U\+00DF\)"):
         ALL["chars"].encode("the maß ñ")
     # Left out by other tools, it would cost a model nothing, and flatter it when a loss is divided by bytes.
     save_tokenizer(ALL["chars"], tmp_path)
@@ -108,5 +108,5 @@ def test_a_tokenizer_that_merges_across_its_own_order_is_kept(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["gtp2", "bpe:", "bpe:12", "bpe:many", "bpe:99999999999999999999"])
 def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(DataError, match="unknown tokenizer 'gtp2': expected bytes|a bpe tokenizer has 257 tokens"):
+    with pytest.raises(UserError, match="unknown tokenizer 'gtp2': expected bytes|a bpe tokenizer has 257 tokens"):
         make_tokenizer(name, [TEXT])

@@ -14,7 +14,7 @@ import torch
 
 import sample
 import train
-from configs.script import run_script, visible
+from cli.script import run_script, visible
 from data.batches import IGNORE
 from model.families import FAMILIES
 from tests.conftest import make_gpt, metrics, often, same_bits, tiny_run, weights

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from data.bars import bar
+from cli.bars import progress_bar
+from errors import UserError
 from model import GPT
 from model.causality import check_causality
-from training.config import TrainError
 from training.device import autocast
 
 
@@ -17,11 +17,11 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
     """Probe the loss as it will be trained, the logits in `dtype`, and decoding with a cache; print the outcome.
 
     loss_fn: (model, inputs, targets) -> the summed loss; inputs and targets are (batch_size, T). Returns a record for
-    checkpoints. Raises TrainError if a position sees a token that it may not see.
+    checkpoints. Raises UserError if a position sees a token that it may not see.
     """
     device, T = model.lm_head.weight.device, model.config.context_length
 
-    calls = bar(desc="causal: probing", unit=" calls", leave=False, delay=1)
+    calls = progress_bar(desc="causal: probing", unit=" calls", leave=False, delay=1)
 
     def forward(idx: Tensor) -> Tensor:
         calls.update()
@@ -53,6 +53,6 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
     calls.close()
     if not outcome.ok:
         meant = "; if that is meant, see `mask` in training/certificate.py" if "blind" in outcome.finding else ""
-        raise TrainError(f"refusing to train: {outcome.finding}{meant}")
+        raise UserError(f"refusing to train: {outcome.finding}{meant}")
     print(f"causal: {outcome}, {time.perf_counter() - began:.1f} s")
-    return {"causal": str(outcome), "length": T, "num_asked": outcome.num_asked}
+    return {"causal": str(outcome), "length": T, "num_probed": outcome.num_probed}

@@ -4,15 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from errors import UserError
+
 # What a resumed run may change without becoming another run. Everything else would change its numbers.
 MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "max_steps", "eval_every", "log_every", "checkpoint_every"}
 MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "sample_tokens", "wandb", "parallel"}
-
-
-class TrainError(ValueError):
-    """A training option or run directory that cannot be used; the message is for the user."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -86,14 +82,14 @@ class TrainConfig:
         at_least_one = ("batch_size", "grad_accum_steps", "max_steps", "log_every", "eval_every", "eval_tokens")
         for name in (*at_least_one, "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
-                raise TrainError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("warmup_steps", "weight_decay", "grad_clip", "sample_tokens"):
             if getattr(self, name) < 0:
-                raise TrainError(f"{name} must be at least 0, got {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("decay_fraction", "final_lr_fraction", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
-                raise TrainError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+                raise UserError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         if not self.out_dir:
-            raise TrainError("out_dir must name a directory, got an empty text")
+            raise UserError("out_dir must name a directory, got an empty text")
         if not 0 < self.learning_rate < math.inf:
-            raise TrainError(f"learning_rate must be above 0 and finite, got {self.learning_rate}")
+            raise UserError(f"learning_rate must be above 0 and finite, got {self.learning_rate}")

@@ -6,8 +6,9 @@ import os
 
 import torch
 
+from errors import UserError
 from model.checkpoint import code_hash
-from training.config import TrainConfig, TrainError
+from training.config import TrainConfig
 
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
 # narrowest width at which bfloat16 was measured, and was faster (benchmarks/results/step_cpu_2026-11-23.md).
@@ -23,14 +24,14 @@ def device_type(name: str) -> str:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of this name; auto is CUDA, else MPS, else CPU. Raises TrainError if it cannot be used."""
+    """Return the device of this name; auto is CUDA, else MPS, else CPU. Raises UserError if it cannot be used."""
     try:
         there = torch.empty(1, device=device_type(name) if name == "auto" else name)
         there.cpu()  # fails on the device "meta"
         return there.device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0][:80]
-        raise TrainError(f"device {name!r} cannot be used here (try auto, cpu, cuda or mps): {reason}") from error
+        raise UserError(f"device {name!r} cannot be used here (try auto, cpu, cuda or mps): {reason}") from error
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -50,7 +51,7 @@ def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
 def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
     """Choose device and precision of a run, and print a line that says why.
 
-    n_embd is the width of the model; local_rank the number of the GPU where each process has its own. Raises TrainError
+    n_embd is the width of the model; local_rank the number of the GPU where each process has its own. Raises UserError
     if the device cannot be used.
     """
     is_any_gpu = config.device in ("auto", "cuda") and torch.cuda.is_available()

@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from errors import UserError
 from model import GPT
 from model.sharded import is_sharded
-from training.config import TrainConfig, TrainError
+from training.config import TrainConfig
 
 Result = TypeVar("Result")
 
@@ -36,7 +37,7 @@ class Ranks:
     """The place of this process among the processes of a run. Without `torchrun` there is one process.
 
     A context: inside, only the first rank prints, and an error raised on several ranks is printed once. Raises
-    TrainError if torchrun is to restart ranks on several nodes, and was not told how.
+    UserError if torchrun is to restart ranks on several nodes, and was not told how.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class Ranks:
             # A store of torchrun serves all of its attempts, and still has the addresses of the dead.
             is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             if is_shared and self.may_resume and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-                raise TrainError("to restart on several nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each")
+                raise UserError("to restart on several nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each")
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_shared else "0"
             self.store = dist.PrefixStore(attempt, store)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -75,41 +76,41 @@ class Ranks:
         elif self.world > 1:
             if isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo raises a plain RuntimeError
                 sentence = "lost the connection to another rank; torchrun says which one ended, and how"
-                error = TrainError(f"{sentence}: go on with --resume, or let torchrun do so with --max-restarts")
+                error = UserError(f"{sentence}: go on with --resume, or let torchrun do so with --max-restarts")
             code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
             with contextlib.suppress(RuntimeError):  # the store may have ended with the process that holds it
                 self.store.set("ended", str(code))
                 if code != 1 and self.store.add(f"told: {error}", 1) > 1:
                     sys.exit(code)
-            if isinstance(error, TrainError):
+            if isinstance(error, UserError):
                 raise error
 
     def check(self, config: TrainConfig, step: int, dtype: torch.dtype) -> None:
-        """Raise TrainError if the ranks cannot train as configured, or do not begin at the same step and precision."""
+        """Raise UserError if the ranks cannot train as configured, or do not begin at the same step and precision."""
         accum = config.grad_accum_steps
         if accum % self.world:
-            raise TrainError(
+            raise UserError(
                 f"{self.world} ranks cannot share the {accum} micro-batches of a step: take as many ranks as divide "
                 "train.grad_accum_steps, or begin a run with more of these and a smaller train.batch_size"
             )
         if config.parallel == "fsdp" and not self.started:
-            raise TrainError("train.parallel fsdp is for several processes: torchrun --nproc_per_node=N train.py ...")
+            raise UserError("train.parallel fsdp is for several processes: torchrun --nproc_per_node=N train.py ...")
         if config.device.startswith("cuda:") and self.world > 1:
-            raise TrainError(f"each of {self.world} ranks has a GPU of its own: --train.device cuda, not one of them")
+            raise UserError(f"each of {self.world} ranks has a GPU of its own: --train.device cuda, not one of them")
         if config.parallel == "fsdp" and dtype == torch.float16:  # loss scaling would need a verdict of all ranks
-            raise TrainError("train.parallel fsdp needs train.dtype bfloat16 or float32, got float16")
+            raise UserError("train.parallel fsdp needs train.dtype bfloat16 or float32, got float16")
         if self.world == 1:
             return
         begins = [""] * self.world
         dist.all_gather_object(begins, f"at step {step} in {str(dtype).removeprefix('torch.')}")
         if len({*begins}) > 1:
-            raise TrainError(
+            raise UserError(
                 f"the ranks would begin {' and '.join(sorted({*begins}))}: train.out_dir must be on a disk that all of "
                 "them see, and the precision one that all have, as in --train.dtype float32"
             )
         print(f"ranks:  {self.world}, {config.parallel}, {accum // self.world} micro-batches of a step each")
 
-    def place(self, model: GPT, parallel: str, device: torch.device) -> GPT:
+    def wrap_model(self, model: GPT, parallel: str, device: torch.device) -> GPT:
         """Put the model on the device; with fsdp only this rank's shard of each parameter. Returns the same model."""
         if parallel != "fsdp":
             return model.to(device)
@@ -125,7 +126,7 @@ class Ranks:
         model.fill_buffers()
         return model
 
-    def mine(self, num_micro_batches: int) -> range:
+    def micro_batches(self, num_micro_batches: int) -> range:
         """The numbers of this rank's micro-batches in a step."""
         return range(self.rank, num_micro_batches, self.world)
 
@@ -172,7 +173,7 @@ class Ranks:
         dist.all_gather(list(every), mine)
         return every.T.flatten()
 
-    def any(self, condition: object) -> bool:
+    def any_rank(self, condition: object) -> bool:
         """Return whether the condition holds on at least one rank. The hosts agree on that; no device is waited for."""
         if self.world == 1:
             return bool(condition)

@@ -77,7 +77,7 @@ def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """The inverse of `optimizer_tensors`, from a checkpoint. Raises ModelError if it holds something else."""
+    """The inverse of `optimizer_tensors`, from a checkpoint. Raises UserError if it holds something else."""
     shapes = {}
     for name, parameter in model.named_parameters():
         if "momentum" in optimizer.state[parameter]:

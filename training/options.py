@@ -7,14 +7,15 @@ from typing import Annotated
 
 import tyro
 
-from configs import ConfigError, parse
+from cli.options import parse
 from data.config import DataConfig
+from errors import UserError
 from model import GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint
 from model.load import load_config
-from training.config import TrainConfig, TrainError
+from training.config import TrainConfig
 from training.device import device_type
-from training.recipe import fit_to_text, size_of
+from training.fit import fit_to_text, size_of
 
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -43,7 +44,7 @@ class Config:
 
     Without a configuration:
         configs/quickstart.toml, whose values --help shows as defaults
-        training/recipe.py changes it for a text of your own
+        training/fit.py changes it for a text of your own
         configs/finetune.toml if there is a --train.init_from
     """
 
@@ -59,7 +60,7 @@ class Config:
 def read_config(argv: list[str]) -> Config:
     """Read the configuration of a run, and print why it is what it is where no file says so.
 
-    Raises ConfigError, ModelError, DataError or TrainError for an option that cannot be used.
+    Raises UserError, UserError, UserError or UserError for an option that cannot be used.
     """
     if {"-h", "--help"} & {*argv}:  # with a configuration's values as defaults
         is_finetuning = any(word.replace("-", "_").startswith("__train.init_from") for word in argv)
@@ -82,18 +83,18 @@ def read_config(argv: list[str]) -> Config:
         if not asked.config:
             c = config.train
             print(f"config: to fine-tune: {c.optimizer}, a learning rate of {c.learning_rate:g}, {c.max_steps:,} steps")
-    GPTConfig(**asdict(config.model))  # raises ModelError now, not after an hour of preparing data
+    GPTConfig(**asdict(config.model))  # raises UserError now, not after an hour of preparing data
     return config
 
 
 def read_resumed(argv: list[str], asked: Config) -> Config:
-    """Read the configuration of the run that --resume names. Raises ConfigError if that is no run."""
+    """Read the configuration of the run that --resume names. Raises UserError if that is no run."""
     directory = asked.resume
     if asked.config or asked.train.out_dir != TrainConfig.out_dir:
-        raise ConfigError("--resume takes configuration and directory from the run: give no other with it")
+        raise UserError("--resume takes configuration and directory from the run: give no other with it")
     if not (directory / "config.toml").is_file():
         is_step = "; of a run with such a checkpoint, give the directory" if STEP.fullmatch(directory.name) else ""
-        raise ConfigError(f"{directory} is not the directory of a run: it has no config.toml{is_step}")
+        raise UserError(f"{directory} is not the directory of a run: it has no config.toml{is_step}")
     out_dir = ["--train.out_dir", str(directory)]
     return parse(Config, argv + out_dir, directory / "config.toml")
 
@@ -112,7 +113,7 @@ def read_fitted(argv: list[str], config: Config) -> Config:
 def fit_to_model(argv: list[str], file: Path, base: Path) -> Config:
     """Take shape and tokenizer of the model in `base`, which is fine-tuned, and the rest from the file and argv.
 
-    Raises TrainError if argv or the file ask for a shape or tokenizer that its weights do not have.
+    Raises UserError if argv or the file ask for a shape or tokenizer that its weights do not have.
     """
     known = load_config(base)
     shape = ModelConfig(**{field.name: getattr(known, field.name) for field in fields(ModelConfig)})
@@ -121,10 +122,10 @@ def fit_to_model(argv: list[str], file: Path, base: Path) -> Config:
     init_from = config.train.init_from
     for name, value in asdict(config.model).items():
         if name not in MAY_DIFFER and value != getattr(shape, name):
-            raise TrainError(f"{init_from} has {name} = {getattr(shape, name)}, got {value}: leave model.{name} out")
+            raise UserError(f"{init_from} has {name} = {getattr(shape, name)}, got {value}: leave model.{name} out")
     if config.model.context_length > shape.context_length:
         asked = config.model.context_length
-        raise TrainError(f"{init_from} knows {shape.context_length} positions, got model.context_length = {asked}")
+        raise UserError(f"{init_from} knows {shape.context_length} positions, got model.context_length = {asked}")
     if config.data.tokenizer != "model":
-        raise TrainError(f"{init_from} knows the ids of its own tokenizer: data.tokenizer must be model")
+        raise UserError(f"{init_from} knows the ids of its own tokenizer: data.tokenizer must be model")
     return config

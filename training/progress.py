@@ -7,11 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TextIO
 
 import torch
 
-from data.bars import bar
+from cli.bars import progress_bar
 
 
 class Progress:
@@ -32,7 +31,7 @@ class Progress:
             torch.cuda.reset_peak_memory_stats(device)  # of the certificate
         self.is_watched = sys.stderr.isatty()
         # The remaining time follows from all steps and evaluations so far, not from the last ones.
-        self.line = bar(total=max_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0)
+        self.line = progress_bar(total=max_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0)
         self.lap_began = time.perf_counter()
 
     def __enter__(self) -> "Progress":
@@ -71,33 +70,6 @@ class Progress:
         self.line.set_postfix_str(f"loss {loss:.3f}, {speed['tokens_per_second']:,.0f} tokens/s", refresh=False)
         self.logged_step, self.logged_seconds = self.step, self.train_seconds
         return {"tokens": self.step * self.tokens_per_step, **speed}
-
-
-class Outliving:
-    """An output stream that survives its reader, such as the `tee` that Ctrl-C kills while a run is being saved."""
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            return self.stream.write(text)
-        except OSError:
-            self.silence()
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self.stream.flush()
-        except OSError:
-            self.silence()
-
-    def silence(self) -> None:
-        """Discard everything from now on."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 class Interrupted(KeyboardInterrupt):

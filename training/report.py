@@ -13,11 +13,11 @@ from pathlib import Path
 
 import jinja2
 
-from configs.script import visible
+from cli.script import visible
+from errors import UserError
 from inspection.page import own_hash
 from model import disk
 from model.checkpoint import read_json, step_directories
-from training.config import TrainError
 from training.directory import best_validation, next_commands, read_metrics
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -46,13 +46,13 @@ MOST_POINTS, MOST_EVALUATIONS, MOST_LETTERS = 5000, 30, 2000  # of a curve; in t
 def write_report(directory: Path) -> Path:
     """Write report.html into a run directory, as a whole or not at all, and return its path.
 
-    Raises TrainError if the files there are not those of a run, OSError if one cannot be read or the page be written.
+    Raises UserError if the files there are not those of a run, OSError if one cannot be read or the page be written.
     """
     style = own_hash(TEMPLATE.read_text(encoding="utf-8"), "style")
     try:
         page = JINJA.get_template(TEMPLATE.name).render(read_run(directory), own_style=style)
     except (LookupError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
-        raise TrainError(f"{directory} does not hold the files of a run: {error!r:.200}") from error
+        raise UserError(f"{directory} does not hold the files of a run: {error!r:.200}") from error
     disk.replace(directory / TEMPLATE.name, page.encode(errors="replace"))  # a file name need not be valid UTF-8
     return directory / TEMPLATE.name
 

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import torch
 
-from configs import tables, to_toml
-from configs.script import visible
+from cli.options import tables, to_toml
+from cli.script import visible
 from data.batches import seed_for
 from data.corpus import Corpus
+from errors import UserError
 from model import GPT, GPTConfig, disk
 from model.checkpoint import find_checkpoint, keep_newest, read_json, save_checkpoint, step_directories
 from model.huggingface import tensors_to_huggingface
 from model.load import load_config
 from model.sharded import gather
-from training.config import MAY_CHANGE, TrainError
+from training.config import MAY_CHANGE
 from training.directory import best_validation, next_commands, read_metrics
 from training.distributed import Ranks
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
@@ -39,7 +40,7 @@ class Run:
     def __init__(self, config: Config, ranks: Ranks):
         """Find the newest intact checkpoint of a run, or see that the run is new.
 
-        Raises TrainError if the directory holds another run and --resume was not asked for, or cannot be written.
+        Raises UserError if the directory holds another run and --resume was not asked for, or cannot be written.
         """
         self.config, self.writes = config, ranks.is_first
         self.directory = Path(config.train.out_dir)
@@ -55,7 +56,7 @@ class Run:
         self.about: dict = {}  # certificate and environment
         self.tracker = Tracker(config.train if self.writes else replace(config.train, wandb="disabled"))
         if self.found and not config.resume and not ranks.may_resume:
-            raise TrainError(
+            raise UserError(
                 f"{self.directory} already holds a run: continue it with --resume {self.directory}, "
                 "or give another --train.out_dir"
             )
@@ -68,7 +69,7 @@ class Run:
             print(f"note: {self.directory} has no checkpoint yet, so it begins again")
         nearest = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            raise TrainError(f"cannot write to {self.directory}: {nearest} is not a directory you may write to")
+            raise UserError(f"cannot write to {self.directory}: {nearest} is not a directory you may write to")
 
     def is_done(self) -> bool:
         """Return whether there are no steps left to make, and print so."""
@@ -91,7 +92,7 @@ class Run:
     def read_state(self, path: Path) -> None:
         """Take over the state in a checkpoint's trainer.json.
 
-        Raises TrainError if the file holds no state, or that of a run with another configuration.
+        Raises UserError if the file holds no state, or that of a run with another configuration.
         """
         trainer = read_json(path)
         try:
@@ -106,17 +107,17 @@ class Run:
             planned, now = int(trainer["config"]["train"]["max_steps"]), self.config.train.max_steps
             if now > planned:
                 print(f"note: planned for {planned} steps, now {now}: the learning rate may jump (docs/train.md)")
-        except TrainError:
+        except UserError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TrainError(f"{path} is not the state of a run of this version: {error!r:.200}") from error
+            raise UserError(f"{path} is not the state of a run of this version: {error!r:.200}") from error
 
     def make_model(self, corpus: Corpus) -> GPT:
         """Make the model on the CPU, and print text and model.
 
         Its weights are random, those of the checkpoint, or those of train.init_from.
 
-        Raises ModelError for a parameter that no checkpoint could hold (now, not when it is to be saved), DataError if
+        Raises UserError for a parameter that no checkpoint could hold (now, not when it is to be saved), UserError if
         the tokenizer has more tokens than the model.
         """
         print(f"data:   {visible(str(corpus))}")
@@ -143,7 +144,7 @@ class Run:
     def begin(self, corpus: Corpus, certificate: dict, environment: dict) -> None:
         """Lock the directory; write config.toml and the metrics so far; print how the environment has changed.
 
-        Raises TrainError if another process has the directory, or has written to it meanwhile.
+        Raises UserError if another process has the directory, or has written to it meanwhile.
         """
         self.corpus, self.fingerprint = corpus, corpus.meta["fingerprint"]
         self.about = {"certificate": certificate, "environment": environment}
@@ -161,9 +162,9 @@ class Run:
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise TrainError(f"{self.directory} is in use by another training process") from None
+            raise UserError(f"{self.directory} is in use by another training process") from None
         if step_directories(self.checkpoints) != self.found:
-            raise TrainError(f"another training process has written to {self.directory} meanwhile")
+            raise UserError(f"another training process has written to {self.directory} meanwhile")
         disk.replace(self.directory / "config.toml", to_toml(self.config).encode())
         # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
         lines = read_metrics(self.directory, self.step) if self.resumed_from else []
@@ -205,7 +206,7 @@ class Run:
     ) -> None:
         """Write a checkpoint, then delete those that are not to be kept. All ranks call this.
 
-        Raises TrainError if it cannot be written; the older ones are untouched then.
+        Raises UserError if it cannot be written; the older ones are untouched then.
         """
         weights = gather(model.state_dict(), keep=self.writes)
         moments = gather(optimizer_tensors(model, optimizer), keep=self.writes)
@@ -227,7 +228,7 @@ class Run:
             before = [directory.name for directory in step_directories(self.checkpoints)]
             kept = f"{before[0]} is untouched" if before else "there is no earlier one"
             reason = error.strerror or error
-            raise TrainError(f"cannot save step {step} in {self.checkpoints}: {reason}; {kept}") from error
+            raise UserError(f"cannot save step {step} in {self.checkpoints}: {reason}; {kept}") from error
         best = self.best_validation()
         keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, best["step"] if best else None)
         self.report()
@@ -260,10 +261,10 @@ class Run:
 
 
 def refuse_changes(before: dict[str, dict], now: dict[str, dict]) -> None:
-    """Raise TrainError if a resumed run is asked to become a different one, naming both values."""
+    """Raise UserError if a resumed run is asked to become a different one, naming both values."""
     for table, content in now.items():
         for key, value in content.items():
             was = before[table].get(key, value)
             if was != value and not (table == "train" and key in MAY_CHANGE):
                 values = f"it began with {was!r:.60}, now {value!r:.60}"
-                raise TrainError(f"a resumed run cannot change {table}.{key}: {values}")
+                raise UserError(f"a resumed run cannot change {table}.{key}: {values}")

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.script import visible
-from data import DataError
+from cli.script import visible
 from data.batches import validation_batches
 from data.corpus import Corpus
+from errors import UserError
 from inspection.heads import as_json, head_scores, repeat_probe
 from model import GPT
 from model.sampling import Sampler, stream
@@ -43,7 +43,7 @@ class Validation:
         start = corpus.tokenizer.document_start
         self.prompt = [*start, *corpus.tokenizer.encode(config.sample_prompt).tolist()]
         if config.sample_tokens and not self.prompt:
-            raise DataError("this tokenizer has no token that begins a text: give a --train.sample_prompt")
+            raise UserError("this tokenizer has no token that begins a text: give a --train.sample_prompt")
         self.text = torch.from_numpy(self.tokens[: min(context_length, MOST_SCORED)].astype(np.int64))[None]
         words = torch.from_numpy(np.setdiff1d(self.tokens, start).astype(np.int64))
         self.probe = repeat_probe(words, start[-1] if start else int(words[0]), context_length, num=1)

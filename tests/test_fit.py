@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import data
-from configs import parse
+from cli.options import parse
 from data.prepare import DataConfig, prepare
 from model import GPT, GPTConfig
+from training.fit import EPOCHS, FEWEST_STEPS, SHAPES, TOKENS_PER_PARAMETER, tokens_for
 from training.options import QUICKSTART as QUICKSTART_FILE
 from training.options import Config, read_config
-from training.recipe import EPOCHS, FEWEST_STEPS, SHAPES, TOKENS_PER_PARAMETER, tokens_for
 
 QUICKSTART = parse(Config, [], QUICKSTART_FILE)
 
@@ -93,7 +93,7 @@ def test_options_win_and_the_rest_fits_them(tmp_path: Path, corpus_file: Path, c
 
 
 def test_a_text_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(data.DataError, match="no text found"):
+    with pytest.raises(data.UserError, match="no text found"):
         read("--data.source", tmp_path / "nowhere")
     monkeypatch.setenv("RANK", "1")  # under torchrun nothing is chosen
     assert read("--data.source", tmp_path / "nowhere").model == QUICKSTART.model

@@ -17,15 +17,11 @@ from typing import Any, TypeVar
 import tomli_w
 import tyro
 
+from errors import UserError
+
 T = TypeVar("T")
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
-
-
-class ConfigError(ValueError):
-    """An unknown option or an impossible value; the message is for the user."""
-
-    exit_code = 2
 
 
 @REGISTRY.primitive_rule
@@ -48,15 +44,15 @@ def parse(options: type[T], argv: list[str], file: Path | None = None, defaults:
 
     defaults: values where neither says anything; None: those of the dataclass.
 
-    Raises ConfigError, in one sentence, for an unknown or ill-typed option or an unreadable file.
+    Raises UserError, in one sentence, for an unknown or ill-typed option or an unreadable file.
     """
     if file is None:
         return run_tyro(options, argv, defaults)
     try:
         from_file = options_in(file)
         run_tyro(options, from_file, defaults)  # alone, so that its faults are not laid to the command line
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
     return run_tyro(options, from_file + argv, defaults)
 
 
@@ -65,24 +61,24 @@ def options_in(file: Path) -> list[str]:
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError("no such file") from None
+        raise UserError("no such file") from None
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or a number of thousands of digits
         hint = "" if file.suffix == ".toml" else f"; if it is a text to train on: --data.source {file}"
-        raise ConfigError(f"not a TOML file: {error}{hint}") from None
+        raise UserError(f"not a TOML file: {error}{hint}") from None
     options = []
     for table, content in tables.items():
         if not isinstance(content, dict):
-            raise ConfigError(f"{table} must be inside a table such as [train]")
+            raise UserError(f"{table} must be inside a table such as [train]")
         for key, value in content.items():
             options += [f"--{table}.{key}={str(value).lower() if isinstance(value, bool) else value}"]
     return options
 
 
 def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
-    """Call tyro.cli. Raises ConfigError with one sentence in place of tyro's page of explanation."""
+    """Call tyro.cli. Raises UserError with one sentence in place of tyro's page of explanation."""
     page = io.StringIO()
     if any(re.search("[\ud800-\udfff]", word) for word in argv):
-        raise ConfigError("an option is not valid UTF-8")
+        raise UserError("an option is not valid UTF-8")
     try:
         with contextlib.redirect_stderr(page):
             name = Path(sys.argv[0]).name
@@ -94,7 +90,7 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
         while cause is not None and not hasattr(cause, "exit_code"):
             cause = cause.__context__
         if cause is not None:
-            raise ConfigError(str(cause)) from None  # a sentence of ours, which tyro's page would fold
+            raise UserError(str(cause)) from None  # a sentence of ours, which tyro's page would fold
         plain = re.sub(r"\x1b\[[0-9;]*m", "", page.getvalue())  # on a terminal it has colours
         lines = "\n".join(line.strip("│| ") for line in plain.splitlines()[1:])  # without title and frame
         message, *more = filter(str.strip, re.split(r"\n\W*\n", f"\n{lines}\n"))
@@ -104,7 +100,7 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
             message += f"; did you mean {option[1]}? (--help lists all)"
         elif option and message.startswith(option[1]):
             message += f"; expected {option[2]}"
-        raise ConfigError(message) from None
+        raise UserError(message) from None
 
 
 def tables(config: Any) -> dict[str, dict]:

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 import inspect_attention
 import train
-from data import DataError, prepare
+from data import prepare
 from data.config import DataConfig
 from data.prepare import prepare as prepare_corpus
-from data.shards import Shards, find_shards, open_shards
+from data.token_files import Shards, find_shards, open_shards
 from data.tokenizer import make_tokenizer, save_tokenizer
+from errors import UserError
 from tests.conftest import metrics, same_bits, tiny_run, weights, write_corpus
 
 CPU = torch.device("cpu")
@@ -115,7 +116,7 @@ def test_the_tokenizer_may_be_the_one_that_the_files_name(tmp_path: Path) -> Non
     write_shard(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer=str(path))
     assert prepare_corpus(DataConfig(str(tmp_path / "d"))).tokenizer.name == "bpe:300"
     write_shard(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer="some/model")
-    with pytest.raises(DataError, match="unknown tokenizer 'some/model'.*hf download NAME tokenizer.json"):
+    with pytest.raises(UserError, match="unknown tokenizer 'some/model'.*hf download NAME tokenizer.json"):
         prepare_corpus(DataConfig(str(tmp_path / "d")))
     text = write_corpus(tmp_path)  # text can be written in it, too
     assert prepare_corpus(DataConfig(str(text), str(path))).tokenizer.encode("so").size == 1
@@ -123,11 +124,11 @@ def test_the_tokenizer_may_be_the_one_that_the_files_name(tmp_path: Path) -> Non
 
 def test_files_of_two_kinds_are_refused(folder: Path) -> None:
     write_shard(folder / "00001_shuffled.ds", DOCUMENTS[97:200], tokenizer="gpt2")
-    with pytest.raises(DataError, match="00001_shuffled.ds 2 bytes a token by gpt2, .*00000.* by bytes: give"):
+    with pytest.raises(UserError, match="00001_shuffled.ds 2 bytes a token by gpt2, .*00000.* by bytes: give"):
         prepare_corpus(DataConfig(str(folder)))
     assert open_bytes(folder).tokenizer.name == "bytes"
     write_shard(folder / "00001_shuffled.ds", DOCUMENTS[97:200], token_size=4)
-    with pytest.raises(DataError, match="00001_shuffled.ds 4 bytes a token by bytes, .*00000.* 2 bytes"):
+    with pytest.raises(UserError, match="00001_shuffled.ds 4 bytes a token by bytes, .*00000.* 2 bytes"):
         open_bytes(folder)
 
 
@@ -140,22 +141,22 @@ def test_another_tokenizer_than_the_files_own_is_refused(tmp_path: Path) -> None
     same = mine.rename(tmp_path / "moved.json"), shutil.copy(tmp_path / "moved.json", mine)
     for path in same:
         assert prepare_corpus(DataConfig(str(tmp_path / "d"), str(path))).tokenizer.encode("so").size == 1
-    with pytest.raises(DataError, match=f"0.ds was written by {mine}, not by {other}"):
+    with pytest.raises(UserError, match=f"0.ds was written by {mine}, not by {other}"):
         prepare_corpus(DataConfig(str(tmp_path / "d"), str(other)))
     for learned in ("chars", "bpe:8192"):
-        with pytest.raises(DataError, match=f"0.ds was written by {mine}, so {learned} cannot be learned from it"):
+        with pytest.raises(UserError, match=f"0.ds was written by {mine}, so {learned} cannot be learned from it"):
             prepare_corpus(DataConfig(str(tmp_path / "d"), learned))
 
 
 def test_text_beside_token_files_is_not_passed_over(folder: Path) -> None:
     write_corpus(folder)
-    with pytest.raises(DataError, match=r"tokens holds token files \(.ds\), and .*corpus.txt: give files of one kind"):
+    with pytest.raises(UserError, match=r"tokens holds token files \(.ds\), and .*corpus.txt: give files of one kind"):
         open_bytes(folder)
 
 
 def test_files_that_are_to_be_shuffled_are_not_read(folder: Path) -> None:
     write_shard(folder / "00002_unshuffled.ds", DOCUMENTS)
-    with pytest.raises(DataError, match="00002_unshuffled.ds is to be shuffled by datatrove, which has not finished"):
+    with pytest.raises(UserError, match="00002_unshuffled.ds is to be shuffled by datatrove, which has not finished"):
         open_bytes(folder)
     assert len(open_bytes(folder / "*_unshuffled.ds").tokens["train"])  # of a run that shuffles nothing
 
@@ -183,7 +184,7 @@ def damage(folder: Path, name: str, content: str | bytes | None) -> None:
 )
 def test_a_file_that_is_not_right_is_named(folder: Path, name: str, content: str | bytes | None, message: str) -> None:
     damage(folder, name, content)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         open_bytes(folder, val_fraction=0.5)
 
 
@@ -211,18 +212,18 @@ def test_options_that_cannot_be_used_are_refused(
     monkeypatch.chdir(folder.parent)
     Path("text").mkdir()
     write_corpus(Path("text"))
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         open_bytes(**{"folder": options.pop("source", "tokens"), **options})
 
 
 def test_tokens_without_text_are_refused(tmp_path: Path) -> None:
     write_shard(tmp_path / "tokens" / "0.ds", [[END, END]] * 50)
-    with pytest.raises(DataError, match="the tokenizer 'bytes' finds no text in the validation tokens"):
+    with pytest.raises(UserError, match="the tokenizer 'bytes' finds no text in the validation tokens"):
         open_bytes(tmp_path / "tokens")
 
 
 def test_there_is_nothing_to_prepare(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is tokens already: there is nothing to write to"):
+    with pytest.raises(UserError, match="is tokens already: there is nothing to write to"):
         prepare_corpus(DataConfig(str(folder), "bytes"), tmp_path / "new")
 
 

@@ -6,8 +6,9 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
-from configs import ConfigError
+from errors import UserError
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -46,6 +47,33 @@ def fail(message: str, exit_code: int) -> None:
     sys.exit(exit_code)
 
 
+class BrokenPipeGuard:
+    """An output stream that survives its reader, such as the `tee` that Ctrl-C kills while a run is being saved."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except OSError:
+            self.silence()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError:
+            self.silence()
+
+    def silence(self) -> None:
+        """Discard everything from now on."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
 def visible(text: str) -> str:
     """Return the text with its control characters, which could command a terminal, as escapes."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
@@ -54,11 +82,11 @@ def visible(text: str) -> str:
 def read_prompt(prompt: str) -> str:
     """Return the prompt itself, the text in a file (@FILE), or standard input (-).
 
-    Raises OSError if there is no such file, ConfigError if the text is not UTF-8.
+    Raises OSError if there is no such file, UserError if the text is not UTF-8.
     """
     try:
         if prompt == "-" and sys.stdin is None:
-            raise ConfigError("there is no standard input to read a text from")
+            raise UserError("there is no standard input to read a text from")
         if prompt == "-":
             return sys.stdin.buffer.read().decode()
         if prompt.startswith("@"):
@@ -67,4 +95,4 @@ def read_prompt(prompt: str) -> str:
             print(f"note: the text is {prompt!r} itself; @{prompt} reads the file", file=sys.stderr)
         return prompt
     except ValueError as error:  # not UTF-8, or a name that no file can have
-        raise ConfigError(f"{prompt!r} cannot be read: {error}") from None
+        raise UserError(f"{prompt!r} cannot be read: {error}") from None

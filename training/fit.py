@@ -13,8 +13,8 @@ from pathlib import Path
 
 from data.config import DataConfig
 from data.corpus import is_prepared, open_corpus
-from data.shards import find_shards, has_shards
 from data.sources import COMPRESSED, files
+from data.token_files import find_shards, has_shards
 from model import ModelConfig
 from training.config import TrainConfig
 
@@ -35,7 +35,7 @@ BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:512": 2.1}  # in English or 
 def size_of(data: DataConfig) -> tuple[float, str | None]:
     """Bytes of the text, and its tokenizer if it is tokens already.
 
-    The bytes are an estimate for token files and compressed files, nan for a hub data set. Raises DataError if there is
+    The bytes are an estimate for token files and compressed files, nan for a hub data set. Raises UserError if there is
     no text.
     """
     if data.source.startswith("hf:"):

@@ -8,7 +8,7 @@ from tqdm import tqdm
 INTERVAL = 10  # seconds between two lines
 
 
-def bar(*items: object, **options: object) -> tqdm:
+def progress_bar(*items: object, **options: object) -> tqdm:
     """Return a bar of tqdm on stderr, with its options."""
     if not sys.stderr.isatty():
         options |= {"mininterval": INTERVAL, "file": Lines(sys.stderr), "ncols": 80, "dynamic_ncols": False}
