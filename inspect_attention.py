@@ -18,7 +18,7 @@ import shutil
 import sys
 import textwrap
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -35,7 +35,7 @@ from cli.options import parse
 from cli.script import BrokenPipeGuard, read_prompt, run_script, visible
 from data.config import DataConfig
 from data.prepare import find_prepared
-from data.token_files import open_shards
+from data.token_files import open_token_files
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import UserError
 from inspection import page, terminal
@@ -44,8 +44,8 @@ from inspection.kinds import Head, name_of
 from inspection.metrics import METRICS
 from inspection.patterns import capture
 from model import GPT, GPTConfig
-from model.checkpoint import STEP, code_has_changed, find_checkpoint, read_optional
-from model.load import load_config
+from model.checkpoint import STEP, Checkpoint, find_checkpoint, nested
+from model.load import load_config, load_model
 from training.device import autocast, dtype_name, find_device, is_fast
 
 FORMATS = (".html", ".png", ".svg")
@@ -103,15 +103,17 @@ def main() -> None:
 
 def inspect(options: Options) -> None:
     """Inspect the checkpoints, write the outputs, and print the heads of the last one."""
-    directories = in_order([find_checkpoint(path) for path in options.checkpoints])
-    config, tokenizer = load_config(directories[-1]), load_tokenizer(directories[-1])
+    checkpoints = in_order([find_checkpoint(path) for path in options.checkpoints])
+    newest = checkpoints[-1]
+    config = load_config(newest.directory)
+    tokenizer = load_tokenizer(newest.directory)
     tokenizer.check_fits(config.vocab_size)
     heads = choose_heads(options.heads, config)
     device = find_device(options.device)
-    inputs = choose_inputs(options, directories[-1], config, tokenizer)
+    inputs = choose_inputs(options, newest, config, tokenizer)
     is_page_asked = any(path.suffix == ".html" for path in options.output)
     if is_page_asked:
-        page.check_room(inputs.shown.size(1), len(heads), len(directories))  # now, not after the work
+        page.check_room(inputs.shown.size(1), len(heads), len(checkpoints))  # now, not after the work
     print(visible(f"text:   {inputs.note}"))
     labels = [label(tokenizer, token) for token in inputs.shown[0].tolist()]
     if probe := inputs.probe:
@@ -119,10 +121,10 @@ def inspect(options: Options) -> None:
         print(f"probe:  {len(probe.repeated)} x [start, {drawn}, the same again]")
 
     inspections = []
-    for directory in directories:
+    for checkpoint in checkpoints:
         if inspections and not is_page_asked:
             inspections[-1].att.inputs.clear()  # only the last one is drawn, and queries and keys are large
-        inspections.append(inspect_checkpoint(directory, inputs, heads, tokenizer, device, options))
+        inspections.append(inspect_checkpoint(checkpoint, inputs, heads, tokenizer, device, options))
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
         print(f"        {inspections[-1].verified}", flush=True)
     for output in options.output:
@@ -151,13 +153,13 @@ def inspect(options: Options) -> None:
         print(f"wrote {output}")
 
 
-def in_order(directories: list[Path]) -> list[Path]:
+def in_order(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     """Sort checkpoints by step, each once. Raises UserError if there are several that are not of one run."""
-    directories = sorted({directory.resolve() for directory in directories})
-    is_step = all(STEP.fullmatch(directory.name) for directory in directories)
-    if len(directories) > 1 and not (is_step and len({directory.parent for directory in directories}) == 1):
+    by_path = {checkpoint.directory.resolve(): checkpoint for checkpoint in checkpoints}
+    are_steps = all(STEP.fullmatch(path.name) for path in by_path)
+    if len(by_path) > 1 and not (are_steps and len({path.parent for path in by_path}) == 1):
         raise UserError("several checkpoints make a timeline, so they must be directories step-... of one run")
-    return directories
+    return [replace(by_path[path], directory=path) for path in sorted(by_path)]
 
 
 def choose_heads(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
@@ -176,11 +178,11 @@ def choose_heads(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
     return list(dict.fromkeys(chosen))
 
 
-def choose_inputs(options: Options, directory: Path, config: GPTConfig, tokenizer: Tokenizer) -> Inputs:
+def choose_inputs(options: Options, checkpoint: Checkpoint, config: GPTConfig, tokenizer: Tokenizer) -> Inputs:
     """Read the text. Raises UserError or UserError if there is none."""
     T = config.context_length
     if options.text is None:
-        measured = validation_texts(directory, min(T, TEXT_LENGTH))
+        measured = validation_texts(checkpoint, min(T, TEXT_LENGTH))
         shown = measured[:1, :SHOWN_LENGTH]
         note = f"{len(measured)} x {measured.size(1)} tokens of its validation text"
     else:
@@ -193,17 +195,17 @@ def choose_inputs(options: Options, directory: Path, config: GPTConfig, tokenize
     return Inputs(measured, shown, note, *make_probe(tokenizer, measured, config))
 
 
-def validation_texts(directory: Path, T: int) -> Tensor:
+def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
     """Return up to NUM_TEXTS texts that the model was not trained on, evenly spread, (N, T); T is less if they are few.
 
     Raises UserError if they are not on this machine.
     """
-    trainer = directory / "trainer.json"
-    fingerprint, data = read_optional(trainer, "fingerprint"), read_optional(trainer, "config", "data")
-    corpus = find_prepared(fingerprint, str(read_optional(trainer, "config", "data", "source")))
+    fingerprint = checkpoint.trainer.get("fingerprint")
+    options = nested(checkpoint.trainer, "config", "data")
+    corpus = find_prepared(fingerprint, str(nested(options, "source")))
     if corpus is None and "\n" in str(fingerprint):
         with suppress(UserError, OSError, TypeError):  # token files, whose tokenizer is beside the model
-            corpus = open_shards(DataConfig(**data | {"tokenizer": "model"}), directory)
+            corpus = open_token_files(DataConfig(**options | {"tokenizer": "model"}), checkpoint.directory)
     if corpus is None or corpus.meta["fingerprint"] != fingerprint:
         raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]
@@ -227,10 +229,17 @@ def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> tuple[R
 
 
 def inspect_checkpoint(
-    directory: Path, inputs: Inputs, heads: list[Head], tokenizer: Tokenizer, device: torch.device, options: Options
+    checkpoint: Checkpoint,
+    inputs: Inputs,
+    heads: list[Head],
+    tokenizer: Tokenizer,
+    device: torch.device,
+    options: Options,
 ) -> Inspection:
     """Measure a checkpoint and capture the text that is shown. Raises NotTheKernels if weights are not its kernel's."""
-    (model, precision), shares, predictions = load(directory, device), None, []
+    model, precision = load(checkpoint, device)
+    shares = None
+    predictions = []
     with precision:
         scores = head_scores(model, inputs.measured, inputs.probe)
         if options.ablate:
@@ -245,7 +254,7 @@ def inspect_checkpoint(
             predictions = list(zip(names, probabilities.tolist(), strict=True))
     dtype = dtype_name(att[0][0].dtype)
     return Inspection(
-        name=visible(name_of_model(directory)),
+        name=visible(name_of_model(checkpoint.directory)),
         verified=f"weights match the fused kernel: max row error {row_error:.1e} ({dtype}, {device.type})",
         scores=scores,
         att=att,
@@ -268,18 +277,19 @@ def label(tokenizer: Tokenizer, token: int) -> str:
     return f"⟦{text or token}⟧" if not text or token in tokenizer.special_tokens.values() else text
 
 
-def load(directory: Path, device: torch.device) -> tuple[GPT, AbstractContextManager]:
+def load(checkpoint: Checkpoint, device: torch.device) -> tuple[GPT, AbstractContextManager]:
     """Load the model, and the context in which its matrix products have the precision of the training.
 
-    A model from elsewhere has that in which its weights are stored. It is float32, and a line says so, where the device
-    is slow in that precision.
+    A model from elsewhere has the precision of its stored weights. Where the device is slow in that precision, the
+    model is float32, and a line says so.
     """
-    if code_has_changed(directory):
-        print(f"note:   {directory.name} was trained by other code in model/; here it may be another model")
-    model = GPT.read(directory, device)
+    if checkpoint.code_has_changed:
+        name = checkpoint.directory.name
+        print(f"note:   {name} was trained by other code in model/; here it may be another model")
+    model = load_model(checkpoint, device)
     stored = model.lm_head.weight.dtype
-    name = read_optional(directory / "manifest.json", "environment", "dtype")
-    dtype = getattr(torch, name) if name in ("float32", "bfloat16", "float16") else stored
+    trained = nested(checkpoint.manifest, "environment", "dtype")
+    dtype = getattr(torch, trained) if trained in ("float32", "bfloat16", "float16") else stored
     if not is_fast(dtype, device):
         print(f"device: {device}, in float32: it is slow in {dtype_name(dtype)}, the precision of the model")
         dtype = torch.float32

@@ -28,8 +28,8 @@ from cli.script import read_prompt, run_script, visible
 from data.encoding import TextStream
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import UserError
-from model import GPT
-from model.checkpoint import code_has_changed, find_checkpoint, read_optional
+from model.checkpoint import find_checkpoint
+from model.load import load_model
 from model.sampling import Sampler, stream
 from training.device import dtype_name, find_device, weights_dtype
 
@@ -75,11 +75,15 @@ class Options:
 
 
 class Text:
-    """A text that grows token by token until it ends; `finish` says why, and is empty until then."""
+    """Text that grows token by token until it ends; `finish` says why it ended, and is empty before."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: Sequence[int] = ()):
-        self.stop, self.ends, self.stream = stop or "", tokenizer.ends, TextStream(tokenizer, prompt)
-        self.text, self.num_tokens, self.finish = "", 0, ""
+        self.stop = stop or ""
+        self.ends = tokenizer.ends
+        self.stream = TextStream(tokenizer, prompt)
+        self.text = ""
+        self.num_tokens = 0
+        self.finish = ""
 
     def add(self, token: int) -> None:
         """Append a token, unless the text has ended already or ends here."""
@@ -91,10 +95,11 @@ class Text:
         self.num_tokens += 1
         self.text += self.stream.add(token)
         if self.stop and self.stop in self.text:
-            self.text, self.finish = self.text.partition(self.stop)[0], "stop"
+            self.text = self.text.partition(self.stop)[0]
+            self.finish = "stop"
 
     def close(self) -> None:
-        """Append what is there of the last character, when no more tokens will come."""
+        """Append an incomplete last character, after the last token."""
         if self.finish != "stop":
             self.text += self.stream.end()
             self.text = self.text.partition(self.stop)[0] if self.stop else self.text
@@ -113,11 +118,11 @@ def show(text: str) -> None:
 def main() -> None:
     options = parse(Options, sys.argv[1:])
     prompt = read_prompt(options.prompt)
-    directory = find_checkpoint(options.checkpoint)
+    checkpoint = find_checkpoint(options.checkpoint)
     device = find_device(options.device)
     dtype = weights_dtype(options.dtype, device)
-    model = GPT.read(directory, device, dtype)
-    tokenizer = load_tokenizer(directory)
+    model = load_model(checkpoint, device, dtype)
+    tokenizer = load_tokenizer(checkpoint.directory)
     tokenizer.check_fits(model.config.vocab_size)
 
     ids = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
@@ -128,9 +133,10 @@ def main() -> None:
     sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
     idx = torch.tensor([ids] * options.num_samples, device=device)
     tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
-    causal = read_optional(directory / "manifest.json", "certificate", "causal")
-    since = ", by other code in model/" if code_has_changed(directory) else ""
-    certificate = f"{causal}, when it was trained{since}" if causal else "unknown, there is no certificate"
+    since = ", by other code in model/" if checkpoint.code_has_changed else ""
+    certificate = (
+        f"{checkpoint.causal}, when it was trained{since}" if checkpoint.causal else "unknown, there is no certificate"
+    )
     print(f"causal: {visible(certificate)}", file=sys.stderr)
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
     T = model.config.context_length

@@ -23,15 +23,15 @@ from cli.script import BrokenPipeGuard, run_script
 from data.batches import IGNORE, Batches, seed_for
 from data.prepare import prepare
 from model import GPT
-from model.sharded import full
 from training.certificate import certify
 from training.device import autocast, choose_device, environment, keep_freed_memory, set_seed
-from training.directory import command
 from training.distributed import Ranks
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config
 from training.progress import Interrupt, Interrupted, Progress
-from training.run import Run
+from training.resume import find_start, make_model, restore_optimizer
+from training.run import Run, is_done
+from training.sharded import full
 from training.validation import Validation
 
 
@@ -43,44 +43,47 @@ def next_token_loss(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dt
 
 
 def train(config: Config, ranks: Ranks) -> None:
-    """Train, or go on training, as the configuration says, as one of `ranks`."""
-    c, T = config.train, config.model.context_length
+    """Train as one of `ranks`, from the beginning or from the last checkpoint."""
+    c = config.train
+    T = config.model.context_length
     tokens_per_step = c.batch_size * c.grad_accum_steps * T
     device, dtype = choose_device(c, config.model.n_embd, ranks.local_rank)
 
-    # 1. A directory, a text, a model and its optimizer: new, or as an earlier session left them.
-    run = Run(config, ranks)
-    ranks.check(c, step=run.step, dtype=dtype)
-    if run.is_done():
+    # 1. What an earlier session left, the text, the model and its optimizer.
+    start = find_start(config, ranks.may_resume)
+    ranks.check(c, start.step, dtype)
+    if is_done(config, start, ranks.is_first):
         return
-    corpus = ranks.first_then_others(partial(prepare, config.data, fingerprint=run.fingerprint, model=run.base))
+    corpus = ranks.first_then_others(prepare, config.data, fingerprint=start.fingerprint, model=start.model_directory)
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
     validation = Validation(corpus, c, T, dtype, ranks)
-    model = ranks.wrap_model(run.make_model(corpus), c.parallel, device)
+    model = ranks.wrap_model(make_model(config, corpus, start), c.parallel, device)
     keep_freed_memory(device)
     optimizer = make_optimizer(model, c, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run.restore(model, optimizer, scaler)
+    restore_optimizer(start, model, optimizer, scaler)
 
     # 2. Compile the loss, not the model, which stays a plain GPT to save. Train nothing that sees the future.
     compiled = c.compile if c.compile is not None else device.type == "cuda"
     loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
     certificate = certify(model, loss_fn, dtype, c.batch_size)
-    run.begin(corpus, certificate, environment(device, dtype, compiled, ranks.order(c)))
+    run = Run(config, start, corpus, certificate, environment(device, dtype, compiled, ranks.order(c)), ranks.is_first)
+    run.lock_and_write_config()
 
     # 3. The steps.
-    guard, interrupt = FiniteGuard(optimizer, device), Interrupt(prints=ranks.is_first)
-    with Progress(run.step, run.train_seconds, c.max_steps, tokens_per_step, device) as progress:
+    guard = FiniteGuard(optimizer, device)
+    interrupt = Interrupt(prints=ranks.is_first)
+    with Progress(start.step, start.train_seconds, c.max_steps, tokens_per_step, device) as progress:
         while True:
-            # A resumed step was evaluated and saved already: its evaluation comes before its checkpoint.
+            # The session before has evaluated and saved the step that this session resumes.
             step = progress.step
-            if step != run.resumed_step and (step % c.eval_every == 0 or step == c.max_steps):
+            if step != start.resumed_step and (step % c.eval_every == 0 or step == c.max_steps):
                 guard.check()
                 with progress.paused("evaluating"):
                     record = validation.measure(model, loss_fn)
-                    progress.line.write(run.log_validation(step, progress.train_seconds, record))
+                    progress.print(run.log_validation(step, progress.train_seconds, record))
             stopping = step == c.max_steps or ranks.any_rank(interrupt)
-            if step not in (0, run.resumed_step) and (stopping or step % c.checkpoint_every == 0):
+            if step not in (0, start.resumed_step) and (stopping or step % c.checkpoint_every == 0):
                 guard.check()
                 with progress.paused("saving"):
                     run.save(step, progress.train_seconds, model, optimizer, scaler)
@@ -115,8 +118,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
     if step < c.max_steps:
         run.finish(Interrupted.exit_code)
-        saved = f"saved step {step}" if step else "there was nothing to save yet"
-        raise Interrupted(f"{saved}; continue with: {command('train.py --resume', run.directory)}")
+        raise Interrupted(run.how_to_continue(step))
     run.finish()
     validation.print_sample(model)
     run.print_next(step)

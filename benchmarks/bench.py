@@ -87,7 +87,7 @@ class Bench:
         return TINY if self.tiny else ON_CUDA if self.cuda else ON_CPU
 
     def clock(self, work: Callable[[], object], calls: int) -> float:
-        """Seconds that this many calls take. Waits for the device before each reading of the clock."""
+        """Return the seconds that this many calls take. The device is idle at each reading of the clock."""
         device = torch.get_device_module(self.device)
         device.synchronize()
         began = time.perf_counter()
@@ -97,11 +97,13 @@ class Bench:
         return time.perf_counter() - began
 
     def measure(self, works: dict[str, Callable[[], object]], seconds: float = 2.0) -> dict[str, float]:
-        """Time the works in turns, about this many seconds each: {name: median of the milliseconds of a call}.
+        """Time the works in turns, about this many seconds each. Return name -> median of the milliseconds of a call.
 
         A turn has several calls where these are short. The first two calls compile and allocate, and do not count.
         """
-        shortest, seconds = (0.0, 0.0) if self.tiny else (0.01, seconds)
+        shortest = 0.0 if self.tiny else 0.01  # seconds of a turn
+        if self.tiny:
+            seconds = 0.0
         for work in works.values():
             self.clock(work, 2)
         fewest = 5 if self.cuda else 1  # the host prepares one step while the GPU computes the one before
@@ -119,15 +121,16 @@ def make_gpt(family: str, shape: nanogpt.Config) -> GPT:
 
 
 def make_nanogpt(shape: nanogpt.Config) -> nanogpt.NanoGPT:
-    """nanoGPT rounds GPT-2's vocabulary up, because matrix kernels are slow at odd sizes."""
+    """Make nanoGPT, which rounds GPT-2's vocabulary up, because matrix kernels are slow at odd sizes."""
     return nanogpt.NanoGPT(replace(shape, vocab_size=50304) if shape.vocab_size == 50257 else shape)
 
 
 def measure_attention(bench: Bench) -> Iterator[dict]:
     """Time the fused kernel and the written-out formula, forward and backward, for equally many tokens."""
-    lengths, tokens = ((8, 16), 32) if bench.tiny else ((256, 1024, 4096), 2**14 if bench.cuda else 2**12)
-    for T in lengths:
-        shape, mask = (tokens // T, 4, T, 64), make_causal_mask(T, bench.device)  # (B, H, T, D)
+    tokens = 32 if bench.tiny else 2**14 if bench.cuda else 2**12
+    for T in (8, 16) if bench.tiny else (256, 1024, 4096):
+        shape = (tokens // T, 4, T, 64)  # (B, H, T, D)
+        mask = make_causal_mask(T, bench.device)
         options = {"device": bench.device, "dtype": bench.dtype, "requires_grad": True}
         q, k, v = (torch.randn(shape, **options) for _ in range(3))
 
@@ -143,17 +146,22 @@ def measure_attention(bench: Bench) -> Iterator[dict]:
 
 @cache
 def peak_flops(bench: Bench) -> float:
-    """FLOP/s of the fastest product of square matrices."""
+    """Return the FLOP/s of the fastest of a few products of square matrices."""
     found = []
     for n in (32, 64) if bench.tiny else (4096, 8192, 16384) if bench.cuda else (512, 1024, 2048):
         a, b = torch.randn(2, n, n, device=bench.device, dtype=bench.dtype)
-        found.append(2 * n**3 / bench.measure({"": partial(torch.matmul, a, b)}, seconds=0.5)[""] * 1e3)
+        times = bench.measure({"product": partial(torch.matmul, a, b)}, seconds=0.5)
+        found.append(2 * n**3 / (1e-3 * times["product"]))
     return max(found)
 
 
 def flops_per_token(model: GPT) -> float:
-    """FLOPs of training on a token: 6 N + 12 L H D T (Chowdhery et al. 2022, appendix B), N of the blocks and head."""
-    c, N = model.config, model.lm_head.weight.numel() + sum(p.numel() for p in model.blocks.parameters())
+    """Return the FLOPs of training on a token, 6 N + 12 L H D T (Chowdhery et al. 2022, appendix B).
+
+    N is the number of parameters of the blocks and the head.
+    """
+    c = model.config
+    N = model.lm_head.weight.numel() + sum(parameter.numel() for parameter in model.blocks.parameters())
     return 6 * N + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length
 
 
@@ -175,13 +183,14 @@ def measure_step(bench: Bench) -> Iterator[dict]:
                     share = speed * flops_per_token(make_gpt(FAMILIES[way], shape)) / peak_flops(bench)
                 yield {"what": f"{way}, {name} x {batch_size}", "ms": ms, "tokens/s": speed, "of peak": share}
         for way in OURS:
-            ours, theirs = speeds[way], speeds["nanoGPT"]
+            ours = speeds[way]
+            theirs = speeds["nanoGPT"]
             ratios = {"same batch": ours[0] / theirs[0], "best batches": max(ours) / max(theirs)}
             yield {"what": f"{way} / nanoGPT, {name}"} | ratios
 
 
 def all_trainings(bench: Bench, shape: nanogpt.Config, batch_size: int, path: Path) -> dict[str, Iterator[None]]:
-    """Start every way to train on a file of uint16 ids: {way: its steps, without end}."""
+    """Start every way to train on a file of uint16 ids. Return way -> an endless iterator of its steps."""
     torch.compiler.reset()
     theirs = make_nanogpt(shape).to(bench.device)
     optimizer = nanogpt.make_optimizer(theirs)
@@ -234,12 +243,15 @@ def measure_optimizer(bench: Bench) -> Iterator[dict]:
 
 def measure_prepare(bench: Bench) -> Iterator[dict]:
     """Time preparation of a text file, and its tokenizer alone, in threads, with the text in memory."""
-    characters, tokenizer = (50_000, "bpe:300") if bench.tiny else (30_000_000, "bpe:4096")
+    characters = 50_000 if bench.tiny else 30_000_000
+    tokenizer = "bpe:300" if bench.tiny else "bpe:4096"
     text = bench.text.read_text(encoding="utf-8") if bench.text else standard_library()
     text = (text * math.ceil(characters / len(text)))[:characters]
     pieces = [text[i : i + 10**6] for i in range(0, characters, 10**6)]
     with TemporaryDirectory() as directory:
-        path, learned, names = Path(directory) / "text.txt", Path(directory) / "learned", count()
+        path = Path(directory) / "text.txt"
+        learned = Path(directory) / "learned"
+        names = count()
         path.write_text(text, encoding="utf-8")
         encoding = prepare(DataConfig(str(path), tokenizer), learned).tokenizer
 
@@ -256,11 +268,14 @@ def measure_prepare(bench: Bench) -> Iterator[dict]:
 
 def measure_shards(bench: Bench) -> Iterator[dict]:
     """Time the opening of token files without content, and a micro-batch from many of them and from one as large."""
-    most, total, shape = (3, 15_000, (3, 5)) if bench.tiny else (1_000, 10**11, (32, 1024))
+    most = 3 if bench.tiny else 1_000
+    total = 15_000 if bench.tiny else 10**11  # tokens of all files
+    shape = (3, 5) if bench.tiny else (32, 1024)  # (B, T)
     works = {}
     with TemporaryDirectory() as directory:
         for number in (1, most):
-            folder, tokens = Path(directory) / str(number), total // number
+            folder = Path(directory) / str(number)
+            tokens = total // number
             folder.mkdir()
             for path in (folder / f"{i:05}.ds" for i in range(number)):
                 path.touch()
@@ -279,12 +294,12 @@ def measure_shards(bench: Bench) -> Iterator[dict]:
 
 @torch.no_grad()
 def measure_decode(bench: Bench) -> Iterator[dict]:
-    """Time greedy text after a prompt, with random weights: nanoGPT, which has no cache, ours, and `transformers`."""
+    """Time greedy decoding after a prompt, with random weights: nanoGPT, which has no cache, ours, `transformers`."""
     import transformers
 
-    shape, prompt, new = ON_CUDA["124 M"][0], 500, 200 if bench.cuda else 100
-    if bench.tiny:
-        shape, prompt, new = TINY["tiny"][0], 5, 4
+    shape, _ = TINY["tiny"] if bench.tiny else ON_CUDA["124 M"]
+    prompt = 5 if bench.tiny else 500
+    new = 4 if bench.tiny else 200 if bench.cuda else 100
     theirs = make_nanogpt(shape).eval().to(bench.device)
     sizes = {"n_layer": shape.n_layer, "n_head": shape.n_head, "n_embd": shape.n_embd, "vocab_size": shape.vocab_size}
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -337,7 +352,7 @@ class Options:
 
 
 def describe_machine(device: str) -> dict[str, str | int]:
-    """Properties of the machine that change a measurement. device: cpu, cuda or mps."""
+    """Return the properties of the machine that change a measurement. device: cpu, cuda or mps."""
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
     return {

@@ -66,10 +66,11 @@ class Curve:
 
 
 def command_of(way: str) -> list[str]:
-    """The script that trains this way, and its arguments. Raises UserError if one of the files does not exist."""
+    """Return the script that trains this way, and its arguments. Raises UserError if one of the files is missing."""
     place, *options = shlex.split(way) or [""]
     checkout, _, config = place.rpartition(":")
-    script, file = Path(checkout or ROOT) / "train.py", Path(checkout) / config
+    script = Path(checkout or ROOT) / "train.py"
+    file = Path(checkout) / config
     for path in (script, file):
         if not path.is_file():
             raise UserError(f"{way!r}: there is no {path}")
@@ -92,13 +93,13 @@ def train(way: str, seed: int, out: Path) -> Curve:
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean of paired differences, two or more, by Student's t."""
+    """Return the 95 % confidence interval of the mean of two or more paired differences, by Student's t."""
     half = T_95[len(differences) - 2] * stdev(differences) / math.sqrt(len(differences))
     return fmean(differences) - half, fmean(differences) + half
 
 
 def amount_until(loss: float, losses: Sequence[float], amounts: Sequence[float]) -> float:
-    """The amount (tokens, seconds) at which the losses reach this one, interpolated linearly; inf if they do not."""
+    """Return the amount (tokens, seconds) at which the losses reach this one, interpolated linearly; inf if never."""
     if losses[0] <= loss:
         return amounts[0]
     for (before, least), (after, most) in pairwise(zip(losses, amounts, strict=True)):
@@ -108,7 +109,7 @@ def amount_until(loss: float, losses: Sequence[float], amounts: Sequence[float])
 
 
 def mean(rows: Sequence[Sequence[float]]) -> list[float]:
-    """The means of the columns."""
+    """Return the means of the columns."""
     return [fmean(column) for column in zip(*rows, strict=True)]
 
 

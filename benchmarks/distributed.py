@@ -41,7 +41,7 @@ class Options:
 
 
 def tokens_per_second(launcher: list, options: Options) -> float:
-    """Train once, and read the speed."""
+    """Train once, and return the median speed of the log lines but the first."""
     with TemporaryDirectory() as directory:
         rare = options.steps + 1  # neither evaluation nor checkpoint falls between two log lines
         settings = {"out_dir": directory, "max_steps": options.steps, "log_every": max(1, options.steps // 6)}

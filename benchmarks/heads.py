@@ -44,12 +44,12 @@ class Options:
 
 
 def resident(name: str) -> float:
-    """Bytes of this process: VmRSS now, or VmHWM at most so far."""
+    """Return the bytes of memory that this process uses: VmRSS now, or VmHWM at most so far."""
     return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def extra_memory(work: Callable[[], object]) -> float:
-    """Bytes that the work needs at most, beyond those in use before."""
+    """Return the bytes that the work needs at most, beyond those in use before."""
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = resident("VmRSS")
     work()
@@ -57,6 +57,7 @@ def extra_memory(work: Callable[[], object]) -> float:
 
 
 def ours(shape: dict, T: int) -> Callable[[Tensor], None]:
+    """Return a function that measures and verifies all heads on tokens (1, T)."""
     model = GPT(GPTConfig(**shape, context_length=T)).eval()
 
     def look(idx: Tensor) -> None:
@@ -69,6 +70,7 @@ def ours(shape: dict, T: int) -> Callable[[Tensor], None]:
 
 
 def eager(shape: dict, T: int) -> Callable[[Tensor], None]:
+    """Return a function that computes all weights on tokens (1, T) with `transformers`."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(**shape, n_positions=T, bos_token_id=0, eos_token_id=0)
@@ -78,8 +80,9 @@ def eager(shape: dict, T: int) -> Callable[[Tensor], None]:
 
 @torch.no_grad()
 def measure(way: Callable, shape: dict, T: int, repeats: int) -> dict[str, float]:
-    """The median of the seconds, and the extra bytes of a first call with all T tokens."""
-    look, idx = way(shape, T), torch.randint(shape["vocab_size"], (1, T))
+    """Measure the median of the seconds, and the extra bytes of a first call with all T tokens."""
+    look = way(shape, T)
+    idx = torch.randint(shape["vocab_size"], (1, T))
     look(idx[:, :16])  # loads libraries
     extra = extra_memory(lambda: look(idx))
     seconds = timeit.repeat(lambda: look(idx), number=1, repeat=repeats)

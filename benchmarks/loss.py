@@ -29,7 +29,8 @@ def measure_loss(device: torch.device, text: Path | None, tiny: bool) -> Iterato
     writes a checkpoint, a report and a sample. The quickstart prepares the standard library and learns its tokenizer.
     """
     with TemporaryDirectory() as directory:
-        text, corpus = text or Path(directory) / "stdlib.txt", Path(directory) / "corpus"
+        text = text or Path(directory) / "stdlib.txt"
+        corpus = Path(directory) / "corpus"
         if not text.exists():
             text.write_text(standard_library()[: 4000 if tiny else LIKE_TINY_SHAKESPEARE], encoding="utf-8")
         prepare(DataConfig(str(text), "chars"), corpus)
@@ -48,16 +49,21 @@ def measure_loss(device: torch.device, text: Path | None, tiny: bool) -> Iterato
             result = {"loss": last["val_loss"], "bits a byte": last["val_bits_per_byte"]}
             return result | {"loop s": last["train_seconds"], "process s": seconds}
 
-        on_text, theirs, ours = ["--data.source", corpus], [], []
+        on_text = ["--data.source", corpus]
+        theirs = []
+        ours = []
         for seed in SEEDS[:1] if tiny else SEEDS:
             theirs.append(train_nanogpt())
             yield {"what": "nanoGPT, its README's rate"} | theirs[-1]
             ours.append(train_ours("shakespeare_char_fast", *on_text, "--train.seed", seed))
             yield {"what": f"fast, seed {seed}"} | ours[-1]
-        turns, kinds = [*zip(theirs, ours, strict=True)], ("loop s", "process s")
-        faster = {f"times, {kind}": statistics.median(a[kind] / b[kind] for a, b in turns) for kind in kinds}
+        faster = {}
+        for kind in ("loop s", "process s"):
+            ratios = [a[kind] / b[kind] for a, b in zip(theirs, ours, strict=True)]
+            faster[f"times, {kind}"] = statistics.median(ratios)
         loss = statistics.median(result["loss"] for result in ours)
-        goal, loop = theirs[0]["loss"], statistics.median(result["loop s"] for result in theirs)
+        goal = theirs[0]["loss"]
+        loop = statistics.median(result["loop s"] for result in theirs)
         better = train_nanogpt("--learning_rate", 4e-3, "--eval_every", 50)
         yield {"what": "nanoGPT, rate 0.004"} | better
         if reached := next((seconds for seconds, loss in better["curve"] if loss <= goal), None):
@@ -77,7 +83,7 @@ def standard_library() -> str:
 
 
 def run(*arguments: object) -> tuple[str, float]:
-    """Run Python: the printed text, and seconds. Raises UserError with the end of stderr if it fails."""
+    """Run Python, and return the printed text and the seconds. Raises UserError with the end of stderr if it fails."""
     began = time.perf_counter()
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")

@@ -36,7 +36,8 @@ class Config:
 class Attention(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        self.n_head, self.dropout = c.n_head, c.dropout
+        self.n_head = c.n_head
+        self.dropout = c.dropout
         self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=False)
         self.residual = nn.Linear(c.n_embd, c.n_embd, bias=False)
 
@@ -51,9 +52,12 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        self.norm_1, self.attention = nn.LayerNorm(c.n_embd, bias=False), Attention(c)
-        self.norm_2, self.up = nn.LayerNorm(c.n_embd, bias=False), nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)
-        self.gelu, self.dropout = nn.GELU(), nn.Dropout(c.dropout)
+        self.norm_1 = nn.LayerNorm(c.n_embd, bias=False)
+        self.attention = Attention(c)
+        self.norm_2 = nn.LayerNorm(c.n_embd, bias=False)
+        self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)
+        self.gelu = nn.GELU()
+        self.dropout = nn.Dropout(c.dropout)
         self.residual = nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +70,8 @@ class NanoGPT(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = c = config
-        self.tokens, self.positions = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.context_length, c.n_embd)
+        self.tokens = nn.Embedding(c.vocab_size, c.n_embd)
+        self.positions = nn.Embedding(c.context_length, c.n_embd)
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.norm = nn.LayerNorm(c.n_embd, bias=False)
@@ -102,7 +107,7 @@ class NanoGPT(nn.Module):
 
 
 def batch(path: Path, batch_size: int, context_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Read random windows and their next tokens, (B, T) int64 each, from a file of uint16 ids."""
+    """Read random sequences and their next tokens, (B, T) int64 each, from a file of uint16 ids."""
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
     starts = torch.randint(len(tokens) - context_length, (batch_size,)).tolist()
     x, y = (
@@ -125,7 +130,7 @@ def make_optimizer(model: nn.Module, learning_rate: float = 1e-3, beta2: float =
 
 
 def learning_rate_at(step: int, peak: float, max_steps: int, warmup_steps: int = 100) -> float:
-    """Learning rate of a step: linear warmup, then cosine decay to a tenth of the peak."""
+    """Return the learning rate of a step: linear warmup, then cosine decay to a tenth of the peak."""
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     done = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
@@ -136,7 +141,8 @@ def steps(
     model: NanoGPT, optimizer: torch.optim.Optimizer, path: Path, batch_size: int, learning_rate: float, max_steps: int
 ) -> Iterator[None]:
     """Train on a file of uint16 ids, one step per iteration; compiled on a GPU."""
-    T, device = model.config.context_length, next(model.parameters()).device
+    T = model.config.context_length
+    device = next(model.parameters()).device
     forward = torch.compile(model, dynamic=False) if device.type == "cuda" else model
     for step in range(max_steps):
         for group in optimizer.param_groups:
@@ -153,13 +159,18 @@ def steps(
 
 @torch.no_grad()
 def exact_loss(model: NanoGPT, tokens: Tensor) -> float:
-    """Mean loss in nats over all `tokens`, (n,), in windows that do not overlap."""
-    T, device = model.config.context_length, next(model.parameters()).device
-    whole = (len(tokens) - 1) // T * T
-    rows = [ids.view(-1, T).split(256) for ids in (tokens[:whole], tokens[1 : whole + 1])]
-    windows = [*zip(*rows, strict=True), (tokens[None, whole:-1], tokens[None, whole + 1 :])]
+    """Return the mean loss in nats over all `tokens`, (n,), in sequences that do not overlap."""
+    T = model.config.context_length
+    device = next(model.parameters()).device
+    whole = (len(tokens) - 1) // T * T  # the rest is a shorter sequence
+    inputs = [*tokens[:whole].view(-1, T).split(256), tokens[None, whole:-1]]
+    targets = [*tokens[1 : whole + 1].view(-1, T).split(256), tokens[None, whole + 1 :]]
     model.eval()
-    total = sum(model(x.to(device), y.to(device))[1].item() * y.numel() for x, y in windows if y.numel())
+    total = 0.0
+    for x, y in zip(inputs, targets, strict=True):
+        if y.numel():
+            _, loss = model(x.to(device), y.to(device))
+            total += loss.item() * y.numel()
     model.train()
     return total / (len(tokens) - 1)
 
@@ -182,7 +193,8 @@ def main() -> None:
     validation = torch.from_numpy(tokens[split:].astype(np.int64))
     model = NanoGPT(Config(vocab_size=len(ids))).to(options.device)
     synchronize = torch.get_device_module(options.device).synchronize
-    seconds, curve = 0.0, []
+    seconds = 0.0
+    curve = []
     with TemporaryDirectory() as directory:
         path = Path(directory) / "train.bin"
         tokens[:split].tofile(path)

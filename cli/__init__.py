@@ -1,1 +1,1 @@
-"""What talks to a person at a terminal: options, exit codes, prompts, text that is safe to print, progress bars."""
+"""The interface to a person at a terminal: options, exit codes, prompts, text that is safe to print, progress bars."""

@@ -1,4 +1,4 @@
-"""Progress bars: drawn over themselves in a terminal, a line every ten seconds in a log file."""
+"""Progress bars: redrawn in place on a terminal, a new line every ten seconds in a log file."""
 
 import sys
 from typing import TextIO
@@ -9,14 +9,14 @@ INTERVAL = 10  # seconds between two lines
 
 
 def progress_bar(*items: object, **options: object) -> tqdm:
-    """Return a bar of tqdm on stderr, with its options."""
+    """Return a progress bar on stderr. The arguments are those of `tqdm`."""
     if not sys.stderr.isatty():
         options |= {"mininterval": INTERVAL, "file": Lines(sys.stderr), "ncols": 80, "dynamic_ncols": False}
     return tqdm(*items, **options)
 
 
 class Lines:
-    """A stream that gets a line where a terminal would draw over the last one."""
+    """A stream that writes each state of a bar on a line of its own."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream

@@ -1,8 +1,8 @@
 """Options of every script: the command line, over a TOML file, over defaults.
 
 A script describes its options as frozen dataclasses with a docstring under each field. `tyro` checks types and names,
-and writes --help. A TOML file is turned into the same options, placed before the user's own: both pass the same checks,
-and the last one wins.
+and writes --help. The tables of a TOML file become options that stand before those of the user. So both pass the same
+checks, and of two values for one option the user's is taken.
 """
 
 import contextlib
@@ -10,11 +10,9 @@ import io
 import re
 import sys
 import tomllib
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import tomli_w
 import tyro
 
 from errors import UserError
@@ -26,7 +24,7 @@ REGISTRY = tyro.constructors.ConstructorRegistry()
 
 @REGISTRY.primitive_rule
 def booleans_as_in_toml(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """Accept true and false, as a TOML file spells them."""
+    """Return the rule for a bool: true or false, as a TOML file spells them."""
     if info.type is not bool:
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
@@ -40,17 +38,17 @@ def booleans_as_in_toml(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.const
 
 
 def parse(options: type[T], argv: list[str], file: Path | None = None, defaults: T | None = None) -> T:
-    """Build the dataclass `options` from a TOML file and a command line. --help prints and exits.
+    """Return `options`, a dataclass, with the values of a TOML file and a command line. --help prints and exits.
 
-    defaults: values where neither says anything; None: those of the dataclass.
+    defaults: the values of options that neither gives. None: those of the dataclass.
 
-    Raises UserError, in one sentence, for an unknown or ill-typed option or an unreadable file.
+    Raises UserError, in one sentence, for an unknown option, a value of the wrong type, or an unreadable file.
     """
     if file is None:
         return run_tyro(options, argv, defaults)
     try:
         from_file = options_in(file)
-        run_tyro(options, from_file, defaults)  # alone, so that its faults are not laid to the command line
+        run_tyro(options, from_file, defaults)  # alone, so that a fault of the file is reported as such
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     return run_tyro(options, from_file + argv, defaults)
@@ -70,48 +68,39 @@ def options_in(file: Path) -> list[str]:
         if not isinstance(content, dict):
             raise UserError(f"{table} must be inside a table such as [train]")
         for key, value in content.items():
-            options += [f"--{table}.{key}={str(value).lower() if isinstance(value, bool) else value}"]
+            text = str(value).lower() if isinstance(value, bool) else value
+            options.append(f"--{table}.{key}={text}")
     return options
 
 
 def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
-    """Call tyro.cli. Raises UserError with one sentence in place of tyro's page of explanation."""
-    page = io.StringIO()
+    """Call tyro.cli. Raises UserError with one sentence where tyro prints a page."""
     if any(re.search("[\ud800-\udfff]", word) for word in argv):
         raise UserError("an option is not valid UTF-8")
+    name = Path(sys.argv[0]).name
+    page = io.StringIO()
     try:
         with contextlib.redirect_stderr(page):
-            name = Path(sys.argv[0]).name
             return tyro.cli(options, prog=name, args=argv, default=defaults, use_underscores=True, registry=REGISTRY)
     except SystemExit as stop:
         if not stop.code:
             raise  # --help
         cause = stop.__context__
-        while cause is not None and not hasattr(cause, "exit_code"):
+        while cause is not None and not isinstance(cause, UserError):
             cause = cause.__context__
-        if cause is not None:
-            raise UserError(str(cause)) from None  # a sentence of ours, which tyro's page would fold
-        plain = re.sub(r"\x1b\[[0-9;]*m", "", page.getvalue())  # on a terminal it has colours
-        lines = "\n".join(line.strip("│| ") for line in plain.splitlines()[1:])  # without title and frame
-        message, *more = filter(str.strip, re.split(r"\n\W*\n", f"\n{lines}\n"))
-        message = re.sub(r"^Error parsing (\w+: )?", "", " ".join(message.split()))
-        option = re.search(r"(?:meant|helptext):\s+(--\S+) ?(\S*)", " ".join(more))  # explained by tyro: name and type
-        if option and message.startswith("Unrecognized"):
-            message += f"; did you mean {option[1]}? (--help lists all)"
-        elif option and message.startswith(option[1]):
-            message += f"; expected {option[2]}"
-        raise UserError(message) from None
+        # A sentence of ours is taken as it is, because tyro's page folds it.
+        raise UserError(str(cause) if cause else summarize(page.getvalue())) from None
 
 
-def tables(config: Any) -> dict[str, dict]:
-    """Return the tables of a configuration, such as [model], as plain values."""
-    return {name: asdict(table) for name, table in vars(config).items() if is_dataclass(table)}
-
-
-def to_toml(config: Any) -> str:
-    """Return a dataclass of tables as TOML that `parse` reads back, without the options that are None."""
-    known = {
-        name: {key: value for key, value in table.items() if value is not None}
-        for name, table in tables(config).items()
-    }
-    return tomli_w.dumps(known)
+def summarize(page: str) -> str:
+    """Return the one sentence of a page of tyro: a frame with a message, and paragraphs that explain it."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", page)  # on a terminal it has colours
+    lines = "\n".join(line.strip("│| ") for line in plain.splitlines()[1:])  # without title and frame
+    message, *more = filter(str.strip, re.split(r"\n\W*\n", f"\n{lines}\n"))
+    message = re.sub(r"^Error parsing (\w+: )?", "", " ".join(message.split()))
+    option = re.search(r"(?:meant|helptext):\s+(--\S+) ?(\S*)", " ".join(more))  # the name and type of an option
+    if option and message.startswith("Unrecognized"):
+        message += f"; did you mean {option[1]}? (--help lists all)"
+    elif option and message.startswith(option[1]):
+        message += f"; expected {option[2]}"
+    return message

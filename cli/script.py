@@ -12,43 +12,50 @@ from errors import UserError
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's main, and exit with the code that says how it ended.
+    """Run the main function of a script, and exit with the code that says how it ended.
 
-    0 done; 2 something the user can fix; 3 the loss stopped being finite; 75 interrupted but nothing lost; 130
-    interrupted; 1 a bug of ours.
-    An exception for the user has its code in `exit_code`, and prints one sentence without a traceback.
+        0     done
+        1     a bug of ours
+        2     a mistake that the user can mend
+        3     the loss stopped being finite
+        75    interrupted, with nothing lost
+        130   interrupted
+
+    An exception that has an `exit_code` prints its message, one sentence, without a traceback.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed from the beginning
+        if getattr(sys, name) is None:  # it was closed before Python started
             setattr(sys, name, open(os.devnull, "w"))
-    # A terminal that cannot show a character shows a question mark; a file or a pipe has each line at once.
+    # A character that the terminal cannot show becomes "?". Output to a file or a pipe is flushed after every line.
     sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
         main()
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt as stop:
         fail(str(stop) or "interrupted", getattr(stop, "exit_code", 130))
     except OSError as error:
-        fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 2)
+        if error.filename:
+            fail(f"{error.strerror or error}: {error.filename}", 2)
+        fail(str(error), 2)
     except Exception as error:
         if hasattr(error, "exit_code"):
             fail(str(error), error.exit_code)
-        # This is how Python or PyTorch say that there is not enough memory.
+        # Python and PyTorch report in these ways that there is not enough memory.
         if isinstance(error, MemoryError) or re.search("out of memory|DefaultCPUAllocator", str(error)):
             fail("out of memory: docs/train.md says what needs less", 2)
         raise
 
 
 def fail(message: str, exit_code: int) -> None:
-    """Say why in one sentence on stderr and exit."""
+    """Print a message on stderr and exit."""
     with contextlib.suppress(OSError):  # the terminal may be gone
         print(f"{Path(sys.argv[0]).name}: {visible(message)}", file=sys.stderr)
     sys.exit(exit_code)
 
 
 class BrokenPipeGuard:
-    """An output stream that survives its reader, such as the `tee` that Ctrl-C kills while a run is being saved."""
+    """An output stream that can be written to after its reader has ended, such as a `tee` that Ctrl-C has killed."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -75,7 +82,7 @@ class BrokenPipeGuard:
 
 
 def visible(text: str) -> str:
-    """Return the text with its control characters, which could command a terminal, as escapes."""
+    """Return the text with its control characters as escapes, because a terminal would obey them."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 

@@ -1,14 +1,17 @@
 """From any text to batches of tokens.
 
 sources.py reads text, tokenizer.py makes and loads tokenizers, encoding.py turns text into ids and back, tokenise.py
-writes files of ids, corpus.py opens them, shards.py opens those of datatrove, batches.py draws batches. The command is
-prepare.py, with the options of config.py.
+writes files of ids, corpus.py opens them, token_files.py opens those of datatrove, batches.py draws batches. The
+command is prepare.py, with the options of config.py.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from errors import UserError
+
+MOST_BYTES = 1 << 26  # of a file that is read at once, such as meta.json
 
 
 @contextmanager
@@ -24,3 +27,10 @@ def errors_as_user_error(problem: str) -> Iterator[None]:
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"{problem}: {reason:.300}") from error
+
+
+def read_small(path: Path) -> bytes:
+    """Return the content of a file. Raises UserError if it has more than MOST_BYTES."""
+    if path.stat().st_size > MOST_BYTES:
+        raise UserError(f"{path} has more than {MOST_BYTES} bytes")
+    return path.read_bytes()

@@ -1,6 +1,7 @@
 """Batches as a function of their number: no loader, no workers, no state to save or lose."""
 
 import hashlib
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,7 +14,7 @@ IGNORE = -100  # a target that F.cross_entropy skips
 
 
 def seed_for(*place: int | str) -> int:
-    """Return a 63-bit seed for one purpose at one place of a run: (seed, "dropout", step, micro_batch)."""
+    """Return a 63-bit seed for one purpose at one place of a run, such as (seed, "dropout", step, micro_batch)."""
     return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest()) >> 1
 
 
@@ -29,7 +30,8 @@ def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
     index = index.astype(np.uint64)
     outside = np.ones(len(index), dtype=bool)
     while outside.any():
-        left, right = index[outside] >> np.uint64(half), index[outside] & mask
+        left = index[outside] >> np.uint64(half)
+        right = index[outside] & mask
         for key in keys:
             mixed = (right ^ key) * np.uint64(0x9E3779B97F4A7C15)
             mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
@@ -40,12 +42,14 @@ def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 class Batches:
-    """Training batches. No token is an input twice in an epoch; each epoch has its own order and offset of windows.
+    """Batches of training sequences. A token is an input at most once in an epoch.
+
+    Each epoch cuts the text at another offset, and draws the sequences in another order.
 
     Args:
-        tokens: (n,) ids, memory-mapped. They are read as a ring: the last window may go on at the beginning.
+        tokens: (n,) ids, memory-mapped. They are read as a ring: the last sequence may end at the beginning.
         batch_size, context_length: B and T of a batch.
-        seed: decides the order.
+        seed: decides the offsets and the orders.
 
     Raises UserError if there are fewer than context_length + 1 tokens.
     """
@@ -56,17 +60,20 @@ class Batches:
                 f"the training split has {len(tokens):,} tokens and needs context_length + 1 = {context_length + 1:,}: "
                 "use more text or a smaller --model.context_length"
             )
-        self.tokens, self.batch_size, self.context_length, self.seed = tokens, batch_size, context_length, seed
-        self.windows_per_epoch = len(tokens) // context_length
+        self.tokens = tokens
+        self.batch_size = batch_size
+        self.context_length = context_length
+        self.seed = seed
+        self.sequences_per_epoch = len(tokens) // context_length
 
     def starts(self, batch: int) -> np.ndarray:
-        """Return where the windows of the batch with this number begin, (B,)."""
-        place = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
-        epochs, windows = np.divmod(place, self.windows_per_epoch)
-        starts = np.empty_like(place)
+        """Return where the sequences of the batch with this number begin, (B,)."""
+        drawn = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
+        epochs, numbers = np.divmod(drawn, self.sequences_per_epoch)
+        starts = np.empty_like(drawn)
         for epoch in np.unique(epochs):  # one, or more where an epoch ends inside the batch
             here = epochs == epoch
-            order = permute(windows[here], self.windows_per_epoch, seed_for(self.seed, "order", int(epoch)))
+            order = permute(numbers[here], self.sequences_per_epoch, seed_for(self.seed, "order", int(epoch)))
             offset = seed_for(self.seed, "offset", int(epoch)) % self.context_length
             starts[here] = order * self.context_length + offset
         return starts
@@ -82,12 +89,12 @@ def validation_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield all of `tokens` once, in order: inputs and targets, both (B, T) int64. Targets are padded with IGNORE.
 
-    Each of `world` ranks gets every world-th batch. All get equally many, so a last one may be nothing but padding.
+    Each of `world` ranks gets every world-th batch. All get the same number of batches: the last may be padding only.
     """
-    num_windows = -(-(len(tokens) - 1) // context_length)
-    columns = np.arange(context_length + 1)
-    for first in range(0, num_windows, batch_size * world):
-        places = (first + rank * batch_size + np.arange(batch_size))[:, None] * context_length + columns
+    num_sequences = math.ceil((len(tokens) - 1) / context_length)
+    for first in range(0, num_sequences, batch_size * world):
+        numbers = first + rank * batch_size + np.arange(batch_size)
+        places = numbers[:, None] * context_length + np.arange(context_length + 1)
         inputs, targets = to_device(tokens[np.minimum(places, len(tokens) - 1)], device)
         beyond = places[:, 1:] >= len(tokens)
         if beyond.any():  # only then, because the mask has to be copied to the device
@@ -95,9 +102,12 @@ def validation_batches(
         yield inputs, targets
 
 
-def to_device(windows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Turn (B, T + 1) ids into inputs and targets, both (B, T) int64. The narrow ids are copied and widened there."""
-    ids = torch.from_numpy(np.ascontiguousarray(windows))
+def to_device(sequences: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return (B, T + 1) ids as inputs and targets on the device, both (B, T) int64.
+
+    The ids are copied in 2 or 4 bytes each, and become int64 on the device.
+    """
+    ids = torch.from_numpy(np.ascontiguousarray(sequences))
     if device.type == "cuda":
         ids = ids.pin_memory()
     ids = ids.to(device, non_blocking=True).long()

@@ -20,9 +20,9 @@ class DataConfig:
     text_column: str = "text"
     """The column that holds the text, in tables and hub data sets."""
     max_tokens: int | None = None
-    """Stop tokenising after about this many tokens. None: everything. chars and bpe learn from more."""
+    """Stop tokenising after about this many tokens. None: everything. chars and bpe may learn from text beyond them."""
     val_fraction: float = 0.1
-    """Share of the documents, or of the end of one document or of token files, that is kept for validation."""
+    """Share of the documents that is kept for validation. Of one document, or of token files, it is the end."""
     val_source: str | None = None
     """Token files to validate on. None: the end of those of the source."""
 

@@ -1,6 +1,6 @@
 """A prepared corpus: train.bin and val.bin (flat token ids), the tokenizer's files, and meta.json, a description.
 
-Ids are little-endian, of 16 bits where the vocabulary allows. A corpus is checked against meta.json when it is opened.
+Ids are little-endian, of 16 bits where the vocabulary allows. Opening a corpus compares its files with meta.json.
 """
 
 import hashlib
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data import errors_as_user_error
+from data import errors_as_user_error, read_small
 from data.encoding import Tokenizer
-from data.tokenizer import FILES, MOST_JSON, load_tokenizer, read_files
+from data.tokenizer import FILES, load_tokenizer
 from errors import UserError
 
 SPLITS = ("train", "val")
@@ -20,17 +20,17 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus, opened: a prepared one, or token files."""
+    """An open corpus: a prepared one, or token files."""
 
     directory: Path
     meta: dict
     tokenizer: Tokenizer
-    tokenizer_files: dict[str, bytes]
     tokens: dict[str, np.ndarray]
-    """The ids of "train" and "val", memory-mapped: (n,) uint16 or uint32; or `Shards`, which are read like an array."""
+    """The ids of "train" and "val", memory-mapped: (n,) uint16 or uint32, or a `TokenArray`, which is indexed alike."""
 
     def __str__(self) -> str:
-        train, val = self.meta["train"], self.meta["val"]
+        train = self.meta["train"]
+        val = self.meta["val"]
         return (
             f"{self.meta['source']}, {train['tokens']:,} tokens, {val['tokens']:,} to validate "
             f"({self.tokenizer.name}, {val['bytes'] / val['tokens']:.2f} bytes each)"
@@ -38,14 +38,14 @@ class Corpus:
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    """Return the type of the ids in a file: as narrow as the vocabulary allows."""
+    """Return the narrowest type of ids that holds the vocabulary."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 
-def fingerprint(tokenizer_files: dict[str, bytes], meta: dict) -> str:
-    """Return the SHA-256 of tokenizer.json and of the SHA-256 of both splits, which tells corpora apart."""
+def fingerprint(tokenizer: Tokenizer, meta: dict) -> str:
+    """Return the SHA-256 of tokenizer.json and the hashes of both splits. A run finds its corpus by it."""
     hashes = "".join(meta[split]["sha256"] for split in SPLITS)
-    return hashlib.sha256(tokenizer_files[FILES[0]] + hashes.encode()).hexdigest()
+    return hashlib.sha256(tokenizer.files[FILES[0]] + hashes.encode()).hexdigest()
 
 
 def is_prepared(directory: str | Path) -> bool:
@@ -56,33 +56,32 @@ def is_prepared(directory: str | Path) -> bool:
 def open_corpus(directory: Path) -> Corpus:
     """Open a prepared corpus. Raises UserError if it is incomplete, or has changed since it was prepared."""
     with errors_as_user_error(f"{directory} is not a complete prepared corpus"):
-        if (directory / "meta.json").stat().st_size > MOST_JSON:
-            raise UserError(f"{directory / 'meta.json'} has more than {MOST_JSON} bytes")
-        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
-        tokenizer, files = load_tokenizer(directory), read_files(directory)
+        meta = json.loads(read_small(directory / "meta.json"))
+        tokenizer = load_tokenizer(directory)
         if not isinstance(meta["source"], str) or not isinstance(meta["tokenizer"], str):
             raise UserError(f"{directory / 'meta.json'} does not describe a prepared corpus")
-        if meta["fingerprint"] != fingerprint(files, meta):
+        if meta["fingerprint"] != fingerprint(tokenizer, meta):
             raise UserError(f"{directory} has changed since it was prepared: its fingerprint is not that of its files")
-        tokens = {split: check(directory / f"{split}.bin", meta[split], tokenizer) for split in SPLITS}
-        return Corpus(directory, meta, tokenizer, files, tokens)
+        tokens = {split: map_split(directory / f"{split}.bin", meta[split], tokenizer) for split in SPLITS}
+        return Corpus(directory, meta, tokenizer, tokens)
 
 
-def check(path: Path, expected: dict, tokenizer: Tokenizer) -> np.ndarray:
-    """Map a file of ids, and compare it with its entry in meta.json: its size, and its content if it was touched since.
+def map_split(path: Path, expected: dict, tokenizer: Tokenizer) -> np.ndarray:
+    """Memory-map the ids of a split, and compare the file with its entry in meta.json.
 
-    Raises UserError for a file that has changed, or an id that the vocabulary does not have.
+    Its size is compared, and its content if the file was touched since the preparation. Raises UserError for a file
+    that has changed, or an id that the vocabulary does not have.
     """
     dtype = dtype_of(tokenizer)
-    stat, size = path.stat(), expected["tokens"] * dtype.itemsize
+    stat = path.stat()
+    size = expected["tokens"] * dtype.itemsize
     if stat.st_size != size or expected["tokens"] < 2 or not expected["bytes"] > 0:
         raise UserError(f"{path} has {stat.st_size} bytes instead of {size}")
-    if stat.st_ctime_ns == expected["ctime_ns"]:  # no program can set this time
-        return np.memmap(path, dtype, mode="r")
-    with open(path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-            raise UserError(f"{path} has changed since it was prepared: its SHA-256 is another")
     tokens = np.memmap(path, dtype, mode="r")
-    if tokens.max() >= tokenizer.vocab_size:
-        raise UserError(f"{path} holds id {tokens.max()}, and the vocabulary has {tokenizer.vocab_size}")
+    if stat.st_ctime_ns != expected["ctime_ns"]:  # no program can set this time
+        with open(path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+                raise UserError(f"{path} has changed since it was prepared: its SHA-256 is another")
+        if tokens.max() >= tokenizer.vocab_size:
+            raise UserError(f"{path} holds id {tokens.max()}, and the vocabulary has {tokenizer.vocab_size}")
     return tokens

@@ -1,24 +1,29 @@
 """Text to token ids and back: one interface, and the two kinds of tokenizer behind it.
 
     TiktokenTokenizer   ours, a `tiktoken.Encoding`; data/tokenizer.py makes and saves it
-    HubTokenizer        any other tokenizer.json, through the library `tokenizers` that it was written for
+    HubTokenizer        any other tokenizer.json, read by the library `tokenizers`
 
-Special tokens, such as the end of a text, have no text, and their names in a text are not looked for. (A model of
+Special tokens, such as the end of a text, have no text. Their names in a text are ordinary text. (A tokenizer of whole
 words, or Unigram, may know such a name as a word nevertheless.)
 """
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 import tiktoken
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from data import errors_as_user_error
 from errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+FILES = ("tokenizer.json", "tokenizer_config.json")
 REPLACEMENT = "\ufffd"  # the character that stands for bytes that are not UTF-8
 
 # A byte-level tokenizer.json spells each byte as a printable character, as GPT-2 did (Radford et al. 2019).
@@ -29,37 +34,49 @@ BYTES = {character: byte for byte, character in SPELLING.items()}
 
 
 def to_bytes(spelled: str) -> bytes:
-    """Bytes from their spelling. Raises KeyError for a character that spells no byte."""
+    """Return the bytes of a spelling. Raises KeyError for a character that spells no byte."""
     return bytes(BYTES[character] for character in spelled)
 
 
+def split_into_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Return the step that cuts text by a pattern and spells each part as bytes."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
 class Tokenizer(ABC):
-    """A tokenizer of either kind."""
+    """The interface of both kinds of tokenizer."""
 
     name: str
     vocab_size: int
-    """The largest id that a text, its start or its end can have, plus one. Some ids below may be unused."""
+    """One more than the largest id of a text, its start or its end. Some smaller ids may be unused."""
     end_of_text: int | None
-    """The id between documents, None if there is none: written before each of them; a sample ends at it."""
+    """The id that is written before each document, and at which a sample ends. None if the tokenizer has none."""
     ends: frozenset[int]
     """The ids at which a sample ends: end_of_text, and the end of an answer in models that answer questions."""
     start_of_text: int | None
-    """The id that a prompt has to begin with (often called BOS), None if the tokenizer puts none there."""
+    """The id with which a prompt has to begin (often called BOS). None if the tokenizer puts none there."""
     special_tokens: dict[str, int]
-    """Names and ids of the tokens that stand for no text."""
+    """The special tokens: name -> id."""
+    files: dict[str, bytes]
+    """The content of FILES by name, as it was read or is to be written. The second file may be missing."""
 
     def check_fits(self, rows: int) -> None:
-        """Raise UserError if a text can have an id for which a model of this many rows has no row."""
+        """Raise UserError if a text can have an id that a model with this many embeddings has no embedding for."""
         if self.vocab_size > rows:
             raise UserError(f"the tokenizer {self.name!r} has {self.vocab_size} tokens, the model {rows}")
 
     @property
     def document_start(self) -> list[int]:
-        """The ids before each document: end_of_text and start_of_text, as far as they exist."""
+        """The ids before each document: end_of_text and start_of_text, without those that are None."""
         return [token for token in (self.end_of_text, self.start_of_text) if token is not None]
 
     def encode(self, text: str) -> np.ndarray:
-        """Encode text as ids, (n,) uint32. The name of a special token in the text is ordinary text.
+        """Return the ids of a text, (n,) uint32. The name of a special token in the text is ordinary text.
 
         Raises UserError for a lone surrogate, and for text that the tokenizer cannot encode.
         """
@@ -69,51 +86,56 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_unicode(self, text: str) -> np.ndarray:
-        """Encode text without lone surrogates, for `encode`. May raise anything."""
+        """Return the ids of a text without lone surrogates, for `encode`. May raise any exception."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids to text. Special tokens and unused ids have no text; broken characters become U+FFFD."""
+        """Return the text of ids. Special tokens and unused ids have no text. Broken characters become U+FFFD."""
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that label one token: its text, the name of a special token, or b"" for an unused id."""
+        """Return the bytes that label one token: its text, the name of a special token, or b"" for an unused id."""
 
 
 class TextStream:
-    """Text of ids that arrive one at a time. before: ids of the prompt, whose text is not repeated.
+    """The text of ids that arrive one at a time. before: the ids of the prompt, whose text is not returned.
 
     The text of an id depends on its neighbours: one character may take several ids, and some tokenizers drop the space
     in front of the first word. So new ids are decoded together with those whose text was returned last.
-    (Some decoders replace a whole run of bytes for one that is broken. What was returned before it stays.)
+    (Some decoders replace a whole run of bytes if one of them is broken. Text that was returned before stays.)
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
-        self.tokenizer, self.returned, self.waiting = tokenizer, list(before), []
+        self.tokenizer = tokenizer
+        self.returned = list(before)
+        self.waiting = []
 
     def add(self, token: int) -> str:
-        """Add an id. Returns the text that is now certain: nothing while a character may be incomplete."""
+        """Add an id, and return the text that is now certain: "" while a character may be incomplete."""
         self.waiting.append(token)
         text = self.end()
         is_written = self.tokenizer.token_bytes(token).endswith(REPLACEMENT.encode())  # as a character of its own
         if not text or (text.endswith(REPLACEMENT) and not is_written):
             return ""
-        self.returned, self.waiting = self.waiting, []
+        self.returned = self.waiting
+        self.waiting = []
         return text
 
     def end(self) -> str:
-        """The text that `add` has not returned, with a broken character replaced."""
+        """Return the text that `add` has not returned, with a broken character replaced."""
         decode = self.tokenizer.decode
         return decode(self.returned + self.waiting)[len(decode(self.returned)) :]
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tokenizer of ours. Its tokens are byte strings, and text may be encoded in pieces (data/sources.py cuts it)."""
+    """A tokenizer of ours. Its tokens are byte strings, and a text may be encoded in pieces."""
 
     start_of_text = None
 
     def __init__(self, encoding: tiktoken.Encoding):
-        self.encoding, self.name, self.vocab_size = encoding, encoding.name, encoding.n_vocab
+        self.encoding = encoding
+        self.name = encoding.name
+        self.vocab_size = encoding.n_vocab
         self.special_tokens = dict(encoding._special_tokens)
         self.end_of_text = self.special_tokens.get(END_OF_TEXT)
         self.ends = frozenset({self.end_of_text} - {None})
@@ -121,9 +143,49 @@ class TiktokenTokenizer(Tokenizer):
         self.labels = self.ordinary | {number: name.encode() for name, number in self.special_tokens.items()}
         self.characters = {token.decode() for token in self.ordinary.values()} if self.name == "chars" else None
 
+    @classmethod
+    def from_json(cls, name: str, content: bytes) -> Self:
+        """Return the tokenizer of a tokenizer.json of ours. Raises any exception for another content."""
+        described = json.loads(content)
+        special = {token["content"]: token["id"] for token in described["added_tokens"]}
+        vocabulary = described["model"]["vocab"]
+        ranks = {to_bytes(spelled): rank for spelled, rank in vocabulary.items() if spelled not in special}
+        pattern = described["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        return cls(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
+
+    @cached_property
+    def files(self) -> dict[str, bytes]:
+        """The content of FILES by name. `from_json` reads it, and so do `tokenizers` and `transformers`."""
+        special = self.special_tokens
+        ranks = self.encoding._mergeable_ranks
+        spelled = {"".join(SPELLING[byte] for byte in token): rank for token, rank in ranks.items()}
+        # tiktoken joins any two neighbours that form a token, lowest rank first: list every such pair in that order.
+        merges = [
+            (token[:cut], token[cut:])
+            for token in sorted(spelled, key=spelled.get)
+            for cut in range(1, len(token))
+            if token[:cut] in spelled and token[cut:] in spelled
+        ]
+        # In the vocabulary special tokens keep their ids. Only added, they would get the next free ones.
+        vocabulary = spelled | special
+        # Without unk_token, other tools would leave out a character that chars does not know, which flatters a model.
+        model = models.BPE(vocabulary, merges, ignore_merges=True, unk_token=END_OF_TEXT, fuse_unk=True)
+        copy = tokenizers.Tokenizer(model)
+        copy.pre_tokenizer = split_into_bytes(self.encoding._pat_str)
+        copy.decoder = decoders.ByteLevel()
+        copy.add_special_tokens(sorted(special, key=special.get))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "tril_name": self.name,
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+            "unk_token": END_OF_TEXT,
+        }
+        return {FILES[0]: copy.to_str().encode(), FILES[1]: f"{json.dumps(config, indent=2)}\n".encode()}
+
     def encode_unicode(self, text: str) -> np.ndarray:
         if self.characters is not None and (unknown := set(text) - self.characters):
-            character = min(unknown, key=text.index)
+            character = min(unknown, key=text.index)  # the first in the text
             raise UserError(f"the chars tokenizer never saw the character {character!r} (U+{ord(character):04X})")
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
@@ -137,15 +199,15 @@ class TiktokenTokenizer(Tokenizer):
 class HubTokenizer(Tokenizer):
     """Any tokenizer.json, through the library `tokenizers`: the ids are those that `AutoTokenizer` gives.
 
-    A text has to be encoded as a whole, because ids may depend on the whole of it. (A class of `transformers` may do
-    without parts of the file: LlamaTokenizer of version 5 drops a space with which a text begins.)
+    A text has to be encoded as a whole, because each id may depend on all of it. (A class of `transformers` may ignore
+    parts of the file: LlamaTokenizer of version 5 drops a space with which a text begins.)
 
     Args:
         name: for messages.
         content: of tokenizer.json.
         end: the name of the token that ends a text, if tokenizer_config.json gives one. "<|endoftext|>" is preferred.
 
-    Raises whatever the library makes of a bad file.
+    Raises any exception for a bad file.
     """
 
     def __init__(self, name: str, content: bytes, end: str | None):
@@ -155,10 +217,12 @@ class HubTokenizer(Tokenizer):
         self.library.encode_special_tokens = True  # a special token's name in a text is ordinary text
         if getattr(self.library.model, "dropout", None):
             raise ValueError("it draws ids at random")
-        self.name, vocabulary = name, self.library.get_vocab()
+        self.name = name
+        vocabulary = self.library.get_vocab()
         self.end_of_text = vocabulary.get(END_OF_TEXT, vocabulary.get(end))
         self.ends = frozenset({self.end_of_text, vocabulary.get(end)} - {None})
-        word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).encode("a")  # any text
+        # The library adds a start, if the file asks for one, to the ids of any text: here to those of a word.
+        word = tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a")).encode("a")
         framed = self.library.post_process(word)
         self.start_of_text = framed.ids[0] if framed.special_tokens_mask[:1] == [1] else None
         self.added = self.library.get_added_tokens_decoder()

@@ -3,8 +3,8 @@
     python -m data.prepare SOURCE --tokenizer NAME --out DIR
 
 A prepared corpus is a directory (data/corpus.py). It is written as .DIR.tmp and renamed when it is complete, so an
-interrupted preparation never looks finished: the same command removes it and starts again. Another state of the source
-is another corpus, with a directory of its own.
+interrupted preparation never looks finished: the same command removes it and starts again. When the source has changed,
+another corpus is prepared, in a directory of its own.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from data import sources
+from data import read_small, sources
 from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
-from data.token_files import has_shards, open_shards
+from data.token_files import has_token_files, open_token_files
 from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer, load_tokenizer, read_files
 from errors import UserError
@@ -34,32 +34,39 @@ PREPARED = Path(__file__).parent / "prepared"
 def prepare(
     config: DataConfig, out: Path | None = None, fingerprint: str | None = None, model: Path | None = None
 ) -> Corpus:
-    """Return the prepared corpus of a configuration; prepare it unless it is there.
+    """Return the corpus of a configuration, and prepare it first unless it exists.
 
     Args:
         out: the directory to write. None: one in PREPARED.
-        fingerprint: that of the corpus a run began with. That corpus is used if it is still on this machine, whatever
-            has happened to its source since.
-        model: the directory whose tokenizer the name "model" stands for.
+        fingerprint: that of the corpus with which a run began. This corpus is used if it is still on this machine, even
+            if its source has changed since.
+        model: the directory whose tokenizer has the name "model".
 
-    Raises UserError if the source cannot be used, if `out` holds something other than this corpus, or if that has
+    Raises UserError if the source cannot be used, if `out` holds something other than this corpus, or if the corpus has
     another fingerprint.
     """
     corpus = find_prepared(fingerprint, config.source)
     if corpus is None:
-        if config.tokenizer == "model" and model is None and not is_prepared(config.source):
+        is_corpus = is_prepared(config.source)
+        is_tokens = not is_corpus and has_token_files(config.source)
+        if config.tokenizer == "model" and model is None and not is_corpus:
             raise UserError("the tokenizer 'model' is that of train.init_from, which is not given")
-        make = open_source if is_prepared(config.source) else open_shards if has_shards(config.source) else None
-        if make and out is not None:
+        if out is not None and (is_corpus or is_tokens):
             raise UserError(f"{config.source} is tokens already: there is nothing to write to {out}")
-        if config.val_source and make is not open_shards:
+        if config.val_source and not is_tokens:
             raise UserError(f"data.val_source is for token files, and {config.source} has none")
-        if make is open_shards and fingerprint is not None:  # other versions of libraries write other tokenizer.jsons
-            config = replace(config, tokenizer="model")
-        corpus = make(config, model) if make else prepare_source(config, out, model)
+        if is_corpus:
+            corpus = open_source(config, model)
+        elif is_tokens:
+            if fingerprint is not None:  # the run's own copy: another version of a library may write another
+                config = replace(config, tokenizer="model")
+            corpus = open_token_files(config, model)
+        else:
+            corpus = prepare_source(config, out, model)
     if fingerprint not in (None, corpus.meta["fingerprint"]):
-        parts = sorted(set(fingerprint.splitlines()) ^ set(corpus.meta["fingerprint"].splitlines()))
-        changed = f" ({parts[0].rpartition(':')[0]} differs, or is missing)" if ":" in parts[0] else ""
+        different = sorted(set(fingerprint.splitlines()) ^ set(corpus.meta["fingerprint"].splitlines()))
+        name, colon, _ = different[0].rpartition(":")  # of token files: a line for each
+        changed = f" ({name} differs, or is missing)" if colon else ""
         raise UserError(f"{config.source} is not the text this run began with{changed}: put that back to go on")
     return corpus
 
@@ -68,7 +75,8 @@ def open_source(config: DataConfig, model: Path | None) -> Corpus:
     """Open a source that is a prepared corpus. Raises UserError if it has another tokenizer than the configuration."""
     corpus = open_corpus(Path(config.source))
     place = find_tokenizer(config.tokenizer, model)
-    if not (corpus.tokenizer_files == read_files(place) if place else corpus.meta["tokenizer"] == config.tokenizer):
+    is_same = corpus.tokenizer.files == read_files(place) if place else corpus.meta["tokenizer"] == config.tokenizer
+    if not is_same:
         raise UserError(
             f"{config.source} was prepared with --data.tokenizer {corpus.meta['tokenizer']}, not {config.tokenizer}"
         )
@@ -80,8 +88,8 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
 
     Raises UserError if the directory holds something else, or a corpus that has changed.
     """
-    recipe = make_recipe(config, model)
-    directory = (out or default_directory(config, recipe)).resolve()  # behind a link, where it can be renamed
+    key = corpus_key(config, model)
+    directory = (out or default_directory(config, key)).resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both work.
@@ -89,14 +97,14 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
         if directory.exists() and os.listdir(directory):
             with suppress(UserError):
                 corpus = open_corpus(directory)
-                if recipe.items() <= corpus.meta.items():
+                if key.items() <= corpus.meta.items():
                     return corpus
             mend = "remove it, or give another --out" if out else "remove it"
             raise UserError(f"{directory} is not the corpus of this text, or is damaged: {mend}")
         shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
         temporary.mkdir()
         try:
-            write_corpus(config, recipe, temporary, model)
+            write_corpus(config, key, temporary, model)
             for path in (*temporary.iterdir(), temporary):
                 sync(path)
             temporary.rename(directory)
@@ -106,32 +114,32 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
     return open_corpus(directory)
 
 
-def make_recipe(config: DataConfig, model: Path | None) -> dict:
-    """Return everything a corpus depends on, with the state of its source."""
-    recipe = {"format": FORMAT, **{field.name: getattr(config, field.name) for field in fields(DataConfig)}}
-    recipe["signature"] = sources.signature(config.source)
-    del recipe["val_source"]  # of token files
-    recipe["vocabulary"] = None
+def corpus_key(config: DataConfig, model: Path | None) -> dict:
+    """Return everything that a corpus depends on, by name. meta.json repeats it."""
+    key = {"format": FORMAT, **{field.name: getattr(config, field.name) for field in fields(DataConfig)}}
+    del key["val_source"]  # of token files
+    key["signature"] = sources.signature(config.source)
+    key["vocabulary"] = None
     if place := find_tokenizer(config.tokenizer, model):
-        load_tokenizer(place)  # a bad one is refused here, where its place can be named
-        recipe["vocabulary"] = hashlib.sha256(b"\0".join(read_files(place).values())).hexdigest()
-    return recipe
+        tokenizer = load_tokenizer(place)  # a bad one is refused here, where its place can be named
+        key["vocabulary"] = hashlib.sha256(b"\0".join(tokenizer.files.values())).hexdigest()
+    return key
 
 
-def default_directory(config: DataConfig, recipe: dict) -> Path:
-    """Name a directory in PREPARED: readable, with a hash that tells recipes apart."""
-    short = hashlib.sha256(repr(recipe).encode()).hexdigest()[:8]
+def default_directory(config: DataConfig, key: dict) -> Path:
+    """Return a directory in PREPARED with a readable name, which ends with a hash of the corpus's key."""
+    short = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
     name = f"{Path(config.source).stem}-{Path(config.tokenizer).stem}-{short}"
     return PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
 
 
 def find_prepared(fingerprint: str | None, source: str) -> Corpus | None:
-    """Find the corpus that a run was trained on by its fingerprint, None if it is not on this machine."""
-    if not isinstance(fingerprint, str):  # also a stranger's
+    """Return the prepared corpus with this fingerprint, None if it is neither the source nor in PREPARED."""
+    if not isinstance(fingerprint, str):  # a file that is not ours may hold anything
         return None
     for directory in (Path(source), *sorted(PREPARED.glob("*"))):
         with suppress(UserError, OSError, ValueError):
-            if fingerprint in (directory / "meta.json").read_text(encoding="utf-8"):
+            if fingerprint in read_small(directory / "meta.json").decode():  # quicker than opening every corpus
                 corpus = open_corpus(directory)
                 if corpus.meta["fingerprint"] == fingerprint:
                     return corpus

@@ -1,7 +1,10 @@
 """Where text comes from: the standard library, files, folders, globs, tables, and data sets of the Hugging Face hub.
 
-A corpus is a stream of documents, and a document is a stream of pieces of bounded size, so that neither a large
-corpus nor one long line ever has to fit in memory.
+A corpus is a stream of documents, and a document is a stream of pieces of bounded size, so that neither a large corpus
+nor one long line ever has to fit in memory.
+
+A source is local files, or PREFIX:NAME with a prefix in READERS. For a new kind of source write a function, and enter
+it in READERS (docs/data.md).
 """
 
 import glob
@@ -9,7 +12,7 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,61 +33,77 @@ GENERATED = re.compile(rb"(?i)auto-?generated")
 CODES = re.compile(rb"(?:0x|\\[xuU]|U\+)[0-9a-fA-F]+|[0-9]+")
 MOST_CODES = 0.08  # of a file; what people write has less
 BATCH = 100  # rows of a table that are read at once
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # of `datasets`, by suffix
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
-Document = Iterator[str]
+Document = str | Iterable[str]  # the text, or its parts one after the other, each of any size
 
 
-def documents(source: str, text_column: str) -> Iterator[Document]:
-    """Yield the documents of a source, in a fixed order. Read each one before asking for the next.
+def documents(source: str, text_column: str) -> Iterator[Iterator[str]]:
+    """Yield the documents of a source in a fixed order, each in pieces. Read each one before asking for the next.
 
-    source: "stdlib"; a file, folder or glob of text or tables (JSON lines, Parquet, CSV); or a hub data set, as in
-    hf:NAME[:CONFIG][@REVISION], of which the training split is read over the network. Raises UserError if there is
-    nothing of this name, or for a file that holds no text.
+    source: "stdlib"; a file, folder or glob of text or tables (JSON lines, Parquet, CSV); or PREFIX:NAME.
+    text_column: the column that holds the text, in tables and hub data sets.
+
+    Raises UserError if there is no such source, or for a file that holds no text.
     """
-    if source.startswith("hf:"):
-        yield from read_hub(source, text_column)
-        return
-    for file in files(source):
-        yield from read_file(file, text_column)
+    prefix, name = split_prefix(source)
+    read = READERS.get(prefix, read_files)
+    for document in read(name, text_column):
+        yield cut([document] if isinstance(document, str) else document)
 
 
-def read_file(path: Path, text_column: str) -> Iterator[Document]:
-    """Yield the rows of a table, compressed or not, by the name of the file; else the file as one document."""
-    name = Path(path.name.lower())
-    builder = BUILDERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
-    if builder is None:
-        yield read_text(path)
-    elif path.name.lower().endswith(".parquet"):
-        yield from read_parquet(str(path), text_column)
-    elif path.stat().st_size:  # `datasets` cannot read an empty one
-        yield from read_table(str(path), text_column, builder, data_files=[glob.escape(str(path))])
+def cut(parts: Iterable[str]) -> Iterator[str]:
+    """Yield a text in pieces of at most PIECE characters, cut at harmless places if there are any."""
+    rest = ""
+    for part in parts:
+        rest += part
+        start = 0
+        while len(rest) - start > PIECE:
+            place = CUT.search(rest, start + PIECE - PIECE // 16, start + PIECE)
+            end = place.start() if place else start + PIECE
+            yield rest[start:end]
+            start = end
+        rest = rest[start:]
+    yield rest
+
+
+def split_prefix(source: str) -> tuple[str, str]:
+    """Return the prefix and the name of a source: ("hf", NAME) for hf:NAME, ("", source) for local files."""
+    prefix, colon, name = source.partition(":")
+    return (prefix, name) if colon and prefix in READERS else ("", source)
 
 
 def files(source: str) -> list[Path]:
-    """Return the files of a local source, sorted. Raises UserError if there are none."""
+    """Return the files of a local source, sorted, and none for a source with a prefix in READERS.
+
+    Raises UserError if there is no such source.
+    """
+    if split_prefix(source)[0]:
+        return []
     path = Path(source)
     if source == "stdlib":
-        found = [path for path in walk(Path(sysconfig.get_path("stdlib")), ".py", NOT_STDLIB) if not is_table(path)]
+        modules = walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB)
+        found = [path for path in modules if path.suffix == ".py" and not is_table(path)]
     elif path.is_dir():
-        found = walk(path, "", HIDDEN)
+        found = walk(path, HIDDEN)
     elif path.is_file():  # its name may hold characters of a glob
         found = [path]
     else:
         found = map(Path, glob.glob(str(path), recursive=True))
     found = sorted(file for file in found if file.is_file())
     if not found:
-        raise UserError(f"no text found at {source!r}: give a file, a folder, a glob, hf:NAME or stdlib")
+        kinds = ", ".join(f"{prefix}:NAME" for prefix in READERS)
+        raise UserError(f"no text found at {source!r}: give a file, a folder, a glob, {kinds} or stdlib")
     return found
 
 
-def walk(root: Path, suffix: str, skip: re.Pattern) -> list[Path]:
-    """Find all files of this suffix below a folder, except those with a name to skip on the way."""
+def walk(root: Path, skip: re.Pattern) -> list[Path]:
+    """Return all files below a folder, except those with a name to skip on the way."""
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not skip.fullmatch(name)]  # os.walk enters these alone
-        found += [Path(folder, name) for name in names if name.endswith(suffix) and not skip.fullmatch(name)]
+        folders[:] = [name for name in folders if not skip.fullmatch(name)]  # os.walk enters only these
+        found += [Path(folder, name) for name in names if not skip.fullmatch(name)]
     return found
 
 
@@ -97,19 +116,54 @@ def is_table(path: Path) -> bool:
 
 
 def signature(source: str) -> str:
-    """Return a hash that changes with a local source: of the names, sizes and times of its files."""
-    if source.startswith("hf:"):
+    """Return a hash of the names, sizes and times of the files of a source, or the source itself if it has no files."""
+    found = files(source)
+    if not found:
         return source
-    stats = [(path.resolve(), path.stat()) for path in files(source)]
+    stats = [(path.resolve(), path.stat()) for path in found]
     stamps = "\n".join(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats)
     return hashlib.sha256(stamps.encode(errors="surrogateescape")).hexdigest()
 
 
-def read_hub(source: str, text_column: str) -> Iterator[Document]:
-    """Yield the training split of a hub data set, read over the network. Raises UserError for a malformed name."""
-    parts = re.fullmatch(r"hf:([\w./-]+)(?::([^@]+))?(?:@(.+))?", source)
+def read_files(source: str, text_column: str) -> Iterator[Document]:
+    """Yield the documents of local files."""
+    for file in files(source):
+        yield from read_file(file, text_column)
+
+
+def read_file(path: Path, text_column: str) -> Iterator[Document]:
+    """Yield the rows of a table, compressed or not, by the name of the file; else the file as one document."""
+    name = Path(path.name.lower())
+    builder = BUILDERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
+    if builder is None:
+        yield read_text(path)
+    elif name.suffix == ".parquet":
+        yield from read_parquet(str(path), text_column)
+    elif path.stat().st_size:  # `datasets` cannot read an empty one
+        yield from read_table(str(path), text_column, builder, data_files=[glob.escape(str(path))])
+
+
+def read_text(path: Path) -> Iterator[str]:
+    """Yield a UTF-8 file in parts. Raises UserError if it is not UTF-8."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        try:
+            while part := file.read(PIECE):
+                yield part
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path} is not UTF-8 ({error.reason}): convert or decompress it; if it is no text, leave it out by a "
+                "glob in quotes, such as 'src/**/*.py'"
+            ) from None
+
+
+def read_hub(name: str, text_column: str) -> Iterator[str]:
+    """Yield the training split of a hub data set, NAME[:CONFIG][@REVISION], read over the network.
+
+    Raises UserError for a malformed name.
+    """
+    parts = re.fullmatch(r"([\w./-]+)(?::([^@]+))?(?:@(.+))?", name)
     if not parts:
-        raise UserError(f"{source!r} does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
+        raise UserError(f"'hf:{name}' does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
     import datasets  # slow to import
 
     name, config, revision = parts.groups()
@@ -123,10 +177,10 @@ def read_hub(source: str, text_column: str) -> Iterator[Document]:
         yield from read_table(name, text_column, name, name=config, revision=revision)
 
 
-def read_parquet(path: str, text_column: str) -> Iterator[Document]:
-    """Yield the text column of a Parquet file, local or on the hub, one document a row.
+def read_parquet(path: str, text_column: str) -> Iterator[str]:
+    """Yield the text column of a Parquet file, local or on the hub.
 
-    By `pyarrow` itself: streamed by `datasets`, it may abort the process in the end (apache/arrow#45214).
+    It is read by `pyarrow`, because streaming by `datasets` may abort the process in the end (apache/arrow#45214).
     """
     import fsspec  # slow to import, like the next one
     import pyarrow.parquet
@@ -136,15 +190,14 @@ def read_parquet(path: str, text_column: str) -> Iterator[Document]:
         fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file,
     ):
         table = pyarrow.parquet.ParquetFile(file)
-        check_column(path, text_column, table.schema_arrow.names)
         for batch in table.iter_batches(BATCH, columns=[text_column]):
-            yield from as_documents(path, text_column, batch)
+            yield from texts(path, text_column, table.schema_arrow.names, batch)
 
 
-def read_table(where: str, text_column: str, table: str, **options: object) -> Iterator[Document]:
-    """Yield the text column of a table that `datasets` streams, one document a row.
+def read_table(where: str, text_column: str, table: str, **options: object) -> Iterator[str]:
+    """Yield the text column of a table that `datasets` streams.
 
-    where: for messages. table, options: for `load_dataset`.
+    where: the name of the table in messages. table, options: the arguments of `load_dataset`.
     """
     import datasets
 
@@ -152,46 +205,25 @@ def read_table(where: str, text_column: str, table: str, **options: object) -> I
     with errors_as_user_error(f"cannot read {where}"):
         rows = datasets.load_dataset(table, split="train", streaming=True, **options)
         for batch in rows.with_format("arrow").iter(BATCH):
-            check_column(where, text_column, batch.column_names)
-            yield from as_documents(where, text_column, batch)
+            yield from texts(where, text_column, batch.column_names, batch)
 
 
-def check_column(where: str, text_column: str, names: list[str]) -> None:
-    """Raise UserError if a table with these columns has no such column."""
+def texts(
+    where: str, text_column: str, names: list[str], batch: "pyarrow.Table | pyarrow.RecordBatch"
+) -> Iterator[str]:
+    """Yield the texts of some rows of a table. A null is an empty text.
+
+    names: the columns of the whole table. Raises UserError if the text column is not among them, or holds another type.
+    """
     if text_column not in names:
         raise UserError(f"{where} has no column {text_column!r}; it has {', '.join(names)}")
-
-
-def as_documents(where: str, text_column: str, batch: "pyarrow.Table | pyarrow.RecordBatch") -> Iterator[Document]:
-    """Yield the rows of a batch as documents. A null is an empty document."""
     for text in batch.column(text_column).to_pylist():
         if not isinstance(text, str | None):
             raise UserError(f"{where}: the column {text_column!r} holds no text, but {type(text).__name__}")
-        yield split(text or "")
+        yield text or ""
 
 
-def read_text(path: Path) -> Document:
-    """Yield a UTF-8 file in pieces. Raises UserError if it is not UTF-8."""
-    rest = ""
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        try:
-            while block := file.read(PIECE):
-                *pieces, rest = split(rest + block)
-                yield from pieces
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path} is not UTF-8 ({error.reason}): convert or decompress it; if it is no text, leave it out by a "
-                "glob in quotes, such as 'src/**/*.py'"
-            ) from None
-    yield rest
-
-
-def split(text: str) -> Iterator[str]:
-    """Cut text into pieces of about PIECE characters, at harmless places if there are any."""
-    start = 0
-    while len(text) - start > PIECE:
-        cut = CUT.search(text, start + PIECE - PIECE // 16, start + PIECE)
-        end = cut.start() if cut else start + PIECE
-        yield text[start:end]
-        start = end
-    yield text[start:]
+# The kinds of source that are not files: READERS[PREFIX](NAME, text_column) yields the documents of PREFIX:NAME.
+READERS: dict[str, Callable[[str, str], Iterable[Document]]] = {
+    "hf": read_hub,
+}

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -19,7 +19,7 @@ from data.config import DataConfig
 from data.corpus import SPLITS, dtype_of, fingerprint
 from data.encoding import HubTokenizer, Tokenizer
 from data.sources import documents
-from data.tokenizer import find_tokenizer, load_tokenizer, make_tokenizer, read_files, save_tokenizer
+from data.tokenizer import find_tokenizer, load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError
 
 GROUP = 16  # pieces that a thread encodes at a time, since documents may be small
@@ -34,73 +34,81 @@ class Piece(NamedTuple):
     is_start: bool  # of the document
 
 
-def write_corpus(config: DataConfig, recipe: dict, directory: Path, model: Path | None = None) -> None:
+def write_corpus(config: DataConfig, key: dict, directory: Path, model: Path | None = None) -> None:
     """Tokenise a source into an empty directory and write meta.json last.
 
-    model: the directory whose tokenizer the name "model" stands for. Raises UserError if there is not enough text.
+    Args:
+        key: everything that the corpus depends on, for meta.json.
+        model: the directory whose tokenizer has the name "model".
+
+    Raises UserError if there is not enough text.
     """
     write_tokenizer(config, directory, model)
     tokenizer = load_tokenizer(directory)
-    counts = write_tokens(config, tokenizer, directory)
-    num_tokens = sum(count["tokens"] for count in counts.values())
-    share = counts["val"]["tokens"] / max(1, num_tokens)
-    if num_tokens and (share == 1 or not config.val_fraction / 2 <= share <= config.val_fraction * 2):
-        cut_tail(config.val_fraction, tokenizer, directory, counts)  # one document, or too few to share out
-    if any(count["tokens"] < 2 or count["bytes"] < 1 for count in counts.values()):
+    num_tokens, num_bytes = write_tokens(config, tokenizer, directory)
+    share = num_tokens["val"] / max(1, num_tokens.total())
+    if num_tokens.total() and (share == 1 or not config.val_fraction / 2 <= share <= config.val_fraction * 2):
+        # There is one document, or there are too few for the shares that were wanted.
+        num_tokens, num_bytes = cut_tail(config.val_fraction, tokenizer, directory, num_bytes.total())
+    if any(num_tokens[split] < 2 or num_bytes[split] < 1 for split in SPLITS):
         raise UserError(f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation")
-    meta = recipe | {"vocab_size": tokenizer.vocab_size, "dtype": dtype_of(tokenizer).str} | counts
+    meta = key | {"vocab_size": tokenizer.vocab_size, "dtype": dtype_of(tokenizer).str}
     for split in SPLITS:
+        meta[split] = {"tokens": num_tokens[split], "bytes": num_bytes[split]}
         with open(directory / f"{split}.bin", "rb") as file:
             meta[split]["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
             meta[split]["ctime_ns"] = os.fstat(file.fileno()).st_ctime_ns
-    meta["fingerprint"] = fingerprint(read_files(directory), meta)
+    meta["fingerprint"] = fingerprint(tokenizer, meta)
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
 def write_tokenizer(config: DataConfig, directory: Path, model: Path | None) -> None:
-    """Write the tokenizer's files: trained on the source, known by name, or copied."""
+    """Write the files of the configured tokenizer: a copy, or those of one that is made and may learn the source."""
     if place := find_tokenizer(config.tokenizer, model):
-        for name, content in read_files(place).items():
-            (directory / name).write_bytes(content)
-        return
-    texts = (piece.text for piece in pieces(config))
-    with progress_bar(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as shown:
-        save_tokenizer(make_tokenizer(config.tokenizer, shown), directory)
+        tokenizer = load_tokenizer(place)
+    else:
+        texts = (piece.text for piece in pieces(config))
+        with progress_bar(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as shown:
+            tokenizer = make_tokenizer(config.tokenizer, shown)
+    save_tokenizer(tokenizer, directory)
 
 
-def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> dict[str, dict[str, int]]:
+def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> tuple[Counter, Counter]:
     """Write the ids of all documents to train.bin and val.bin, each document after the tokens that start one.
 
-    Returns how many "tokens" and "bytes" of text, in UTF-8, each split has.
+    Returns how many tokens and how many bytes of text, in UTF-8, each split has.
     """
-    counts = {split: {"tokens": 0, "bytes": 0} for split in SPLITS}
-    dtype, most = dtype_of(tokenizer), config.max_tokens or math.inf
+    num_tokens = Counter()
+    num_bytes = Counter()
+    dtype = dtype_of(tokenizer)
     start = np.array(tokenizer.document_start, dtype)
+    found = pieces(config, whole=isinstance(tokenizer, HubTokenizer))
     progress = progress_bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
     with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val, progress:
         files = {"train": train, "val": val}
-        for piece, ids in encode_in_parallel(tokenizer, pieces(config, whole=isinstance(tokenizer, HubTokenizer))):
+        for piece, ids in encode_in_parallel(tokenizer, found):
             ids = ids.astype(dtype)
             if piece.is_start:
                 ids = np.concatenate((start, ids))
-            num_bytes = len(piece.text.encode())
             files[piece.split].write(ids.data)
-            counts[piece.split]["tokens"] += len(ids)
-            counts[piece.split]["bytes"] += num_bytes
-            progress.update(num_bytes)
-            if sum(count["tokens"] for count in counts.values()) >= most:
+            size = len(piece.text.encode())
+            num_tokens[piece.split] += len(ids)
+            num_bytes[piece.split] += size
+            progress.update(size)
+            if num_tokens.total() >= (config.max_tokens or math.inf):
                 break
-    return counts
+    return num_tokens, num_bytes
 
 
 def pieces(config: DataConfig, whole: bool = False) -> Iterator[Piece]:
-    """Yield the source piece by piece; whole: document by document.
+    """Yield the source piece by piece, or document by document if they are to be whole.
 
-    A document goes to validation by a hash of its first piece, so equal documents are never in both splits, unless
+    A document goes to validation by a hash of its first piece, so that equal documents are in the same split, unless
     `cut_tail` makes another validation split.
     """
     for document in documents(config.source, config.text_column):
-        for number, text in enumerate(filter(None, ["".join(document)] if whole else document)):
+        texts = ["".join(document)] if whole else document
+        for number, text in enumerate(filter(None, texts)):
             if number == 0:
                 hashed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
                 split = "val" if hashed < config.val_fraction * 2**64 else "train"
@@ -127,21 +135,22 @@ def encode_in_parallel(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterato
             yield from future.result()
 
 
-def cut_tail(val_fraction: float, tokenizer: Tokenizer, directory: Path, counts: dict) -> None:
-    """Make the last `val_fraction` of all tokens the validation split, and count again.
+def cut_tail(val_fraction: float, tokenizer: Tokenizer, directory: Path, num_bytes: int) -> tuple[Counter, Counter]:
+    """Make the last `val_fraction` of all tokens the validation split. num_bytes: of the text of both splits.
 
-    The bytes of that split are those of its decoded text. They may be wrong by part of a character at the cut, and
-    at the end of each CHUNK.
+    Returns how many tokens and how many bytes of text each split has. The bytes of validation are those of its decoded
+    text. They may be wrong by part of a character at the cut, and at the end of each CHUNK.
     """
     dtype = dtype_of(tokenizer)
     train, val = (directory / f"{split}.bin" for split in SPLITS)
     with open(train, "ab") as file, open(val, "rb") as rest:
         shutil.copyfileobj(rest, file)
     tokens = np.memmap(train, dtype, mode="r")
-    num_train, num_bytes = int(len(tokens) * (1 - val_fraction)), 0
+    num_train = int(len(tokens) * (1 - val_fraction))
     tokens[num_train:].tofile(val)
+    val_bytes = 0
     for first in range(num_train, len(tokens), CHUNK):
-        num_bytes += len(tokenizer.decode(tokens[first : first + CHUNK].tolist()).encode())
+        val_bytes += len(tokenizer.decode(tokens[first : first + CHUNK].tolist()).encode())
     os.truncate(train, num_train * dtype.itemsize)
-    counts["train"] = {"tokens": num_train, "bytes": counts["train"]["bytes"] + counts["val"]["bytes"] - num_bytes}
-    counts["val"] = {"tokens": len(tokens) - num_train, "bytes": num_bytes}
+    num_tokens = Counter(train=num_train, val=len(tokens) - num_train)
+    return num_tokens, Counter(train=num_bytes - val_bytes, val=val_bytes)

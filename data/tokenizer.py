@@ -1,4 +1,4 @@
-"""Tokenizers by name, and the files that keep them, which Hugging Face tools read too.
+"""Tokenizers by name, and their files, which Hugging Face tools read too.
 
     bytes       256 bytes, nothing to learn
     chars       the characters of the corpus
@@ -6,26 +6,23 @@
     gpt2, ...   any encoding that tiktoken knows; it downloads and caches the vocabulary on first use
     PATH        a tokenizer.json from elsewhere
 
-The last id of bytes, chars and bpe is `<|endoftext|>`, which starts every document. Models from elsewhere bring a
-tokenizer.json of their own, "model", which is used as it is, too (data/encoding.py).
+The last id of bytes, chars and bpe is `<|endoftext|>`, which starts every document. Models from elsewhere have a
+tokenizer.json of their own, by the name "model". Such a file is used unchanged (`HubTokenizer` in data/encoding.py).
 """
 
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import tiktoken
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import models, pre_tokenizers, trainers
 
-from data import errors_as_user_error
-from data.encoding import END_OF_TEXT, SPELLING, HubTokenizer, TiktokenTokenizer, Tokenizer, to_bytes
+from data import errors_as_user_error, read_small
+from data.encoding import END_OF_TEXT, FILES, HubTokenizer, TiktokenTokenizer, Tokenizer, split_into_bytes, to_bytes
 from errors import UserError
 
 BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
-MOST_JSON = 1 << 26  # bytes
-FILES = ("tokenizer.json", "tokenizer_config.json")
 ANY_CHARACTER = r"[\s\S]"  # means the same to every regex engine
 # GPT-4's way to cut text into words, without possessive quantifiers, which regex engines disagree about.
 WORDS = (
@@ -35,7 +32,10 @@ WORDS = (
 
 
 def make_tokenizer(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
-    """Make a tokenizer by its name; chars and bpe read the texts. Raises UserError for an unknown name."""
+    """Make a tokenizer by its name. Of these, chars and bpe learn from the texts.
+
+    Raises UserError for an unknown name.
+    """
     if name == "bytes":
         return build("bytes", ANY_CHARACTER, [bytes([byte]) for byte in range(256)])
     if name == "chars":
@@ -45,10 +45,10 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
         return build("chars", ANY_CHARACTER, [character.encode() for character in sorted(characters)])
     if name.startswith("bpe:"):
         return train_bpe(name, texts)
-    if name not in tiktoken.list_encoding_names():
-        known = ", ".join(tiktoken.list_encoding_names())
+    known = tiktoken.list_encoding_names()
+    if name not in known:
         raise UserError(
-            f"unknown tokenizer {name!r}: expected bytes, chars, bpe:SIZE, one of {known}, or the path of a "
+            f"unknown tokenizer {name!r}: expected bytes, chars, bpe:SIZE, one of {', '.join(known)}, or the path of a "
             "tokenizer.json (from the Hugging Face hub: hf download NAME tokenizer.json)"
         )
     with errors_as_user_error(f"tiktoken could not download the vocabulary of {name!r} to TIKTOKEN_CACHE_DIR"):
@@ -56,14 +56,14 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
 
 
 def build(name: str, pattern: str, tokens: list[bytes]) -> TiktokenTokenizer:
-    """Return the tokenizer with these tokens, in the order of their ids, and END_OF_TEXT after them."""
+    """Return a tokenizer of these tokens, whose ids count from 0, and of END_OF_TEXT as the last."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
     special = {END_OF_TEXT: len(ranks)}
     return TiktokenTokenizer(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
 
 
 def train_bpe(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
-    """Train byte-pair encoding (Sennrich et al. 2016) over bytes. A small corpus may yield fewer tokens than asked for.
+    """Train byte-pair encoding (Sennrich et al. 2016) over bytes. A small corpus may give fewer tokens than asked for.
 
     Raises UserError if the size in the name is not a number, or too small.
     """
@@ -83,7 +83,8 @@ def train_bpe(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
 def bpe_sample(texts: Iterable[str]) -> Iterator[str]:
     """Yield the texts until they have BPE_SAMPLE characters.
 
-    Training takes quadratic time in the length of a word, so they are cut: a line without a space must not be one word.
+    They are cut into parts, because training takes quadratic time in the length of a word, and a line without a space
+    is one word.
     """
     num_characters = 0
     for text in texts:
@@ -93,85 +94,48 @@ def bpe_sample(texts: Iterable[str]) -> Iterator[str]:
             return
 
 
-def split_into_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """Cut text by a pattern, then spell each part as bytes."""
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+def find_tokenizer(name: str, model: Path | None) -> Path | None:
+    """Return the file or directory of a tokenizer that exists, None for one that is to be made by its name.
 
-
-def save_tokenizer(tokenizer: TiktokenTokenizer, directory: Path) -> None:
-    """Write FILES, which `load_tokenizer` reads, and `tokenizers` and `transformers` too."""
-    encoding, special = tokenizer.encoding, tokenizer.special_tokens
-    spelled = {"".join(SPELLING[byte] for byte in token): rank for token, rank in encoding._mergeable_ranks.items()}
-    # tiktoken joins any two neighbours that form a token, lowest rank first: list every such pair in that order.
-    merges = [
-        (token[:cut], token[cut:])
-        for token in sorted(spelled, key=spelled.get)
-        for cut in range(1, len(token))
-        if token[:cut] in spelled and token[cut:] in spelled
-    ]
-    # In the vocabulary special tokens keep their ids. Only added, they would get the next free ones.
-    vocabulary = spelled | special
-    # Other tools would leave out a character that chars does not know, which flatters a model. So it costs a token.
-    unknown = {"unk_token": END_OF_TEXT, "fuse_unk": True}
-    copy = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True, **unknown))
-    copy.pre_tokenizer = split_into_bytes(encoding._pat_str)
-    copy.decoder = decoders.ByteLevel()
-    copy.add_special_tokens(sorted(special, key=special.get))
-    (directory / FILES[0]).write_text(copy.to_str(), encoding="utf-8")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "tril_name": tokenizer.name}
-    config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    (directory / FILES[1]).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    model: the directory of the tokenizer with the name "model".
+    """
+    if name == "model":
+        return model
+    return Path(name) if Path(name).is_file() else None
 
 
 def read_files(place: Path) -> dict[str, bytes]:
-    """Read FILES of a directory, or a file as the first of them, by name; tokenizer_config.json may be missing.
+    """Return the content of FILES by name. The second file may be missing.
+
+    place: the directory of both files, or the path of the first.
 
     Raises UserError if there is no tokenizer.json, or if a file is too large to be a tokenizer.
     """
     first = place if place.is_file() else place / FILES[0]
     if not first.is_file():
         raise UserError(f"{place} has no tokenizer: there is no {FILES[0]}")
-    paths = {name: path for name, path in zip(FILES, (first, first.with_name(FILES[1])), strict=True) if path.is_file()}
-    if max(path.stat().st_size for path in paths.values()) > MOST_JSON:
-        raise UserError(f"{place} has a tokenizer of more than {MOST_JSON} bytes")
-    return {name: path.read_bytes() for name, path in paths.items()}
-
-
-def find_tokenizer(name: str, model: Path | None) -> Path | None:
-    """Return the place of a tokenizer that exists, for `read_files`: `model`, or a path; None for one to be made."""
-    return model if name == "model" else Path(name) if Path(name).is_file() else None
-
-
-def read_tokenizer(name: str, model: Path | None) -> tuple[Tokenizer, dict[str, bytes]]:
-    """Return a tokenizer that needs no text to learn from, and its FILES. Raises UserError for an unknown name."""
-    with TemporaryDirectory() as directory:
-        place = find_tokenizer(name, model) or Path(directory)
-        if place == Path(directory):
-            save_tokenizer(make_tokenizer(name, []), place)
-        return load_tokenizer(place), read_files(place)
+    paths = {FILES[0]: first, FILES[1]: first.with_name(FILES[1])}
+    return {name: read_small(path) for name, path in paths.items() if path.is_file()}
 
 
 def load_tokenizer(place: Path) -> Tokenizer:
     """Load the tokenizer of a corpus, checkpoint or file. Raises UserError for one that cannot be read."""
     files = read_files(place)
     with errors_as_user_error(f"{place} has no tokenizer that this version can read"):
+        content = files[FILES[0]]
         config = json.loads(files.get(FILES[1], b"{}"))
         if "tril_name" in config:
-            return read_ours(str(config["tril_name"]), json.loads(files[FILES[0]]))
-        end = config.get("eos_token")
-        end = end["content"] if isinstance(end, dict) else end  # some files wrap it
-        return HubTokenizer(f"{FILES[0]} of {place.name}", files[FILES[0]], end)
+            tokenizer = TiktokenTokenizer.from_json(str(config["tril_name"]), content)
+        else:
+            end = config.get("eos_token")
+            if isinstance(end, dict):  # some files wrap it
+                end = end["content"]
+            tokenizer = HubTokenizer(f"{FILES[0]} of {place.name}", content, end)
+    tokenizer.files = files
+    return tokenizer
 
 
-def read_ours(name: str, content: dict) -> TiktokenTokenizer:
-    """Return the tokenizer that a tokenizer.json of `save_tokenizer` describes. Raises anything for another file."""
-    special = {token["content"]: token["id"] for token in content["added_tokens"]}
-    vocabulary = content["model"]["vocab"]
-    ranks = {to_bytes(spelled): rank for spelled, rank in vocabulary.items() if spelled not in special}
-    pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-    return TiktokenTokenizer(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write the files of a tokenizer into a directory."""
+    for name, content in tokenizer.files.items():
+        (directory / name).write_bytes(content)

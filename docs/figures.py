@@ -20,8 +20,8 @@ from inspect_attention import make_probe, validation_texts
 from inspection import capture, head_scores
 from inspection.kinds import KINDS, kind_of, name_of
 from inspection.plots import pool
-from model import GPT
 from model.checkpoint import find_checkpoint
+from model.load import load_model
 from training.directory import read_metrics
 
 DOCS = Path(__file__).parent
@@ -59,9 +59,10 @@ def draw_attention() -> None:
 @torch.no_grad()
 def draw_run(run: Path) -> None:
     """Draw first_run.png: the losses of a run, and the attention of its heads in TEXT."""
-    directory = find_checkpoint(run)
-    model, tokenizer = GPT.from_pretrained(directory).float(), load_tokenizer(directory)
-    texts = validation_texts(directory, model.config.context_length)
+    checkpoint = find_checkpoint(run)
+    model = load_model(checkpoint).float()
+    tokenizer = load_tokenizer(checkpoint.directory)
+    texts = validation_texts(checkpoint, model.config.context_length)
     scores = head_scores(model, texts, make_probe(tokenizer, texts, model.config)[0])
     ids = tokenizer.document_start + tokenizer.encode(TEXT).tolist()
     with capture(model) as att:
@@ -70,7 +71,8 @@ def draw_run(run: Path) -> None:
 
     figure = plt.figure(figsize=(12, 5.6))
     left, right = figure.subfigures(1, 2, width_ratios=(1, 2))
-    ax, lines = left.subplots(), read_metrics(run)
+    ax = left.subplots()
+    lines = read_metrics(run)
     for name, key, style in (("training", "train_loss", {"alpha": 0.6}), ("validation", "val_loss", {"marker": "o"})):
         points = [(line["step"], line[key]) for line in lines if key in line]
         ax.plot(*zip(*points, strict=True), label=name, **style)

@@ -8,22 +8,24 @@ The metrics are defined in inspection/metrics.py. Shapes are named as in model/a
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from inspection.patterns import Captured, capture
+from inspection.kinds import Head
+from inspection.patterns import Captured, capture, hooked
 from model import GPT
 from model.attention import Attend
 
 POSITIONS = 256  # logits are computed for so many positions of a sequence at a time: V numbers each
 TOKENS_TOGETHER = 512  # short sequences are read together, up to so many tokens
 INFLUENCE_FLOPS = 5e11  # spent on influence on a CPU: about five seconds
+ON_REPEATS = ("duplicate", "induction")  # the metrics that need a probe
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class RepeatProbe:
 
     @property
     def repeat(self) -> int:
-        """L."""
+        """Length L of the part that repeats."""
         return self.repeated.size(1) // 2
 
 
@@ -49,8 +51,9 @@ def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8, 
     if L < 2:
         return None
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.stack([tokens[torch.randperm(len(tokens), generator=generator)[: 2 * L]] for _ in range(num)])
-    r, other, first = drawn[:, :L], drawn[:, L:], torch.full((num, 1), start)
+    orders = [torch.randperm(len(tokens), generator=generator) for _ in range(num)]
+    r, other = torch.stack([tokens[order[: 2 * L]] for order in orders]).split(L, dim=1)
+    first = torch.full((num, 1), start)
     return RepeatProbe(torch.cat((first, r, r), dim=1), torch.cat((first, r, other), dim=1))
 
 
@@ -65,12 +68,12 @@ class HeadScores:
 
     @property
     def mean(self) -> dict[str, Tensor]:
-        """Metric -> (L, H)."""
+        """Mean over the sequences: metric -> (L, H)."""
         return {name: samples.mean(0) for name, samples in self.samples.items()}
 
     @property
     def error(self) -> dict[str, Tensor]:
-        """Metric -> (L, H), the standard error of the mean; nan if there is one sequence."""
+        """Standard error of the mean: metric -> (L, H). It is nan if there is one sequence."""
         return {name: (x.var(0, correction=0) / (len(x) - 1)).sqrt() for name, x in self.samples.items()}
 
 
@@ -83,7 +86,7 @@ class Inspection:
     scores: HeadScores
     att: Captured  # queries and keys of the text that is shown, (1, T)
     influence: Tensor | None = None  # (T, T), rows of nan were not computed; None: no row was
-    predictions: Sequence[tuple[str, float]] = ()  # T times the likeliest next token and its probability, or empty
+    predictions: Sequence[tuple[str, float]] = ()  # at each of the T tokens the likeliest next one and its probability
     labels: Sequence[Sequence[str]] = ()  # of `scores.tokens`
 
     @property
@@ -91,15 +94,15 @@ class Inspection:
         """Mean cross-entropy of the measured texts, in nats a token."""
         return self.scores.losses.mean().item()
 
-    def pattern(self, head: tuple[int, int]) -> Tensor:
-        """Weights of a head for its last T keys, (T, T) on the CPU: earlier ones, as a learned sink, are no tokens."""
+    def pattern(self, head: Head) -> Tensor:
+        """Return the weights of a head, (T, T) on the CPU. Keys before the text, as a learned sink, are left out."""
         weights = self.att.pattern(*head)[0].cpu()
         return weights[:, -len(weights) :]
 
 
 @contextmanager
 def evaluating(model: GPT) -> Iterator[None]:
-    """Put the model in eval mode for a while."""
+    """Put the model in eval mode inside the `with` block, and back into its mode after it."""
     was_training = model.training
     model.eval()
     try:
@@ -115,125 +118,136 @@ def head_scores(model: GPT, text: Tensor, probe: RepeatProbe | None = None, veri
     Without a probe, duplicate and induction are left out. Raises NotTheKernels if the weights are not those that the
     kernel used; verify=False skips that proof. All ranks of a sharded model have to call this together.
     """
-    row_errors, losses = [], []
+    losses = []
+    row_errors = []
 
-    def measured(sequences: Tensor, repeat: int | None = None) -> dict[str, Tensor]:
-        samples = []
-        for idx in sequences.to(model.lm_head.weight.device).split(max(1, TOKENS_TOGETHER // sequences.size(1))):
+    def measure_sequences(sequences: Tensor, repeat: int | None = None) -> dict[str, Tensor]:
+        """Return metric -> (N, L, H), and store the errors of rows and, of a text, the losses."""
+        parts = []
+        num_together = max(1, TOKENS_TOGETHER // sequences.size(1))
+        for idx in sequences.to(model.lm_head.weight.device).split(num_together):
             with capture(model) as att:
                 hidden = model.hidden(idx)
             if repeat is None:
-                losses.append(next_token_losses(model, hidden, idx).mean(1).cpu())
-            row_errors.append(max(att.verify().values()) if verify else math.nan)
-            samples.append(att.measured(repeat))
-        return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
+                losses.append(sequence_losses(model, hidden, idx).cpu())
+            if verify:
+                row_errors.extend(att.verify().values())
+            parts.append(att.sequence_scores(repeat))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     with evaluating(model):
-        samples = measured(text)
+        samples = measure_sequences(text)
         tokens, samples["token"] = most_attended(text.cpu(), samples.pop("received"))
         if probe is not None:
-            for sequences, suffix in ((probe.repeated, ""), (probe.control, "_control")):
-                on_probe = measured(sequences, probe.repeat)
-                samples |= {f"{name}{suffix}": on_probe[name] for name in ("duplicate", "induction")}
-    return HeadScores(samples, torch.cat(losses), max(row_errors), tokens)
+            repeated = measure_sequences(probe.repeated, probe.repeat)
+            control = measure_sequences(probe.control, probe.repeat)
+            samples |= {name: repeated[name] for name in ON_REPEATS}
+            samples |= {f"{name}_control": control[name] for name in ON_REPEATS}
+    return HeadScores(samples, torch.cat(losses), max(row_errors, default=math.nan), tokens)
 
 
 def most_attended(text: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
     """Return the token of a text (N, T) that gets most of each head's attention, (L, H), and its share, (N, L, H).
 
-    received: the mean weight of each key, (N, L, H, T), or more in front that are no tokens.
+    received: the mean weight of each key, (N, L, H, T_key). The last T keys are the text.
     """
     received = received[..., -text.size(1) :]
     tokens, numbers = text.unique(return_inverse=True)
     shares = received.new_zeros(*received.shape[:3], len(tokens))
     shares.scatter_add_(3, numbers[:, None, None].expand_as(received), received)
     most = shares.mean(0).argmax(-1)
-    return tokens[most], shares.gather(3, most[None, ..., None].expand(len(text), -1, -1, 1)).squeeze(3)
+    return tokens[most], shares.take_along_dim(most[None, ..., None], dim=3).squeeze(3)
 
 
 def as_json(scores: HeadScores) -> dict[str, list[list[float | None]]]:
-    """Metric -> L rows of H numbers for JSON: means with four digits after the point, None for what is not finite."""
-    rows = {name: mean.round(decimals=4).tolist() for name, mean in scores.mean.items()}
-    return {name: [[x if math.isfinite(x) else None for x in row] for row in table] for name, table in rows.items()}
+    """Return the means for JSON: metric -> L rows of H numbers, with four decimals; None for what is not finite."""
+    tables = {}
+    for name, mean in scores.mean.items():
+        rows = mean.round(decimals=4).tolist()
+        tables[name] = [[x if math.isfinite(x) else None for x in row] for row in rows]
+    return tables
 
 
-def next_token_losses(model: GPT, hidden: Tensor, idx: Tensor) -> Tensor:
-    """Cross-entropy of each next token in nats, from the last hidden states: (B, T, C), (B, T) -> (B, T - 1).
+def sequence_losses(model: GPT, hidden: Tensor, idx: Tensor) -> Tensor:
+    """Return each sequence's mean cross-entropy in nats a token, (B,), from its last hidden states and its tokens.
 
-    For T = 1 the result is (B, 1), nan.
+    hidden: (B, T, C); idx: (B, T). For T = 1 the loss is nan.
     """
     losses = []
-    for start in range(0, idx.size(1) - 1, POSITIONS):
-        targets = idx[:, start + 1 : start + 1 + POSITIONS]
-        logits = model.logits(hidden[:, start : start + targets.size(1)]).float()
+    parts = zip(hidden[:, :-1].split(POSITIONS, dim=1), idx[:, 1:].split(POSITIONS, dim=1), strict=True)
+    for states, targets in parts:
+        logits = model.logits(states).float()
         # As rows: CUDA's kernel for (B, V, T) is not deterministic, and refuses where that is asked for.
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         losses.append(loss.view(targets.shape))
-    return torch.cat(losses, dim=1) if losses else hidden.new_full((len(idx), 1), torch.nan)
+    return torch.cat(losses, dim=1).mean(1)
 
 
 def replace_head(attend: Attend, inputs: tuple, output: Tensor, head: int, mode: str) -> Tensor:
-    """Forward hook that replaces the output of one head, before the output projection, by zero or its mean."""
+    """Replace the output of one head by zero or its mean. As a forward hook of `Attend` it acts before `o_proj`."""
     output = output.clone()
     output[:, head] = 0.0 if mode == "zero" else output[:, head].mean((0, 1))
     return output
 
 
 @torch.no_grad()
-def ablate(
-    model: GPT, text: Tensor, heads: Iterable[tuple[int, int]], mode: Literal["zero", "mean"] = "zero"
-) -> Tensor:
-    """Measure the rise of each sequence's loss without each head: (N, L, H) nats a token, nan for heads not asked for.
+def ablate(model: GPT, text: Tensor, heads: Iterable[Head], mode: Literal["zero", "mean"] = "zero") -> Tensor:
+    """Measure how much each sequence's loss rises without a head: (N, L, H) nats a token, nan for heads not asked for.
 
     The head's output becomes zero, or its mean over the text (N, T) (Michel, Levy and Neubig 2019). The model was
     trained for neither, and other heads can take over: this is one measure of importance among several.
     """
     text = text.to(model.lm_head.weight.device)
     rises = torch.full((len(text), model.config.n_layer, model.config.n_head), torch.nan, dtype=torch.float64)
-
-    inputs: list[Tensor] = []  # of each block
+    inputs = []  # of each block
     with evaluating(model):
-        with ExitStack() as hooks:
-            for block in model.blocks:
-                hooks.enter_context(block.register_forward_pre_hook(lambda block, given: inputs.append(given[0])))
-            before = next_token_losses(model, model.hidden(text), text).mean(1)
+        with hooked(model.blocks, lambda block, given, output: inputs.append(given[0])):
+            before = sequence_losses(model, model.hidden(text), text)
         for layer, head in heads:
-            attend, x = model.blocks[layer].attention.attend, inputs[layer]
-            with attend.register_forward_hook(partial(replace_head, head=head, mode=mode)):
+            x = inputs[layer]
+            with hooked([model.blocks[layer].attention.attend], partial(replace_head, head=head, mode=mode)):
                 for block in model.blocks[layer:]:  # the blocks below are not affected
                     x = block(x)
-            after = next_token_losses(model, model.final_norm(x), text).mean(1)
+            after = sequence_losses(model, model.final_norm(x), text)
             rises[:, layer, head] = (after - before).cpu()
     return rises
 
 
 def influence(model: GPT, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Measure how much each token influences a prediction: the gradient of its log-probability by the embedding.
+    """Measure how much tokens influence a prediction: the gradient of its log-probability by their embeddings.
 
     idx is (1, T). Returns the norms of the gradients (Simonyan et al. 2014) as shares of their sum, (T, T), a row for
     each prediction; and for every position the likeliest next token, (T,), and its probability, (T,). On a CPU only as
     many rows are computed as INFLUENCE_FLOPS allow, evenly spread, the last among them; the others are nan.
     """
-    T, on_gpu = idx.size(1), model.lm_head.weight.is_cuda
-    flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.blocks.parameters())  # of a backward pass
-    num_rows = T if on_gpu else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
-    embedded = []
-
-    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[0]
-
+    device = model.lm_head.weight.device
+    T = idx.size(1)
+    num_rows = T
+    if device.type != "cuda":
+        flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.blocks.parameters())  # of a backward pass
+        num_rows = min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
+    idx = idx.to(device)
+    embedded = model.token_embedding(idx).detach().requires_grad_()
     shares = torch.full((T, T), torch.nan)
-    with evaluating(model), model.token_embedding.register_forward_hook(hook), torch.enable_grad():
-        hidden = model.hidden(idx.to(model.lm_head.weight.device))[0]
-        likeliest = []
-        for part in hidden.detach().split(POSITIONS):  # the gradient by `hidden` first, which takes the head only once
-            part.requires_grad_()
-            probabilities, tokens = model.logits(part).float().softmax(-1).max(-1)
-            likeliest.append((tokens, probabilities.detach(), *torch.autograd.grad(probabilities.log().sum(), part)))
-        tokens, probabilities, gradients = (torch.cat(parts) for parts in zip(*likeliest, strict=True))
+    with evaluating(model), hooked([model.token_embedding], lambda *_: embedded), torch.enable_grad():
+        hidden = model.hidden(idx)[0]
+        tokens, probabilities, gradients = predict(model, hidden)
         for row in torch.linspace(T - 1, 0, num_rows).int().tolist():
             (gradient,) = torch.autograd.grad(hidden[row], embedded, gradients[row], retain_graph=True)
             norms = gradient[0].float().norm(dim=-1)
             shares[row] = (norms / norms.sum()).cpu()
     return shares, tokens.cpu(), probabilities.cpu()
+
+
+def predict(model: GPT, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the likeliest next token at each position, (T,), its probability, (T,), and a gradient, (T, C).
+
+    hidden: the last hidden states, (T, C). The gradient is that of the log-probability by the state at its position.
+    """
+    predictions = []
+    for part in hidden.detach().split(POSITIONS):
+        part.requires_grad_()
+        probabilities, tokens = model.logits(part).float().softmax(-1).max(-1)
+        (gradients,) = torch.autograd.grad(probabilities.log().sum(), part)
+        predictions.append((tokens, probabilities.detach(), gradients))
+    return tuple(torch.cat(parts) for parts in zip(*predictions, strict=True))

@@ -20,41 +20,45 @@ KINDS = {  # metric, or "other" -> where a head of this kind looks
     "token": "one token",
     "other": "nowhere in particular",
 }
-LEAST = 0.2  # the score of a head of a kind
-EVEN = 0.95  # the entropy of a head that attends to everything alike, and is of no kind
+LEAST = 0.2  # the least score of a head of a kind
+EVEN = 0.95  # a head of this entropy or more attends to everything alike, and is of no kind
 
 
 def name_of(head: Head) -> str:
-    """(5, 1) -> "5.1"."""
-    return f"{head[0]}.{head[1]}"
+    """Return the name of a head, LAYER.HEAD: (5, 1) -> "5.1"."""
+    layer, number = head
+    return f"{layer}.{number}"
 
 
 def kind_of(mean: dict[str, Tensor], head: Head) -> tuple[str, float]:
-    """Return the kind of a head and its score, as a key of KINDS. For "other" the score is one minus the entropy.
+    """Return the kind of a head, a key of KINDS, and its score. For "other" the score is one minus the entropy.
 
-    mean: metric -> (L, H), as in `HeadScores`. A metric with a control has to exceed that by LEAST.
+    mean: metric -> (L, H), as in `HeadScores`. A metric with a control has to exceed its control by LEAST.
     """
-    entropy = mean["entropy"][head].item()
-    for kind in KINDS:
-        if kind in mean and entropy < EVEN:
-            control = mean[f"{kind}_control"][head] if f"{kind}_control" in mean else 0.0
-            if mean[kind][head] - control >= LEAST:
-                return kind, mean[kind][head].item()
+    scores = {name: values[head].item() for name, values in mean.items()}
+    entropy = scores["entropy"]
+    if entropy < EVEN:
+        for kind in KINDS:
+            if scores.get(kind, 0.0) - scores.get(f"{kind}_control", 0.0) >= LEAST:
+                return kind, scores[kind]
     return "other", 1 - entropy
 
 
 def tag(kind: str, score: float) -> str:
-    """Name kind and score in a few characters, as "prev .81"; empty for "other"."""
+    """Return the title of a kind and a score in a few characters, as "prev .81"; empty for "other"."""
     return "" if kind == "other" else f"{METRICS[kind][0]} {short(score)}"
 
 
 def short(score: float) -> str:
-    """0.81 -> ".81"."""
+    """Return a score with two decimals and without the zero before the point: 0.81 -> ".81"."""
     return f"{score:.2f}".removeprefix("0")
 
 
 def by_kind(mean: dict[str, Tensor], heads: Sequence[Head]) -> dict[str, list[tuple[Head, float]]]:
-    """Group heads, each with its score, by kind; the highest score first. Kinds without a head are left out."""
+    """Group heads, each with its score, by kind; the highest score first. Kinds without a head are left out.
+
+    mean: as in `kind_of`.
+    """
     groups = {kind: [] for kind in KINDS}
     for head in heads:
         kind, score = kind_of(mean, head)

@@ -27,45 +27,49 @@ METRICS = {  # name -> title and format in a table, and definition; A_ij is the 
 }
 
 
-def measure(blocks: Iterable[tuple[int, Tensor]], repeat: int | None = None) -> dict[str, Tensor]:
-    """Metric -> (B, H) of one layer in float64 on the CPU; "received", the mean weight of each key, is (B, H, T).
+def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> dict[str, Tensor]:
+    """Return the metrics of one layer, float64 on the CPU: metric -> (B, H), and "received", (B, H, T).
 
-    A block is the position of its first query, then weights (B, H, rows, keys up to the last query).
-    repeat: the length L for duplicate and induction; None leaves these two out. A metric without any row is nan.
+    "received" is the mean weight of each key. A metric without any row is nan.
+
+    blocks: weights (B, H, queries, keys up to the last of these queries), in the order of the queries.
+    repeat: the length L for duplicate and induction; None leaves these two out.
     """
-    sums: dict[str, Tensor | float] = defaultdict(float)
-    num_rows: dict[str, int] = defaultdict(int)
+    rows = defaultdict(list)  # metric -> its values in each block, (B, H, queries)
     received = None
-
-    def add(name: str, rows: Tensor) -> None:
-        """Add rows of (B, H, rows)."""
-        exact = torch.float32 if rows.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-        sums[name] = sums[name] + rows.sum(2, dtype=exact)
-        num_rows[name] += rows.size(2)
-
-    for start, weights in blocks:
-        positions = torch.arange(start, weights.size(3), device=weights.device)  # of the queries
+    for weights in blocks:
         keys = torch.arange(weights.size(3), device=weights.device)
-        add("distance", (weights * (positions[:, None] - keys)).sum(-1))
-        add("mass", weights.sum(-1))
-        first = max(0, 1 - start)  # leaves out query 0
-        later_weights, later_positions = weights[:, :, first:], positions[first:]
-        add("entropy", torch.special.entr(later_weights).sum(-1) / (later_positions + 1).log())
-        add("sink", later_weights[..., 0])
-        here = later_weights.sum(2)
-        received = here if received is None else here + F.pad(received, (0, here.size(2) - received.size(2)))
-        add("current", at_distance(weights, start, 0, 1))
-        add("previous", at_distance(weights, start, 1, 2))
+        start = len(keys) - weights.size(2)  # the position of the first query
+        queries = keys[start:]
+        later = slice(max(0, 1 - start), None)  # leaves out query 0
+        later_weights = weights[:, :, later]
+        block = {
+            "distance": (weights * (queries[:, None] - keys)).sum(-1),
+            "mass": weights.sum(-1),
+            "entropy": torch.special.entr(later_weights).sum(-1) / (queries[later] + 1).log(),
+            "sink": later_weights[..., 0],
+            "current": at_distance(weights, 0, first=1),
+            "previous": at_distance(weights, 1, first=2),
+        }
         if repeat is not None:
-            add("duplicate", at_distance(weights, start, repeat, repeat + 1))
-            add("induction", at_distance(weights, start, repeat - 1, repeat + 1))
-    means = {name: total.cpu().double() / num_rows[name] for name, total in sums.items()}
+            block["duplicate"] = at_distance(weights, repeat, first=repeat + 1)
+            block["induction"] = at_distance(weights, repeat - 1, first=repeat + 1)
+        for name, values in block.items():
+            rows[name].append(values.clone())  # a view would keep all weights in memory
+        here = later_weights.sum(2)
+        received = here if received is None else here + F.pad(received, (0, len(keys) - received.size(2)))
+    joined = {name: torch.cat(values, dim=2).cpu().double() for name, values in rows.items()}
+    means = {name: values.mean(2) for name, values in joined.items()}
     means["distance"] = means["distance"] / means.pop("mass")
-    means["received"] = received.cpu().double() / num_rows["sink"]
+    means["received"] = received.cpu().double() / joined["sink"].size(2)
     return means
 
 
-def at_distance(weights: Tensor, start: int, distance: int, first: int) -> Tensor:
-    """Weights of the keys `distance` tokens back, of queries from `first` on: (B, H, rows, keys) -> (B, H, queries)."""
+def at_distance(weights: Tensor, distance: int, first: int) -> Tensor:
+    """Return the weight of the key `distance` tokens back, for queries from `first` on.
+
+    (B, H, queries, keys up to the last of these queries) -> (B, H, some of the queries).
+    """
+    start = weights.size(3) - weights.size(2)  # the position of the first query
     diagonal = weights.diagonal(start - distance, -2, -1)  # begins with the first query that has such a key
     return diagonal[..., max(0, first - max(start, distance)) :]

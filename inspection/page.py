@@ -1,15 +1,13 @@
 """Write one HTML file that shows attention heads and needs nothing else: no server, no library, no network.
 
 The policy in its head lets a browser run the page's own script and style and forbids every request. Jinja escapes
-markup in tokens and names. The rest is in page.html.
+markup in tokens and names. The template is inspection/page.html.
 
-A pattern is stored as its lower triangle, row by row, in multiples of 1/65535 of two bytes, deflated, in base64: one to
-two bytes a weight.
+A pattern is stored as its lower triangle, row by row. Each weight is a multiple of 1/65535 in two bytes. The bytes are
+deflated and written in base64, which takes one to two bytes a weight.
 """
 
 import base64
-import hashlib
-import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ import jinja2
 import numpy as np
 from torch import Tensor
 
+from cli.html import own_hash
 from errors import UserError
 from inspection.heads import Inspection
 from inspection.kinds import KINDS, Head, by_kind, kind_of, name_of, tag
@@ -30,8 +29,9 @@ MOST_NAMED = 48  # the most tokens that are named beside the large picture
 
 
 def check_room(T: int, num_heads: int, num_checkpoints: int) -> None:
-    """Raise UserError if a page has no room for these heads."""
-    most = MOST_WEIGHTS // (T * (T + 1) // 2 * num_checkpoints) - 1  # besides the influence
+    """Raise UserError if a page has no room for this many heads, of T tokens, in each of the checkpoints."""
+    weights = T * (T + 1) // 2
+    most = MOST_WEIGHTS // (weights * num_checkpoints) - 1  # besides the influence
     if num_heads > most:
         room = f"a page has room for {max(0, most)} heads of {T} tokens in each of {num_checkpoints} checkpoints"
         raise UserError(f"{room}, not {num_heads}: give fewer --heads, a shorter --text or fewer checkpoints")
@@ -42,21 +42,23 @@ def write_page(
 ) -> None:
     """Write the page.
 
-    note: says what was measured; labels: the T tokens; heads: those to show; inspections: in order, not empty, with
-    influence and predictions.
+    note: describes the text that was measured; labels: of the T tokens; heads: those to show; inspections: of one or
+    more checkpoints in order, with influence and predictions.
     """
     triangles = {}
     for checkpoint, inspection in enumerate(inspections):
-        triangles |= {f"{checkpoint}/{name_of(head)}": encode(inspection.pattern(head)) for head in heads}
+        for head in heads:
+            triangles[f"{checkpoint}/{name_of(head)}"] = encode(inspection.pattern(head))
         triangles[f"{checkpoint}/influence"] = encode(inspection.influence.nan_to_num(0.0))  # 0: not computed
     source = TEMPLATE.read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
+    names = dict.fromkeys((inspections[0].name, inspections[-1].name))  # one if they are the same
     html = page.render(
         policy=f"script-src {own_hash(source, 'script')}; style-src {own_hash(source, 'style')}",
-        title="Heads of " + " to ".join(dict.fromkeys((inspections[0].name, inspections[-1].name))),
+        title=f"Heads of {' to '.join(names)}",
         note=note,
         labels=labels,
-        metrics=[(title, meaning) for title, _, meaning in METRICS.values()],
+        metrics=METRICS.values(),
         most_named=MOST_NAMED,
         heads=[name_of(head) for head in heads],
         columns=grid_columns(heads),
@@ -67,39 +69,40 @@ def write_page(
 
 
 def encode(pattern: Tensor) -> str:
-    """Encode the lower triangle of (T, T)."""
-    values = pattern.float().numpy()[np.tri(len(pattern), dtype=bool)]
-    units = np.round(values.clip(0, 1) * 65535).astype("<u2")
+    """Return the lower triangle of (T, T) as the page stores it."""
+    weights = pattern.float().numpy()[np.tril_indices(len(pattern))]
+    units = np.round(weights.clip(0, 1) * 65535).astype("<u2")
     return base64.b64encode(zlib.compress(units.tobytes(), level=1)).decode()
 
 
-def own_hash(source: str, tag: str) -> str:
-    """Return the source expression by which a policy allows the content of the page's only <script> or <style>."""
-    content = re.search(rf"<{tag}>(.*?)</{tag}>", source, re.DOTALL)[1]
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
-
-
 def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
-    """Return the texts about one checkpoint: about all of it, each head, and each token's prediction."""
+    """Return the texts about one checkpoint, its heads and its predictions, and the head and the row to open at."""
     mean = inspection.scores.mean
-    columns = [(name, title, form) for name, (title, form, _) in METRICS.items() if name in mean]
-
-    def words(head: Head) -> str:
-        kind, _ = kind_of(mean, head)
-        return "" if kind == "other" else f"looks at {KINDS[kind]} · "
-
-    def score(name: str, title: str, form: str, head: Head) -> str:
-        named = f"{title} {inspection.labels[head[0]][head[1]]}" if name == "token" else title
-        return f"{named} {number(mean[name][head], form) or '–'}"
-
-    best = next(iter(by_kind(mean, heads).values()))[0][0]
-    largest = inspection.pattern(best).amax(-1).masked_fill(inspection.influence[:, -1].isnan(), 0.0)
+    first_kind = next(iter(by_kind(mean, heads).values()))
+    best, _ = first_kind[0]
+    is_computed = ~inspection.influence[:, -1].isnan()
+    largest = inspection.pattern(best).amax(-1) * is_computed
     later = len(largest) // 2  # the first queries have few keys to choose among
     return {
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
         "tags": [tag(*kind_of(mean, head)) for head in heads],
         "best": heads.index(best),
         "row": later + largest[later:].argmax().item(),  # a query that shows much
-        "scores": [words(head) + " · ".join(score(*column, head) for column in columns) for head in heads],
+        "scores": [describe_head(inspection, mean, head) for head in heads],
         "predictions": [(label, f"{probability:.1%}") for label, probability in inspection.predictions],
     }
+
+
+def describe_head(inspection: Inspection, mean: dict[str, Tensor], head: Head) -> str:
+    """Format the kind and the scores of one head as one line.
+
+    mean: metric -> (L, H), that of the inspection's scores.
+    """
+    kind, _ = kind_of(mean, head)
+    words = [] if kind == "other" else [f"looks at {KINDS[kind]}"]
+    layer, place = head
+    for name, (title, form, _) in METRICS.items():
+        if name in mean:
+            token = f" {inspection.labels[layer][place]}" if name == "token" else ""
+            words.append(f"{title}{token} {number(mean[name][head], form) or '–'}")
+    return " · ".join(words)

@@ -9,22 +9,22 @@
 Shapes are named as in model/attention.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from errors import UserError
 from inspection.metrics import measure
 from model import GPT
-from model.attention import Attend, attention_weights
-from model.precision import exact_products
+from model.attention import Attend, attention_weights, repeat_kv
+from model.causality import exact_products
 
 # The largest error of a row of weights that rounding explains, for each precision of queries and keys.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-MAX_SCORE_ROUNDING = 1e-2  # allowed in addition where scores are in the thousands, and are themselves rounded
+MAX_SCORE_ROUNDING = 1e-2  # the most allowed in addition for rounded scores, which matters if they are in the thousands
 BLOCK_SIZE = 1 << 21  # weights computed at a time; bounds memory and changes results by rounding only
 
 
@@ -39,15 +39,16 @@ class Captured:
 
     def __init__(self, kernels: list[Attend]):
         self.kernels = kernels
-        self.inputs: dict[Attend, tuple[Tensor, Tensor, Tensor]] = {}
+        self.inputs = {}  # Attend -> q, k and mask of its last call
 
     def hook(self, kernel: Attend, inputs: tuple, output: Tensor) -> None:
         """Store the queries, keys and mask of a kernel's call, in place of those of the call before."""
         q, k, _, mask, _ = inputs
-        self.inputs[kernel] = q.detach(), k.detach().to(q.dtype, copy=True), mask  # a cache is overwritten later
+        keys = k.detach().to(q.dtype, copy=True)  # a cache overwrites its own later
+        self.inputs[kernel] = (q.detach(), keys, mask)
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and mask (T_query, T_key) of one layer.
+        """Return q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and mask (T_query, T_key) of one layer.
 
         Raises IndexError if the model has no such layer, UserError if its Attend was not called.
         """
@@ -57,88 +58,109 @@ class Captured:
             raise UserError(f"no call of Attend in layer {layer} was captured: {meant}")
         return self.inputs[kernel]
 
-    def blocks(self, layer: int, head: int | None = None) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
-        """Yield the arguments of `attention_weights` for blocks of queries, in float32 (float64 for a float64 model).
+    def blocks(self, layer: int, head: int | None = None) -> Iterator[Tensor]:
+        """Yield the attention weights of a layer, or of one of its heads, for one block of queries at a time.
 
-        Each block comes with the number of its first row, and with the keys up to its last query. head: None for all.
+        A block is (B, H, queries, keys up to the last of these queries), in float32 (float64 for a float64 model).
         """
         q, k, mask = self[layer]
-        heads = range(q.size(1)) if head is None else [range(q.size(1))[head]]
-        group = q.size(1) // k.size(1)  # query heads that share a key head
-        q, k = q[:, heads], k[:, [number // group for number in heads]]
-        past = k.size(2) - q.size(2)  # queries are always the last positions of their keys
+        k = repeat_kv(k, q)
+        if head is not None:
+            q = q[:, head, None]
+            k = k[:, head, None]
         wide = torch.promote_types(q.dtype, torch.float32)
-        weights_per_row = q.size(0) * q.size(1) * k.size(2)
-        height = max(1, BLOCK_SIZE // weights_per_row)
+        past = k.size(2) - q.size(2)  # queries are always the last positions of their keys
+        weights_per_query = q.size(0) * q.size(1) * k.size(2)
+        height = max(1, BLOCK_SIZE // weights_per_query)
         for start in range(0, q.size(2), height):
-            end = min(start + height, q.size(2))
-            yield start, (q[:, :, start:end].to(wide), k[:, :, : past + end].to(wide), mask[start:end, : past + end])
+            rows = slice(start, min(start + height, q.size(2)))
+            keys = slice(past + rows.stop)
+            with exact_products(q.device):
+                weights = attention_weights(q[:, :, rows].to(wide), k[:, :, keys].to(wide), mask[rows, keys])
+            yield weights
 
     def patterns(self, layer: int, head: int | None = None) -> Tensor:
-        """Attention weights before dropout of all heads of a layer, or of one: (B, H, T_query, T_key), H may be 1.
+        """Return the attention weights before dropout of all heads of a layer, or of one: (B, H or 1, T_query, T_key).
 
         They are float32 (float64 for a float64 model).
         """
-        q, k, _ = self[layer]
-        with exact_products(q.device):
-            blocks = [attention_weights(*block) for _, block in self.blocks(layer, head)]
-        return torch.cat([F.pad(weights, (0, k.size(2) - weights.size(3))) for weights in blocks], dim=2)
+        _, k, _ = self[layer]
+        blocks = [F.pad(weights, (0, k.size(2) - weights.size(3))) for weights in self.blocks(layer, head)]
+        return torch.cat(blocks, dim=2)
 
     def pattern(self, layer: int, head: int) -> Tensor:
-        """Attention weights of one head, (B, T_query, T_key): row = query, column = key. Raises as indexing does."""
+        """Return the weights of one head, (B, T_query, T_key): row = query, column = key. Raises as indexing does."""
         return self.patterns(layer, head)[:, 0]
 
     def scores(self, repeat: int | None = None) -> dict[str, Tensor]:
-        """Metric -> (L, H), the mean over the sequences."""
-        return {name: values.mean(0) for name, values in self.measured(repeat).items()}
-
-    def measured(self, repeat: int | None = None) -> dict[str, Tensor]:
-        """Metric -> (B, L, H) as `measure` in inspection/metrics.py has it, without ever storing a T x T matrix.
+        """Return the metrics of all heads, means over the sequences: metric -> (L, H).
 
         repeat: the length L of the repeated part if the text is a `repeat_probe`.
         """
-        measured = []
-        for layer in range(len(self.kernels)):
-            blocks = ((k.size(2) - q.size(2), attention_weights(q, k, mask)) for _, (q, k, mask) in self.blocks(layer))
-            with exact_products(self[layer][0].device), torch.no_grad():
-                measured.append(measure(blocks, repeat))
-        return {name: torch.stack([layer[name] for layer in measured], dim=1) for name in measured[0]}
+        return {name: scores.mean(0) for name, scores in self.sequence_scores(repeat).items()}
+
+    def sequence_scores(self, repeat: int | None = None) -> dict[str, Tensor]:
+        """Return the metrics of all heads in each sequence: metric -> (B, L, H), and "received" -> (B, L, H, T_key).
+
+        The metrics are those of `measure` in inspection/metrics.py. No T x T matrix is stored. repeat: as in `scores`.
+        """
+        layers = [measure(self.blocks(layer), repeat) for layer in range(len(self.kernels))]
+        return {name: torch.stack([scores[name] for scores in layers], dim=1) for name in layers[0]}
 
     def verify(self) -> dict[int, float]:
-        """Prove the weights of each layer against its kernel; return the largest error of a row per layer.
+        """Prove the weights of each layer against its kernel: return layer -> the largest error of a row.
 
-        The kernel runs again on the same queries, keys and mask, with random values of 1 and -1. If a row of our
-        weights is wrong by a vector e, the mean square difference of the two outputs over the D columns is |e|^2 on
-        average, whatever the direction of e (Freivalds 1977). Raises NotTheKernels if an error exceeds rounding.
+        Raises NotTheKernels if an error is larger than rounding explains.
         """
-        errors = {}
-        for number, kernel in enumerate(self.kernels):
-            q, k, mask = self[number]
-            signs = torch.randint(2, k.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8) * 2 - 1
-            v, wide, group = signs.to(k), torch.promote_types(q.dtype, torch.float32), q.size(1) // k.size(1)
-            values = v.to(wide).repeat_interleave(group, dim=1)
-            key_norms = k.to(wide).norm(dim=-1, keepdim=True).repeat_interleave(group, dim=1)
-            worst, beyond_rounding = [], []
-            with exact_products(q.device), torch.no_grad():
-                expected = kernel.forward(q, k, v, mask)
-                for start, block in self.blocks(number):
-                    weights, queries = attention_weights(*block), block[0]
-                    rows, keys = slice(start, start + weights.size(2)), slice(weights.size(3))
-                    difference = weights @ values[:, :, keys] - expected[:, :, rows].to(wide)
-                    error = difference.square().mean(-1).sqrt()
-                    # Scores are rounded in proportion to |q| |k| / sqrt(D). Only keys with weight can move the output.
-                    mean_key_norms = (weights @ key_norms[:, :, keys]).squeeze(-1)
-                    score_sizes = queries.norm(dim=-1) * mean_key_norms / q.size(-1) ** 0.5
-                    rounding = (2 * torch.finfo(wide).eps * score_sizes).clamp(max=MAX_SCORE_ROUNDING)
-                    worst.append(error.max())
-                    beyond_rounding.append((error - rounding).max())
-            errors[number] = torch.stack(worst).max().item()
-            if not torch.stack(beyond_rounding).max().item() <= TOLERANCE[q.dtype]:  # also raises for nan
+        largest = {}
+        for layer in range(len(self.kernels)):
+            dtype = self[layer][0].dtype
+            errors, rounding = self.row_errors(layer)
+            largest[layer] = errors.max().item()
+            if not (errors - rounding).max().item() <= TOLERANCE[dtype]:  # also raises for nan
                 raise NotTheKernels(
-                    f"layer {number}: the weights shown are not those of the kernel, a row is off by "
-                    f"{errors[number]:.2g} ({q.dtype}, at most {TOLERANCE[q.dtype]:.0e} is rounding)"
+                    f"layer {layer}: the weights shown are not those of the kernel, a row is off by "
+                    f"{largest[layer]:.2g} ({dtype}, at most {TOLERANCE[dtype]:.0e} is rounding)"
                 )
-        return errors
+        return largest
+
+    def row_errors(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Estimate the error of each row of a layer's weights, and the error that the rounding of scores explains.
+
+        Both are (B, H, T_query). The kernel runs again on the same queries, keys and mask, with random values of 1 and
+        -1. If a row of our weights is wrong by a vector e, the mean square difference of the two outputs over the D
+        columns is |e|^2 on average, whatever the direction of e (Freivalds 1977).
+        """
+        q, k, mask = self[layer]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(2, k.shape, generator=generator, dtype=torch.int8) * 2 - 1
+        v = signs.to(k)
+        values = repeat_kv(v, q).to(wide)
+        key_norms = repeat_kv(k.to(wide).norm(dim=-1, keepdim=True), q)
+        ours = []
+        mean_key_norms = []  # weighted by attention: only keys with weight can move the output
+        with exact_products(q.device), torch.no_grad():  # as in evaluation: a kernel may differ under autograd
+            for weights in self.blocks(layer):
+                keys = slice(weights.size(3))
+                ours.append(weights @ values[:, :, keys])
+                mean_key_norms.append(weights @ key_norms[:, :, keys])
+            difference = torch.cat(ours, dim=2) - self.kernels[layer].forward(q, k, v, mask)
+        # Scores are rounded in proportion to |q| |k| / sqrt(D).
+        score_sizes = q.to(wide).norm(dim=-1) * torch.cat(mean_key_norms, dim=2).squeeze(-1) / q.size(-1) ** 0.5
+        rounding = 2 * torch.finfo(wide).eps * score_sizes
+        return difference.square().mean(-1).sqrt(), rounding.clamp(max=MAX_SCORE_ROUNDING)
+
+
+@contextmanager
+def hooked(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
+    """Register a forward hook, hook(module, inputs, output), on each of the modules inside the `with` block."""
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -148,9 +170,5 @@ def capture(model: GPT) -> Iterator[Captured]:
     A call replaces the one before. Outputs and gradients are the same as without capture, to the last bit.
     """
     captured = Captured([block.attention.attend for block in model.blocks])
-    hooks = [kernel.register_forward_hook(captured.hook) for kernel in captured.kernels]
-    try:
+    with hooked(captured.kernels, captured.hook):
         yield captured
-    finally:
-        for hook in hooks:
-            hook.remove()

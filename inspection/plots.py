@@ -18,6 +18,7 @@ from torch import Tensor
 from inspection.heads import Inspection
 from inspection.kinds import Head, kind_of, name_of, tag
 from inspection.terminal import grid_columns
+from model.attention import make_causal_mask
 
 DPI = 100  # pixels an inch
 LABEL_HEIGHT = 0.14  # inches that the name of a token needs
@@ -29,11 +30,11 @@ def pool(pattern: Tensor, step: int) -> Tensor:
     Cells above the diagonal become nan, which is not drawn.
     """
     pooled = F.max_pool2d(pattern[None], step, ceil_mode=True)[0]
-    return pooled.masked_fill(torch.ones_like(pooled, dtype=torch.bool).triu(1), math.nan)
+    return pooled.masked_fill(~make_causal_mask(len(pooled)), math.nan)
 
 
 def drawable(text: str) -> str:
-    """Replace characters that the font does not have by their code points, instead of empty boxes."""
+    """Replace characters that the font lacks, and would draw as empty boxes, by their code points."""
     known = font_manager.get_font(font_manager.findfont("DejaVu Sans")).get_charmap()
     return "".join(character if ord(character) in known else f"⟨u+{ord(character):04x}⟩" for character in text)
 
@@ -42,30 +43,34 @@ def draw_heads(path: Path, inspection: Inspection, heads: Sequence[Head], labels
     """Draw heads as tiles of one image, a row for each layer if all layers have the same heads.
 
     One image for all, because hundreds of axes would take a minute. Tokens are named along the outer edges, as many as
-    fit. The name of a head stands in its tile above the diagonal.
+    fit. The name of a head stands in its tile above the diagonal. labels: of the T tokens.
     """
-    T, columns = len(labels), grid_columns(heads)
+    T = len(labels)
+    columns = grid_columns(heads)
     rows = math.ceil(len(heads) / columns)
     side = min(8.0, max(1.2, 16 / columns))  # inches of a tile
     step = math.ceil(T / (0.8 * DPI * side))  # tokens that share a pixel
     tiles = [pool(inspection.pattern(head), step) for head in heads]
-    gap = max(1, len(tiles[0]) // 16)
-    tile = len(tiles[0]) + gap
-    mosaic = torch.full((rows * tile - gap, columns * tile - gap), math.nan)
+    size = len(tiles[0])
+    gap = max(1, size // 16)
+    pitch = size + gap  # from one tile to the next
+    mosaic = torch.full((rows * pitch - gap, columns * pitch - gap), math.nan)
     figure = Figure(figsize=(columns * side + 1.5, rows * side + 1.5), dpi=DPI, layout="constrained")
     ax = figure.subplots()
-    for number, (head, weights) in enumerate(zip(heads, tiles, strict=True)):
-        top, left = number // columns * tile, number % columns * tile
-        mosaic[top : top + len(weights), left : left + len(weights)] = weights
+    for number, head in enumerate(heads):
+        row, column = divmod(number, columns)
+        top = row * pitch
+        left = column * pitch
+        mosaic[top : top + size, left : left + size] = tiles[number]
         name = f"{name_of(head)} {tag(*kind_of(inspection.scores.mean, head))}"
-        ax.text(left + len(weights), top, name, ha="right", va="top", fontsize=7 if side < 2 else 10)
+        ax.text(left + size, top, name, ha="right", va="top", fontsize=7 if side < 2 else 10)
     image = ax.imshow(mosaic.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis")
     figure.colorbar(image, ax=ax, shrink=0.6, fraction=0.05, pad=0.02, label="weight")
-    every = math.ceil(T * LABEL_HEIGHT / side)
+    named = range(0, T, math.ceil(T * LABEL_HEIGHT / side))
+    names = [f"{drawable(labels[i])} {i}" for i in named]
     for axis, count in ((ax.xaxis, columns), (ax.yaxis, rows)):
-        places = [start * tile + i / step for start in range(count) for i in range(0, T, every)]
-        names = [f"{drawable(labels[i])} {i}" for i in range(0, T, every)] * count
-        axis.set_ticks(places, names, fontsize=7, parse_math=False)
+        places = [start * pitch + i / step for start in range(count) for i in named]
+        axis.set_ticks(places, names * count, fontsize=7, parse_math=False)
     ax.tick_params(axis="x", rotation=90)
     ax.spines[:].set_visible(False)
     note = f"\na point is the largest of {step} x {step} weights" if step > 1 else ""

@@ -35,43 +35,49 @@ def label(token: bytes) -> str:
 
 
 def table(scores: HeadScores, heads: Sequence[Head], labels: Sequence[Sequence[str]]) -> str:
-    """Format one line for each head; after ablation, with the standard error of that over several texts.
+    """Format one line for each head. After ablation over several texts the rise of the loss has its standard error.
 
     labels: (L, H), of the tokens that the metric "token" is about. After ablation there is no room for them.
     """
-    mean, error = scores.mean, scores.error
-    columns = {name: METRICS[name] for name in METRICS if name in mean and not (name == "token" and "ablation" in mean)}
-    rows = [["head", *(title for title, _, _ in columns.values())]]
+    mean = scores.mean
+    error = scores.error
+    left_out = "token" if "ablation" in mean else ""
+    columns = [name for name in METRICS if name in mean and name != left_out]
+    rows = [["head", *(METRICS[name][0] for name in columns)]]
     for head in heads:
-        cells = {name: number(mean[name][head], form) for name, (_, form, _) in columns.items()}
+        layer, place = head
+        cells = {name: number(mean[name][head], METRICS[name][1]) for name in columns}
         if "token" in cells:
-            cells["token"] = f"{labels[head[0]][head[1]]:.10} {cells['token']}"
-        if "ablation" in mean and not error["ablation"][head].isnan():
+            cells["token"] = f"{labels[layer][place]:.10} {cells['token']}"
+        if "ablation" in cells and not error["ablation"][head].isnan():
             cells["ablation"] += f" ± {error['ablation'][head]:.4f}"
         rows.append([name_of(head), *cells.values()])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [" ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
     return "\n".join([*lines, "the columns are defined in: inspect_attention.py --help"])
 
 
 def best(mean: dict[str, Tensor], heads: Sequence[Head]) -> list[Head]:
-    """Choose heads for a shorter table: the best of each kind or, after --ablate, those that the loss needs most."""
+    """Choose heads for a shorter table: the best two of each kind, after --ablate the heads that the loss needs most.
+
+    mean: metric -> (L, H).
+    """
     if "ablation" in mean:
         return sorted(heads, key=lambda head: -mean["ablation"][head])[:MOST_ROWS]
     return [head for group in by_kind(mean, heads).values() for head, _ in group[:2]]
 
 
 def in_words(mean: dict[str, Tensor], heads: Sequence[Head], labels: Sequence[Sequence[str]]) -> str:
-    """Format one line for each kind: how many heads are of it, and the surest of them with their scores.
+    """Format one line for each kind: the number of its heads, and up to three of the highest scores.
 
-    labels: as in `table`.
+    mean: metric -> (L, H); labels: as in `table`.
     """
     lines = ["heads by where they look"]
     for kind, group in by_kind(mean, heads).items():
         surest = []
-        for (layer, head), score in group[:3]:
-            token = f" {labels[layer][head]:.8}" if kind == "token" else ""
-            surest.append(f"{name_of((layer, head))}{token} {short(score)}")
+        for (layer, place), score in group[:3]:
+            token = f" {labels[layer][place]:.8}" if kind == "token" else ""
+            surest.append(f"{name_of((layer, place))}{token} {short(score)}")
         if len(group) > len(surest):
             surest.append("...")
         named = "" if kind == "other" else f": {', '.join(surest)}"
@@ -85,13 +91,16 @@ def number(value: Tensor, form: str) -> str:
 
 
 def grid_columns(heads: Sequence[Head]) -> int:
-    """Choose the columns of a grid of pictures: a row for each layer if all have the same heads, else a square."""
-    layers, columns = (len(set(numbers)) for numbers in zip(*heads, strict=True))
-    return columns if layers * columns == len(heads) else math.ceil(len(heads) ** 0.5)
+    """Choose the number of columns of a grid: a row for each layer if all layers have the same heads, else a square."""
+    num_layers, columns = (len(set(numbers)) for numbers in zip(*heads, strict=True))
+    return columns if num_layers * columns == len(heads) else math.ceil(math.sqrt(len(heads)))
 
 
 def triangle(pattern: Tensor, labels: Sequence[str], width: int) -> str:
-    """Draw one head, (T, T), in characters: a line for each query with its token, a character for each key."""
+    """Draw one head, (T, T), in characters: a line for each query with its token, a character for each key.
+
+    labels: of the T tokens; width: the columns of the terminal. Returns a sentence if the tokens do not fit.
+    """
     if len(labels) > width - 22:
         tokens = f"{len(labels)} tokens do not fit {width} columns"
         return f"({tokens}: give a shorter --text, or write a picture, with -o)"

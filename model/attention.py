@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FORMULA_KEYS = 512  # up to here the formula trains faster on a CPU (benchmarks/results/step_cpu_2026-11-23.md)
+FORMULA_KEYS = 512  # most keys for which the formula trains faster on a CPU (benchmarks/results/step_cpu_2026-11-23.md)
 
 
 def make_causal_mask(context_length: int, device: torch.device | None = None) -> Tensor:
@@ -27,7 +27,7 @@ def make_causal_mask(context_length: int, device: torch.device | None = None) ->
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    """Return how well each query matches each key, -inf where it may not attend. Shapes as in `attention_weights`."""
+    """Return how well each query matches each key, and -inf where the mask is False. (B, H, T_query, T_key)."""
     scores = q / math.sqrt(q.size(-1)) @ repeat_kv(k, q).transpose(-2, -1)
     return scores + torch.where(mask, 0.0, float("-inf")).to(q.dtype)  # faster than filling, forward and backward
 
@@ -37,7 +37,7 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
 
     q is (B, H, T_query, D), k is (B, n_kv_head, T_key, D), and the queries belong to the last T_query positions of k.
     mask is (T_query, T_key), True = may attend. The result is (B, H, T_query, T_key): row = query, column = key.
-    Whoever changes this function has to change the fused call in `Attend` too.
+    A change of this function needs the same change in the fused call in `Attend`.
     """
     return attention_scores(q, k, mask).softmax(dim=-1, dtype=q.dtype)  # sums in float32 also for bfloat16
 
@@ -48,18 +48,30 @@ def repeat_kv(k: Tensor, q: Tensor) -> Tensor:
 
 
 class Attend(nn.Module):
-    """Weighted sums of the values, by the kernel or the formula. A forward hook on it sees what they are given."""
+    """Weighted sums of the values. A forward hook on this module sees the queries, keys and values of the kernel."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
         """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D)."""
-        # The kernel's gradient is slow on a CPU in bfloat16, so there the formula trains.
-        if q.requires_grad and q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.size(-2) <= FORMULA_KEYS:
+        if formula_is_faster(q, k):
             return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_kv(v, q)
-        # The kernel's causal flag is faster than a mask. It aligns the triangle top-left: right only for a square.
-        square, grouped = q.size(-2) == k.size(-2), q.size(1) != k.size(1)
+        # For a square the kernel draws the triangle itself, which is faster, and does not read the mask. (Its triangle
+        # begins at the top left, and would be wrong for fewer queries than keys.)
+        square = q.size(-2) == k.size(-2)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=None if square else mask, dropout_p=dropout, is_causal=square, enable_gqa=grouped
+            q,
+            k,
+            v,
+            attn_mask=None if square else mask,
+            dropout_p=dropout,
+            is_causal=square,
+            enable_gqa=q.size(1) != k.size(1),
         )
+
+
+def formula_is_faster(q: Tensor, k: Tensor) -> bool:
+    """Return whether the formula trains faster than the kernel, whose gradient is slow on a CPU in bfloat16."""
+    in_training = q.requires_grad and q.device.type == "cpu"
+    return in_training and q.dtype == torch.bfloat16 and k.size(-2) <= FORMULA_KEYS
 
 
 class Cache(Protocol):
@@ -67,7 +79,7 @@ class Cache(Protocol):
 
     length: int  # the number of positions stored
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of one call; return those of all positions so far."""
 
 
@@ -112,7 +124,9 @@ class CausalSelfAttention(nn.Module):
         self.q_proj = nn.Linear(n_embd, n_head * head_dim, bias=bias)
         self.k_proj = nn.Linear(n_embd, n_kv_head * head_dim, bias=bias)
         self.v_proj = nn.Linear(n_embd, n_kv_head * head_dim, bias=bias)
-        self.q_norm, self.k_norm, self.rotary = q_norm, k_norm, rotary
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.rotary = rotary
         self.attend = Attend()
         self.weight_dropout = weight_dropout
         self.o_proj = nn.Linear(n_head * head_dim, n_embd, bias=bias)  # mixes the outputs of the heads
@@ -120,20 +134,24 @@ class CausalSelfAttention(nn.Module):
         self.register_buffer("causal_mask", mask, persistent=False)  # never in a checkpoint
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C). With a cache, x continues the positions stored there."""
-        q, k, v = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        """Attend: (B, T, C) -> (B, T, C). With a cache, x continues the positions stored there."""
+        q = self.split_heads(self.q_proj(x))
+        k = self.split_heads(self.k_proj(x))
+        v = self.split_heads(self.v_proj(x))
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         start = 0 if cache is None else cache.length
         positions = slice(start, start + x.size(1))
         if self.rotary is not None:
-            q, k = self.rotary(q, positions), self.rotary(k, positions)
+            q = self.rotary(q, positions)
+            k = self.rotary(k, positions)
         if cache is not None:
-            k, v = cache.append(k, v)
+            k, v = cache.store(k, v)
         mask = self.causal_mask[positions, : k.size(-2)]  # the rows of the triangle that belong to x
         y = self.attend(q, k, v, mask, self.weight_dropout if self.training else 0.0)
         return self.residual_dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # (B, H, T, D) -> (B, T, H * D) -> C
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """(B, T, heads * D) -> (B, heads, T, D)."""
+        """Split the heads: (B, T, heads * D) -> (B, heads, T, D)."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

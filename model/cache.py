@@ -1,4 +1,4 @@
-"""The key-value cache: keys and values of the tokens already read, so that no token is read twice."""
+"""The key-value cache: keys and values of earlier tokens, so that no token is read twice."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ class LayerCache:
         self.values = torch.empty_like(self.keys)
         self.length = 0
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, n_kv_head, T, D) after the positions stored so far; return views of all of them."""
+    def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store (B, n_kv_head, T, D) after the earlier positions; return views of all positions."""
         end = self.length + k.size(2)
         self.keys[:, :, self.length : end] = k
         self.values[:, :, self.length : end] = v

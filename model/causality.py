@@ -1,12 +1,15 @@
 """Proof of causality: probes of the very function that is to be trained, compared bit by bit.
 
+    report = check_causality(model, vocab_size=50257, length=1024)
+    assert report.ok, report
+
 A language model is trained to predict tokens that are in its own input, one place further on. If a position can see
 them, however faintly, the loss falls and means nothing. So the probes compare without a tolerance:
 
     hidden      replace all tokens that a position may not see: no bit of its logits may change
     seen        replace one token: all positions that should see it must change, or the probe "hidden" proves nothing
     gradient    the same two as derivatives: exactly zero, and not zero
-    alone       a sequence must not change when the others of its batch do
+    alone       the logits of a sequence must not change when the others of its batch do
     repeatable  the same tokens must give the same logits again, also after other tokens in between
     agrees      decoding must give the logits of the whole text at once; the one comparison with a tolerance
 
@@ -14,22 +17,21 @@ A module is probed in evaluation and in training mode. It is probed with its own
 initialised to zero hides every leak), and with huge ones (a mask of -10,000 leaks only where scores are larger). Its
 weights, buffers and mode, and the caller's random state, are restored afterwards.
 
-Shapes are named as in model/attention.py. Nothing is imported from there: the suspect must not define what is right.
+This file needs PyTorch alone, and can be copied into any project. The suspect must not define what is right.
+
+Shapes: B batch, T time (tokens), V vocabulary, C channels.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from errors import UserError
-from model.precision import exact_products
-from model.sharded import shard_like
-
 IGNORE = -100  # a target that F.cross_entropy skips
-NUM_POSITIONS = 12  # the least number of positions that a probe asks, if the length allows
+NUM_POSITIONS = 12  # the least number of positions of a probe, if the length allows
 EXTREME = 100.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
 MOST_ROUNDING = 1e-3  # of the size of logits, between decoding and all at once; it was below 1e-6, also in 48 layers
 FOR_SCORES = re.compile(r"(^|[._])(q|k|qkv|query|key)([._]|$)|c_attn|in_proj")  # names of weights of queries and keys
@@ -52,11 +54,13 @@ class Causality:
 
     @property
     def ok(self) -> bool:
+        """Whether no fault was found."""
         return self.finding is None
 
     def __str__(self) -> str:
-        asked = f"asked {self.num_probed} of {self.length}"
-        return f"no, {self.finding}" if self.finding else f"yes, each position sees its past alone ({asked})"
+        if self.finding:
+            return f"no, {self.finding}"
+        return f"yes, no position depends on a later one ({self.num_probed} of {self.length} probed)"
 
 
 class Finding(Exception):
@@ -94,12 +98,12 @@ def check_causality(
             of w tokens in L layers reach L (w - 1) back. None: itself and everything before it. A dependence too faint
             for the precision counts as none.
 
-    Raises UserError if length, vocab_size or mask are impossible, if a module is missing, or if `forward` returns no
+    Raises ValueError if length, vocab_size or mask are impossible, if a module is missing, or if `forward` returns no
     logits.
     """
     module = forward if module is None and isinstance(forward, nn.Module) else module
     if module is None and (decode or loss_fn or extreme):
-        raise UserError("decode, loss_fn and extreme are functions of a module: give it too")
+        raise ValueError("decode, loss_fn and extreme are functions of a module: give it too")
     without = nn.Module().eval()  # stands for the module of a plain function: no weights, nothing to restore
     prober = Prober(vocab_size, length, without if module is None else module, batch_size, mask)
     decoding = [(decode, "in decoding")] if decode else []
@@ -141,14 +145,16 @@ def check_causality(
 
 
 class Prober:
-    """The tokens, positions and weights to probe with. Each probe raises `Finding` if it finds a fault."""
+    """Tokens, positions and weights to probe with. Each probe raises `Finding` if it finds a fault."""
 
     def __init__(self, vocab_size: int, length: int, module: nn.Module, batch_size: int | None, mask: Tensor | None):
         if vocab_size < 2 or length < 1:
-            raise UserError(f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}")
+            raise ValueError(f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}")
         if mask is not None and mask.shape != (length, length):
-            raise UserError(f"the mask must be ({length}, {length}), got {tuple(mask.shape)}")
-        self.vocab_size, self.length, self.module = vocab_size, length, module
+            raise ValueError(f"the mask must be ({length}, {length}), got {tuple(mask.shape)}")
+        self.vocab_size = vocab_size
+        self.length = length
+        self.module = module
         self.batch_size = batch_size or length
         self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self.random = torch.Generator().manual_seed(0)  # for tokens, positions and random weights
@@ -232,10 +238,11 @@ class Prober:
         return function(*arguments).detach()
 
     def logits(self, forward: Callable[[Tensor], Tensor], idx: Tensor) -> Tensor:
-        """Call `forward`: (B, T) -> (B, T, V). Raises UserError for another shape."""
-        logits, expected = self.call(forward, idx), (*idx.shape, self.vocab_size)
+        """Call `forward`: (B, T) -> (B, T, V). Raises ValueError for another shape."""
+        logits = self.call(forward, idx)
+        expected = (*idx.shape, self.vocab_size)
         if logits.shape != expected:
-            raise UserError(f"expected logits of shape {expected}, got {tuple(logits.shape)}")
+            raise ValueError(f"expected logits of shape {expected}, got {tuple(logits.shape)}")
         return logits
 
     def alone(self, forward: Callable[[Tensor], Tensor], where: str) -> None:
@@ -256,12 +263,15 @@ class Prober:
             hide = ~self.mask[positions]  # (B, T)
             idx, other = self.tokens(len(hide))
             changed = torch.where(hide, other, idx)
-            before, after = self.logits(forward, idx), self.logits(forward, changed)
+            before = self.logits(forward, idx)
+            after = self.logits(forward, changed)
             leaks = ~same_bits(before, after) & ~self.sees_any(hide)
             for query, row in leaks.T.nonzero()[:1].tolist():
                 _, key = first_cause(lambda tokens, at=(row, query): self.call(forward, tokens)[at], idx, changed)
-                before, after = before[row, query].float(), after[row, query].float()
-                size, share = largest_change(before, after), largest_change(before.softmax(-1), after.softmax(-1))
+                logits_before = before[row, query].float()
+                logits_after = after[row, query].float()
+                size = largest_change(logits_before, logits_after)
+                share = largest_change(logits_before.softmax(-1), logits_after.softmax(-1))
                 effect = f"moves its logits by up to {size:.2g} and a probability by up to {share:.2g}"
                 raise Finding(f"{sees(query, key)}, which {effect} ({where})", query, key)
             if seen and before.dtype.itemsize >= 4:  # half precision rounds away one token among many
@@ -273,7 +283,8 @@ class Prober:
         """Run the probe "agrees", with products in full precision."""
         idx = torch.randint(self.vocab_size, (2, self.length)).to(self.device)
         with exact_products(self.device):
-            expected, decoded = self.logits(forward, idx), self.logits(decode, idx)
+            expected = self.logits(forward, idx)
+            decoded = self.logits(decode, idx)
         error = ((decoded.float() - expected).norm() / expected.norm()).item()
         if expected.dtype.itemsize >= 4 and not error <= MOST_ROUNDING:
             raise Finding(f"read part by part with a cache, a text gets other logits: off by {error:.1%} of their size")
@@ -292,7 +303,8 @@ class Prober:
             influence = sum(gradient.abs().amax(-1) for gradient in gradients)  # (B, T)
             allowed = self.mask[queries]
             for row, key in ((influence != 0) & ~allowed).nonzero()[:1].tolist():
-                query, size = queries[row].item(), influence[row, key].item()
+                query = queries[row].item()
+                size = influence[row, key].item()
                 effect = f"the derivative of its logits to it is {size:.2g} and must be exactly 0"
                 raise Finding(f"{sees(query, key)}: {effect}", query, key)
             refuse_blindness((influence == 0) & allowed, queries, torch.arange(self.length))
@@ -305,7 +317,8 @@ class Prober:
         for positions in self.positions().split(self.batch_size):
             positions = positions.repeat(self.batch_size)[: self.batch_size]
             hide = ~self.mask[positions]
-            (idx, other), (targets, _) = self.tokens(self.batch_size), self.tokens(self.batch_size)
+            idx, other = self.tokens(self.batch_size)
+            targets, _ = self.tokens(self.batch_size)
             some = torch.rand(targets.shape, generator=self.random).to(self.device) < 4 / self.length
             counted = self.one_hot(positions) | some & ~self.sees_any(hide)  # a small sum shows small changes
             targets = targets.masked_fill(~counted, IGNORE)
@@ -314,12 +327,19 @@ class Prober:
             def loss(tokens: Tensor, targets: Tensor = targets) -> Tensor:
                 return self.call(loss_fn, tokens, targets)
 
-            before, after = loss(idx), loss(changed)
+            before = loss(idx)
+            after = loss(changed)
             if not same_bits(before, after):
                 if not same_bits(before, loss(idx)):
                     raise Finding(f"the same tokens do not give the same loss again ({where})")
+                nothing = torch.full_like(targets, IGNORE)
+                another_start = torch.cat((other[:, :1], idx[:, 1:]), dim=1)
+                if not same_bits(loss(idx, nothing), loss(another_start, nothing)):
+                    rule = f"whose target is {IGNORE} and must be skipped, as F.cross_entropy skips them"
+                    raise Finding(f"the loss counts positions {rule} ({where})")
                 row, key = first_cause(loss, idx, changed)
-                query, size = positions[row].item(), largest_change(before, after)
+                query = positions[row].item()
+                size = largest_change(before, after)
                 raise Finding(f"{sees(query, key)}: the loss moves by {size:.2g} ({where})", query, key)
         if self.module.training and same_bits(before, loss(other)):
             raise Finding(f"the loss does not depend on the tokens ({where})")
@@ -342,8 +362,10 @@ def sees(query: int, key: int) -> str:
 def refuse_blindness(blind: Tensor, queries: Tensor, keys: Tensor) -> None:
     """Raise `Finding` for the first True in `blind`, (queries, keys): a token that should be seen and is not."""
     for query, key in blind.nonzero()[:1].tolist():
-        query, key = queries[query].item(), keys[key].item()
-        raise Finding(f"position {query} is blind to token {key}, which it may see", query, key)
+        blind_query = queries[query].item()
+        unseen_key = keys[key].item()
+        fault = f"position {blind_query} is blind to token {unseen_key}, which it may see"
+        raise Finding(fault, blind_query, unseen_key)
 
 
 def watch_embedding(module: nn.Module, idx: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -368,6 +390,27 @@ def same_bits(before: Tensor, after: Tensor) -> Tensor:
     return ((before == after) | (before.isnan() & after.isnan())).all(-1)
 
 
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Multiply matrices in the precision of their factors: without a GPU's TF32, and without autocast."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def shard_like(values: Tensor, parameter: Tensor) -> Tensor:
+    """Shard values, which every rank holds, like a parameter of FSDP; return them as they are for any other."""
+    if not hasattr(parameter, "placements"):
+        return values
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
 def largest_change(before: Tensor, after: Tensor) -> float:
     """Return the largest absolute difference."""
     return (after.float() - before.float()).abs().max().item()
@@ -379,10 +422,15 @@ def first_cause(read: Callable[[Tensor], Tensor], idx: Tensor, changed: Tensor) 
     The tokens of idx, (B, T), are replaced by those of `changed` in their order, as many as it takes.
     """
     places = (idx != changed).nonzero()
-    before, low, high = read(idx), 0, len(places)  # replacing the first `low` places moves nothing, `high` does
+    before = read(idx)
+    low = 0  # replacing so many places changes nothing
+    high = len(places)  # replacing so many does
     while high - low > 1:
         middle = (low + high) // 2
         sequences, tokens = places[:middle].T
         partly = idx.index_put((sequences, tokens), changed[sequences, tokens])
-        low, high = (middle, high) if same_bits(before, read(partly)) else (low, middle)
+        if same_bits(before, read(partly)):
+            low = middle
+        else:
+            high = middle
     return tuple(places[high - 1].tolist())

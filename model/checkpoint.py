@@ -1,4 +1,4 @@
-"""Checkpoints: a directory without pickle, in the layout of a Hugging Face model, that is complete or not there at all.
+"""Find a checkpoint and verify it: a directory without pickle, in the layout of a Hugging Face model.
 
 config.json  model.safetensors  tokenizer.json  tokenizer_config.json    the model, as `transformers` reads it
 optimizer.safetensors  trainer.json                                      the rest of a training run
@@ -11,16 +11,11 @@ import hashlib
 import json
 import re
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
-from torch import Tensor
-
 from errors import UserError
-from model import disk
-from model.config import GPTConfig
-from model.huggingface import config_to_huggingface, tensors_to_huggingface
 
 FORMAT = 3
 MOST_JSON = 1 << 20  # bytes
@@ -28,79 +23,43 @@ CARD = "README.md"
 STEP = re.compile(r"step-\d{8}")
 
 
-def save_checkpoint(
-    parent: Path,
-    step: int,
-    config: GPTConfig,
-    weights: dict[str, Tensor],
-    optimizer: dict[str, Tensor],
-    ends_of_text: tuple[int, int],
-    texts: dict[str, bytes],
-    trainer: dict,
-    about: dict,
-) -> Path:
-    """Write parent/step-00000000 and return it once it is on the disk. After an OSError nothing of it is left.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint, or a model from elsewhere."""
 
-    `weights` is the state dict of the model, `optimizer` the state of its optimizer; no tensor is sharded.
-    `ends_of_text` are the token ids that begin and end a text. `texts` are the files of the tokenizer, by name.
-    `trainer` is the state that a resumed run needs, `about` the certificate and the environment.
-    """
-    directory, temporary = parent / f"step-{step:08d}", parent / ".tmp"
-    files = {}
+    directory: Path
+    manifest: dict = field(default_factory=dict)
+    """The content of manifest.json; empty for a model from elsewhere."""
+    trainer: dict = field(default_factory=dict)
+    """The content of trainer.json; empty for a model from elsewhere."""
 
-    def write(name: str, content: bytes) -> None:
-        disk.write(temporary / name, content)
-        files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    @property
+    def causal(self) -> str | None:
+        """The certificate of causality from the training; None for a model from elsewhere."""
+        return nested(self.manifest, "certificate", "causal")
 
-    disk.remove(temporary)  # of a killed session
-    disk.make_directory(temporary)
-    try:
-        write("config.json", to_json(config_to_huggingface(config, *ends_of_text)))
-        for name, content in texts.items():
-            write(name, content)
-        write("model.safetensors", save(tensors_to_huggingface(config, weights), metadata={"format": "pt"}))
-        write("optimizer.safetensors", save(optimizer, metadata={"format": "pt"}))
-        write("trainer.json", to_json({"step": step, **trainer}))
-        manifest = {"format": FORMAT, "step": step, **about, "files": files}
-        disk.write(temporary / "manifest.json", with_own_hash(manifest))
-        disk.sync(temporary)
-        disk.remove(directory)  # a damaged checkpoint of this step
-        disk.rename(temporary, directory)
-    except BaseException:
-        disk.remove(temporary)
-        raise
-    return directory
+    @property
+    def code_has_changed(self) -> bool:
+        """Whether the model was trained by other files of this package; False for a model from elsewhere."""
+        return nested(self.manifest, "environment", "code of model/") not in (None, code_hash())
 
 
-def keep_newest(parent: Path, step: int, count: int, best_step: int | None) -> None:
-    """Delete the checkpoints up to `step`, except the newest `count` and the best.
-
-    Checkpoints of later steps are damaged, or the run would have resumed from them. They stay.
-    """
-    past = [directory for directory in step_directories(parent) if directory.name <= f"step-{step:08d}"]
-    for directory in past[count:]:
-        if directory.name != f"step-{best_step or 0:08d}":
-            disk.remove(directory)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return the directory of a verified checkpoint.
+def find_checkpoint(path: Path) -> Checkpoint:
+    """Find a checkpoint and verify it.
 
     `path` is a checkpoint, a run directory (its newest intact checkpoint is taken), a Hugging Face model directory, or
-    the name OWNER/NAME of a model on the Hugging Face hub, which is downloaded unless it is in the cache; no directory
-    OWNER may exist then.
+    the name OWNER/NAME of a model on the Hugging Face hub. That model is downloaded unless it is in the cache; a
+    directory OWNER takes precedence.
 
     Raises UserError if there is none.
     """
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
-        return download(str(path))
+        return Checkpoint(download(str(path)))
     if (path / "config.json").is_file():
-        verify(path)
-        return path
+        return verify(path)
     for directory in step_directories(path / "checkpoints"):
         try:
-            verify(directory)
-            return directory
+            return verify(directory)
         except (UserError, OSError) as error:
             print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
     if not path.exists():
@@ -117,7 +76,8 @@ def download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{name} is not here, and not to be had from the Hugging Face hub: {reason:.200}") from error
+        message = f"{name} was not found locally, and the download from the Hugging Face hub failed: {reason:.200}"
+        raise UserError(message) from error
 
 
 def step_directories(parent: Path) -> list[Path]:
@@ -126,25 +86,30 @@ def step_directories(parent: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
-def verify(directory: Path) -> None:
+def verify(directory: Path) -> Checkpoint:
     """Compare a checkpoint with its manifest. A foreign model has no manifest, and passes.
 
     Raises UserError naming the first file that differs, is missing, is not in the manifest, or is a link.
     """
-    if STEP.fullmatch(directory.name) and not (directory / "manifest.json").is_file():
-        raise UserError(f"{directory} has no manifest.json: it was not written to the end")
-    if not (directory / "manifest.json").is_file():
-        return
-    manifest = read_json(directory / "manifest.json")
+    path = directory / "manifest.json"
+    if not path.is_file():
+        if STEP.fullmatch(directory.name):
+            raise UserError(f"{directory} has no manifest.json: it was not written to the end")
+        return Checkpoint(directory)
+    content = read_small(path)
+    manifest = parse_json(path, content)
     if manifest.get("format") != FORMAT:
         raise UserError(f"{directory} has format {manifest.get('format')!r}, this version reads {FORMAT}")
-    own_hash, files = manifest.pop("sha256", None), manifest.get("files")
-    if not own_hash or with_own_hash(manifest) != (directory / "manifest.json").read_bytes():
-        raise UserError(f"{directory / 'manifest.json'} is damaged: its SHA-256 is not the one in it")
+    rest, _, last_entry = content.rpartition(b',\n  "sha256": ')
+    own_hash = hashlib.sha256(rest + b"\n}\n").hexdigest()  # of the file without its last entry
+    if last_entry != f'"{own_hash}"\n}}\n'.encode():
+        raise UserError(f"{path} is damaged: its SHA-256 is not the one in it")
+    files = manifest.get("files")
     if not isinstance(files, dict):
-        raise UserError(f"{directory / 'manifest.json'} does not say which files there are")
+        raise UserError(f"{path} does not say which files there are")
     paths = {path.name: path for path in directory.iterdir() if path.name not in ("manifest.json", CARD)}
     paths = {name: path for name, path in paths.items() if name in files or not name.startswith(".")}  # .DS_Store
+    trainer = {}
     for name in sorted(paths.keys() | files.keys()):  # only names found in the directory are opened
         if name not in files:
             raise UserError(f"{directory} has {name!r}, which is not in the manifest: it does not belong there")
@@ -152,55 +117,57 @@ def verify(directory: Path) -> None:
             raise UserError(f"{directory} has no {name!r}, which is in the manifest")
         if paths[name].is_symlink() or not paths[name].is_file():
             raise UserError(f"{directory} has {name!r}, which is not a file of this directory")
-        if {"size": paths[name].stat().st_size, "sha256": sha256(paths[name])} != files[name]:
+        if name == "trainer.json":  # read once, for its hash and its content
+            content = read_small(paths[name])
+            digest = hashlib.sha256(content).hexdigest()
+        else:
+            digest = sha256(paths[name])
+        if {"size": paths[name].stat().st_size, "sha256": digest} != files[name]:
             raise UserError(f"{name!r} in {directory} is damaged: its size or SHA-256 is not the one in the manifest")
+        if name == "trainer.json":
+            trainer = parse_json(paths[name], content)
+    return Checkpoint(directory, manifest, trainer)
 
 
 def read_json(path: Path) -> dict:
     """Return the JSON object in a file. Raises UserError if the file cannot be read or holds something else."""
+    return parse_json(path, read_small(path))
+
+
+def read_small(path: Path) -> bytes:
+    """Return the content of a file. Raises UserError if it is no file, or has more than MOST_JSON bytes."""
     try:
         if not path.is_file():
             raise ValueError("it is not a file")
         if path.stat().st_size > MOST_JSON:
             raise ValueError(f"it has more than {MOST_JSON} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it does not hold a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    return content
 
 
-def read_optional(path: Path, *keys: str) -> Any:
-    """Return the value under nested keys of a JSON file beside a model; None if the file or a key is missing."""
+def parse_json(path: Path, content: bytes) -> dict:
+    """Return the JSON object that a file contains. Raises UserError if its content is something else."""
     try:
-        value = read_json(path)
-    except UserError:
-        return None
+        parsed = json.loads(content.decode())
+        if not isinstance(parsed, dict):
+            raise ValueError("it does not hold a JSON object")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    return parsed
+
+
+def nested(content: object, *keys: str) -> Any:
+    """Return the value under nested keys of JSON objects; None if a key is missing."""
     for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def to_json(content: dict) -> bytes:
-    """Return the content of a JSON file as it is written here."""
-    return (json.dumps(content, indent=2) + "\n").encode()
-
-
-def with_own_hash(manifest: dict) -> bytes:
-    """Return the content of manifest.json: the manifest, and the SHA-256 of the file without this last entry."""
-    return to_json({**manifest, "sha256": hashlib.sha256(to_json(manifest)).hexdigest()})
+        content = content.get(key) if isinstance(content, dict) else None
+    return content
 
 
 def code_hash() -> str:
     """Return a short hash of the files of this package, which decide what the weights of a checkpoint mean."""
     paths = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
-
-
-def code_has_changed(directory: Path) -> bool:
-    """Return whether a checkpoint was trained with other files of this package. A foreign model was with none."""
-    return read_optional(directory / "manifest.json", "environment", "code of model/") not in (None, code_hash())
 
 
 def sha256(path: Path) -> str:

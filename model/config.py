@@ -1,11 +1,15 @@
-"""The configuration of a GPT: the `[model]` table of a run, the fields that a checkpoint adds, and their checks."""
+"""The configuration of a GPT: the `[model]` table of a run, and the fields that only a checkpoint sets.
 
+A checkpoint stores every field by itself. A new option is a field with a default and a docstring in `ModelConfig`.
+"""
+
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from errors import UserError
 
-# Larger than any model there is, so that a damaged or hostile config.json is refused before memory is allocated.
+# Larger than any real model, so that a damaged or hostile config.json is refused before memory is allocated.
 LARGEST = {"n_layer": 2**9, "n_head": 2**16, "n_kv_head": 2**16, "n_embd": 2**20, "head_dim": 2**20}
 LARGEST |= {"n_inner": 2**22, "vocab_size": 2**24, "context_length": 2**15}  # the mask has its square in bytes
 
@@ -31,7 +35,7 @@ class ModelConfig:
     n_inner: int | None = None
     """Width of the MLP. None: 4 n_embd; in llama and qwen3 8/3 n_embd, rounded up to a multiple of 64."""
     context_length: int = 1024
-    """The most tokens that the model can attend to."""
+    """Most tokens that the model can attend to."""
     dropout: float = 0.0
     """Probability of dropping an activation in training, in gpt2 also an attention weight; 0 is best unless training
     reads the text many times."""
@@ -55,16 +59,18 @@ class GPTConfig(ModelConfig):
     """Llama 3's scaling of rotary positions: factor, low and high frequency factor, original context length."""
 
     def __post_init__(self) -> None:
-        family, gated = self.family, self.family in ("llama", "qwen3")
-        if family not in (families := get_args(ModelConfig.__annotations__["family"])):
+        family = self.family
+        families = get_args(ModelConfig.__annotations__["family"])
+        if family not in families:
             raise UserError(f"family must be one of {', '.join(families)}, got {family!r}")
         self.check_whole("n_layer", "n_head", "n_embd", "context_length", "vocab_size")
         if self.n_embd % self.n_head != 0 and (self.head_dim is None or family != "qwen3"):
             raise UserError(f"n_embd must be a multiple of n_head, got n_embd={self.n_embd} and n_head={self.n_head}")
+        gated_width = 64 * math.ceil(self.n_embd / 24)  # 8/3 n_embd, rounded up to a multiple of 64
         defaults = {
             "n_kv_head": self.n_head,
             "head_dim": self.n_embd // self.n_head,
-            "n_inner": -(-self.n_embd * 8 // 3 // 64) * 64 if gated else 4 * self.n_embd,
+            "n_inner": gated_width if family in ("llama", "qwen3") else 4 * self.n_embd,
             "bias": family == "gpt2",
             "tied": family != "nanochat",
             "norm_eps": 1e-5 if family in ("gpt2", "llama") else 1e-6,
@@ -95,6 +101,7 @@ class GPTConfig(ModelConfig):
     def check_whole(self, *names: str) -> None:
         """Raise UserError unless these fields are whole numbers from 1 to `LARGEST`."""
         for name in names:
-            value, most = getattr(self, name), LARGEST[name]
+            value = getattr(self, name)
+            most = LARGEST[name]
             if type(value) is not int or not 1 <= value <= most:
                 raise UserError(f"{name} must be a whole number from 1 to {most:,}, got {value!r}")

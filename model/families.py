@@ -5,7 +5,9 @@
     qwen3     llama with normalised queries and keys                      Yang et al. 2025
     nanochat  norms without weights, ReLU^2, capped logits                Karpathy 2025
 
-Each equals the model type of that name in `transformers`. Shapes are named as in model/attention.py.
+Each equals the model type of that name in `transformers`: nanochat is the one added there in 2025. A new family needs
+an entry here, a name in model/config.py, and an export in model/huggingface.py. Shapes are named as in
+model/attention.py.
 """
 
 import math
@@ -21,7 +23,7 @@ from model.precision import autocast_dtype
 
 
 class MLP(nn.Module):
-    """The part of a block that works on each token alone: two linear layers around a GELU."""
+    """Two linear layers around a GELU. They read each token alone."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -30,11 +32,11 @@ class MLP(nn.Module):
         self.residual_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
+        """Apply to each token: (B, T, C) -> (B, T, C)."""
         return self.residual_dropout(self.down_proj(self.activate(x)))
 
     def activate(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, n_inner)."""
+        """Widen and activate: (B, T, C) -> (B, T, n_inner)."""
         return F.gelu(self.up_proj(x), approximate="tanh")  # the approximation of GPT-2
 
 
@@ -46,7 +48,7 @@ class SwiGLU(MLP):
         self.gate_proj = nn.Linear(config.n_embd, config.n_inner, bias=config.bias)
 
     def activate(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, n_inner)."""
+        """Widen and activate: (B, T, C) -> (B, T, n_inner)."""
         return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
 
@@ -54,7 +56,7 @@ class ReLUSquared(MLP):
     """An MLP around max(0, x)^2 (So et al. 2021)."""
 
     def activate(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, n_inner)."""
+        """Widen and activate: (B, T, C) -> (B, T, n_inner)."""
         y = F.relu(self.up_proj(x))
         return y * y  # under autocast on CUDA, square() would compute in float32
 
@@ -89,17 +91,18 @@ class Rotary(nn.Module):
         self.register_buffer("sin", torch.cat((-angles.sin(), angles.sin()), dim=-1), persistent=False)
 
     def forward(self, x: Tensor, positions: slice) -> Tensor:
-        """(B, heads, T, D), at these T positions -> (B, heads, T, D)."""
-        cos, sin = (table[positions].to(x.dtype) for table in (self.cos, self.sin))
+        """Rotate vectors at these T positions: (B, heads, T, D) -> (B, heads, T, D)."""
+        cos = self.cos[positions].to(x.dtype)
+        sin = self.sin[positions].to(x.dtype)
         x = x.contiguous()  # on a CPU, products with the tables are faster in this order
         return x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin  # channels i and i + D / 2 are a pair
 
 
 class RMSNorm(nn.RMSNorm):
-    """PyTorch's RMSNorm (Zhang and Sennrich 2019), whose output keeps the dtype of its input also under autocast."""
+    """PyTorch's RMSNorm (Zhang and Sennrich 2019). Its output has the dtype of its input, also under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., C) -> (..., C)."""
+        """Normalise: (..., C) -> (..., C)."""
         if autocast_dtype(x) is None:
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         with torch.autocast(x.device.type, enabled=False):  # from PyTorch 2.12 on, it returns float32 on CUDA
@@ -111,7 +114,7 @@ class RMSNorm(nn.RMSNorm):
 
 @dataclass(frozen=True)
 class Family:
-    """The choice of parts that makes a family."""
+    """A choice of parts."""
 
     norm: Callable[[int, GPTConfig], nn.Module]  # of vectors of this width
     mlp: type[nn.Module]

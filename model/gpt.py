@@ -10,15 +10,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from errors import UserError
 from model.attention import CausalSelfAttention, make_causal_mask
 from model.cache import LayerCache
-from model.checkpoint import find_checkpoint
 from model.config import GPTConfig
 from model.families import FAMILIES, Rotary
-from model.load import load_config, load_weights
 from model.precision import autocast_dtype
 from model.sampling import Sampler, stream
 
@@ -28,30 +24,28 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, mask: Tensor, rotary: nn.Module | None = None):
         super().__init__()
-        c, family = config, FAMILIES[config.family]
-        q_norm, k_norm = (family.norm(c.head_dim, c) if family.query_key_norm else None for _ in range(2))
-        self.attention_norm = family.norm(c.n_embd, c)
-        weight_dropout = c.dropout if family.weight_dropout else 0.0
+        family = FAMILIES[config.family]
+        self.attention_norm = family.norm(config.n_embd, config)
         self.attention = CausalSelfAttention(
-            c.n_embd, c.n_head, c.n_kv_head, c.head_dim, mask, c.dropout, c.bias, q_norm, k_norm, rotary, weight_dropout
+            n_embd=config.n_embd,
+            n_head=config.n_head,
+            n_kv_head=config.n_kv_head,
+            head_dim=config.head_dim,
+            mask=mask,
+            dropout=config.dropout,
+            bias=config.bias,
+            q_norm=family.norm(config.head_dim, config) if family.query_key_norm else None,
+            k_norm=family.norm(config.head_dim, config) if family.query_key_norm else None,
+            rotary=rotary,
+            weight_dropout=config.dropout if family.weight_dropout else 0.0,
         )
-        self.mlp_norm = family.norm(c.n_embd, c)
-        self.mlp = family.mlp(c)
+        self.mlp_norm = family.norm(config.n_embd, config)
+        self.mlp = family.mlp(config)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
+        """Attend, then apply the MLP: (B, T, C) -> (B, T, C)."""
         x = x + self.attention(self.attention_norm(x), cache)
         return x + self.mlp(self.mlp_norm(x))
-
-
-class skip_parameter_init(TorchFunctionMode):
-    """Context in which parameters are made without first values: the system gives no memory to what is not written."""
-
-    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
-        tensor = args[0] if args else (kwargs or {}).get("tensor")
-        if getattr(func, "__module__", None) == "torch.nn.init" and isinstance(tensor, nn.Parameter):
-            return tensor
-        return func(*args, **(kwargs or {}))
 
 
 class GPT(nn.Module):
@@ -59,13 +53,16 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.config, self.family = config, FAMILIES[config.family]
-        C, T = config.n_embd, config.context_length
+        self.config = config
+        self.family = FAMILIES[config.family]
+        C = config.n_embd
+        T = config.context_length
         self.token_embedding = nn.Embedding(config.vocab_size, C)
         self.position_embedding = None if self.family.rotary else nn.Embedding(T, C)
         self.embedding_norm = self.family.norm(C, config) if self.family.embedding_norm else None
         self.embedding_dropout = nn.Dropout(config.dropout)
-        mask, self.rotary = make_causal_mask(T), Rotary(config) if self.family.rotary else None
+        self.rotary = Rotary(config) if self.family.rotary else None
+        mask = make_causal_mask(T)  # the layers share it
         self.blocks = nn.ModuleList(Block(config, mask, self.rotary) for _ in range(config.n_layer))
         self.final_norm = self.family.norm(C, config)
         self.lm_head = nn.Linear(C, config.vocab_size, bias=False)
@@ -76,7 +73,7 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Initialise as GPT-2: std 0.02, and less for the layers whose outputs are added to the residual stream.
 
-        All but linear layers and embeddings keep what their modules have chosen: norms begin with weights of one.
+        Parameters of other modules keep their values: norms begin with weights of one.
         """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding) and (module is not self.lm_head or not self.config.tied):
@@ -88,16 +85,16 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor) -> Tensor:
         """Return the logits of the next token at every position: (B, T) int64 -> (B, T, V).
 
-        Raises UserError if T is more than the context length.
+        Raises ValueError if T is more than the context length.
         """
         return GPT.logits(self, GPT.hidden(self, idx))  # called on the class: FSDP2 replaces the bound methods
 
     def hidden(self, idx: Tensor, caches: Sequence[LayerCache] = ()) -> Tensor:
-        """Return the last hidden state: (B, T) -> (B, T, C). With caches, idx continues the positions stored there."""
+        """Return the last hidden state: (B, T) -> (B, T, C). With a cache per layer, idx continues its positions."""
         start = caches[0].length if caches else 0
         end = start + idx.size(1)
         if end > self.config.context_length:
-            raise UserError(f"{end} tokens do not fit the context length of {self.config.context_length}")
+            raise ValueError(f"{end} tokens do not fit the context length of {self.config.context_length}")
         x = self.token_embedding(idx)
         if self.position_embedding is not None:
             x = x + self.position_embedding.weight[start:end]
@@ -112,13 +109,15 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the head: (..., C) -> (..., V)."""
-        logits, cap = self.lm_head(hidden), self.family.logit_cap
+        logits = self.lm_head(hidden)
+        cap = self.family.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def new_cache(self, B: int, capacity: int) -> list[LayerCache]:
         """Return an empty key-value cache per layer, for B sequences of up to `capacity` tokens."""
-        weight, c = self.token_embedding.weight, self.config
-        return [LayerCache(B, c.n_kv_head, capacity, c.head_dim, weight.dtype, weight.device) for _ in range(c.n_layer)]
+        c = self.config
+        weight = self.token_embedding.weight
+        return [LayerCache(B, c.n_kv_head, capacity, c.head_dim, weight.dtype, weight.device) for _ in self.blocks]
 
     def generate(
         self,
@@ -151,40 +150,19 @@ class GPT(nn.Module):
     def from_pretrained(
         cls, path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> "GPT":
-        """Load a model in eval mode.
+        """Return a stored model in eval mode.
 
         Args:
             path: a checkpoint of ours, a run directory (its newest intact checkpoint), a Hugging Face model directory
-                of one of the four families, or the name OWNER/NAME of such a model on the Hugging Face hub.
+                of one of the families, or the name OWNER/NAME of such a model on the Hugging Face hub.
             device: the device to load to.
             dtype: the dtype of the weights; None keeps that of the checkpoint.
 
         Raises UserError if there is no intact checkpoint.
         """
-        return cls.read(find_checkpoint(Path(path)), device, dtype)
+        from model.load import load_model  # which imports this file
 
-    @classmethod
-    def read(
-        cls,
-        directory: Path,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
-        config: GPTConfig | None = None,
-    ) -> "GPT":
-        """Load the model in a directory that `find_checkpoint` returned, without verifying its files once more.
-
-        config may ask for another dropout, or for a smaller context_length, than the stored model has.
-        """
-        stored = load_config(directory)
-        with torch.device("meta"):  # without memory, for the shapes in the files
-            shapes = cls(stored).state_dict()
-        weights = load_weights(directory, stored, shapes, device, dtype)
-        with skip_parameter_init():
-            model = cls(config or stored)
-        if model.position_embedding is not None:
-            weights["position_embedding.weight"] = weights["position_embedding.weight"][: model.config.context_length]
-        model.load_state_dict(weights, assign=True)
-        return model.to(device).eval()
+        return load_model(path, device, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT":
         """Apply fn to all tensors but the masks, then `fill_buffers`: a move unties shared tensors."""

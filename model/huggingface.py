@@ -1,14 +1,21 @@
-"""Our configurations and tensors under the names and shapes of `transformers`, so that checkpoints open there too."""
+"""Configurations and tensors under the names and shapes of `transformers`, so that checkpoints open there too.
+
+A family needs an `Export` in EXPORTS. An option that `transformers` does not know is stored under the key "tril" of
+config.json.
+"""
 
 import re
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from errors import UserError
 from model.config import LARGEST, GPTConfig
+from model.families import FAMILIES
 
-CUT_CONTEXT = 8192  # tokens that the model sees if its context is longer than the largest of ours
+OWN_KEY = "tril"
+CUT_CONTEXT = 8192  # context_length of a model whose own is longer than the largest of ours
 
 # Our module -> theirs. GPT-2 has q, k and v in one matrix, and stores every matrix of a block transposed ("Conv1D").
 GPT2 = {
@@ -39,143 +46,191 @@ NANOCHAT = LLAMA | {
     "blocks.{}.mlp.up_proj": "model.layers.{}.mlp.fc1",
     "blocks.{}.mlp.down_proj": "model.layers.{}.mlp.fc2",
 }
-NAMES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": LLAMA, "nanochat": NANOCHAT}
 TRANSPOSED = ("c_attn", "c_proj", "c_fc")
 
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-ARCHITECTURES |= {"nanochat": "NanoChatForCausalLM"}
-# Accepted values of the keys in config.json that change the computation. We write the first; a missing key means the
-# first. A model with another value is refused.
-EXPECTED = {
-    "gpt2": {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-    },
-    "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
-    "qwen3": {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
-    "nanochat": {"hidden_act": ("relu2",), "attention_bias": (False,), "final_logit_softcapping": (15.0,)},
+# Our field -> their key in config.json.
+GPT2_FIELDS = {
+    "vocab_size": "vocab_size",
+    "context_length": "n_positions",
+    "n_embd": "n_embd",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_inner": "n_inner",
+    "norm_eps": "layer_norm_epsilon",
+    "dropout": "resid_pdrop",
+    "tied": "tie_word_embeddings",
 }
+LLAMA_FIELDS = {
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "n_inner": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
+LLAMA_DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class Export:
+    """A family as `transformers` has it."""
+
+    architecture: str
+    """The class of the model."""
+    modules: dict[str, str]
+    """Our module -> theirs; {} stands for the number of a layer."""
+    fields: dict[str, str]
+    """Our field -> their key in config.json."""
+    defaults: dict[str, object]
+    """Key -> the value that a missing key means. All other keys of `fields` are required."""
+    accepted: dict[str, tuple]
+    """Key that changes the computation -> the values that our family computes. The first is written, and is also the
+    meaning of a missing key."""
+
+
+EXPORTS = {
+    "gpt2": Export(
+        "GPT2LMHeadModel",
+        GPT2,
+        GPT2_FIELDS,
+        {"n_inner": None, "layer_norm_epsilon": None, "resid_pdrop": 0.0, "tie_word_embeddings": True},
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        },
+    ),
+    "llama": Export(
+        "LlamaForCausalLM",
+        LLAMA,
+        LLAMA_FIELDS,
+        LLAMA_DEFAULTS,
+        {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    ),
+    "qwen3": Export(
+        "Qwen3ForCausalLM",
+        LLAMA,
+        LLAMA_FIELDS,
+        LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
+        {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
+    ),
+    "nanochat": Export(
+        "NanoChatForCausalLM",
+        NANOCHAT,
+        LLAMA_FIELDS,
+        LLAMA_DEFAULTS,
+        {"hidden_act": ("relu2",), "attention_bias": (False,), "final_logit_softcapping": (15.0,)},
+    ),
+}
 
 
 def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: int) -> dict:
     """Return config.json for the model type with the family's name.
 
-    GPT-2 has no keys for its biases and its key heads: these two are under "tril".
+    Fields without a key in `transformers` are under OWN_KEY. Raises UserError for a family without an export.
     """
-    c = config
+    if config.family not in EXPORTS:
+        raise UserError(
+            f"no checkpoint could hold a model of the family {config.family}: add an entry to EXPORTS in "
+            "model/huggingface.py"
+        )
+    export = EXPORTS[config.family]
     content = {
-        "architectures": [ARCHITECTURES[c.family]],
-        "model_type": c.family,
-        **{key: expected[0] for key, expected in EXPECTED[c.family].items()},
-        "vocab_size": c.vocab_size,
-        "tie_word_embeddings": c.tied,
+        "architectures": [export.architecture],
+        "model_type": config.family,
+        **{key: accepted[0] for key, accepted in export.accepted.items()},
+        **{key: getattr(config, name) for name, key in export.fields.items()},
         "bos_token_id": start_of_text,
         "eos_token_id": end_of_text,
         "pad_token_id": None,  # else `transformers` may take a real token as padding, and not train it
     }
-    if c.family == "gpt2":
-        return content | {
-            "n_positions": c.context_length,
-            "n_ctx": c.context_length,  # the name that llama.cpp reads
-            "n_embd": c.n_embd,
-            "n_layer": c.n_layer,
-            "n_head": c.n_head,
-            "n_inner": c.n_inner,
-            "layer_norm_epsilon": c.norm_eps,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), c.dropout),
-            "tril": {"bias": c.bias, "n_kv_head": c.n_kv_head},
-        }
+    stored = {"family", *export.fields}
+    if FAMILIES[config.family].rotary:
+        content |= rope_to_huggingface(config)
+        stored |= {"rope_theta", "rope_scaling"}
+    else:
+        content |= {"n_ctx": config.context_length}  # the name that llama.cpp reads
+        content |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
+    own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in stored}
+    return content | {OWN_KEY: own}
+
+
+def rope_to_huggingface(config: GPTConfig) -> dict:
+    """Return the keys of config.json for rotary positions."""
     rope = {"rope_type": "default"}
-    if c.rope_scaling:
-        rope = {"rope_type": "llama3", **dict(zip(SCALING, c.rope_scaling, strict=True))}
-    return content | {
-        "max_position_embeddings": c.context_length,
-        "hidden_size": c.n_embd,
-        "num_hidden_layers": c.n_layer,
-        "num_attention_heads": c.n_head,
-        "num_key_value_heads": c.n_kv_head,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.n_inner,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "rope_parameters": rope | {"rope_theta": c.rope_theta},
-        "tril": {"dropout": c.dropout},  # transformers has no such dropout in these families
-    }
+    if config.rope_scaling:
+        rope = {"rope_type": "llama3", **dict(zip(SCALING, config.rope_scaling, strict=True))}
+    return {"rope_theta": config.rope_theta, "rope_parameters": rope | {"rope_theta": config.rope_theta}}
 
 
 def config_from_huggingface(content: dict) -> GPTConfig:
     """Return the configuration in a config.json, ours or foreign. Raises UserError if no family computes the same."""
     family = content.get("model_type")
-    if not isinstance(family, str) or family not in ARCHITECTURES:
-        raise UserError(f"config.json has model_type {family!r}, this version reads {', '.join(ARCHITECTURES)}")
-    for key, expected in EXPECTED[family].items():
-        if content.get(key, expected[0]) not in expected:
-            raise UserError(f"config.json has {key} = {content[key]!r}, a {family} of ours computes {expected[0]!r}")
+    if not isinstance(family, str) or family not in EXPORTS:
+        raise UserError(f"config.json has model_type {family!r}, this version reads {', '.join(EXPORTS)}")
+    export = EXPORTS[family]
+    for key, accepted in export.accepted.items():
+        if content.get(key, accepted[0]) not in accepted:
+            raise UserError(f"config.json has {key} = {content[key]!r}, a {family} of ours computes {accepted[0]!r}")
     try:
-        if family == "gpt2":
-            ours = content.get("tril", {})
-            return GPTConfig(
-                n_layer=content["n_layer"],
-                n_head=content["n_head"],
-                n_kv_head=ours.get("n_kv_head"),
-                n_embd=content["n_embd"],
-                n_inner=content.get("n_inner"),
-                context_length=content["n_positions"],
-                dropout=content.get("resid_pdrop", 0.0),
-                bias=ours.get("bias"),
-                vocab_size=content["vocab_size"],
-                tied=content.get("tie_word_embeddings", True),
-                norm_eps=content.get("layer_norm_epsilon"),
-            )
-        rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
-        if "original_max_position_embeddings" in content:
-            rope = rope | {"original_max_position_embeddings": content["original_max_position_embeddings"]}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
-            raise UserError(f"config.json has rotary positions of the type {kind!r}, this version reads llama3")
-        context_length = content["max_position_embeddings"]
-        return GPTConfig(
-            family=family,
-            n_layer=content["num_hidden_layers"],
-            n_head=content["num_attention_heads"],
-            n_kv_head=content.get("num_key_value_heads", 32 if family == "qwen3" else None),
-            n_embd=content["hidden_size"],
-            head_dim=content.get("head_dim", 128 if family == "qwen3" else None),
-            n_inner=content["intermediate_size"],
-            context_length=context_length if context_length <= LARGEST["context_length"] else CUT_CONTEXT,
-            dropout=content.get("tril", {}).get("dropout", 0.0),
-            tied=content.get("tie_word_embeddings", False),
-            rope_theta=rope.get("rope_theta", content.get("rope_theta", 10_000.0)),
-            vocab_size=content["vocab_size"],
-            norm_eps=content.get("rms_norm_eps", 1e-6),
-            rope_scaling=tuple(rope[key] for key in SCALING) if kind == "llama3" else None,
-        )
-    except (KeyError, TypeError, AttributeError) as error:
+        known = export.defaults | content
+        values = {"family": family, **{name: known[key] for name, key in export.fields.items()}}
+        if FAMILIES[family].rotary:
+            values |= rope_from_huggingface(content)
+            if values["context_length"] > LARGEST["context_length"]:
+                values["context_length"] = CUT_CONTEXT
+        for name, value in content.get(OWN_KEY, {}).items():
+            if name not in GPTConfig.__dataclass_fields__:
+                option = f"{name} = {value!r:.60}, an option that this code does not have"
+                raise UserError(f"config.json has {option}: open it with the code that trained it")
+            values.setdefault(name, tuple(value) if isinstance(value, list) else value)  # JSON has no tuples
+        return GPTConfig(**values)
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"config.json does not describe a GPT: {error}") from error
+
+
+def rope_from_huggingface(content: dict) -> dict[str, object]:
+    """Return rope_theta and rope_scaling. Raises UserError for rotary positions of another type."""
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    if "original_max_position_embeddings" in content:
+        rope = rope | {"original_max_position_embeddings": content["original_max_position_embeddings"]}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
+        raise UserError(f"config.json has rotary positions of the type {kind!r}, this version reads llama3")
+    return {
+        "rope_theta": rope.get("rope_theta", content.get("rope_theta", 10_000.0)),
+        "rope_scaling": tuple(rope[key] for key in SCALING) if kind == "llama3" else None,
+    }
 
 
 def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state dict of a GPT under the names of `transformers`. A GPT-2 without biases gets biases of zero.
 
-    Raises UserError for a tensor that has no name there, or is not of floating-point numbers.
+    Raises UserError for a tensor without a name there, or of other than floating-point numbers.
     """
-    tensors, left = {}, set(state) - {"lm_head.weight"}  # a tied head has no name there
+    tensors = {}
+    left = set(state) - {"lm_head.weight"}  # a tied head has no name there
     for parameter in (".weight", ".bias", ""):  # "": a parameter without a module
-        for ours, theirs in names(config):
+        for ours, theirs in module_names(config):
             parts = [f"{module}{parameter}" for module in ours if f"{module}{parameter}" in state]
             if parts:
                 joined = torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]
                 tensors[f"{theirs}{parameter}"] = transpose_conv1d(theirs, joined)
                 left.difference_update(parts)
     if left:
-        where = f"the names of {config.family} in model/huggingface.py"
+        where = f"the modules of {config.family} in model/huggingface.py"
         raise UserError(f"no checkpoint could hold {min(left)}: add it to {where}")
     for name, tensor in state.items():
         if not tensor.is_floating_point():
-            meant = "if it is a buffer, make it one with persistent=False"
-            raise UserError(f"no checkpoint could hold {name} of {tensor.dtype}: {meant}")
+            advice = "if it is a buffer, make it one with persistent=False"
+            raise UserError(f"no checkpoint could hold {name} of {tensor.dtype}: {advice}")
     if config.family == "gpt2" and not config.bias:
         for name in [name for name in tensors if re.search(r"\.(ln_.|c_attn|c_proj|c_fc)\.weight$", name)]:
             bias = name.removesuffix("weight") + "bias"
@@ -184,14 +239,14 @@ def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[
 
 
 def tensors_from_huggingface(config: GPTConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict of a GPT, without a tied head: the inverse of `tensors_to_huggingface`.
+    """Return the state dict of a GPT from tensors under the names of `transformers`, without a tied head.
 
-    A GPT-2 without biases has biases of zero there, which are returned too.
+    A GPT-2 without biases is stored with biases of zero, which are returned too.
     """
     state = {}
     widths = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
     for parameter in (".weight", ".bias", ""):
-        for ours, theirs in names(config):
+        for ours, theirs in module_names(config):
             if f"{theirs}{parameter}" in tensors:
                 joined = transpose_conv1d(theirs, tensors[f"{theirs}{parameter}"])
                 parts = joined.split(widths) if len(ours) > 1 else [joined]
@@ -199,10 +254,10 @@ def tensors_from_huggingface(config: GPTConfig, tensors: dict[str, Tensor]) -> d
     return state
 
 
-def names(config: GPTConfig) -> list[tuple[list[str], str]]:
+def module_names(config: GPTConfig) -> list[tuple[list[str], str]]:
     """Return (our modules, their module) for every module of theirs: GPT-2 joins q_proj, k_proj and v_proj."""
     pairs = []
-    for ours, theirs in NAMES[config.family].items():
+    for ours, theirs in EXPORTS[config.family].modules.items():
         modules = [ours.replace("qkv", x) for x in "qkv"] if "qkv" in ours else [ours]
         layers = range(config.n_layer) if "{}" in ours else [0]
         if ours != "lm_head" or not config.tied:
@@ -211,8 +266,8 @@ def names(config: GPTConfig) -> list[tuple[list[str], str]]:
 
 
 def transpose_conv1d(theirs: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of our module as `transformers` stores it, or the other way round.
+    """Transpose the tensor of a module if it is a matrix of a GPT-2; return any other tensor as it is.
 
-    Matrices of a GPT-2 are transposed: copied, because products of transposed views round differently.
+    The matrix is copied, because products of transposed views round differently.
     """
     return tensor.T.contiguous() if theirs.endswith(TRANSPOSED) and tensor.dim() == 2 else tensor

@@ -1,26 +1,71 @@
-"""Loading weights: a checkpoint of ours or a Hugging Face model directory, checked before it is used.
+"""Load a model: a checkpoint of ours or a Hugging Face model directory, checked before it is used.
 
-The files are memory-mapped, so that the system can drop what has been read. Each tensor is then copied. A model could
-use the mapped memory itself, but matrix products of memory that is not aligned to 64 bytes round differently, and a
-loaded model must compute the bits of the saved one.
+    model = load_model("out/quickstart")
+
+The files are memory-mapped, so that the system can drop pages that have been read. Each tensor is then copied, because
+matrix products of memory that is not aligned to 64 bytes round differently: a loaded model must compute the bits of
+the saved one.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from errors import UserError
-from model.checkpoint import read_json
+from model.checkpoint import Checkpoint, find_checkpoint, read_json
 from model.config import GPTConfig
+from model.gpt import GPT
 from model.huggingface import config_from_huggingface, tensors_from_huggingface, tensors_to_huggingface
 
 HEAD = "lm_head.weight"
 UNUSED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and rotary tables in old files
 PREFIXES = ("", "transformer.", "model.")
 Shapes = dict[str, tuple[int, ...]]
+
+
+class skip_parameter_init(TorchFunctionMode):
+    """Create parameters without initialising them. Memory that is never written costs nothing."""
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        tensor = args[0] if args else (kwargs or {}).get("tensor")
+        if getattr(func, "__module__", None) == "torch.nn.init" and isinstance(tensor, nn.Parameter):
+            return tensor
+        return func(*args, **(kwargs or {}))
+
+
+def load_model(
+    path: str | Path | Checkpoint,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    config: GPTConfig | None = None,
+) -> GPT:
+    """Return a stored model in eval mode.
+
+    Args:
+        path: a checkpoint of ours, a run directory (its newest intact checkpoint), a Hugging Face model directory, or
+            the name OWNER/NAME of a model on the Hugging Face hub. A `Checkpoint` is not verified once more.
+        device: the device to load to.
+        dtype: the dtype of the weights; None keeps that of the checkpoint.
+        config: may ask for another dropout, or for a smaller context_length, than the stored model has.
+
+    Raises UserError if there is no intact checkpoint.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(Path(path))
+    stored = load_config(checkpoint.directory)
+    with torch.device("meta"):  # without memory, for the shapes in the files
+        shapes = GPT(stored).state_dict()
+    weights = load_weights(checkpoint.directory, stored, shapes, device, dtype)
+    with skip_parameter_init():
+        model = GPT(config or stored)
+    if model.position_embedding is not None:
+        weights["position_embedding.weight"] = weights["position_embedding.weight"][: model.config.context_length]
+    model.load_state_dict(weights, assign=True)
+    return model.to(device).eval()
 
 
 def load_config(directory: Path) -> GPTConfig:
@@ -95,7 +140,8 @@ def read_file(path: Path, shapes: Shapes) -> dict[str, Tensor]:
                 if name is None:
                     raise UserError(f"{path} has a tensor that is not expected: {stored}")
                 header = file.get_slice(stored)
-                shape, kind = tuple(header.get_shape()), header.get_dtype()
+                shape = tuple(header.get_shape())
+                kind = header.get_dtype()
                 if shape != shapes[name]:
                     raise UserError(f"{path}: {name} is {shape}, expected {shapes[name]}")
                 if kind not in ("F64", "F32", "F16", "BF16"):

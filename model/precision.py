@@ -1,7 +1,4 @@
-"""The precision of matrix products: ask which one autocast has chosen, or ask for the exact one."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""The precision of matrix products under autocast."""
 
 import torch
 from torch import Tensor
@@ -13,15 +10,3 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if device == "meta" or not torch.is_autocast_enabled(device):  # PyTorch raises for meta: it has no autocast
         return None
     return torch.get_autocast_dtype(device)
-
-
-@contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """Multiply matrices in the precision of their factors: without a GPU's TF32, and without autocast."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)

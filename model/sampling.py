@@ -34,7 +34,7 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampler:
-    """The choice of the next token; `GPT.generate` describes the options. Raises UserError if one is out of range."""
+    """Choice of the next token; `GPT.generate` describes the options. Raises UserError if one is out of range."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -46,7 +46,8 @@ class Sampler:
             raise UserError(f"temperature must be 0, or finite and at least 1e-6, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k must be at least 1, got {self.top_k}")
-        for name, p in (("top_p", self.top_p), ("min_p", self.min_p)):
+        for name in ("top_p", "min_p"):
+            p = getattr(self, name)
             if p is not None and not 0 < p <= 1:
                 raise UserError(f"{name} must be above 0 and at most 1, got {p}")
 
@@ -73,10 +74,10 @@ def stream(
 ) -> Iterator[Tensor]:
     """Continue each row of idx, (B, T) with T >= 1: yield num_tokens tensors (B, 1), the next token of each row.
 
-    The model is a `GPT`, which sees at most `context_length` tokens at a time. Beyond that a window slides: of a longer
-    prompt it sees the last `context_length` tokens, and when the window is full it drops its older half. So the cache
-    is refilled once in half a context and not at every token. The window, and so the text, is the same without a cache,
-    except where rounding decides between two tokens.
+    The model is a `GPT`, which sees at most `context_length` tokens at a time. Of a longer prompt it sees the last
+    `context_length` tokens. A full context drops its older half, so that the cache is refilled once in half a context
+    and not at every token. The context is the same without a cache, and so is the text, except where rounding decides
+    between two tokens.
 
     `seed` and `use_cache` are those of `GPT.generate`. Raises UserError if idx is empty.
     """
@@ -84,22 +85,23 @@ def stream(
         raise UserError("the prompt is empty: give at least one token to continue")
     generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
     context_length = model.config.context_length
-    window = idx[:, -context_length:]
-    caches = model.new_cache(len(idx), min(context_length, window.size(1) + num_tokens)) if use_cache else []
-    unread = window  # the tokens that the model has yet to read
-    was_training, cudnn = model.training, torch.backends.cuda.cudnn_sdp_enabled()
+    context = idx[:, -context_length:]
+    caches = model.new_cache(len(idx), min(context_length, context.size(1) + num_tokens)) if use_cache else []
+    unread = context  # the tokens that the model has yet to read
+    was_training = model.training
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     model.eval()
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would make a new plan for every number of keys
     try:
         for _ in range(num_tokens):
-            if window.size(1) > context_length:
-                window = window[:, -(context_length - context_length // 2) :]
-                unread = window
+            if context.size(1) > context_length:
+                context = context[:, -(context_length - context_length // 2) :]
+                unread = context
                 for cache in caches:
                     cache.length = 0  # forgets all positions and keeps the storage
-            hidden = model.hidden(unread if use_cache else window, caches)
+            hidden = model.hidden(unread if use_cache else context, caches)
             unread = sampler.choose(model.logits(hidden[:, -1]), generator)
-            window = torch.cat((window, unread), dim=1)
+            context = torch.cat((context, unread), dim=1)
             yield unread
     finally:
         torch.backends.cuda.enable_cudnn_sdp(cudnn)

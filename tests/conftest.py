@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
-from model.checkpoint import CARD, save_checkpoint, sha256, with_own_hash
+from model.checkpoint import CARD, sha256
+from training.save import checkpoint_files, save_checkpoint, with_own_hash
 
 # Where temporary files are in memory, waiting for the disk costs nothing; a killed process loses as much, or as little.
 if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30:
@@ -49,8 +50,9 @@ def make_gpt(**changes: object) -> GPT:
 
 def save_gpt(parent: Path, step: int, gpt: GPT, files: dict[str, bytes], end: int = 256, **rest: dict) -> Path:
     """Save a checkpoint of a model as a run does. `rest` may have `optimizer`, `trainer` and `about`."""
-    rest = {"optimizer": {}, "trainer": {}, "about": {}, **rest}
-    return save_checkpoint(parent, step, gpt.config, gpt.state_dict(), ends_of_text=(end, end), texts=files, **rest)
+    trainer = {"step": step, **rest.get("trainer", {})}
+    contents = checkpoint_files(gpt.config, gpt.state_dict(), rest.get("optimizer", {}), (end, end), files, trainer)
+    return save_checkpoint(parent, step, contents, rest.get("about", {}))
 
 
 @pytest.fixture

@@ -259,13 +259,13 @@ def _(original: Callable, self: GPT, fn: Callable, recurse: bool = True) -> GPT:
     return self
 
 
-@replace("cache returns the keys of this call only", LayerCache, "append")
+@replace("cache returns the keys of this call only", LayerCache, "store")
 def _(original: Callable, self: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = original(self, k, v)
     return keys[:, :, -k.size(2) :], values[:, :, -k.size(2) :]
 
 
-@replace("cache forgets the oldest value", LayerCache, "append")
+@replace("cache forgets the oldest value", LayerCache, "store")
 def _(original: Callable, self: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     began = self.length
     keys, values = original(self, k, v)

@@ -15,11 +15,11 @@ CPU = torch.device("cpu")
 def test_an_epoch_reads_no_token_twice(num_tokens: int, batch_size: int, seed: int) -> None:
     T = 7
     batches = Batches(np.arange(num_tokens), batch_size, T, seed)
-    windows = batches.windows_per_epoch
-    rows = torch.cat([batches(n, CPU)[0] for n in range(-(-3 * windows // batch_size))])
+    num_sequences = batches.sequences_per_epoch
+    rows = torch.cat([batches(n, CPU)[0] for n in range(-(-3 * num_sequences // batch_size))])
     for epoch in range(3):
-        seen = rows[epoch * windows : (epoch + 1) * windows].flatten()
-        assert len(seen.unique()) == len(seen) == windows * T
+        seen = rows[epoch * num_sequences : (epoch + 1) * num_sequences].flatten()
+        assert len(seen.unique()) == len(seen) == num_sequences * T
         assert num_tokens - len(seen) < T
 
 
@@ -45,7 +45,7 @@ def test_epochs_differ_in_order_and_offset() -> None:
     batches = Batches(np.arange(701), 100, 7, 0)
     first, second = batches.starts(0), batches.starts(1)
     assert not np.array_equal(first, second)
-    assert len({*(first % 7)}) == len({*(second % 7)}) == 1  # windows of an epoch tile the text
+    assert len({*(first % 7)}) == len({*(second % 7)}) == 1  # sequences of an epoch tile the text
     assert len({int(Batches(np.arange(701), 100, 7, 0).starts(n)[0] % 7) for n in range(20)}) > 3
 
 

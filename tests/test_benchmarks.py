@@ -18,7 +18,7 @@ RENAMED |= {"mlp.up_proj": "up", "mlp.down_proj": "residual", "q_proj": "qkv"}
 
 
 def as_nanogpt(model: GPT) -> nanogpt.NanoGPT:
-    """The same weights in nanoGPT, with GPT-2's approximation of GELU."""
+    """Return nanoGPT with the same weights, and with GPT-2's approximation of GELU."""
     c, weights, state = model.config, model.state_dict(), {}
     for name, tensor in weights.items():
         if "q_proj" in name:

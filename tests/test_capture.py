@@ -22,7 +22,7 @@ def run_captured(model: GPT, idx: Tensor) -> Captured:
 
 
 def attend_captured(q: Tensor, k: Tensor) -> Captured:
-    """One call of the kernel alone."""
+    """Capture one call of the kernel without a model."""
     kernel = Attend()
     att = Captured([kernel])
     kernel.register_forward_hook(att.hook)

@@ -46,7 +46,7 @@ def see(monkeypatch: pytest.MonkeyPatch, mask: Tensor) -> None:
 @pytest.mark.parametrize("context_length, n_kv_head", often((T, 3), (1, 3), (2, 1), (67, 1)))
 def test_what_is_causal_passes(context_length: int, n_kv_head: int, dtype: torch.dtype) -> None:
     certificate = certify_tiny(dtype, context_length=context_length, n_kv_head=n_kv_head)
-    assert certificate["causal"].startswith("yes, each position sees its past alone (asked ")
+    assert certificate["causal"].startswith("yes, no position depends on a later one (")
 
 
 @pytest.mark.long
@@ -96,7 +96,7 @@ def test_nothing_is_changed_by_asking(length: int) -> None:
     if length == T:
         assert check_causality(model, V, length).ok
     else:
-        with pytest.raises(UserError, match="do not fit the context length"):
+        with pytest.raises(ValueError, match="do not fit the context length"):
             check_causality(model, V, length)
     after = dict([*model.named_parameters(), *model.named_buffers()])
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -180,8 +180,15 @@ def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:
 
     with pytest.raises(UserError, match="sees token 10, .* ahead of it: the loss moves by 0.0"):
         certify_tiny(torch.float32, peeking)
+
+    def counting_all(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        z_loss = 1e-4 * model(inputs).logsumexp(-1).square().sum()
+        return train.next_token_loss(model, inputs, targets, dtype) + z_loss
+
     with pytest.raises(UserError, match="the loss does not depend on the tokens"):
         certify_tiny(torch.float32, constant)
+    with pytest.raises(UserError, match="the loss counts positions whose target is -100 and must be skipped, as F.cr"):
+        certify_tiny(torch.float32, counting_all)
 
 
 @pytest.mark.parametrize("where", ["training", "autograd", "cache"])
@@ -250,14 +257,14 @@ def test_decoding_agrees_to_rounding(factor: float, finding: str | None) -> None
 
 
 def test_questions_without_an_answer_are_refused() -> None:
-    with pytest.raises(UserError, match="decode, loss_fn and extreme are functions of a module: give it too"):
+    with pytest.raises(ValueError, match="decode, loss_fn and extreme are functions of a module: give it too"):
         check_causality(lambda idx: idx, V, T, decode=lambda idx: idx)
     for vocab_size, length in ((1, T), (V, 0)):
-        with pytest.raises(UserError, match=f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}"):
+        with pytest.raises(ValueError, match=f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}"):
             check_causality(make_gpt(), vocab_size, length)
-    with pytest.raises(UserError, match=r"the mask must be \(11, 11\), got \(1, 11\)"):
+    with pytest.raises(ValueError, match=r"the mask must be \(11, 11\), got \(1, 11\)"):
         check_causality(make_gpt(), V, T, mask=make_causal_mask(T)[:1])
-    with pytest.raises(UserError, match=r"expected logits of shape \(2, 11, 17\), got \(2, 11, 15\)"):
+    with pytest.raises(ValueError, match=r"expected logits of shape \(2, 11, 17\), got \(2, 11, 15\)"):
         check_causality(lambda idx: torch.zeros(*idx.shape, 15), V, T)
 
 
@@ -267,10 +274,10 @@ def test_questions_without_an_answer_are_refused() -> None:
 def test_no_run_begins_with_a_model_that_sees_the_future(run, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
     out = tmp_path / "run"
     begun = run(train, *tiny_run(corpus_file, out))
-    assert begun.exit_code == 0 and "\ncausal: yes, each position sees its past" in begun.out
+    assert begun.exit_code == 0 and "\ncausal: yes, no position depends on a later one (" in begun.out
     manifest = json.loads((out / "checkpoints" / "step-00000012" / "manifest.json").read_text())
-    assert manifest["certificate"]["causal"].startswith("yes, each position")
-    assert run(sample, out, "--max_new_tokens", 1).err.startswith("causal: yes, each position")
+    assert manifest["certificate"]["causal"].startswith("yes, no position")
+    assert run(sample, out, "--max_new_tokens", 1).err.startswith("causal: yes, no position")
 
     before = sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*") if path.is_file())
     see(monkeypatch, torch.ones(T, T, dtype=torch.bool))

@@ -10,8 +10,9 @@ import torch
 
 from errors import UserError
 from model import GPT
-from model.checkpoint import find_checkpoint, keep_newest, verify
+from model.checkpoint import find_checkpoint, step_directories, verify
 from tests.conftest import make_gpt, often, save_gpt
+from training.save import keep_newest
 
 
 @pytest.fixture
@@ -88,9 +89,11 @@ def test_no_damage_is_loaded(save, tmp_path: Path, number: int, figure: Callable
                 del damaged[place:]
             path.write_bytes(damaged)
             if damaged != content:  # there may have been zeros
-                assert find_checkpoint(tmp_path / "run").name == "step-00000005", f"{damage} in {path.name} at {place}"
+                assert find_checkpoint(tmp_path / "run").directory.name == "step-00000005", (
+                    f"{damage} in {path.name} at {place}"
+                )
             path.write_bytes(content)
-    assert find_checkpoint(tmp_path / "run") == directory
+    assert find_checkpoint(tmp_path / "run").directory == directory
     figure(f"{3 * number} damaged files of a checkpoint: all refused, the one before taken")
 
 
@@ -104,6 +107,7 @@ def test_old_checkpoints_go_and_the_best_and_later_ones_stay(save) -> None:
     for step in (3, 5, 10, 15, 20, 25):
         parent = save(step).parent
     (parent / "notes").mkdir()
-    keep_newest(parent, 20, 2, best_step=5)
+    left_over = keep_newest(step_directories(parent), 20, 2, best_step=5)
     left = sorted(path.name for path in parent.iterdir())
+    assert step_directories(parent) == left_over
     assert left == ["notes", "step-00000005", "step-00000015", "step-00000020", "step-00000025"]

@@ -11,12 +11,12 @@ import torch
 
 import sample
 import train
-from cli.options import parse, to_toml
+from cli.options import parse
 from cli.script import run_script
 from errors import UserError
 from model import GPT, GPTConfig
 from training.config import TrainConfig
-from training.options import Config, read_config
+from training.options import Config, read_config, to_toml
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

@@ -19,17 +19,20 @@ import torch
 import data.prepare
 import model.checkpoint
 import train
+import training.resume
 import training.run
-from cli.options import to_toml
 from cli.script import run_script
 from data.prepare import DataConfig
 from errors import UserError
-from model import GPT, disk
-from model.checkpoint import find_checkpoint, keep_newest, save_checkpoint, step_directories
+from model import GPT
+from model.checkpoint import Checkpoint, find_checkpoint, step_directories
 from tests.conftest import make_gpt, save_gpt, tiny_run
 from tests.crash import KILLED, Directory, Disk, Effects, File, die_at, in_child, record_in
-from training.options import read_config
+from training import disk
+from training.options import read_config, to_toml
+from training.resume import Start
 from training.run import Run
+from training.save import keep_newest, save_checkpoint
 
 STEPS = 6
 SHORT = {"max_steps": STEPS, "checkpoint_every": 2, "eval_every": 3, "keep_checkpoints": 1, "sample_tokens": 0}
@@ -70,13 +73,14 @@ class Setting:
         table = replace(self.config.train, out_dir=str(out))
         config = replace(self.config, train=table, resume=out if begun else None)
         assert not begun or (out / "config.toml").read_text() == to_toml(config)
-        save, restore = Run.save, Run.restore
+        save, restore = Run.save, train.restore_optimizer
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["train.py"])
             patch.setattr(train, "read_config", lambda argv: config)
             patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})  # takes time and changes nothing
             patch.setattr(Run, "save", lambda run, step, *rest: (save(run, step, *rest), self.note("saved", step)))
-            patch.setattr(Run, "restore", lambda run, *rest: (restore(run, *rest), self.note("resumed", run.step)))
+            noted = lambda start, *rest: (restore(start, *rest), self.note("resumed", start.step))  # noqa: E731
+            patch.setattr(train, "restore_optimizer", noted)
             if before:
                 patch.setattr(disk, "os", Effects(before))
             run_script(train.main)
@@ -191,19 +195,19 @@ def test_kill_9_while_data_is_prepared(tmp_path: Path, figure: Callable) -> None
 
 # The tests of the tests: with a mistake in saving or resuming, a promise is broken.
 
-RESTORE, SAVE = Run.restore, save_checkpoint
+FIND, SAVE = train.find_start, save_checkpoint
 
 
 def without_optimizer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(training.run, "load_optimizer_tensors", lambda *rest: None)
+    patch.setattr(training.resume, "load_optimizer_tensors", lambda *rest: None)
 
 
 def one_step_too_many(patch: pytest.MonkeyPatch) -> None:
-    def restore(run: Run, *rest: object) -> None:
-        RESTORE(run, *rest)
-        run.step += run.resumed_from is not None
+    def find_start(*rest: object) -> Start:
+        start = FIND(*rest)
+        return replace(start, step=start.step + bool(start.checkpoints))
 
-    patch.setattr(Run, "restore", restore)
+    patch.setattr(train, "find_start", find_start)
 
 
 def purge_before_saving(patch: pytest.MonkeyPatch) -> None:
@@ -219,16 +223,16 @@ def in_place_and_trusted(patch: pytest.MonkeyPatch) -> None:
     """Write under the final name from the beginning, and never compare with the manifest."""
 
     def save(parent: Path, step: int, *rest: object) -> Path:
-        directory, write, make_directory = parent / f"step-{step:08d}", disk.write, disk.make_directory
+        directory, write, make_directory = parent / f"step-{step:08d}", disk.write_file, disk.make_directory
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(disk, "make_directory", lambda path: make_directory(directory))
-            inner.setattr(disk, "write", lambda path, content: write(directory / path.name, content))
+            inner.setattr(disk, "write_file", lambda path, content: write(directory / path.name, content))
             for name in ("sync", "remove", "rename"):
                 inner.setattr(disk, name, lambda *paths: None)
             return SAVE(parent, step, *rest)
 
     patch.setattr(training.run, "save_checkpoint", save)
-    patch.setattr(model.checkpoint, "verify", lambda directory: None)
+    patch.setattr(model.checkpoint, "verify", lambda directory: Checkpoint(directory, {}, {"config": {}}))
 
 
 @pytest.mark.long
@@ -260,7 +264,7 @@ def save_three(run: Path) -> Iterator[int]:
         files, tensors = {"tokenizer.json": b"{}"}, {"a.step": torch.ones(1)}
         save_gpt(run / "checkpoints", step, make_gpt(), files, optimizer=tensors)
         yield step
-        keep_newest(run / "checkpoints", step, 1, None)
+        keep_newest(step_directories(run / "checkpoints"), step, 1, None)
 
 
 def newest_intact(run: Path) -> int:
@@ -270,7 +274,7 @@ def newest_intact(run: Path) -> int:
     except UserError:
         return 0
     GPT.from_pretrained(checkpoint)  # what is intact can be loaded
-    return int(checkpoint.name.removeprefix("step-"))
+    return int(checkpoint.directory.name.removeprefix("step-"))
 
 
 def test_a_disk_that_fails_costs_no_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

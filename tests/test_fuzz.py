@@ -25,11 +25,13 @@ from cli.script import read_prompt, run_script
 from data.corpus import open_corpus
 from data.tokenizer import load_tokenizer, make_tokenizer
 from model import GPT
-from model.checkpoint import read_optional, with_own_hash
+from model.checkpoint import find_checkpoint
+from model.load import load_model
 from tests.conftest import make_gpt, sign
-from training.distributed import Ranks
 from training.options import Config, read_config
+from training.resume import find_start, restore_optimizer
 from training.run import Run
+from training.save import with_own_hash
 
 SECONDS, GIB = 10, 1 << 30
 
@@ -128,9 +130,10 @@ def copy_of(intact: Path) -> Path:
 
 def load(directory: Path) -> None:
     """Read what sample.py reads of a checkpoint."""
-    model = GPT.from_pretrained(directory / CHECKPOINT)
+    checkpoint = find_checkpoint(directory / CHECKPOINT)
+    assert checkpoint.code_has_changed in (True, False) and repr(checkpoint.causal)
+    model = load_model(checkpoint)
     load_tokenizer(directory / CHECKPOINT).encode("a b, aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac 12")
-    read_optional(directory / CHECKPOINT / "manifest.json", "certificate", "causal")
     model(torch.zeros(1, 1, dtype=torch.int64))
 
 
@@ -141,9 +144,11 @@ def resumed_config(run: Path) -> Config:
 
 def resume(directory: Path) -> None:
     """Read what a resumed run reads of its directory."""
-    run, gpt = Run(resumed_config(directory / "run"), Ranks()), make_gpt(vocab_size=257)
-    run.restore(gpt, torch.optim.AdamW(gpt.parameters()), torch.amp.GradScaler("cpu", enabled=False))
-    run.begin(open_corpus(directory / "corpus"), {}, {"torch": "2"})
+    config, gpt = resumed_config(directory / "run"), make_gpt(vocab_size=257)
+    start = find_start(config, may_resume=False)
+    restore_optimizer(start, gpt, torch.optim.AdamW(gpt.parameters()), torch.amp.GradScaler("cpu", enabled=False))
+    run = Run(config, start, open_corpus(directory / "corpus"), {}, {"torch": "2"}, writes=True)
+    run.lock_and_write_config()
     run.finish()
 
 

@@ -40,8 +40,8 @@ def test_one_mask_and_a_tied_head_wherever_the_model_goes() -> None:
 
 def test_a_layer_keeps_the_mask_it_has_made_wherever_the_model_goes(tmp_path: Path, monkeypatch) -> None:
     class Window(CausalSelfAttention):
-        def __init__(self, *arguments: object):
-            super().__init__(*arguments[:4], arguments[4].triu(-2), *arguments[5:])
+        def __init__(self, mask: torch.Tensor, **options: object):
+            super().__init__(mask=mask.triu(-2), **options)
 
     monkeypatch.setattr("model.gpt.CausalSelfAttention", Window)
     model, window = make_gpt(), (torch.ones(11, 11).tril().triu(-2)) == 1

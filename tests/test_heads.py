@@ -24,10 +24,12 @@ REPEAT = 7  # r_1 to r_7, twice, behind a start
 SIZE = 2 * REPEAT + 1
 
 
-def in_blocks(pattern: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
-    """(T, T) as `measure` reads it, for a batch and heads of one."""
+def in_blocks(pattern: Tensor, rows: int) -> Iterator[Tensor]:
+    """Yield (T, T) in blocks of rows as `measure` reads them, for a batch and heads of one."""
     for start in range(0, len(pattern), rows):
-        yield start, pattern[start : start + rows, : start + rows][None, None]
+        block = pattern[start : start + rows, : start + rows][None, None].clone()
+        yield block
+        block.fill_(math.nan)  # a view of it would spoil the results, and hold all weights in memory
 
 
 def harmonic(n: int) -> float:
@@ -35,7 +37,7 @@ def harmonic(n: int) -> float:
 
 
 def one_hot(key_of: dict[int, int]) -> Tensor:
-    """(T, T) of a head whose query i looks at key_of[i] alone; at itself if that is not said."""
+    """Return the weights (T, T) of a head whose query i looks at key_of[i] only, or at itself if i is not in key_of."""
     return F.one_hot(torch.tensor([key_of.get(i, i) for i in range(SIZE)]), SIZE).float()
 
 
@@ -74,7 +76,7 @@ def test_scores_do_not_depend_on_blocks_and_are_those_of_the_patterns(size: int,
     att = run_captured(model, idx)
     before = [tensor.clone() for layer in range(L) for tensor in att[layer]]
     monkeypatch.setattr(inspection.patterns, "BLOCK_SIZE", size * B * H * T if size < T else size)
-    found = att.measured(5)
+    found = att.sequence_scores(5)
     assert all(torch.equal(*pair) for pair in zip(before, [t for n in range(L) for t in att[n]], strict=True))
     for layer in range(L):
         for head in range(H):
@@ -145,7 +147,7 @@ def test_scores_as_json_are_the_rounded_means() -> None:
 @pytest.mark.parametrize("mode", ["zero", "mean"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: str) -> None:
-    """The same, by changing weights: what the output projection reads of a head is zero, or a constant."""
+    """Compare with a model whose output projection reads zero, or a constant, from the head."""
     model, text = make_gpt(family=family, n_embd=18, bias=None, dropout=0.0).eval(), torch.randint(V, (5, T))
     D, heads = model.config.head_dim, [(layer, head) for layer in range(L) for head in range(H)]
     rises = ablate(model, text, heads, mode)
@@ -173,7 +175,7 @@ def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: st
 
 @pytest.mark.parametrize("family", ["gpt2", "nanochat"])
 def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing comes from the future, or stays behind."""
+    """Influence from the future is zero, and no gradient or hook stays behind."""
     model, idx = make_gpt(family=family, n_embd=18, bias=None, tied=False).double(), torch.randperm(V)[None, :T]
     shares, tokens, probabilities = influence(model, idx)
     assert model.training

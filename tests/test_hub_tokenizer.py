@@ -200,7 +200,7 @@ def test_a_document_has_the_ids_of_the_whole(
     assert ids == ours.document_start + KINDS[kind].encode(text, add_special_tokens=False).ids
     assert corpus.meta["train"]["bytes"] + corpus.meta["val"]["bytes"] == len(text.encode())
     assert 0.07 < corpus.meta["val"]["bytes"] / len(text.encode()) < 0.13
-    assert corpus.tokenizer_files == {file: (tmp_path / "tokenizer" / file).read_bytes() for file in FILES}
+    assert corpus.tokenizer.files == {file: (tmp_path / "tokenizer" / file).read_bytes() for file in FILES}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import huggingface_hub
@@ -19,8 +20,10 @@ from errors import UserError
 from inspection import capture
 from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
-from model.huggingface import NAMES, tensors_to_huggingface
+from model.families import FAMILIES
+from model.huggingface import EXPORTS, tensors_to_huggingface
 from tests.conftest import save_gpt, tiny_run
+from training.resume import check_config
 
 ROOT = Path(__file__).parent.parent
 V, T = 263, 13
@@ -36,7 +39,6 @@ SHAPES = {  # all different, and odd where a family allows it
     "qwen3": {"n_layer": 2, "n_head": 6, "n_kv_head": 3, "n_embd": 35, "head_dim": 14, "n_inner": 47, "tied": False},
     "nanochat": {"n_layer": 3, "n_head": 5, "n_kv_head": 1, "n_embd": 70, "n_inner": 59, "rope_theta": 97.0},
 }  # fmt: skip
-FAMILIES = ("gpt2", "llama", "qwen3", "nanochat")
 MODELS = pytest.mark.parametrize(
     "name", [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.long) for name in SHAPES]
 )
@@ -129,7 +131,10 @@ def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypa
     assert GPT.from_pretrained("somebody/tiny-llama").config.family == "llama"
     result = run(sample, "nobody/nothing")
     assert result.exit_code == 2
-    assert "nobody/nothing is not here, and not to be had from the Hugging Face hub: ConnectionError: no" in result.err
+    assert (
+        "nobody/nothing was not found locally, and the download from the Hugging Face hub failed: ConnectionError: no"
+        in result.err
+    )
     asked.clear()
     (tmp_path / "out").mkdir()
     assert run(sample, "out/quickstrat").exit_code == 2 and not asked  # a slip, and no name of the hub
@@ -153,6 +158,33 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path, family: str, chang
     (directory / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(UserError, match=message):
         GPT.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_option_that_is_new_is_in_the_checkpoint_by_itself(family: str, tmp_path: Path, monkeypatch) -> None:
+    @dataclass(frozen=True)
+    class Wider(GPTConfig):
+        reach: object = None
+
+    with monkeypatch.context() as patch:
+        patch.setattr("model.huggingface.GPTConfig", Wider)
+        for reach in (None, 16, (3, 5.0), "far"):
+            config = Wider(**asdict(make(family).config), reach=reach)
+            check_config(config)
+            saved = save(GPT(config), tmp_path / str(reach))
+            assert GPT.from_pretrained(saved).config == config
+            assert transformers.AutoConfig.from_pretrained(saved).model_type == family
+        for reach, message in ((((1,),), r"would give back model.reach = \(\[1\],\)"), ({1}, "cannot hold")):
+            with pytest.raises(UserError, match=message):
+                check_config(replace(config, reach=reach))
+    with pytest.raises(UserError, match="config.json has reach = 'far', an option that this code does not have"):
+        GPT.from_pretrained(saved)
+
+
+def test_a_family_without_an_export_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(EXPORTS, "llama")
+    with pytest.raises(UserError, match="no checkpoint could hold a model of the family llama: add an entry to EXP"):
+        check_config(make("llama").config)
 
 
 GATE, HEAD, BIAS = "model.layers.1.mlp.gate_proj.weight", "lm_head.weight", "transformer.ln_f.bias"
@@ -238,7 +270,9 @@ def test_a_weight_of_ones_own_begins_as_it_says_trains_and_is_saved_once_it_has_
     result = run(train, *options)
     assert result.exit_code == 2 and "no checkpoint could hold blocks.0.attention.gate.bias" in result.err
     for own in ("slopes", "gate"):
-        monkeypatch.setitem(NAMES["llama"], f"blocks.{{}}.attention.{own}", f"model.layers.{{}}.self_attn.{own}")
+        monkeypatch.setitem(
+            EXPORTS["llama"].modules, f"blocks.{{}}.attention.{own}", f"model.layers.{{}}.self_attn.{own}"
+        )
     assert run(train, *options).exit_code == 0
     layer = GPT.from_pretrained(tmp_path / "out").blocks[1].attention
     assert not torch.equal(layer.slopes, torch.full_like(layer.slopes, 7.0)) and layer.gate.bias != 0

@@ -19,6 +19,7 @@ from inspection.plots import drawable, pool
 from inspection.terminal import grid_columns, label, triangle
 from model import GPT
 from model.attention import attention_weights
+from model.checkpoint import find_checkpoint
 from tests.conftest import make_gpt, save_gpt
 from tests.test_capture import run_captured
 from tests.test_page import data_of, labels_of, stored
@@ -29,8 +30,8 @@ TEXT = "12 is even.\n1"
 WRITTEN = ("a.png", "a.svg", "a.html")
 
 
-def windows_of(run_directory: Path) -> torch.Tensor:
-    """The eight validation texts that are measured if no text is given."""
+def texts_of(run_directory: Path) -> torch.Tensor:
+    """Return the eight validation texts that are measured if no text is given."""
     trainer = json.loads((run_directory / LAST / "trainer.json").read_text())
     tokens = find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"]).tokens["val"]
     starts = np.linspace(0, len(tokens) - 11, 8).astype(int)
@@ -79,7 +80,7 @@ def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
     assert lines[1] == "probe:  8 x [start, 5 random tokens of the vocabulary, the same again]"
     assert "weights match the fused kernel: max row error " in lines[3] and "(float32, cpu)" in lines[3]
     assert max(map(len, lines)) <= 80
-    expected = head_scores(GPT.from_pretrained(straight), windows_of(straight))
+    expected = head_scores(GPT.from_pretrained(straight), texts_of(straight))
     assert lines[2] == f"model:  straight step-00000012, loss {expected.losses.mean():.4f} on the text"
     assert lines[6].split() == ["head", *(title for title, _, _ in METRICS.values() if title != "loss")]
     for head, line in zip([(layer, head) for layer in range(2) for head in range(3)], lines[7:13], strict=True):
@@ -130,7 +131,7 @@ def test_a_head_has_the_first_kind_that_it_shows() -> None:
 
 
 def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_path: Path) -> None:
-    """All formats in one command; the numbers against a model that is opened and captured here."""
+    """Write all formats in one command. Compare the numbers with a model that is opened and captured here."""
     straight = straight.rename(tmp_path / "$x_{$ 猫")  # a picture has this in its title
     outputs = [word for name in WRITTEN for word in ("-o", tmp_path / name)]
     result = run(inspect_attention, straight, "--text", TEXT, "--heads", "1.*", "-1.0", "0.2", *outputs)
@@ -160,7 +161,7 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
 def test_ablation_stands_beside_its_error(run, straight: Path) -> None:
     result = run(inspect_attention, straight, "--ablate", "mean")
     assert max(map(len, result.out.splitlines())) <= 80
-    rises = ablate(GPT.from_pretrained(straight), windows_of(straight), [(1, 2)], "mean")[:, 1, 2]
+    rises = ablate(GPT.from_pretrained(straight), texts_of(straight), [(1, 2)], "mean")[:, 1, 2]
     assert f"{rises.mean():+.4f} ± {rises.std() / 8**0.5:.4f}" in result.out
     alone = run(inspect_attention, straight, "--ablate", "zero", "--text", TEXT)
     assert alone.exit_code == 0 and "±" not in alone.out and "nan" not in alone.out
@@ -173,7 +174,7 @@ def test_checkpoints_make_a_timeline(run, straight: Path, tmp_path: Path, monkey
     assert result.exit_code == 0 and "\nstraight step-00000012, on average\n" in result.out, result.err
     summaries = [each["summary"] for each in data_of(tmp_path / "t.html")["checkpoints"]]
     assert [summary.split(" · ")[0] for summary in summaries] == [f"straight step-{n:08d}" for n in (4, 8, 12)]
-    first = run_captured(GPT.from_pretrained(straight / FIRST), windows_of(straight)).pattern(1, 2)[0]
+    first = run_captured(GPT.from_pretrained(straight / FIRST), texts_of(straight)).pattern(1, 2)[0]
     assert np.abs(stored(tmp_path / "t.html", "0/1.2") - first.numpy()).max() <= 1 / 65535
 
 
@@ -182,9 +183,8 @@ def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp
     """The text of the pictures has a proof of its own."""
     monkeypatch.setattr("inspection.patterns.attention_weights", lambda *given: 0.9 * attention_weights(*given))
     if only_shown:
-        monkeypatch.setattr(
-            inspect_attention, "head_scores", lambda *_: HeadScores({}, torch.zeros(1), 0.0, torch.zeros(1, 1))
-        )
+        scores = HeadScores({}, torch.zeros(1), 0.0, torch.zeros(1, 1))
+        monkeypatch.setattr(inspect_attention, "head_scores", lambda *_: scores)
     result = run(inspect_attention, straight, "--text", "12 i", "-o", tmp_path / "a.svg")
     assert result.exit_code == 1 and "the weights shown are not those of the kernel" in result.err
     assert not list(tmp_path.glob("a.*")) and "0.0" not in result.out
@@ -207,7 +207,7 @@ def test_precision_is_one_that_the_machine_is_good_at(
     monkeypatch.setattr("training.device.has_bfloat16", lambda _: units)
     about = {"environment": {"dtype": trained}} if trained else {}
     saved = save_gpt(tmp_path, 1, make_gpt().to(getattr(torch, stored)), {}, about=about)
-    model, precision = inspect_attention.load(saved, torch.device("cpu"))
+    model, precision = inspect_attention.load(find_checkpoint(saved), torch.device("cpu"))
     with capture(model) as att, precision, torch.no_grad():
         model(torch.tensor([[1, 2, 3]]))
     assert (dtype_name(model.lm_head.weight.dtype), dtype_name(att[0][0].dtype)) == (weights, products)

@@ -33,7 +33,7 @@ class GrowingCache:
     def __init__(self) -> None:
         self.keys, self.values, self.length = [], [], 0
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.keys.append(k)
         self.values.append(v)
         self.length += k.size(2)

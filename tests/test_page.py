@@ -22,23 +22,12 @@ from inspection.page import write_page
 
 L, H, T = 2, 3, 11
 HEADS = [(layer, head) for layer in range(L) for head in range(H)]
-HOSTILE = [
-    "</script><img onerror=alert(1) src=x>",
-    "<!--<script>",
-    "\u2028",
-    "\u202e\u05d0\u05d1",
-    "'",
-    '"',
-    "\\",
-    "&lt;",
-    "${T}",
-    "{{ policy }}",
-    "↵",
-]
+HOSTILE = ["</script><img onerror=alert(1) src=x>", "<!--<script>", "\u2028", "\u202e\u05d0\u05d1", "'", '"', "\\"]
+HOSTILE += ["&lt;", "${T}", "{{ policy }}", "↵"]
 
 
 def pattern(name: str, step: int = 400) -> Tensor:
-    """(T, T): rows of random weights that sum to 1."""
+    """Return (T, T): rows of random weights that sum to 1."""
     generator = torch.Generator().manual_seed(1000 * step + sum(ord(letter) for letter in name))
     scores = 3 * torch.randn(T, T, generator=generator)
     return scores.masked_fill(~torch.ones(T, T).tril().bool(), float("-inf")).softmax(-1)
@@ -68,7 +57,7 @@ def write(path: Path, *inspections: Inspection, **options: object) -> None:
 
 
 def stored(path: Path, name: str) -> np.ndarray:
-    """The triangle of this name, decoded as inspection/page.py says: (T, T), 0 above the diagonal."""
+    """Return the triangle of this name, decoded as inspection/page.py says: (T, T), 0 above the diagonal."""
     packed = re.search(rf'id="{re.escape(name)}">([^<]*)</script>', path.read_text())[1]
     square = np.zeros((T, T))
     square[np.tril_indices(T)] = np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype="<u2") / 65535
@@ -88,9 +77,8 @@ def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     write(path, replace(inspected(), name=HOSTILE[0]), labels=HOSTILE, note=HOSTILE[0])
     text = path.read_text()
-    assert re.search(
-        "content=\"default-src 'none'; script-src 'sha256-[^' ]+'; style-src 'sha256-[^' ]+'\"", html.unescape(text)
-    )
+    policy = "content=\"default-src 'none'; script-src 'sha256-[^' ]+'; style-src 'sha256-[^' ]+'\""
+    assert re.search(policy, html.unescape(text))
     assert labels_of(path) == HOSTILE and data_of(path)["checkpoints"][0]["summary"].startswith(HOSTILE[0])
     assert "<img" not in text and text.count("<script") == text.count("</script>") == 2 + len(HEADS) + 1
 
@@ -110,7 +98,7 @@ def test_the_scores_of_a_head_are_in_words(tmp_path: Path) -> None:
 
 @pytest.fixture
 def show(browser, tmp_path: Path) -> Iterator[Callable]:
-    """show(inspections...): the page in a browser. At the end it has complained of nothing and asked for nothing."""
+    """Return show(inspections...), which opens the page in a browser. At the end: no complaint and no other request."""
     path, complaints, requests, contexts = tmp_path / "page.html", [], [], []
 
     def open_page(*inspections: Inspection, width: int = 1300, scheme: str = "light", **options: object):
@@ -133,7 +121,7 @@ def show(browser, tmp_path: Path) -> Iterator[Callable]:
 
 
 def cell(page, row: int, key: int) -> dict[str, float]:
-    """The place of a weight in the large picture."""
+    """Return the place of a weight in the large picture."""
     size = page.locator("#picture").bounding_box()["width"]
     return {"x": (key + 0.5) * size / T, "y": (row + 0.5) * size / T}
 

@@ -39,7 +39,7 @@ def test_the_residual_stream_is_in_bfloat16_where_products_are(family: str) -> N
 @pytest.mark.parametrize(
     ("units", "n_embd", "asked", "expected", "why"),
     [
-        (True, 64, "auto", torch.bfloat16, "this CPU has units for it"),
+        (True, 64, "auto", torch.bfloat16, "native on this CPU (AVX512-BF16 or AMX)"),
         (True, 63, "auto", torch.float32, "the default"),
         (False, 64, "auto", torch.float32, "the default"),
         (True, 64, "float32", torch.float32, "as asked\n"),

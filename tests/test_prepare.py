@@ -1,6 +1,7 @@
 """Preparation: every kind of source, split and counted right, complete or not there."""
 
 import json
+import math
 import os
 import runpy
 import shutil
@@ -19,6 +20,7 @@ from data.corpus import Corpus, dtype_of, open_corpus
 from data.prepare import DataConfig
 from data.tokenizer import make_tokenizer
 from errors import UserError
+from training.fit import name_of, size_of
 
 TEXT = "".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}, naïve 猫\n" for i in range(500))
 
@@ -113,15 +115,13 @@ def test_what_the_hub_would_answer_is_understood(tmp_path: Path) -> None:
     """A directory is to `datasets` what a repository of the hub is: one with a card that names its configurations."""
     import datasets
 
+    card = "---\nconfigs:\n"
     for name in ("first", "second"):
         rows = datasets.Dataset.from_dict({"text": [name]})
         rows.to_parquet(tmp_path / "set" / name / "train-0.parquet")
         rows.to_parquet(tmp_path / "set" / name / "test-0.parquet")
-    lines = [
-        f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/train-*"
-        for name in ("first", "second")
-    ]
-    (tmp_path / "set" / "README.md").write_text("---\nconfigs:\n" + "\n".join(lines) + "\n---\n")
+        card += f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/train-*\n"
+    (tmp_path / "set" / "README.md").write_text(card + "---\n")
     assert read(f"hf:{tmp_path}/set:second") == ["second"]
     with pytest.raises(UserError, match="cannot read .*/set: ValueError: Config name is missing"):
         make(f"hf:{tmp_path}/set")
@@ -140,6 +140,14 @@ def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPa
     for source in ("hf:", "hf:@main", "hf:a b"):
         with pytest.raises(UserError, match="does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does"):
             make(source)
+
+
+def test_a_kind_of_source_is_a_function_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sources.READERS, "mine", lambda name, text_column: [f"text of {name}", ["in ", "parts"]])
+    assert documents_of(make("mine:some/own:9")) == ["text of some/own:9", "in parts"]
+    assert name_of("mine:some/own:9") == "own" and math.isnan(size_of(DataConfig("mine:"))[0])
+    with pytest.raises(UserError, match="no text found at 'your:own': give a file, .*, hf:NAME, mine:NAME or stdlib"):
+        make("your:own")
 
 
 def test_command_line(run: Callable, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,14 +180,14 @@ def test_long_texts_are_cut_where_tokens_are_cut_anyway(text_file: Path, monkeyp
     tokenizer = make_tokenizer("bpe:400", [TEXT])
     whole = tokenizer.encode(TEXT).tolist()
     monkeypatch.setattr(sources, "PIECE", 512)
-    pieces = list(sources.read_text("a.txt"))
+    (pieces,) = map(list, sources.documents("a.txt", "text"))
     assert len(pieces) > 10 and max(map(len, pieces)) <= 512
     assert "".join(pieces) == TEXT
     assert [token for piece in pieces for token in tokenizer.encode(piece).tolist()] == whole
     corpus = make("a.txt")
     assert documents_of(corpus) == [TEXT]  # it starts once
     Path("line.txt").write_text("猫" * 10_000, encoding="utf-8")  # nowhere to cut without harm
-    pieces = list(sources.read_text("line.txt"))
+    (pieces,) = map(list, sources.documents("line.txt", "text"))
     assert "".join(pieces) == "猫" * 10_000 and max(map(len, pieces)) <= 512
 
 

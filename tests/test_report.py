@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import train
-from cli.options import to_toml
 from cli.script import visible
+from model.checkpoint import step_directories
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.directory import best_validation
+from training.options import to_toml
 from training.report import BOTTOM, LEFT, RIGHT, TOP, draw_chart, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img onerror=alert(1) src=x><!--\x1b[31m\x00\u202e{{ name }}{% %}'\"\\&lt;"
@@ -50,7 +51,9 @@ class Page(HTMLParser):
     def __init__(self, directory: Path):
         super().__init__()
         self.tags, self.texts = [], defaultdict(list)
-        self.feed(write_report(directory).read_text(encoding="utf-8"))
+        checkpoints = step_directories(directory / "checkpoints")
+        about = json.loads((checkpoints[0] / "manifest.json").read_text()) if checkpoints else {}
+        self.feed(write_report(directory, checkpoints, about).read_text(encoding="utf-8"))
         self.summary = self.texts["p"][0].split(" · ")
         self.entries = dict(zip(self.texts["dt"], [*filter(None, self.texts["dd"]), *self.texts["pre"]], strict=True))
 
@@ -70,7 +73,7 @@ def test_a_finished_run_is_shown_in_full(straight: Path) -> None:
     assert page.texts["h1"] == page.texts["title"] == ["straight"]
     assert page.entries["Validation loss, nats a token"] == f"{losses[12]:.4f}"
     assert page.entries["Best checkpoint"] == f"step {min((4, 8, 12), key=losses.get)}"
-    assert page.entries["causal"].startswith("yes, each position sees its past")
+    assert page.entries["causal"].startswith("yes, no position depends on a later one")
     assert page.entries["config.toml"] == (straight / "config.toml").read_text()
     assert page.entries["See what each head is worth"].endswith(f"inspect_attention.py {straight} --ablate zero")
     assert page.entries["Write heads.html"].endswith(f"inspect_attention.py {straight} -o {straight}/heads.html")
@@ -121,11 +124,11 @@ def test_it_is_written_when_something_is_new_and_its_failure_costs_a_line(
 ) -> None:
     seen = []
 
-    def failing(directory: Path) -> None:
+    def failing(directory: Path, *rest: object) -> None:
         seen.append(Page(directory).summary[-1])
         raise RuntimeError("a\nbug\x1b")
 
-    monkeypatch.setattr("training.run.write_report", failing)
+    monkeypatch.setattr("training.report.write_report", failing)
     result = run(train, *tiny_run(corpus_file, tmp_path / "run"))
     steps = [0, 0, 4, 4, 8, 8, 12, 12]  # at the start, at each evaluation, at each checkpoint,
     assert seen == [f"step {step} of 12" for step in (*steps, 12)]  # and at the end

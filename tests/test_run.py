@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import train
-from cli.options import tables
 from errors import UserError
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.config import MAY_CHANGE, TrainConfig
 from training.device import environment
 from training.directory import next_commands
-from training.run import refuse_changes
+from training.options import tables
+from training.resume import refuse_changes
 
 
 def test_a_finished_run_has_nothing_to_do(run, straight: Path) -> None:

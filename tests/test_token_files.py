@@ -20,7 +20,7 @@ import train
 from data import prepare
 from data.config import DataConfig
 from data.prepare import prepare as prepare_corpus
-from data.token_files import Shards, find_shards, open_shards
+from data.token_files import TokenArray, find_token_files, open_token_files
 from data.tokenizer import make_tokenizer, save_tokenizer
 from errors import UserError
 from tests.conftest import metrics, same_bits, tiny_run, weights, write_corpus
@@ -30,7 +30,7 @@ END = 256  # the end of a document, in the tokenizer "bytes"
 DOCUMENTS = [[i % 256, (7 * i + 1) % 256, *range(i % 13), END] for i in range(331)]
 
 
-def write_shard(path: Path, documents: list[list[int]], tokenizer: str = "bytes", token_size: int = 2) -> None:
+def write_token_file(path: Path, documents: list[list[int]], tokenizer: str = "bytes", token_size: int = 2) -> None:
     """Write the three files of a task of datatrove."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(np.array([id for ids in documents for id in ids], f"<u{token_size}").tobytes())
@@ -43,7 +43,7 @@ def write_shard(path: Path, documents: list[list[int]], tokenizer: str = "bytes"
 def folder(tmp_path: Path) -> Path:
     """Three token files of the documents, and an empty one that datatrove writes for a task without documents."""
     for number, (first, last) in enumerate([(0, 97), (97, 200), (200, 331)]):
-        write_shard(tmp_path / "tokens" / f"0000{number}_shuffled.ds", DOCUMENTS[first:last])
+        write_token_file(tmp_path / "tokens" / f"0000{number}_shuffled.ds", DOCUMENTS[first:last])
     (tmp_path / "tokens" / "00003_shuffled.ds").touch()
     return tmp_path / "tokens"
 
@@ -56,13 +56,13 @@ def open_bytes(folder: Path | str, **options: object) -> prepare.Corpus:
 def test_many_files_are_one_array(token_size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
     def check(sizes: list[int], data: st.DataObject) -> None:
-        directory = tmp_path_factory.mktemp("shards")
+        directory = tmp_path_factory.mktemp("tokens")
         expected = np.arange(sum(sizes)) * 3 % 257
         for number, part in enumerate(np.split(expected, np.cumsum(sizes)[:-1])):
-            write_shard(directory / f"{number}.ds", [part.tolist()], token_size=token_size)
+            write_token_file(directory / f"{number}.ds", [part.tolist()], token_size=token_size)
         first = data.draw(st.integers(0, len(expected) - 1))
         last = data.draw(st.integers(first + 1, len(expected)))
-        ids, expected = Shards(find_shards(str(directory)), 257).part(first, last), expected[first:last]
+        ids, expected = TokenArray(find_token_files(str(directory)), 257, first, last), expected[first:last]
         assert len(ids) == len(expected)
         width, start = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99))
         ring = (np.arange(start, start + 5)[:, None] * 7 + np.arange(width)) % len(expected)
@@ -101,21 +101,20 @@ def test_a_file_is_read_when_it_is_needed(folder: Path, monkeypatch: pytest.Monk
         opened.append(path.name)
         return memmap(path, *rest, **options)
 
-    corpus = open_bytes(folder, val_source=str(folder / "00002*"))
     monkeypatch.setattr(np, "memmap", noted)
-    train = corpus.tokens["train"]
-    assert train.maps == {}
+    train = open_bytes(folder, val_source=str(folder / "00002*")).tokens["train"]
+    assert opened == ["00002_shuffled.ds"]  # whose bytes are counted
     train[np.arange(7)[None]], train[np.arange(7)[None]]
-    assert opened == ["00000_shuffled.ds"]
+    assert opened[1:] == ["00000_shuffled.ds"]
 
 
 def test_the_tokenizer_may_be_the_one_that_the_files_name(tmp_path: Path) -> None:
     save_tokenizer(make_tokenizer("bpe:300", ["so so " * 99]), tmp_path)
     path = tmp_path / "tokenizer.json"
     path = path.rename(tmp_path / "mine.json")
-    write_shard(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer=str(path))
+    write_token_file(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer=str(path))
     assert prepare_corpus(DataConfig(str(tmp_path / "d"))).tokenizer.name == "bpe:300"
-    write_shard(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer="some/model")
+    write_token_file(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer="some/model")
     with pytest.raises(UserError, match="unknown tokenizer 'some/model'.*hf download NAME tokenizer.json"):
         prepare_corpus(DataConfig(str(tmp_path / "d")))
     text = write_corpus(tmp_path)  # text can be written in it, too
@@ -123,11 +122,11 @@ def test_the_tokenizer_may_be_the_one_that_the_files_name(tmp_path: Path) -> Non
 
 
 def test_files_of_two_kinds_are_refused(folder: Path) -> None:
-    write_shard(folder / "00001_shuffled.ds", DOCUMENTS[97:200], tokenizer="gpt2")
+    write_token_file(folder / "00001_shuffled.ds", DOCUMENTS[97:200], tokenizer="gpt2")
     with pytest.raises(UserError, match="00001_shuffled.ds 2 bytes a token by gpt2, .*00000.* by bytes: give"):
         prepare_corpus(DataConfig(str(folder)))
     assert open_bytes(folder).tokenizer.name == "bytes"
-    write_shard(folder / "00001_shuffled.ds", DOCUMENTS[97:200], token_size=4)
+    write_token_file(folder / "00001_shuffled.ds", DOCUMENTS[97:200], token_size=4)
     with pytest.raises(UserError, match="00001_shuffled.ds 4 bytes a token by bytes, .*00000.* 2 bytes"):
         open_bytes(folder)
 
@@ -137,7 +136,7 @@ def test_another_tokenizer_than_the_files_own_is_refused(tmp_path: Path) -> None
         (tmp_path / name).mkdir()
         save_tokenizer(make_tokenizer("bpe:300", [text * 99]), tmp_path / name)
     mine, other = (tmp_path / name / "tokenizer.json" for name in ("mine", "other"))
-    write_shard(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer=str(mine))
+    write_token_file(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer=str(mine))
     same = mine.rename(tmp_path / "moved.json"), shutil.copy(tmp_path / "moved.json", mine)
     for path in same:
         assert prepare_corpus(DataConfig(str(tmp_path / "d"), str(path))).tokenizer.encode("so").size == 1
@@ -155,7 +154,7 @@ def test_text_beside_token_files_is_not_passed_over(folder: Path) -> None:
 
 
 def test_files_that_are_to_be_shuffled_are_not_read(folder: Path) -> None:
-    write_shard(folder / "00002_unshuffled.ds", DOCUMENTS)
+    write_token_file(folder / "00002_unshuffled.ds", DOCUMENTS)
     with pytest.raises(UserError, match="00002_unshuffled.ds is to be shuffled by datatrove, which has not finished"):
         open_bytes(folder)
     assert len(open_bytes(folder / "*_unshuffled.ds").tokens["train"])  # of a run that shuffles nothing
@@ -189,7 +188,7 @@ def test_a_file_that_is_not_right_is_named(folder: Path, name: str, content: str
 
 
 def test_ids_beyond_the_vocabulary_are_found_when_they_are_read(folder: Path, run, tmp_path: Path) -> None:
-    write_shard(folder / "00001_shuffled.ds", [[*ids, 257] for ids in DOCUMENTS[97:200]])
+    write_token_file(folder / "00001_shuffled.ds", [[*ids, 257] for ids in DOCUMENTS[97:200]])
     result = run(train, *tiny_run(folder, tmp_path / "out"))
     assert result.exit_code == 2
     assert result.err.endswith("00001_shuffled.ds holds id 257, and the vocabulary has 257\n")
@@ -217,7 +216,7 @@ def test_options_that_cannot_be_used_are_refused(
 
 
 def test_tokens_without_text_are_refused(tmp_path: Path) -> None:
-    write_shard(tmp_path / "tokens" / "0.ds", [[END, END]] * 50)
+    write_token_file(tmp_path / "tokens" / "0.ds", [[END, END]] * 50)
     with pytest.raises(UserError, match="the tokenizer 'bytes' finds no text in the validation tokens"):
         open_bytes(tmp_path / "tokens")
 
@@ -240,7 +239,7 @@ def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path, monke
     assert metrics(straight, "val_loss") == metrics(out, "val_loss")
     assert run(inspect_attention, out).exit_code == 0
     shutil.rmtree(out / "checkpoints" / "step-00000012")
-    write_shard(folder / "00001_shuffled.ds", [ids[::-1] for ids in DOCUMENTS[97:200]])
+    write_token_file(folder / "00001_shuffled.ds", [ids[::-1] for ids in DOCUMENTS[97:200]])
     for change in ("another", "missing"):
         result = run(train, "--resume", out)
         assert result.exit_code == 2
@@ -278,7 +277,7 @@ def test_files_of_datatrove_itself(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(list(folder.glob("*.ds"))) == 3
 
-    theirs = open_shards(DataConfig(str(folder)), None)
+    theirs = open_token_files(DataConfig(str(folder)), None)
     assert theirs.tokenizer.name == "bpe:400"
     kept = [text for number, text in enumerate(texts) if number % 5 >= 3]  # as the script chooses them
     pyarrow.parquet.write_table(pyarrow.table({"text": kept}), tmp_path / "kept.parquet")

@@ -10,15 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.encoding import REPLACEMENT, TextStream
-from data.tokenizer import (
-    END_OF_TEXT,
-    WORDS,
-    TiktokenTokenizer,
-    build,
-    load_tokenizer,
-    make_tokenizer,
-    save_tokenizer,
-)
+from data.tokenizer import END_OF_TEXT, WORDS, TiktokenTokenizer, build, load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError
 
 TEXT = "the cat sat on the mat, the cat's hat: 12345!\n\n\tnaïve façade, 猫 🐈 \r\n" * 5

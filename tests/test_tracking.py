@@ -30,14 +30,14 @@ def test_lines_are_sent_flat_until_the_first_failure_which_costs_a_line(monkeypa
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setenv("WANDB_DATA_DIR", "elsewhere")
     tracker = Tracker(TrainConfig(wandb="offline"))
-    tracker.begin(tmp_path, None, {})
+    tracker.start_session(tmp_path, {})
     assert tracker.run_id == "1" and axes == [(("*",), {"step_metric": "step"})]
-    tracker.log({"step": 3, "val_loss": 2.5, "heads": {"sink": [[0.1, 0.2], [None, 0.4]]}})
-    tracker.log({"step": 3, "sample": "some text"})
+    tracker.send({"step": 3, "val_loss": 2.5, "heads": {"sink": [[0.1, 0.2], [None, 0.4]]}})
+    tracker.send({"step": 3, "sample": "some text"})
     capsys.readouterr()
     for step in (4, 5):
-        tracker.log({"step": step})
-    tracker.finish(0)  # the fake has no such method
+        tracker.send({"step": step})
+    tracker.end_session(0)  # the fake has no such method
     heads = {"sink/0.0": 0.1, "sink/0.1": 0.2, "sink/1.0": None, "sink/1.1": 0.4}
     table = (["step", "text"], [[3, "some text"]])
     assert sent == [{"step": 3, "val_loss": 2.5, **heads}, {"step": 3, "sample": table}, {"step": 4}]

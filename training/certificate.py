@@ -1,4 +1,4 @@
-"""The certificate of a run: the model that is about to be trained was probed, and does not see the future."""
+"""The certificate of a run: a proof that the model, as it will be trained, does not see the future."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,8 @@ def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype:
     loss_fn: (model, inputs, targets) -> the summed loss; inputs and targets are (batch_size, T). Returns a record for
     checkpoints. Raises UserError if a position sees a token that it may not see.
     """
-    device, T = model.lm_head.weight.device, model.config.context_length
+    device = model.lm_head.weight.device
+    T = model.config.context_length
 
     calls = progress_bar(desc="causal: probing", unit=" calls", leave=False, delay=1)
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from errors import UserError
 
-# What a resumed run may change without becoming another run. Everything else would change its numbers.
+# Options that a resumed run may change. All others would change its numbers.
 MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "max_steps", "eval_every", "log_every", "checkpoint_every"}
 MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "sample_tokens", "wandb", "parallel"}
 

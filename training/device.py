@@ -35,7 +35,7 @@ def find_device(name: str) -> torch.device:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return whether the device has units for bfloat16, so that matrix products in it are fast."""
+    """Return whether the device computes bfloat16 natively, so that matrix products in it are fast."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -60,11 +60,14 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
         dtype = getattr(torch, config.dtype)
         why = "as asked" if is_fast(dtype, device) else "as asked, though it is slow here"
     elif has_bfloat16(device) and (device.type == "cuda" or n_embd >= WIDE_ENOUGH):
-        dtype, why = torch.bfloat16, f"this {'GPU' if device.type == 'cuda' else 'CPU'} has units for it"
+        dtype = torch.bfloat16
+        why = f"native on this {'GPU' if device.type == 'cuda' else 'CPU (AVX512-BF16 or AMX)'}"
     elif device.type == "cuda":
-        dtype, why = torch.float16, "with loss scaling, as this GPU has no bfloat16"
+        dtype = torch.float16
+        why = "with loss scaling, as this GPU has no bfloat16"
     else:
-        dtype, why = torch.float32, "the default"
+        dtype = torch.float32
+        why = "the default"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, where float32 products remain
@@ -88,7 +91,7 @@ def set_seed(device: torch.device, seed: int) -> None:
 
 
 def weights_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the precision of the weights for generating text; auto is bfloat16 where the device has units for it."""
+    """Return the precision of the weights for generating text; auto is bfloat16 where that is native, else float32."""
     if name != "auto":
         return getattr(torch, name)
     return torch.bfloat16 if has_bfloat16(device) else torch.float32
@@ -100,9 +103,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradients: str) -> dict[str, str]:
-    """Everything besides the configuration that decides the last bits of a run's numbers, for its checkpoints.
+    """Return the facts about the machine and the code that decide the last bits of a run's numbers, as name -> value.
 
-    gradients: the order in which they are added, in words.
+    gradients: the order in which gradients are added, in words.
     """
     cuda = device.type == "cuda"
     return {
@@ -120,7 +123,7 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradie
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Context for mixed precision: matrix products in `dtype`, sensitive operations in float32; none for float32."""
+    """Return a context for mixed precision: matrix products in `dtype`, sensitive operations in float32."""
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
 

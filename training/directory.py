@@ -17,7 +17,8 @@ def read_metrics(directory: Path, step: float = math.inf) -> list[dict]:
 
     A damaged line ends the reading with a printed note: the lines that a checkpoint relies on were synced before it.
     """
-    path, lines = directory / "metrics.jsonl", []
+    path = directory / "metrics.jsonl"
+    lines = []
     content = path.read_bytes() if path.exists() else b""
     for number, text in enumerate(content.split(b"\n")[:-1]):
         try:

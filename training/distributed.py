@@ -12,6 +12,7 @@ If a rank dies, torchrun reports it and stops the others; with --max-restarts it
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 
 from errors import UserError
 from model import GPT
-from model.sharded import is_sharded
 from training.config import TrainConfig
+from training.sharded import is_sharded
 
 Result = TypeVar("Result")
 
@@ -34,16 +35,17 @@ TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class Ranks:
-    """The place of this process among the processes of a run. Without `torchrun` there is one process.
+    """Place of this process among the processes of a run. Without `torchrun` there is one process.
 
-    A context: inside, only the first rank prints, and an error raised on several ranks is printed once. Raises
-    UserError if torchrun is to restart ranks on several nodes, and was not told how.
+    Inside of the context only the first rank prints, and an error raised on several ranks is printed once. Raises
+    UserError if torchrun is to restart ranks on several nodes without the setting that this needs.
     """
 
     def __init__(self) -> None:
         self.started = TORCHRUN_VARIABLES <= os.environ.keys()
         place = os.environ if self.started else {}
-        self.rank, self.local_rank = int(place.get("RANK", "0")), int(place.get("LOCAL_RANK", "0"))
+        self.rank = int(place.get("RANK", "0"))
+        self.local_rank = int(place.get("LOCAL_RANK", "0"))
         self.world = int(place.get("WORLD_SIZE", "1"))
         self.is_first = self.rank == 0
         self.may_resume = int(place.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
@@ -74,7 +76,7 @@ class Ranks:
             if self.started:
                 dist.destroy_process_group()
         elif self.world > 1:
-            if isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo raises a plain RuntimeError
+            if isinstance(error, RuntimeError) and re.search("[Cc]onnection", str(error)):  # gloo has no class for it
                 sentence = "lost the connection to another rank; torchrun says which one ended, and how"
                 error = UserError(f"{sentence}: go on with --resume, or let torchrun do so with --max-restarts")
             code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
@@ -127,7 +129,7 @@ class Ranks:
         return model
 
     def micro_batches(self, num_micro_batches: int) -> range:
-        """The numbers of this rank's micro-batches in a step."""
+        """Return the numbers of this rank's micro-batches in a step."""
         return range(self.rank, num_micro_batches, self.world)
 
     def add_gradients(self, model: nn.Module) -> None:
@@ -153,7 +155,8 @@ class Ranks:
         if self.share is None:
             return
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        flat, sizes = self.share.new_empty(self.world, len(self.share)), [p.numel() for p in parameters]
+        flat = self.share.new_empty(self.world, len(self.share))
+        sizes = [parameter.numel() for parameter in parameters]
         dist.all_gather(list(flat), self.share)
         self.share = None
         shares = flat.flatten()[: sum(sizes)].split(sizes)
@@ -161,7 +164,7 @@ class Ranks:
             parameter.grad = gradient.view_as(parameter)
 
     def order(self, config: TrainConfig) -> str:
-        """The order in which gradients are added, in words."""
+        """Return the order in which gradients are added, in words."""
         return f"fsdp on {self.world} ranks" if config.parallel == "fsdp" else "of the micro-batches"
 
     def collect(self, numbers: list[Tensor]) -> Tensor:
@@ -174,24 +177,24 @@ class Ranks:
         return every.T.flatten()
 
     def any_rank(self, condition: object) -> bool:
-        """Return whether the condition holds on at least one rank. The hosts agree on that; no device is waited for."""
+        """Return whether the condition holds on at least one rank. Only the hosts talk; no device is waited for."""
         if self.world == 1:
             return bool(condition)
         answer = torch.tensor(bool(condition), dtype=torch.uint8)
         dist.all_reduce(answer, dist.ReduceOp.MAX)
         return bool(answer)
 
-    def first_then_others(self, work: Callable[[], Result]) -> Result:
-        """Let rank 0 do it, which may take hours, then the others, who find the result on the disk."""
-        if self.is_first:
-            result = work()
+    def first_then_others(self, work: Callable[..., Result], *arguments: object, **options: object) -> Result:
+        """Call `work` on rank 0, which may take hours, then on the others, who find the result on the disk."""
+        if not self.is_first:
             self.wait_for_first()
-            return result
-        self.wait_for_first()
-        return work()
+        result = work(*arguments, **options)
+        if self.is_first:
+            self.wait_for_first()
+        return result
 
     def wait_for_first(self) -> None:
-        """Let rank 0 pass, and the others wait until it has. Polling cannot time out, as a collective can."""
+        """Wait until rank 0 has called this method as often. Polling cannot time out, as a collective can."""
         if self.world == 1:
             return
         self.times_waited += 1

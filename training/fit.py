@@ -13,8 +13,8 @@ from pathlib import Path
 
 from data.config import DataConfig
 from data.corpus import is_prepared, open_corpus
-from data.sources import COMPRESSED, files
-from data.token_files import find_shards, has_shards
+from data.sources import COMPRESSED, files, split_prefix
+from data.token_files import find_token_files, has_token_files
 from model import ModelConfig
 from training.config import TrainConfig
 
@@ -35,21 +35,20 @@ BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:512": 2.1}  # in English or 
 def size_of(data: DataConfig) -> tuple[float, str | None]:
     """Bytes of the text, and its tokenizer if it is tokens already.
 
-    The bytes are an estimate for token files and compressed files, nan for a hub data set. Raises UserError if there is
-    no text.
+    The bytes are an estimate for token files and compressed files, and nan for a source without files, such as a hub
+    data set. Raises UserError if there is no text.
     """
-    if data.source.startswith("hf:"):
-        return math.nan, None
     if is_prepared(data.source):
         meta = open_corpus(Path(data.source)).meta
         return meta["train"]["bytes"] + meta["val"]["bytes"], meta["tokenizer"]
-    if has_shards(data.source):
-        shards = find_shards(data.source)
-        tokenizer = shards[0].tokenizer
-        return sum(shard.num_tokens for shard in shards) * BYTES_PER_TOKEN.get(tokenizer, 3.5), tokenizer
+    if has_token_files(data.source):
+        token_files = find_token_files(data.source)
+        tokenizer = token_files[0].tokenizer
+        return sum(file.num_tokens for file in token_files) * BYTES_PER_TOKEN.get(tokenizer, 3.5), tokenizer
     packed = (".parquet", *COMPRESSED)
     found = files(data.source)
-    return sum(path.stat().st_size * (COMPRESSION if path.suffix.lower() in packed else 1) for path in found), None
+    sizes = [path.stat().st_size * (COMPRESSION if path.suffix.lower() in packed else 1) for path in found]
+    return sum(sizes) if found else math.nan, None
 
 
 def tokens_for(n_layer: int, n_embd: int) -> int:
@@ -98,7 +97,10 @@ def fit_to_text(
 
 
 def name_of(source: str) -> str:
-    """Name of the directory for a run on this source."""
-    hub = re.fullmatch("hf:(?:.*/)?([^/:@]+).*", source)
-    name = hub[1] if hub else Path(source).resolve().stem
+    """Return the name of the directory for a run on this source."""
+    prefix, name = split_prefix(source)
+    if prefix:
+        name = re.match("[^:@]*", name)[0].rpartition("/")[2]  # NAME of hf:OWNER/NAME:CONFIG@REVISION
+    else:
+        name = Path(name).resolve().stem
     return re.sub(r"\W+", "-", name).strip("-") or "text"

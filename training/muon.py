@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from model.sharded import full, is_sharded, local, shard_like
+from training.sharded import full, is_sharded, local, shard_like
 
 # Coefficients of a x + b x^3 + c x^5. Applied five times, this polynomial takes singular values from 0.01 to 1 to
 # values between 0.7 and 1.2, which is near enough to 1 (Jordan et al. 2024).
@@ -19,7 +19,7 @@ FIRST_MOMENTUM, LAST_MOMENTUM, MOMENTUM_STEPS = 0.8, 0.95, 300
 
 
 def momentum_at(step: int) -> float:
-    """The momentum of a step, which begins lower: at first there is little to remember."""
+    """Return the momentum of a step. It begins lower, because the first gradients are soon out of date."""
     return FIRST_MOMENTUM + (LAST_MOMENTUM - FIRST_MOMENTUM) * min(1.0, step / MOMENTUM_STEPS)
 
 
@@ -72,7 +72,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One update of everything."""
+        """Update all parameters."""
         all_groups, self.param_groups = self.param_groups, self.adamw_groups
         try:
             super().step(closure)
@@ -80,7 +80,8 @@ class Muon(torch.optim.AdamW):
             self.param_groups = all_groups
         found_inf = getattr(self, "found_inf", None)
         for group, momentum in zip(self.param_groups[len(self.adamw_groups) :], self.momenta, strict=True):
-            matrices, rate = group["params"], group["lr"]
+            matrices = group["params"]
+            rate = group["lr"]
             parameters = [local(matrix) for matrix in matrices]
             enabled = torch.ones((), device=momentum.device) if found_inf is None else (found_inf == 0).float()
             gradient = torch.stack([local(matrix.grad) for matrix in matrices])

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from model import GPT
 from model.load import load_tensors
-from model.sharded import shard_like
 from training.config import TrainConfig
 from training.muon import Muon, momentum_at
+from training.sharded import shard_like
 
 HEAD_SHARE = 1 / 3  # of Muon's learning rate, for the head, biases and norms; found by trying, and not sensitive
 
@@ -22,11 +22,11 @@ class NonFiniteLoss(ArithmeticError):
 
 
 def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
-    """Optimizer of all parameters that are not frozen.
+    """Return the optimizer of all parameters that are not frozen.
 
     Weight decay applies to matrices, with Muon only to those inside the blocks; never to others (biases, norms).
-    A group's "lr_share" is its part of the learning rate. dtype is the precision of training, which Muon's iteration
-    follows: bfloat16 is enough for it, float16 has too small a range.
+    A group's "lr_share" is its part of the learning rate. dtype is the precision of training. Muon's iteration has the
+    same, except that it is float32 for float16, whose range is too small.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() == 2]
@@ -48,7 +48,7 @@ def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.f
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
-    """The learning rate of a step: linear warmup, then cosine decay, or constant with a linear decay at the end."""
+    """Return the learning rate of a step: linear warmup, then cosine decay, or constant with a linear decay at last."""
     final = config.final_lr_fraction
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -68,7 +68,7 @@ def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: TrainConfi
 
 
 def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state under "parameter.quantity" names."""
+    """Return the state of the optimizer as named tensors: "parameter.quantity" -> tensor."""
     return {
         f"{name}.{key}": value
         for name, parameter in model.named_parameters()
@@ -77,7 +77,7 @@ def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """The inverse of `optimizer_tensors`, from a checkpoint. Raises UserError if it holds something else."""
+    """Give the optimizer the state that a checkpoint holds. Raises UserError if the checkpoint holds another one."""
     shapes = {}
     for name, parameter in model.named_parameters():
         if "momentum" in optimizer.state[parameter]:
@@ -88,7 +88,8 @@ def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, directo
     parameters = dict(model.named_parameters())
     for name, tensor in load_tensors(directory, "optimizer", shapes).items():
         name, _, key = name.rpartition(".")
-        parameter, state = parameters[name], optimizer.state[parameters[name]]
+        parameter = parameters[name]
+        state = optimizer.state[parameter]
         if key in state:
             state[key].copy_(shard_like(tensor, state[key]))  # Muon's are views of a stack
         else:
@@ -119,7 +120,7 @@ class FiniteGuard:
         step = self.first_bad_step.item()
         if math.isfinite(step):
             raise NonFiniteLoss(
-                f"the loss or its gradient is not finite in step {int(step) + 1}: its update was not made and no "
-                "checkpoint has it; begin again in another --train.out_dir, with a lower --train.learning_rate or a "
-                "longer warmup"
+                f"the loss or its gradient is not finite in step {int(step) + 1}: the update was skipped, and "
+                "no checkpoint contains it; begin again in another --train.out_dir, with a lower --train.learning_rate "
+                "or a longer warmup"
             )

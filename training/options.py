@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
+import tomli_w
 import tyro
 
 from cli.options import parse
@@ -19,7 +20,8 @@ from training.fit import fit_to_text, size_of
 
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 CONFIGS = Path(__file__).parent.parent / "configs"
-QUICKSTART, FINETUNE = CONFIGS / "quickstart.toml", CONFIGS / "finetune.toml"
+QUICKSTART = CONFIGS / "quickstart.toml"
+FINETUNE = CONFIGS / "finetune.toml"
 FINETUNE_CONTEXT = 1024  # tokens, unless asked for: long contexts need much memory in training
 MAY_DIFFER = {"dropout", "context_length"}  # from the model that is fine-tuned
 
@@ -79,7 +81,7 @@ def read_config(argv: list[str]) -> Config:
             config = read_fitted(argv, config)
     if config.train.init_from:
         base = find_checkpoint(Path(config.train.init_from))
-        config = fit_to_model(argv, file, base)
+        config = fit_to_model(argv, file, base.directory)
         if not asked.config:
             c = config.train
             print(f"config: to fine-tune: {c.optimizer}, a learning rate of {c.learning_rate:g}, {c.max_steps:,} steps")
@@ -101,7 +103,8 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
 
 def read_fitted(argv: list[str], config: Config) -> Config:
     """Return the quickstart's configuration fitted to the text that it names, but for what argv asks."""
-    (num_bytes, tokenizer), on_gpu = size_of(config.data), device_type(config.train.device) == "cuda"
+    num_bytes, tokenizer = size_of(config.data)
+    on_gpu = device_type(config.train.device) == "cuda"
     fitted = fit_to_text(config.model, config.data, config.train, num_bytes, tokenizer, on_gpu)
     config = parse(Config, argv, defaults=Config(**fitted))
     size = f"about {num_bytes:,.0f} bytes of text" if num_bytes >= 0 else "a text of unknown size"  # nan
@@ -111,9 +114,9 @@ def read_fitted(argv: list[str], config: Config) -> Config:
 
 
 def fit_to_model(argv: list[str], file: Path, base: Path) -> Config:
-    """Take shape and tokenizer of the model in `base`, which is fine-tuned, and the rest from the file and argv.
+    """Return a configuration with the shape and tokenizer of the model in `base`, and the rest from the file and argv.
 
-    Raises UserError if argv or the file ask for a shape or tokenizer that its weights do not have.
+    Raises UserError if argv or the file ask for another shape or tokenizer.
     """
     known = load_config(base)
     shape = ModelConfig(**{field.name: getattr(known, field.name) for field in fields(ModelConfig)})
@@ -129,3 +132,16 @@ def fit_to_model(argv: list[str], file: Path, base: Path) -> Config:
     if config.data.tokenizer != "model":
         raise UserError(f"{init_from} knows the ids of its own tokenizer: data.tokenizer must be model")
     return config
+
+
+def tables(config: Config) -> dict[str, dict]:
+    """Return the tables of a configuration by name, such as "model", each as a dictionary of its options."""
+    return {name: asdict(getattr(config, name)) for name in ("model", "data", "train")}
+
+
+def to_toml(config: Config) -> str:
+    """Return a configuration as TOML, without the options that are None. `parse` reads it."""
+    content = tables(config)
+    for name, table in content.items():
+        content[name] = {key: value for key, value in table.items() if value is not None}
+    return tomli_w.dumps(content)

@@ -14,27 +14,30 @@ from cli.bars import progress_bar
 
 
 class Progress:
-    """The progress line, which counts the steps and the training seconds: measuring and saving are not training.
+    """Progress line. It counts the steps and the training seconds; measuring and saving are not training.
 
     Args:
-        step, train_seconds: what earlier sessions have done.
-        max_steps: of the run.
-        tokens_per_step: over all micro-batches.
-        device: whose memory is reported.
+        step, train_seconds: steps and seconds of earlier sessions.
+        max_steps: steps of the run.
+        tokens_per_step: tokens of all micro-batches of a step.
+        device: the device whose memory is reported.
     """
 
     def __init__(self, step: int, train_seconds: float, max_steps: int, tokens_per_step: int, device: torch.device):
-        self.step, self.train_seconds = step, train_seconds
-        self.tokens_per_step, self.device = tokens_per_step, device
-        self.logged_step, self.logged_seconds = step, train_seconds
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)  # of the certificate
+        self.step = self.logged_step = step
+        self.train_seconds = self.logged_seconds = train_seconds
+        self.max_steps = max_steps
+        self.tokens_per_step = tokens_per_step
+        self.device = device
         self.is_watched = sys.stderr.isatty()
-        # The remaining time follows from all steps and evaluations so far, not from the last ones.
-        self.line = progress_bar(total=max_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0)
-        self.lap_began = time.perf_counter()
 
     def __enter__(self) -> "Progress":
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # of the certificate
+        # The remaining time follows from all steps and evaluations so far, not from the last ones.
+        options = {"unit": "step", "dynamic_ncols": True, "smoothing": 0}
+        self.line = progress_bar(total=self.max_steps, initial=self.step, **options)
+        self.lap_began = time.perf_counter()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -42,12 +45,17 @@ class Progress:
 
     @contextmanager
     def paused(self, doing: str) -> Iterator[None]:
-        """Stop the clock for a while, and show what is done meanwhile."""
+        """Stop the clock for a while, and show the reason."""
         self.lap()
         self.line.set_description_str(doing, refresh=self.is_watched)
         yield
         self.line.set_description_str("", refresh=False)
         self.lap_began = time.perf_counter()
+
+    def print(self, text: str) -> None:
+        """Print a text above the line."""
+        with self.line.external_write_mode():
+            print(text)
 
     def lap(self) -> None:
         """Add the time since the last lap to the training seconds."""
@@ -61,14 +69,15 @@ class Progress:
         self.line.update()
 
     def speed(self, loss: float) -> dict[str, float]:
-        """Tokens so far and per second since the last call, and the most memory of a CUDA GPU so far."""
+        """Return tokens so far and per second since the last call, and the most memory of a CUDA GPU so far."""
         self.lap()
         tokens = (self.step - self.logged_step) * self.tokens_per_step
         speed = {"tokens_per_second": tokens / (self.train_seconds - self.logged_seconds)}
         if self.device.type == "cuda":
             speed["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         self.line.set_postfix_str(f"loss {loss:.3f}, {speed['tokens_per_second']:,.0f} tokens/s", refresh=False)
-        self.logged_step, self.logged_seconds = self.step, self.train_seconds
+        self.logged_step = self.step
+        self.logged_seconds = self.train_seconds
         return {"tokens": self.step * self.tokens_per_step, **speed}
 
 
@@ -79,13 +88,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupt:
-    """True after a SIGINT, SIGTERM or SIGHUP, which ask the run to stop after the step; a second one stops at once.
+    """Flag that is true after a SIGINT, SIGTERM or SIGHUP: the run is to stop after the step. A second stops at once.
 
     prints: whether this process tells the user.
     """
 
     def __init__(self, prints: bool):
-        self.prints, self.received = prints, 0.0
+        self.prints = prints
+        self.received = 0.0  # when the first signal came, by time.monotonic
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
                 signal.signal(number, self.receive)

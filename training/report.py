@@ -1,4 +1,4 @@
-"""The report of a run: one static HTML page, made from the files of the run directory alone.
+"""The report of a run: one static HTML page about the files of the run directory.
 
 Training writes report.html at its start, at each evaluation and checkpoint, and at its end. Nothing reads it back.
 
@@ -13,11 +13,10 @@ from pathlib import Path
 
 import jinja2
 
+from cli.html import own_hash
 from cli.script import visible
 from errors import UserError
-from inspection.page import own_hash
-from model import disk
-from model.checkpoint import read_json, step_directories
+from training import disk
 from training.directory import best_validation, next_commands, read_metrics
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -43,33 +42,44 @@ LEFT, RIGHT, TOP, BOTTOM = 50, 460, 10, 214  # edges of the plot in a chart of 4
 MOST_POINTS, MOST_EVALUATIONS, MOST_LETTERS = 5000, 30, 2000  # of a curve; in the page; of a sample
 
 
-def write_report(directory: Path) -> Path:
+def refresh_report(directory: Path, checkpoints: list[Path], about: dict[str, dict]) -> None:
+    """Call `write_report` for a run that goes on whatever happens: a failure prints a line."""
+    try:
+        write_report(directory, checkpoints, about)
+    except Exception as error:
+        print(visible(f"there is no new report.html: {error!r:.200}"))
+
+
+def write_report(directory: Path, checkpoints: list[Path], about: dict[str, dict]) -> Path:
     """Write report.html into a run directory, as a whole or not at all, and return its path.
+
+    checkpoints: those of the run, newest first. about: the certificate and the environment of a session.
 
     Raises UserError if the files there are not those of a run, OSError if one cannot be read or the page be written.
     """
     style = own_hash(TEMPLATE.read_text(encoding="utf-8"), "style")
     try:
-        page = JINJA.get_template(TEMPLATE.name).render(read_run(directory), own_style=style)
+        page = JINJA.get_template(TEMPLATE.name).render(read_run(directory, checkpoints, about), own_style=style)
     except (LookupError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
         raise UserError(f"{directory} does not hold the files of a run: {error!r:.200}") from error
-    disk.replace(directory / TEMPLATE.name, page.encode(errors="replace"))  # a file name need not be valid UTF-8
+    disk.replace_file(directory / TEMPLATE.name, page.encode(errors="replace"))  # a file name need not be valid UTF-8
     return directory / TEMPLATE.name
 
 
-def read_run(directory: Path) -> dict[str, object]:
-    """Return the template's variables, read from the files of a run."""
+def read_run(directory: Path, checkpoints: list[Path], about: dict[str, dict]) -> dict[str, object]:
+    """Return the variables of the template; see `write_report`."""
     config = (directory / "config.toml").read_text(encoding="utf-8")
-    options, lines = tomllib.loads(config), read_metrics(directory)
-    checkpoints, max_steps = step_directories(directory / "checkpoints"), options["train"]["max_steps"]
+    options = tomllib.loads(config)
+    lines = read_metrics(directory)
+    max_steps = options["train"]["max_steps"]
     saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
-    step, best = max([saved, *(line["step"] for line in lines)]), best_validation(lines, checkpoints)
+    step = max([saved, *(line["step"] for line in lines)])
+    best = best_validation(lines, checkpoints)
     finished = saved == max_steps and any(line["step"] == max_steps for line in lines if "val_loss" in line)
-    manifest = read_json(checkpoints[0] / "manifest.json") if checkpoints else {}
-    about = manifest.get("certificate", {}) | manifest.get("environment", {})
+    facts_of_session = about.get("certificate", {}) | about.get("environment", {})
     model = options["model"]
     facts = [model["family"], f"{model['n_layer']} layers of {model['n_embd']}", options["data"]["source"]]
-    facts += [about.get("device"), about.get("dtype"), f"step {step:,} of {max_steps:,}"]
+    facts += [facts_of_session.get("device"), facts_of_session.get("dtype"), f"step {step:,} of {max_steps:,}"]
     charts = [draw_chart(title, keys, lines, step) for title, keys in CHARTS.items()]
     latest = {key: value for line in lines for key, value in line.items() if value is not None}
     if best:
@@ -86,7 +96,7 @@ def read_run(directory: Path) -> dict[str, object]:
             "Next": next_commands(directory, saved, best, finished),
             "Evaluations": read_evaluations(lines),
             "Configuration": [("config.toml", config)],
-            "Certificate and environment": about.items(),
+            "Certificate and environment": facts_of_session.items(),
         },
     }
 

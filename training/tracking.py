@@ -19,25 +19,29 @@ def best_effort(method: Callable[..., None]) -> Callable[..., None]:
     @wraps(method)
     def attempt(self: "Tracker", *arguments: object) -> None:
         try:
-            if self.on:
+            if self.is_on:
                 method(self, *arguments)
         except Exception as error:
-            self.on = False
+            self.is_on = False
             print(f"wandb is off, metrics.jsonl has everything: {error!r:.200}")
 
     return attempt
 
 
 class Tracker:
-    """A run in wandb; its methods do nothing if `train.wandb` is disabled."""
+    """A run in wandb. The methods do nothing if `train.wandb` is disabled.
 
-    def __init__(self, config: TrainConfig):
-        self.config, self.on = config, config.wandb != "disabled"
-        self.run_id: str | None = None  # once it has begun
+    run_id: the id of the run in wandb, None for a new run.
+    """
+
+    def __init__(self, config: TrainConfig, run_id: str | None = None):
+        self.mode = config.wandb
+        self.is_on = config.wandb != "disabled"
+        self.run_id = run_id
 
     @best_effort
-    def begin(self, directory: Path, run_id: str | None, tables: dict[str, dict]) -> None:
-        """Begin a run in wandb, with `tables` as its configuration, or continue that of this id."""
+    def start_session(self, directory: Path, tables: dict[str, dict]) -> None:
+        """Begin or continue the run in wandb, with `tables` as its configuration."""
         os.environ.setdefault("WANDB_DATA_DIR", str(directory.absolute() / "wandb"))  # instead of the user's home
         import wandb  # slow to import, and optional
 
@@ -47,19 +51,20 @@ class Tracker:
         self.run = wandb.init(
             project="tril",
             name=directory.name,
-            id=run_id,
+            id=self.run_id,
             resume="allow",
             dir=directory.absolute(),
-            mode=self.config.wandb,
+            mode=self.mode,
             config=tables,
             settings=wandb.Settings(**private, **waits, console="off", silent=True),
         )
         self.run.define_metric("*", step_metric="step")  # the x axis; wandb's own counts the lines of all sessions
-        self.table, self.run_id = wandb.Table, self.run.id
-        print(f"wandb:  {self.run.url if self.config.wandb == 'online' else self.run.sync_dir}")
+        self.table = wandb.Table
+        self.run_id = self.run.id
+        print(f"wandb:  {self.run.url if self.mode == 'online' else self.run.sync_dir}")
 
     @best_effort
-    def log(self, record: dict) -> None:
+    def send(self, record: dict) -> None:
         """Send a line of metrics.jsonl: scores of heads as metric/layer.head, a sample as a table of one row."""
         values = {name: value for name, value in record.items() if name != "heads"}
         for metric, layers in record.get("heads", {}).items():
@@ -69,6 +74,6 @@ class Tracker:
         self.run.log(values)
 
     @best_effort
-    def finish(self, exit_code: int) -> None:
+    def end_session(self, exit_code: int) -> None:
         """End the session. wandb itself notices a session that ends in an exception or a signal."""
         self.run.finish(exit_code)

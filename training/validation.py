@@ -1,4 +1,4 @@
-"""Validation: the loss on text that is not trained on, what the model writes, and what its heads do."""
+"""Validation: the loss on text that is not trained on, a sample, and scores of the heads."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ LossFn = Callable[[GPT, Tensor, Tensor], Tensor]
 
 
 class Validation:
-    """Measures a model in training, always on the same text and with the same random numbers.
+    """Measure a model in training, always on the same text and with the same random numbers.
 
     Args:
         corpus: has the validation text and the tokenizer.
@@ -35,7 +35,10 @@ class Validation:
     """
 
     def __init__(self, corpus: Corpus, config: TrainConfig, context_length: int, dtype: torch.dtype, ranks: Ranks):
-        self.config, self.T, self.dtype, self.ranks = config, context_length, dtype, ranks
+        self.config = config
+        self.T = context_length
+        self.dtype = dtype
+        self.ranks = ranks
         self.tokens = corpus.tokens["val"][: config.eval_tokens + 1]
         self.tokenizer = corpus.tokenizer
         val = corpus.meta["val"]
@@ -45,24 +48,26 @@ class Validation:
         if config.sample_tokens and not self.prompt:
             raise UserError("this tokenizer has no token that begins a text: give a --train.sample_prompt")
         self.text = torch.from_numpy(self.tokens[: min(context_length, MOST_SCORED)].astype(np.int64))[None]
-        words = torch.from_numpy(np.setdiff1d(self.tokens, start).astype(np.int64))
-        self.probe = repeat_probe(words, start[-1] if start else int(words[0]), context_length, num=1)
+        self.words = torch.from_numpy(np.setdiff1d(self.tokens, start).astype(np.int64))
+        self.first = start[-1] if start else int(self.words[0])
 
     def measure(self, model: GPT, loss_fn: LossFn) -> dict:
         """Return a record for metrics.jsonl: val_loss, val_bits_per_byte, heads and, if wanted, a sample."""
         sample = {"sample": self.sample(model, self.config.sample_tokens)} if self.config.sample_tokens else {}
         val_loss = self.loss(model, loss_fn)
         with autocast(model.lm_head.weight.device, self.dtype):
-            heads = as_json(head_scores(model, self.text, self.probe, verify=False))
+            probe = repeat_probe(self.words, self.first, self.T, num=1)
+            heads = as_json(head_scores(model, self.text, probe, verify=False))
         bits_per_byte = val_loss * self.bits_per_byte_per_nat
         return {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte, "heads": heads, **sample}
 
     @torch.no_grad()
     def loss(self, model: GPT, loss_fn: LossFn) -> float:
-        """Mean loss in nats a token over all validation tokens."""
-        device, B, ranks = model.lm_head.weight.device, self.config.batch_size, self.ranks
+        """Return the mean loss over all validation tokens, in nats a token."""
+        device = model.lm_head.weight.device
+        ranks = self.ranks
         model.eval()
-        batches = validation_batches(self.tokens, B, self.T, device, ranks.rank, ranks.world)
+        batches = validation_batches(self.tokens, self.config.batch_size, self.T, device, ranks.rank, ranks.world)
         losses = [loss_fn(model, inputs, targets) for inputs, targets in batches]
         model.train()
         # fsum is exact, so the sum does not depend on which rank has computed which batch.
@@ -70,7 +75,8 @@ class Validation:
 
     def sample(self, model: GPT, num_tokens: int) -> str:
         """Return the prompt as the model continues it, up to the end of the document."""
-        device, tokenizer = model.lm_head.weight.device, self.tokenizer
+        device = model.lm_head.weight.device
+        tokenizer = self.tokenizer
         with autocast(device, self.dtype):
             idx = torch.tensor([self.prompt], device=device)
             new = torch.cat([*stream(model, idx, num_tokens, Sampler(temperature=0.8, top_k=50), seed=0)], dim=1)

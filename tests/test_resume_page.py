@@ -1,4 +1,4 @@
-"""The recipe of docs/resume.md: a run that is killed by its lines and resumed has the weights of an unbroken one."""
+"""The lines of docs/resume.md: a run that is killed by its lines and resumed has the weights of an unbroken one."""
 
 import os
 import re
@@ -20,8 +20,8 @@ SMALL = {  # lines of configs/quickstart.toml, and what they become so that a st
 
 
 @pytest.mark.long
-def test_the_recipe_kills_resumes_and_finds_the_same_bits(corpus_file: Path, tmp_path: Path) -> None:
-    (recipe,) = re.findall(r"```shell\n(.*?)```", (ROOT / "docs" / "resume.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_the_lines_kill_resume_and_find_the_same_bits(corpus_file: Path, tmp_path: Path) -> None:
+    (lines,) = re.findall(r"```shell\n(.*?)```", (ROOT / "docs" / "resume.md").read_text(encoding="utf-8"), re.DOTALL)
     config = (ROOT / "configs" / "quickstart.toml").read_text(encoding="utf-8")
     for line, small in SMALL.items():
         assert line in config
@@ -33,7 +33,7 @@ def test_the_recipe_kills_resumes_and_finds_the_same_bits(corpus_file: Path, tmp
 
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", recipe], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        ["bash", "-c", lines], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("the same bits\n")

@@ -1,7 +1,7 @@
 """Every change that a run makes on the disk, in one place: a test can kill the program at each, or make each fail.
 
 A file written here is on the disk when the function returns, not only in the system's cache: it survives a power cut.
-(`append` alone does not wait for the disk.)
+(`append_to_file` alone does not wait for the disk.)
 """
 
 import os
@@ -23,7 +23,7 @@ def make_directories(path: Path) -> None:
         sync(path.parent)
 
 
-def append(path: Path, content: bytes) -> None:
+def append_to_file(path: Path, content: bytes) -> None:
     """Append to an existing file. It may stay in the system's cache until `sync` is called."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
@@ -33,7 +33,7 @@ def append(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
-def write(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
     """Create a file. Raises OSError if it exists or cannot be written, and may leave a part of it then."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -45,11 +45,11 @@ def write(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Create or replace a file atomically: at any time either the old content is there or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")
     remove(temporary)
-    write(temporary, content)
+    write_file(temporary, content)
     rename(temporary, path)
 
 

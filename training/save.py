@@ -1,0 +1,85 @@
+"""Save checkpoints: a directory that is complete or not there at all. model/checkpoint.py says what is in it."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from safetensors.torch import save
+from torch import Tensor
+
+from model import GPTConfig
+from model.checkpoint import FORMAT
+from model.huggingface import config_to_huggingface, tensors_to_huggingface
+from training import disk
+
+
+def checkpoint_files(
+    config: GPTConfig,
+    weights: dict[str, Tensor],
+    optimizer: dict[str, Tensor],
+    ends_of_text: tuple[int, int],
+    texts: dict[str, bytes],
+    trainer: dict,
+) -> Iterator[tuple[str, bytes]]:
+    """Yield (name, content) of the files of a checkpoint. A content is made when it is asked for.
+
+    Args:
+        weights: the state dict of the model. No tensor is sharded, here and in `optimizer`.
+        optimizer: the state of the optimizer, as named tensors.
+        ends_of_text: the token ids that begin and end a text.
+        texts: the files of the tokenizer, by name.
+        trainer: the rest of the state that a resumed run needs.
+    """
+    yield "config.json", to_json(config_to_huggingface(config, *ends_of_text))
+    yield from texts.items()
+    yield "model.safetensors", save(tensors_to_huggingface(config, weights), metadata={"format": "pt"})
+    yield "optimizer.safetensors", save(optimizer, metadata={"format": "pt"})
+    yield "trainer.json", to_json(trainer)
+
+
+def save_checkpoint(parent: Path, step: int, files: Iterable[tuple[str, bytes]], about: dict) -> Path:
+    """Write parent/step-00000000 and return it once it is on the disk. After an OSError nothing of it is left.
+
+    files: (name, content) of each file but the manifest. about: entries of the manifest about the session.
+    """
+    directory = parent / f"step-{step:08d}"
+    temporary = parent / ".tmp"
+    entries = {}
+    disk.remove(temporary)  # of a killed session
+    disk.make_directory(temporary)
+    try:
+        for name, content in files:
+            disk.write_file(temporary / name, content)
+            entries[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        manifest = {"format": FORMAT, "step": step, **about, "files": entries}
+        disk.write_file(temporary / "manifest.json", with_own_hash(manifest))
+        disk.sync(temporary)
+        disk.remove(directory)  # a damaged checkpoint of this step
+        disk.rename(temporary, directory)
+    except BaseException:
+        disk.remove(temporary)
+        raise
+    return directory
+
+
+def keep_newest(checkpoints: list[Path], step: int, count: int, best_step: int | None) -> list[Path]:
+    """Delete the checkpoints up to `step`, except the newest `count` and the best. Return those that are left.
+
+    checkpoints: newest first. Those of later steps stay: they are damaged, or the run would have resumed from them.
+    """
+    past = [directory for directory in checkpoints if directory.name <= f"step-{step:08d}"]
+    old = [directory for directory in past[count:] if directory.name != f"step-{best_step or 0:08d}"]
+    for directory in old:
+        disk.remove(directory)
+    return [directory for directory in checkpoints if directory not in old]
+
+
+def to_json(content: dict) -> bytes:
+    """Return the content of a JSON file."""
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def with_own_hash(manifest: dict) -> bytes:
+    """Return the content of manifest.json. Its last entry is the SHA-256 of the content without that entry."""
+    return to_json({**manifest, "sha256": hashlib.sha256(to_json(manifest)).hexdigest()})
