@@ -179,7 +179,7 @@ def choose_heads(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
 
 
 def choose_inputs(options: Options, checkpoint: Checkpoint, config: GPTConfig, tokenizer: Tokenizer) -> Inputs:
-    """Read the text. Raises UserError or UserError if there is none."""
+    """Read the text. Raises UserError if there is none."""
     T = config.context_length
     if options.text is None:
         measured = validation_texts(checkpoint, min(T, TEXT_LENGTH))

@@ -36,7 +36,7 @@ from training.validation import Validation
 
 
 def next_token_loss(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cross-entropy of the next tokens in nats, summed over the (B, T) targets."""
+    """Return the cross-entropy of the next tokens in nats, summed over the (B, T) targets."""
     with autocast(inputs.device, dtype):
         logits = model(inputs)  # (B, T) -> (B, T, V)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")

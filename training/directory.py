@@ -32,7 +32,7 @@ def read_metrics(directory: Path, step: float = math.inf) -> list[dict]:
 
 
 def best_validation(lines: list[dict], checkpoints: list[Path]) -> dict | None:
-    """Return the line of metrics.jsonl with the lowest validation loss of a step that has a checkpoint; None if none.
+    """Return the line of metrics.jsonl with the lowest validation loss of a step that has a checkpoint, or None.
 
     Of two equal losses the first one counts.
     """

@@ -33,7 +33,7 @@ BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:512": 2.1}  # in English or 
 
 
 def size_of(data: DataConfig) -> tuple[float, str | None]:
-    """Bytes of the text, and its tokenizer if it is tokens already.
+    """Return the bytes of the text, and its tokenizer if it is tokens already.
 
     The bytes are an estimate for token files and compressed files, and nan for a source without files, such as a hub
     data set. Raises UserError if there is no text.
@@ -52,7 +52,7 @@ def size_of(data: DataConfig) -> tuple[float, str | None]:
 
 
 def tokens_for(n_layer: int, n_embd: int) -> int:
-    """Tokens that a model should be trained on: its blocks have about 12 n_layer n_embd^2 parameters."""
+    """Return the tokens that a model should be trained on: its blocks have about 12 n_layer n_embd^2 parameters."""
     return TOKENS_PER_PARAMETER * 12 * n_layer * n_embd**2
 
 

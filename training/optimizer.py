@@ -97,7 +97,7 @@ def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, directo
 
 
 class FiniteGuard:
-    """Skips every update after the first non-finite loss or gradient, so that the weights stay those before it.
+    """Guard that skips every update after the first non-finite loss or gradient, so that the weights stay finite.
 
     The decision is taken on the device, through the `found_inf` of fused AdamW, so that no step waits for the host.
     `check` reads the device, and is called where the host waits anyway. With float16 the gradient scaler decides

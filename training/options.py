@@ -60,9 +60,9 @@ class Config:
 
 
 def read_config(argv: list[str]) -> Config:
-    """Read the configuration of a run, and print why it is what it is where no file says so.
+    """Return the configuration of a run. Print the reasons for values that no file gives.
 
-    Raises UserError, UserError, UserError or UserError for an option that cannot be used.
+    Raises UserError for an option that cannot be used.
     """
     if {"-h", "--help"} & {*argv}:  # with a configuration's values as defaults
         is_finetuning = any(word.replace("-", "_").startswith("__train.init_from") for word in argv)
@@ -102,7 +102,7 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
 
 
 def read_fitted(argv: list[str], config: Config) -> Config:
-    """Return the quickstart's configuration fitted to the text that it names, but for what argv asks."""
+    """Return the configuration of the quickstart, fitted to its text. Options in argv win."""
     num_bytes, tokenizer = size_of(config.data)
     on_gpu = device_type(config.train.device) == "cuda"
     fitted = fit_to_text(config.model, config.data, config.train, num_bytes, tokenizer, on_gpu)

@@ -19,6 +19,9 @@ from training.config import MAY_CHANGE
 from training.optimizer import load_optimizer_tensors
 from training.options import Config, tables
 
+# What trainer.json has for `Start`.
+STATE = {"step": int, "train_seconds": float, "fingerprint": str | None, "wandb_id": str | None, "scaler": dict}
+
 
 @dataclass(frozen=True)
 class Start:
@@ -53,7 +56,7 @@ class Start:
 
 
 def find_start(config: Config, may_resume: bool) -> Start:
-    """Read the newest intact checkpoint of a run, if there is one.
+    """Return the state that a session starts from: that of the newest intact checkpoint of the run, if there is one.
 
     may_resume: whether a run is resumed without --resume, as after a restart by torchrun.
 
@@ -81,22 +84,16 @@ def read_start(checkpoint: Checkpoint, checkpoints: list[Path], config: Config) 
     Raises UserError if the checkpoint holds no such state, or that of a run with another configuration.
     """
     state = checkpoint.trainer
+    environment = checkpoint.manifest.get("environment", {})
     try:
-        start = Start(
-            checkpoint,
-            checkpoints,
-            int(state["step"]),
-            float(state["train_seconds"]),
-            state["fingerprint"],
-            state["wandb_id"],
-            state["scaler"],
-            checkpoint.manifest.get("environment", {}),
-        )
-        texts = (start.fingerprint, start.wandb_id)
-        if checkpoint.directory.name != f"step-{start.step:08d}" or not all(isinstance(x, str | None) for x in texts):
-            raise TypeError("step, fingerprint or wandb_id not understood")
-        if not isinstance(start.scaler, dict) or not isinstance(start.environment, dict):
-            raise TypeError("scaler or environment not understood")
+        start = Start(checkpoint, checkpoints, **{name: state[name] for name in STATE}, environment=environment)
+        are_understood = all(isinstance(state[name], kind) for name, kind in STATE.items())
+        if (
+            not are_understood
+            or not isinstance(environment, dict)
+            or checkpoint.directory.name != f"step-{start.step:08d}"
+        ):
+            raise TypeError(f"{', '.join(STATE)} not understood")
         refuse_changes(state["config"], tables(config))
         planned = int(state["config"]["train"]["max_steps"])
     except UserError:
