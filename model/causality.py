@@ -36,6 +36,9 @@ EXTREME = 100.0  # scales queries and keys, so that scores exceed 1e4 and a mask
 MOST_ROUNDING = 1e-3  # of the size of logits, between decoding and all at once; it was below 1e-6, also in 48 layers
 FOR_SCORES = re.compile(r"(^|[._])(q|k|qkv|query|key)([._]|$)|c_attn|in_proj")  # names of weights of queries and keys
 
+Forward = Callable[[Tensor], Tensor]  # idx, (B, T) int64 -> logits, (B, T, V)
+Loss = Callable[[Tensor, Tensor], Tensor]  # inputs and targets, (B, T) int64 each -> ()
+
 
 @dataclass(frozen=True)
 class Causality:
@@ -68,21 +71,21 @@ class Finding(Exception):
 
 
 def check_causality(
-    forward: Callable[[Tensor], Tensor],
+    forward: Forward,
     vocab_size: int,
     length: int,
     *,
     module: nn.Module | None = None,
-    decode: Callable[[Tensor], Tensor] | None = None,
-    loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
-    extreme: Sequence[Callable[[Tensor], Tensor]] = (),
+    decode: Forward | None = None,
+    loss_fn: Loss | None = None,
+    extreme: Sequence[Forward] = (),
     batch_size: int | None = None,
     mask: Tensor | None = None,
 ) -> Causality:
     """Check that each position of `forward` sees exactly the tokens that it may see.
 
     Args:
-        forward: (B, T) int64 -> logits (B, T, V); any callable.
+        forward: any callable, (B, T) int64 -> logits (B, T, V).
         vocab_size: V, at least 2.
         length: T. Kernels may differ by length: give the length of the training.
         module: the module that has the weights of `forward`, if `forward` is not a module itself; module(idx) must
@@ -160,7 +163,7 @@ class Prober:
         self.random = torch.Generator().manual_seed(0)  # for tokens, positions and random weights
         places = torch.arange(length, device=self.device)
         self.mask = places <= places[:, None] if mask is None else mask.to(self.device)
-        self.asked: set[int] = set()
+        self.probed: set[int] = set()
 
     def run(self, probes: Callable[[], None]) -> Causality:
         """Call `probes` and return the result; restore the module and the random state."""
@@ -187,7 +190,7 @@ class Prober:
             self.restore_buffers()
             for part, training in modes:
                 part.training = training
-        return Causality(self.length, len(self.asked), *found)
+        return Causality(self.length, len(self.probed), *found)
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
@@ -220,7 +223,7 @@ class Prober:
         chosen &= set(range(self.length))
         others = [n for n in torch.randperm(self.length, generator=self.random).tolist() if n not in chosen]
         chosen |= set(others[: max(0, (NUM_POSITIONS // 2 if few else NUM_POSITIONS) - len(chosen))])
-        self.asked |= chosen
+        self.probed |= chosen
         return torch.tensor(sorted(chosen), device=self.device)
 
     def tokens(self, num_sequences: int) -> tuple[Tensor, Tensor]:
@@ -237,7 +240,7 @@ class Prober:
             self.restore_buffers()
         return function(*arguments).detach()
 
-    def logits(self, forward: Callable[[Tensor], Tensor], idx: Tensor) -> Tensor:
+    def logits(self, forward: Forward, idx: Tensor) -> Tensor:
         """Call `forward`: (B, T) -> (B, T, V). Raises ValueError for another shape."""
         logits = self.call(forward, idx)
         expected = (*idx.shape, self.vocab_size)
@@ -245,7 +248,7 @@ class Prober:
             raise ValueError(f"expected logits of shape {expected}, got {tuple(logits.shape)}")
         return logits
 
-    def alone(self, forward: Callable[[Tensor], Tensor], where: str) -> None:
+    def alone(self, forward: Forward, where: str) -> None:
         """Run the probes "alone" and "repeatable"."""
         idx, other = self.tokens(2)
         before = self.logits(forward, idx)
@@ -257,7 +260,7 @@ class Prober:
         if not all(same_bits(before[row], with_other[row][row]).all() for row in (0, 1)):
             raise Finding(f"a sequence changes when the others of its batch do ({where})")
 
-    def hidden(self, forward: Callable[[Tensor], Tensor], where: str, seen: bool = False, few: bool = False) -> None:
+    def hidden(self, forward: Forward, where: str, seen: bool = False, few: bool = False) -> None:
         """Run the probe "hidden", and "seen" if asked to. Each position probed has a sequence of its own."""
         for positions in self.positions(few).split(self.batch_size):
             hide = ~self.mask[positions]  # (B, T)
@@ -279,7 +282,7 @@ class Prober:
                 moved = ~same_bits(before, self.logits(forward, replaced))  # (key, query)
                 refuse_blindness(self.mask[:, positions] & ~moved.T, torch.arange(self.length), positions)
 
-    def agrees(self, forward: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tensor]) -> None:
+    def agrees(self, forward: Forward, decode: Forward) -> None:
         """Run the probe "agrees", with products in full precision."""
         idx = torch.randint(self.vocab_size, (2, self.length)).to(self.device)
         with exact_products(self.device):
@@ -309,7 +312,7 @@ class Prober:
                 raise Finding(f"{sees(query, key)}: {effect}", query, key)
             refuse_blindness((influence == 0) & allowed, queries, torch.arange(self.length))
 
-    def hidden_from_loss(self, loss_fn: Callable[[Tensor, Tensor], Tensor], where: str) -> None:
+    def hidden_from_loss(self, loss_fn: Loss, where: str) -> None:
         """Run the probe "hidden" on a loss, whose one sum over a batch counts few targets.
 
         Each sequence counts the target of one position, and of some positions that see none of the replaced tokens.
@@ -416,7 +419,7 @@ def largest_change(before: Tensor, after: Tensor) -> float:
     return (after.float() - before.float()).abs().max().item()
 
 
-def first_cause(read: Callable[[Tensor], Tensor], idx: Tensor, changed: Tensor) -> tuple[int, int]:
+def first_cause(read: Forward, idx: Tensor, changed: Tensor) -> tuple[int, int]:
     """Return (sequence, position) of the first token whose replacement changes `read`, found by bisection.
 
     The tokens of idx, (B, T), are replaced by those of `changed` in their order, as many as it takes.

@@ -14,6 +14,8 @@ from errors import UserError
 from model.config import LARGEST, GPTConfig
 from model.families import FAMILIES
 
+Tensors = dict[str, Tensor]  # by name, as a state dict
+
 OWN_KEY = "tril"
 CUT_CONTEXT = 8192  # context_length of a model whose own is longer than the largest of ours
 
@@ -210,7 +212,7 @@ def rope_from_huggingface(content: dict) -> dict[str, object]:
     }
 
 
-def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def tensors_to_huggingface(config: GPTConfig, state: Tensors) -> Tensors:
     """Return the state dict of a GPT under the names of `transformers`. A GPT-2 without biases gets biases of zero.
 
     Raises UserError for a tensor without a name there, or of other than floating-point numbers.
@@ -238,7 +240,7 @@ def tensors_to_huggingface(config: GPTConfig, state: dict[str, Tensor]) -> dict[
     return tensors
 
 
-def tensors_from_huggingface(config: GPTConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def tensors_from_huggingface(config: GPTConfig, tensors: Tensors) -> Tensors:
     """Return the state dict of a GPT from tensors under the names of `transformers`, without a tied head.
 
     A GPT-2 without biases is stored with biases of zero, which are returned too.

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from errors import UserError
 from model.checkpoint import Checkpoint, find_checkpoint, read_json
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.huggingface import config_from_huggingface, tensors_from_huggingface, tensors_to_huggingface
+from model.huggingface import Tensors, config_from_huggingface, tensors_from_huggingface, tensors_to_huggingface
 
 HEAD = "lm_head.weight"
 UNUSED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and rotary tables in old files
@@ -74,8 +74,8 @@ def load_config(directory: Path) -> GPTConfig:
 
 
 def load_weights(
-    directory: Path, config: GPTConfig, like: dict[str, Tensor], device: str | torch.device, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
+    directory: Path, config: GPTConfig, like: Tensors, device: str | torch.device, dtype: torch.dtype | None
+) -> Tensors:
     """Return the state dict of the model in a directory. dtype None keeps that of the stored embedding.
 
     `like` is the state dict of any model with this configuration: it gives the shapes. Raises UserError if the
@@ -98,7 +98,7 @@ def load_weights(
     return weights
 
 
-def load_tensors(directory: Path, stem: str, shapes: Shapes) -> dict[str, Tensor]:
+def load_tensors(directory: Path, stem: str, shapes: Shapes) -> Tensors:
     """Return the tensors of a "model" or an "optimizer" (the stem of the file names), memory-mapped.
 
     Raises UserError unless the files hold exactly the tensors that `shapes` names, with these shapes, and all numbers
@@ -125,7 +125,7 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
     return [directory / name for name in sorted(names)]
 
 
-def read_file(path: Path, shapes: Shapes) -> dict[str, Tensor]:
+def read_file(path: Path, shapes: Shapes) -> Tensors:
     """Return the tensors of one safetensors file; see `load_tensors`. Shapes are checked before memory is allocated."""
     if not path.is_file():  # a pipe would be waited for
         raise UserError(f"{path} is not a file")

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from model import GPT
+from model.huggingface import Tensors
 from model.load import load_tensors
 from training.config import TrainConfig
 from training.muon import Muon, momentum_at
@@ -21,7 +23,7 @@ class NonFiniteLoss(ArithmeticError):
     exit_code = 3
 
 
-def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> Optimizer:
     """Return the optimizer of all parameters that are not frozen.
 
     Weight decay applies to matrices, with Muon only to those inside the blocks; never to others (biases, norms).
@@ -59,7 +61,7 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     return config.learning_rate * (final + (1 - final) * min(1.0, max(0.0, left)))
 
 
-def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> None:
+def set_schedule(optimizer: Optimizer, step: int, config: TrainConfig) -> None:
     """Set each group's learning rate for this step, and the momentum of Muon's."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, config) * group.get("lr_share", 1.0)
@@ -67,7 +69,7 @@ def set_schedule(optimizer: torch.optim.Optimizer, step: int, config: TrainConfi
             group["momentum"] = momentum_at(step)
 
 
-def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(model: GPT, optimizer: Optimizer) -> Tensors:
     """Return the state of the optimizer as named tensors: "parameter.quantity" -> tensor."""
     return {
         f"{name}.{key}": value
@@ -76,7 +78,7 @@ def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
-def load_optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+def load_optimizer_tensors(model: GPT, optimizer: Optimizer, directory: Path) -> None:
     """Give the optimizer the state that a checkpoint holds. Raises UserError if the checkpoint holds another one."""
     shapes = {}
     for name, parameter in model.named_parameters():
@@ -104,7 +106,7 @@ class FiniteGuard:
     instead, for each step alone; then only `check` is in force.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
+    def __init__(self, optimizer: Optimizer, device: torch.device):
         self.first_bad_step = torch.full((), math.inf, device=device)
         self.found_inf = torch.zeros((), device=device)
         optimizer.found_inf = self.found_inf

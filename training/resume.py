@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from cli.script import visible
 from data.batches import seed_for
@@ -19,8 +21,9 @@ from training.config import MAY_CHANGE
 from training.optimizer import load_optimizer_tensors
 from training.options import Config, tables
 
-# What trainer.json has for `Start`.
+# What a checkpoint has for `Start`.
 STATE = {"step": int, "train_seconds": float, "fingerprint": str | None, "wandb_id": str | None, "scaler": dict}
+STATE |= {"environment": dict}
 
 
 @dataclass(frozen=True)
@@ -83,16 +86,11 @@ def read_start(checkpoint: Checkpoint, checkpoints: list[Path], config: Config) 
 
     Raises UserError if the checkpoint holds no such state, or that of a run with another configuration.
     """
-    state = checkpoint.trainer
-    environment = checkpoint.manifest.get("environment", {})
+    state = {"environment": checkpoint.manifest.get("environment", {}), **checkpoint.trainer}
     try:
-        start = Start(checkpoint, checkpoints, **{name: state[name] for name in STATE}, environment=environment)
+        start = Start(checkpoint, checkpoints, **{name: state[name] for name in STATE})
         are_understood = all(isinstance(state[name], kind) for name, kind in STATE.items())
-        if (
-            not are_understood
-            or not isinstance(environment, dict)
-            or checkpoint.directory.name != f"step-{start.step:08d}"
-        ):
+        if not are_understood or checkpoint.directory.name != f"step-{start.step:08d}":
             raise TypeError(f"{', '.join(STATE)} not understood")
         refuse_changes(state["config"], tables(config))
         planned = int(state["config"]["train"]["max_steps"])
@@ -161,7 +159,7 @@ def check_config(config: GPTConfig) -> None:
             )
 
 
-def restore_optimizer(start: Start, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+def restore_optimizer(start: Start, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:
     """Give optimizer and scaler the state that they had when the resumed checkpoint was saved."""
     if start.resumed_step is not None:
         load_optimizer_tensors(model, optimizer, start.base.directory)

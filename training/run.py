@@ -7,7 +7,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from cli.script import visible
 from data.corpus import Corpus
@@ -106,8 +107,8 @@ class Run:
         step: int,
         train_seconds: float,
         model: GPT,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
+        optimizer: Optimizer,
+        scaler: GradScaler,
     ) -> None:
         """Write a checkpoint, then delete those that are not to be kept. All ranks call this.
 

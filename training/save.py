@@ -6,18 +6,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors.torch import save
-from torch import Tensor
 
 from model import GPTConfig
 from model.checkpoint import FORMAT
-from model.huggingface import config_to_huggingface, tensors_to_huggingface
+from model.huggingface import Tensors, config_to_huggingface, tensors_to_huggingface
 from training import disk
 
 
 def checkpoint_files(
     config: GPTConfig,
-    weights: dict[str, Tensor],
-    optimizer: dict[str, Tensor],
+    weights: Tensors,
+    optimizer: Tensors,
     ends_of_text: tuple[int, int],
     texts: dict[str, bytes],
     trainer: dict,
