@@ -13,14 +13,13 @@ First of all: --text, --heads, -o, --ablate, --device.
 Without --text it reads the validation text, if that is on this machine.
 """
 
+import fnmatch
 import os
 import shutil
 import sys
 import textwrap
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
@@ -103,7 +102,7 @@ def main() -> None:
 
 def inspect(options: Options) -> None:
     """Inspect the checkpoints, write the outputs, and print the heads of the last one."""
-    checkpoints = in_order([find_checkpoint(path) for path in options.checkpoints])
+    checkpoints = find_checkpoints(options.checkpoints)
     newest = checkpoints[-1]
     config = load_config(newest.directory)
     tokenizer = load_tokenizer(newest.directory)
@@ -122,21 +121,22 @@ def inspect(options: Options) -> None:
 
     inspections = []
     for checkpoint in checkpoints:
-        if inspections and not is_page_asked:
-            inspections[-1].att.inputs.clear()  # only the last one is drawn, and queries and keys are large
+        if not is_page_asked:
+            inspections.clear()  # only the last one is drawn, and its queries and keys are large
         inspections.append(inspect_checkpoint(checkpoint, inputs, heads, tokenizer, device, options))
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
         print(f"        {inspections[-1].verified}", flush=True)
     for output in options.output:
         path = output.resolve()  # behind a link
-        with TemporaryDirectory(prefix=".tril-", dir=path.parent) as unfinished:  # a failure leaves the old file
+        with TemporaryDirectory(prefix=".tril-", dir=path.parent) as directory:  # a failure leaves the old file
+            unfinished = Path(directory, path.name)
             if path.suffix == ".html":
-                page.write_page(Path(unfinished, path.name), f"scores of {inputs.note}", labels, heads, inspections)
+                page.write_page(unfinished, f"scores of {inputs.note}", labels, heads, inspections)
             else:
                 from inspection import plots  # slow to import
 
-                plots.draw_heads(Path(unfinished, path.name), inspections[-1], heads, labels)
-            os.replace(Path(unfinished, path.name), path)
+                plots.draw_heads(unfinished, inspections[-1], heads, labels)
+            os.replace(unfinished, path)
 
     last = inspections[-1]
     print(f"\n{last.name}{', on average' if len(last.scores.losses) > 1 else ''}")
@@ -153,26 +153,27 @@ def inspect(options: Options) -> None:
         print(f"wrote {output}")
 
 
-def in_order(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """Sort checkpoints by step, each once. Raises UserError if there are several that are not of one run."""
-    by_path = {checkpoint.directory.resolve(): checkpoint for checkpoint in checkpoints}
-    are_steps = all(STEP.fullmatch(path.name) for path in by_path)
-    if len(by_path) > 1 and not (are_steps and len({path.parent for path in by_path}) == 1):
+def find_checkpoints(paths: tuple[Path, ...]) -> list[Checkpoint]:
+    """Find checkpoints, and return them by step, each once.
+
+    Raises UserError if one is not found, or if there are several that are not of one run.
+    """
+    by_path = {checkpoint.directory.resolve(): checkpoint for checkpoint in map(find_checkpoint, paths)}
+    runs = {path.parent if STEP.fullmatch(path.name) else path for path in by_path}
+    if len(runs) > 1:
         raise UserError("several checkpoints make a timeline, so they must be directories step-... of one run")
     return [replace(by_path[path], directory=path) for path in sorted(by_path)]
 
 
 def choose_heads(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
     """List the heads that match, in the order of the patterns. Raises UserError for a head that does not exist."""
-    names = {
-        (layer, head): (f"{layer}.{head}", f"{layer - config.n_layer}.{head}")
-        for layer, head in product(range(config.n_layer), range(config.n_head))
-    }
+    L = config.n_layer
+    heads = {f"{layer}.{head}": (layer % L, head) for layer in range(-L, L) for head in range(config.n_head)}
     chosen = []
     for pattern in patterns or ("*",):
-        found = [head for head in names if any(fnmatchcase(name, pattern) for name in names[head])]
+        found = sorted({heads[name] for name in fnmatch.filter(heads, pattern)})
         if not found:
-            shape = f"{config.n_layer} layers of {config.n_head} heads, written as 0.1 0.* -1.*"
+            shape = f"{L} layers of {config.n_head} heads, written as 0.1 0.* -1.*"
             raise UserError(f"there is no head {pattern:.80}: the model has {shape}")
         chosen += found
     return list(dict.fromkeys(chosen))
@@ -186,8 +187,7 @@ def choose_inputs(options: Options, checkpoint: Checkpoint, config: GPTConfig, t
         shown = measured[:1, :SHOWN_LENGTH]
         note = f"{len(measured)} x {measured.size(1)} tokens of its validation text"
     else:
-        start = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
-        ids = start + tokenizer.encode(read_prompt(options.text)).tolist()
+        ids = tokenizer.start_of_text + tokenizer.encode(read_prompt(options.text)).tolist()
         measured = shown = torch.tensor([ids[:T]])
         note = f"{len(ids)} tokens" if len(ids) <= T else f"the first {T} of {len(ids)} tokens, which fill the context"
     if measured.size(1) < 2:
@@ -210,8 +210,8 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
         raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]
     T = min(T, len(tokens))
-    starts = np.linspace(0, len(tokens) - T, min(NUM_TEXTS, len(tokens) // T)).astype(int)
-    return torch.from_numpy(tokens[starts[:, None] + np.arange(T)].astype(np.int64))
+    starts = np.linspace(0, len(tokens) - T, min(NUM_TEXTS, len(tokens) // T), dtype=int)
+    return torch.from_numpy(tokens[starts[:, None] + np.arange(T)]).long()
 
 
 def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> tuple[RepeatProbe | None, str]:
@@ -219,13 +219,11 @@ def make_probe(tokenizer: Tokenizer, text: Tensor, config: GPTConfig) -> tuple[R
 
     Returns the probe, and the name of what its tokens were drawn from.
     """
-    special = set(tokenizer.special_tokens.values())
-    ordinary = torch.tensor([token for token in range(tokenizer.vocab_size) if token not in special])
-    seen = text.unique()
-    seen = seen[torch.isin(seen, ordinary)]
+    ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), list(tokenizer.special_tokens.values()))
+    seen = np.intersect1d(text, ordinary)
     start = tokenizer.document_start or ordinary.tolist()
     tokens, pool = (seen, "text") if 2 * len(seen) > min(len(ordinary), 200) else (ordinary, "vocabulary")
-    return repeat_probe(tokens, start[-1], config.context_length), pool
+    return repeat_probe(torch.from_numpy(tokens), start[-1], config.context_length), pool
 
 
 def inspect_checkpoint(
@@ -284,8 +282,7 @@ def load(checkpoint: Checkpoint, device: torch.device) -> tuple[GPT, AbstractCon
     model is float32, and a line says so.
     """
     if checkpoint.code_has_changed:
-        name = checkpoint.directory.name
-        print(f"note:   {name} was trained by other code in model/; here it may be another model")
+        print(f"note:   {checkpoint.directory.name} was trained by other code in model/; here it may be another model")
     model = load_model(checkpoint, device)
     stored = model.lm_head.weight.dtype
     trained = nested(checkpoint.manifest, "environment", "dtype")

@@ -125,8 +125,8 @@ def main() -> None:
     tokenizer = load_tokenizer(checkpoint.directory)
     tokenizer.check_fits(model.config.vocab_size)
 
-    ids = [] if tokenizer.start_of_text is None else [tokenizer.start_of_text]
-    ids = ids + tokenizer.encode(prompt).tolist() or tokenizer.document_start
+    ids = tokenizer.start_of_text + tokenizer.encode(prompt).tolist()
+    ids = ids or tokenizer.document_start
     if not ids:
         raise UserError("this model's tokenizer has no token that begins a text: give a --prompt")
     seed = secrets.randbits(32) if options.seed is None else options.seed
@@ -161,8 +161,9 @@ def main() -> None:
         if grows:
             show(text.text[num_shown:] + "\n")
         elif options.json:
-            record = {"sample": number, "seed": seed, "prompt": prompt, "text": text.text}
-            print(json.dumps(record | {"tokens": text.num_tokens, "finish": text.finish or "length"}))
+            record = {"sample": number, "seed": seed, "prompt": prompt, "text": text.text, "tokens": text.num_tokens}
+            record["finish"] = text.finish or "length"
+            print(json.dumps(record))
         else:
             show(f"--- sample {number + 1} of {options.num_samples}\n{prompt}{text.text}\n")
 

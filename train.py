@@ -75,7 +75,7 @@ def train(config: Config, ranks: Ranks) -> None:
     interrupt = Interrupt(prints=ranks.is_first)
     with Progress(start.step, start.train_seconds, c.max_steps, tokens_per_step, device) as progress:
         while True:
-            # The session before has evaluated and saved the step that this session resumes.
+            # A resumed session begins at a step that is already evaluated and saved.
             step = progress.step
             if step != start.resumed_step and (step % c.eval_every == 0 or step == c.max_steps):
                 guard.check()

@@ -14,23 +14,24 @@ from pathlib import Path
 from typing import TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from errors import UserError
 
 T = TypeVar("T")
 
-REGISTRY = tyro.constructors.ConstructorRegistry()
+REGISTRY = ConstructorRegistry()
 
 
 @REGISTRY.primitive_rule
-def booleans_as_in_toml(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+def booleans_as_in_toml(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     """Return the rule for a bool: true or false, as a TOML file spells them."""
     if info.type is not bool:
         return None
-    return tyro.constructors.PrimitiveConstructorSpec(
+    return PrimitiveConstructorSpec(
         nargs=1,
         metavar="{true,false}",
-        instance_from_str=lambda values: {"true": True, "false": False}[values[0].lower()],
+        instance_from_str=lambda values: values[0] == "true",  # one of the choices
         is_instance=lambda value: isinstance(value, bool),
         str_from_instance=lambda value: [str(value).lower()],
         choices=("true", "false"),
@@ -44,13 +45,13 @@ def parse(options: type[T], argv: list[str], file: Path | None = None, defaults:
 
     Raises UserError, in one sentence, for an unknown option, a value of the wrong type, or an unreadable file.
     """
-    if file is None:
-        return run_tyro(options, argv, defaults)
-    try:
-        from_file = options_in(file)
-        run_tyro(options, from_file, defaults)  # alone, so that a fault of the file is reported as such
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from error
+    from_file = []
+    if file is not None:
+        try:
+            from_file = options_in(file)
+            run_tyro(options, from_file, defaults)  # alone, so that a fault of the file is reported as such
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from error
     return run_tyro(options, from_file + argv, defaults)
 
 
@@ -89,7 +90,7 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
         while cause is not None and not isinstance(cause, UserError):
             cause = cause.__context__
         # A sentence of ours is taken as it is, because tyro's page folds it.
-        raise UserError(str(cause) if cause else summarize(page.getvalue())) from None
+        raise cause or UserError(summarize(page.getvalue())) from None
 
 
 def summarize(page: str) -> str:

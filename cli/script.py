@@ -31,7 +31,7 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         main()
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
     except KeyboardInterrupt as stop:
         fail(str(stop) or "interrupted", getattr(stop, "exit_code", 130))
     except OSError as error:
@@ -54,6 +54,11 @@ def fail(message: str, exit_code: int) -> None:
     sys.exit(exit_code)
 
 
+def discard(stream: TextIO) -> None:
+    """Discard from now on everything that is written to a stream."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class BrokenPipeGuard:
     """An output stream that can be written to after its reader has ended, such as a `tee` that Ctrl-C has killed."""
 
@@ -67,18 +72,14 @@ class BrokenPipeGuard:
         try:
             return self.stream.write(text)
         except OSError:
-            self.silence()
+            discard(self.stream)
             return len(text)
 
     def flush(self) -> None:
         try:
             self.stream.flush()
         except OSError:
-            self.silence()
-
-    def silence(self) -> None:
-        """Discard everything from now on."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            discard(self.stream)
 
 
 def visible(text: str) -> str:
@@ -92,9 +93,9 @@ def read_prompt(prompt: str) -> str:
     Raises OSError if there is no such file, UserError if the text is not UTF-8.
     """
     try:
-        if prompt == "-" and sys.stdin is None:
-            raise UserError("there is no standard input to read a text from")
         if prompt == "-":
+            if sys.stdin is None:
+                raise UserError("there is no standard input to read a text from")
             return sys.stdin.buffer.read().decode()
         if prompt.startswith("@"):
             return Path(prompt[1:]).read_text(encoding="utf-8")

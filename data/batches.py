@@ -11,6 +11,7 @@ from torch import Tensor
 from errors import UserError
 
 IGNORE = -100  # a target that F.cross_entropy skips
+Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
 def seed_for(*place: int | str) -> int:
@@ -24,19 +25,19 @@ def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
     A Feistel network permutes all numbers of an even number of bits (Luby and Rackoff 1988). A result outside of the
     range is permuted again until it is inside ("cycle walking", Black and Rogaway 2002).
     """
-    half = max(1, (int(size - 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half) - 1)
-    keys = [np.uint64(seed_for(seed, round)) for round in range(6)]
-    index = index.astype(np.uint64)
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    keys = [seed_for(seed, round) for round in range(6)]
+    index = index.astype(np.uint64)  # and so is every array below
     outside = np.ones(len(index), dtype=bool)
     while outside.any():
-        left = index[outside] >> np.uint64(half)
+        left = index[outside] >> half
         right = index[outside] & mask
         for key in keys:
-            mixed = (right ^ key) * np.uint64(0x9E3779B97F4A7C15)
-            mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-            left, right = right, left ^ ((mixed >> np.uint64(40)) & mask)
-        index[outside] = left << np.uint64(half) | right
+            mixed = (right ^ key) * 0x9E3779B97F4A7C15
+            mixed = (mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93
+            left, right = right, left ^ ((mixed >> 40) & mask)
+        index[outside] = left << half | right
         outside = index >= size
     return index.astype(np.int64)
 
@@ -68,17 +69,17 @@ class Batches:
 
     def starts(self, batch: int) -> np.ndarray:
         """Return where the sequences of the batch with this number begin, (B,)."""
-        drawn = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
+        drawn = batch * self.batch_size + np.arange(self.batch_size)
         epochs, numbers = np.divmod(drawn, self.sequences_per_epoch)
         starts = np.empty_like(drawn)
-        for epoch in np.unique(epochs):  # one, or more where an epoch ends inside the batch
+        for epoch in np.unique(epochs).tolist():  # one, or more where an epoch ends inside the batch
             here = epochs == epoch
-            order = permute(numbers[here], self.sequences_per_epoch, seed_for(self.seed, "order", int(epoch)))
-            offset = seed_for(self.seed, "offset", int(epoch)) % self.context_length
+            order = permute(numbers[here], self.sequences_per_epoch, seed_for(self.seed, "order", epoch))
+            offset = seed_for(self.seed, "offset", epoch) % self.context_length
             starts[here] = order * self.context_length + offset
         return starts
 
-    def __call__(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: int, device: torch.device) -> Batch:
         """Return inputs and targets of the batch with this number, both (B, T) int64. Targets are one token ahead."""
         places = self.starts(batch)[:, None] + np.arange(self.context_length + 1)
         return to_device(self.tokens[places % len(self.tokens)], device)
@@ -86,7 +87,7 @@ class Batches:
 
 def validation_batches(
     tokens: np.ndarray, batch_size: int, context_length: int, device: torch.device, rank: int = 0, world: int = 1
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[Batch]:
     """Yield all of `tokens` once, in order: inputs and targets, both (B, T) int64. Targets are padded with IGNORE.
 
     Each of `world` ranks gets every world-th batch. All get the same number of batches: the last may be padding only.
@@ -102,12 +103,12 @@ def validation_batches(
         yield inputs, targets
 
 
-def to_device(sequences: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+def to_device(sequences: np.ndarray, device: torch.device) -> Batch:
     """Return (B, T + 1) ids as inputs and targets on the device, both (B, T) int64.
 
     The ids are copied in 2 or 4 bytes each, and become int64 on the device.
     """
-    ids = torch.from_numpy(np.ascontiguousarray(sequences))
+    ids = torch.from_numpy(sequences)
     if device.type == "cuda":
         ids = ids.pin_memory()
     ids = ids.to(device, non_blocking=True).long()

@@ -28,8 +28,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("source", "val_source"):
-            if getattr(self, name):
-                object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
+            if path := getattr(self, name):
+                object.__setattr__(self, name, os.path.expanduser(path))
         if not 0 < self.val_fraction < 1:
             raise UserError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -12,7 +12,7 @@ import numpy as np
 
 from data import errors_as_user_error, read_small
 from data.encoding import Tokenizer
-from data.tokenizer import FILES, load_tokenizer
+from data.tokenizer import TOKENIZER_JSON, load_tokenizer
 from errors import UserError
 
 SPLITS = ("train", "val")
@@ -45,12 +45,12 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype:
 def fingerprint(tokenizer: Tokenizer, meta: dict) -> str:
     """Return the SHA-256 of tokenizer.json and the hashes of both splits. A run finds its corpus by it."""
     hashes = "".join(meta[split]["sha256"] for split in SPLITS)
-    return hashlib.sha256(tokenizer.files[FILES[0]] + hashes.encode()).hexdigest()
+    return hashlib.sha256(tokenizer.files[TOKENIZER_JSON] + hashes.encode()).hexdigest()
 
 
-def is_prepared(directory: str | Path) -> bool:
-    """Return whether a directory is a prepared corpus, intact or not."""
-    return (Path(directory) / "train.bin").is_file()
+def is_prepared(source: str) -> bool:
+    """Return whether a source is the directory of a prepared corpus, intact or not."""
+    return Path(source, "train.bin").is_file()
 
 
 def open_corpus(directory: Path) -> Corpus:

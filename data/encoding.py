@@ -24,12 +24,15 @@ from errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER_JSON, TOKENIZER_CONFIG = FILES
 REPLACEMENT = "\ufffd"  # the character that stands for bytes that are not UTF-8
 
-# A byte-level tokenizer.json spells each byte as a printable character, as GPT-2 did (Radford et al. 2019).
-PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
-SPELLING = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
+# A byte-level tokenizer.json spells each byte as a printable character, as GPT-2 did (Radford et al. 2019): a byte that
+# is printable as itself, and the others in their order as the characters from U+0100 on.
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+PRINTABLE = [byte for byte in range(256) if chr(byte) in ALPHABET]
+HIDDEN = [byte for byte in range(256) if chr(byte) not in ALPHABET]
+SPELLING = dict(zip(PRINTABLE + HIDDEN, ALPHABET, strict=True))
 BYTES = {character: byte for byte, character in SPELLING.items()}
 
 
@@ -56,10 +59,10 @@ class Tokenizer(ABC):
     """One more than the largest id of a text, its start or its end. Some smaller ids may be unused."""
     end_of_text: int | None
     """The id that is written before each document, and at which a sample ends. None if the tokenizer has none."""
-    ends: frozenset[int]
+    ends: set[int]
     """The ids at which a sample ends: end_of_text, and the end of an answer in models that answer questions."""
-    start_of_text: int | None
-    """The id with which a prompt has to begin (often called BOS). None if the tokenizer puts none there."""
+    start_of_text: list[int]
+    """The id with which a prompt has to begin (often called BOS); empty if the tokenizer puts none there."""
     special_tokens: dict[str, int]
     """The special tokens: name -> id."""
     files: dict[str, bytes]
@@ -72,8 +75,8 @@ class Tokenizer(ABC):
 
     @property
     def document_start(self) -> list[int]:
-        """The ids before each document: end_of_text and start_of_text, without those that are None."""
-        return [token for token in (self.end_of_text, self.start_of_text) if token is not None]
+        """The ids before each document: end_of_text and start_of_text, as far as the tokenizer has them."""
+        return [token for token in (self.end_of_text, *self.start_of_text) if token is not None]
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, (n,) uint32. The name of a special token in the text is ordinary text.
@@ -130,7 +133,7 @@ class TextStream:
 class TiktokenTokenizer(Tokenizer):
     """A tokenizer of ours. Its tokens are byte strings, and a text may be encoded in pieces."""
 
-    start_of_text = None
+    start_of_text = []
 
     def __init__(self, encoding: tiktoken.Encoding):
         self.encoding = encoding
@@ -138,9 +141,8 @@ class TiktokenTokenizer(Tokenizer):
         self.vocab_size = encoding.n_vocab
         self.special_tokens = dict(encoding._special_tokens)
         self.end_of_text = self.special_tokens.get(END_OF_TEXT)
-        self.ends = frozenset({self.end_of_text} - {None})
+        self.ends = {self.end_of_text} - {None}
         self.ordinary = {rank: token for token, rank in encoding._mergeable_ranks.items()}
-        self.labels = self.ordinary | {number: name.encode() for name, number in self.special_tokens.items()}
         self.characters = {token.decode() for token in self.ordinary.values()} if self.name == "chars" else None
 
     @classmethod
@@ -157,8 +159,7 @@ class TiktokenTokenizer(Tokenizer):
     def files(self) -> dict[str, bytes]:
         """The content of FILES by name. `from_json` reads it, and so do `tokenizers` and `transformers`."""
         special = self.special_tokens
-        ranks = self.encoding._mergeable_ranks
-        spelled = {"".join(SPELLING[byte] for byte in token): rank for token, rank in ranks.items()}
+        spelled = {token.decode("latin-1").translate(SPELLING): rank for rank, token in self.ordinary.items()}
         # tiktoken joins any two neighbours that form a token, lowest rank first: list every such pair in that order.
         merges = [
             (token[:cut], token[cut:])
@@ -181,7 +182,7 @@ class TiktokenTokenizer(Tokenizer):
             "eos_token": END_OF_TEXT,
             "unk_token": END_OF_TEXT,
         }
-        return {FILES[0]: copy.to_str().encode(), FILES[1]: f"{json.dumps(config, indent=2)}\n".encode()}
+        return {TOKENIZER_JSON: copy.to_str().encode(), TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode()}
 
     def encode_unicode(self, text: str) -> np.ndarray:
         if self.characters is not None and (unknown := set(text) - self.characters):
@@ -193,7 +194,10 @@ class TiktokenTokenizer(Tokenizer):
         return b"".join(self.ordinary.get(token, b"") for token in ids).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        return self.labels.get(token, b"")
+        try:
+            return self.encoding.decode_single_token_bytes(token)
+        except KeyError:
+            return b""
 
 
 class HubTokenizer(Tokenizer):
@@ -211,27 +215,28 @@ class HubTokenizer(Tokenizer):
     """
 
     def __init__(self, name: str, content: bytes, end: str | None):
-        self.library = tokenizers.Tokenizer.from_buffer(content)
-        self.library.no_truncation()
-        self.library.no_padding()
-        self.library.encode_special_tokens = True  # a special token's name in a text is ordinary text
-        if getattr(self.library.model, "dropout", None):
+        library = tokenizers.Tokenizer.from_buffer(content)
+        library.no_truncation()
+        library.no_padding()
+        library.encode_special_tokens = True  # a special token's name in a text is ordinary text
+        if getattr(library.model, "dropout", None):
             raise ValueError("it draws ids at random")
+        self.library = library
         self.name = name
-        vocabulary = self.library.get_vocab()
+        vocabulary = library.get_vocab()
         self.end_of_text = vocabulary.get(END_OF_TEXT, vocabulary.get(end))
-        self.ends = frozenset({self.end_of_text, vocabulary.get(end)} - {None})
+        self.ends = {self.end_of_text, vocabulary.get(end)} - {None}
         # The library adds a start, if the file asks for one, to the ids of any text: here to those of a word.
         word = tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a")).encode("a")
-        framed = self.library.post_process(word)
-        self.start_of_text = framed.ids[0] if framed.special_tokens_mask[:1] == [1] else None
-        self.added = self.library.get_added_tokens_decoder()
+        framed = library.post_process(word)
+        self.start_of_text = framed.ids[:1] if framed.special_tokens_mask[:1] == [1] else []
+        self.added = library.get_added_tokens_decoder()
         self.special_tokens = {token.content: number for number, token in self.added.items() if token.special}
         # Some models have no row for special tokens that are only added, to fill texts for example. No text has them.
-        ids = list(self.library.get_vocab(with_added_tokens=False).values())
+        ids = list(library.get_vocab(with_added_tokens=False).values())
         ids += [number for number, token in self.added.items() if not token.special]
         self.vocab_size = max([max(ids), *self.document_start]) + 1
-        self.decoder = repr(self.library.decoder)
+        self.decoder = repr(library.decoder)
 
     def encode_unicode(self, text: str) -> np.ndarray:
         return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
@@ -246,6 +251,6 @@ class HubTokenizer(Tokenizer):
             return spelled.encode()
         if "ByteFallback" in self.decoder and (byte := re.fullmatch("<0x([0-9A-F]{2})>", spelled)):
             return bytes.fromhex(byte[1])
-        if "ByteLevel" in self.decoder and all(character in BYTES for character in spelled):
+        if "ByteLevel" in self.decoder and set(spelled) <= BYTES.keys():
             return to_bytes(spelled)
         return spelled.replace("\u2581", " ").encode()  # SentencePiece's sign for a space (Kudo and Richardson 2018)

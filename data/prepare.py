@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock
@@ -49,6 +49,7 @@ def prepare(
     if corpus is None:
         is_corpus = is_prepared(config.source)
         is_tokens = not is_corpus and has_token_files(config.source)
+        place = find_tokenizer(config.tokenizer, model)
         if config.tokenizer == "model" and model is None and not is_corpus:
             raise UserError("the tokenizer 'model' is that of train.init_from, which is not given")
         if out is not None and (is_corpus or is_tokens):
@@ -56,13 +57,14 @@ def prepare(
         if config.val_source and not is_tokens:
             raise UserError(f"data.val_source is for token files, and {config.source} has none")
         if is_corpus:
-            corpus = open_source(config, model)
+            corpus = open_source(config, place)
         elif is_tokens:
             if fingerprint is not None:  # the run's own copy: another version of a library may write another
                 config = replace(config, tokenizer="model")
-            corpus = open_token_files(config, model)
+                place = model
+            corpus = open_token_files(config, place)
         else:
-            corpus = prepare_source(config, out, model)
+            corpus = prepare_source(config, out, place)
     if fingerprint not in (None, corpus.meta["fingerprint"]):
         different = sorted(set(fingerprint.splitlines()) ^ set(corpus.meta["fingerprint"].splitlines()))
         name, colon, _ = different[0].rpartition(":")  # of token files: a line for each
@@ -71,10 +73,12 @@ def prepare(
     return corpus
 
 
-def open_source(config: DataConfig, model: Path | None) -> Corpus:
-    """Open a source that is a prepared corpus. Raises UserError if it has another tokenizer than the configuration."""
+def open_source(config: DataConfig, place: Path | None) -> Corpus:
+    """Open a source that is a prepared corpus. Raises UserError if it has another tokenizer than the configuration.
+
+    place: that of the configured tokenizer, as `find_tokenizer` returns it, here and in the functions below.
+    """
     corpus = open_corpus(Path(config.source))
-    place = find_tokenizer(config.tokenizer, model)
     is_same = corpus.tokenizer.files == read_files(place) if place else corpus.meta["tokenizer"] == config.tokenizer
     if not is_same:
         raise UserError(
@@ -83,12 +87,12 @@ def open_source(config: DataConfig, model: Path | None) -> Corpus:
     return corpus
 
 
-def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> Corpus:
+def prepare_source(config: DataConfig, out: Path | None, place: Path | None) -> Corpus:
     """Open the corpus in a directory if it is there already, else write it. One process at a time; others wait.
 
     Raises UserError if the directory holds something else, or a corpus that has changed.
     """
-    key = corpus_key(config, model)
+    key = corpus_key(config, place)
     directory = (out or default_directory(config, key)).resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +108,7 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
         shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
         temporary.mkdir()
         try:
-            write_corpus(config, key, temporary, model)
+            write_corpus(config, key, temporary, place)
             for path in (*temporary.iterdir(), temporary):
                 sync(path)
             temporary.rename(directory)
@@ -114,13 +118,12 @@ def prepare_source(config: DataConfig, out: Path | None, model: Path | None) -> 
     return open_corpus(directory)
 
 
-def corpus_key(config: DataConfig, model: Path | None) -> dict:
+def corpus_key(config: DataConfig, place: Path | None) -> dict:
     """Return everything that a corpus depends on, by name. meta.json repeats it."""
-    key = {"format": FORMAT, **{field.name: getattr(config, field.name) for field in fields(DataConfig)}}
-    del key["val_source"]  # of token files
-    key["signature"] = sources.signature(config.source)
-    key["vocabulary"] = None
-    if place := find_tokenizer(config.tokenizer, model):
+    key = {"format": FORMAT, **vars(config), "signature": sources.signature(config.source), "vocabulary": None}
+    key.pop("val_source")  # of token files
+    key.pop("out", None)  # of the command line
+    if place:
         tokenizer = load_tokenizer(place)  # a bad one is refused here, where its place can be named
         key["vocabulary"] = hashlib.sha256(b"\0".join(tokenizer.files.values())).hexdigest()
     return key

@@ -98,13 +98,11 @@ def files(source: str) -> list[Path]:
     return found
 
 
-def walk(root: Path, skip: re.Pattern) -> list[Path]:
-    """Return all files below a folder, except those with a name to skip on the way."""
-    found = []
+def walk(root: Path, skip: re.Pattern) -> Iterator[Path]:
+    """Yield all files below a folder, except those with a name to skip on the way."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not skip.fullmatch(name)]  # os.walk enters only these
-        found += [Path(folder, name) for name in names if not skip.fullmatch(name)]
-    return found
+        yield from (Path(folder, name) for name in names if not skip.fullmatch(name))
 
 
 @cache
@@ -120,30 +118,30 @@ def signature(source: str) -> str:
     found = files(source)
     if not found:
         return source
-    stats = [(path.resolve(), path.stat()) for path in found]
-    stamps = "\n".join(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats)
-    return hashlib.sha256(stamps.encode(errors="surrogateescape")).hexdigest()
+    stamps = []
+    for path in found:
+        stat = path.stat()
+        stamps.append(f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(stamps).encode(errors="surrogateescape")).hexdigest()
 
 
 def read_files(source: str, text_column: str) -> Iterator[Document]:
-    """Yield the documents of local files."""
-    for file in files(source):
-        yield from read_file(file, text_column)
+    """Yield the documents of local files: each row of a table, compressed or not, and each other file as a whole.
+
+    The name of a file says whether it is a table.
+    """
+    for path in map(str, files(source)):
+        name = Path(path.lower())
+        builder = BUILDERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
+        if builder is None:
+            yield read_text(path)
+        elif name.suffix == ".parquet":
+            yield from read_parquet(path, text_column)
+        elif os.path.getsize(path):  # `datasets` cannot read an empty one
+            yield from read_table(path, text_column, builder, data_files=[glob.escape(path)])
 
 
-def read_file(path: Path, text_column: str) -> Iterator[Document]:
-    """Yield the rows of a table, compressed or not, by the name of the file; else the file as one document."""
-    name = Path(path.name.lower())
-    builder = BUILDERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
-    if builder is None:
-        yield read_text(path)
-    elif name.suffix == ".parquet":
-        yield from read_parquet(str(path), text_column)
-    elif path.stat().st_size:  # `datasets` cannot read an empty one
-        yield from read_table(str(path), text_column, builder, data_files=[glob.escape(str(path))])
-
-
-def read_text(path: Path) -> Iterator[str]:
+def read_text(path: str) -> Iterator[str]:
     """Yield a UTF-8 file in parts. Raises UserError if it is not UTF-8."""
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:

@@ -21,7 +21,7 @@ from data.config import DataConfig
 from data.corpus import Corpus
 from data.encoding import Tokenizer
 from data.sources import files
-from data.tokenizer import FILES, find_tokenizer, load_tokenizer, make_tokenizer, read_files
+from data.tokenizer import TOKENIZER_JSON, find_tokenizer, load_tokenizer, make_tokenizer, read_files
 from errors import UserError
 
 SAMPLE_BYTES = 1 << 12  # of each of three samples of a file, by which a change is noticed
@@ -89,8 +89,10 @@ def has_token_files(source: str) -> bool:
     return bool(found) and not others
 
 
-def open_token_files(config: DataConfig, model: Path | None) -> Corpus:
+def open_token_files(config: DataConfig, tokenizer_place: Path | None) -> Corpus:
     """Open token files as a corpus.
+
+    tokenizer_place: that of the configured tokenizer, as `find_tokenizer` returns it.
 
     The validation split is `val_source`, whose files are not trained on. Without `val_source` the split begins at the
     last end of a document within the first 1 - `val_fraction` of all tokens.
@@ -102,25 +104,26 @@ def open_token_files(config: DataConfig, model: Path | None) -> Corpus:
     training = [file for file in find_token_files(config.source) if file.path.resolve() not in held_out]
     if not training:
         raise UserError(f"all token files of {config.source} are kept for validation")
-    tokenizer = tokenizer_of(training + validation, config.tokenizer, model)
-    allow_open_files(len(training) + len(validation) + 1024)
+    all_files = training + validation
+    tokenizer = tokenizer_of(all_files, config.tokenizer, tokenizer_place)
+    allow_open_files(len(all_files) + 1024)
     num_tokens = sum(file.num_tokens for file in training)
     end = min(num_tokens, config.max_tokens or num_tokens)
     if validation:
-        train = TokenArray(training, tokenizer.vocab_size, 0, end)
+        cut = end
         val = TokenArray(validation, tokenizer.vocab_size, 0, sum(file.num_tokens for file in validation))
     else:
         cut = last_document_end(training, min(end - 1, int(end * (1 - config.val_fraction))))
-        train = TokenArray(training, tokenizer.vocab_size, 0, cut)
         val = TokenArray(training, tokenizer.vocab_size, cut, end)
+    train = TokenArray(training, tokenizer.vocab_size, 0, cut)
     if min(len(train), len(val)) < 2:
         raise UserError(f"{config.source} has too few documents to keep {config.val_fraction:g} of it for validation")
     counted = val[:COUNTED_TOKENS].tolist()
     num_bytes = len(tokenizer.decode(counted).encode())
     if not num_bytes:
         raise UserError(f"the tokenizer {tokenizer.name!r} finds no text in the validation tokens of {config.source}")
-    fingerprint = [f"{FILES[0]}:{hashlib.sha256(tokenizer.files[FILES[0]]).hexdigest()}"]
-    fingerprint += [f"{file.path.name}:{file.digest}" for file in training + validation]
+    fingerprint = [f"{TOKENIZER_JSON}:{hashlib.sha256(tokenizer.files[TOKENIZER_JSON]).hexdigest()}"]
+    fingerprint += [f"{file.path.name}:{file.digest}" for file in all_files]
     meta = {"source": config.source, "tokenizer": tokenizer.name, "fingerprint": "\n".join(fingerprint)}
     splits = {"train": train, "val": val}
     for split, ids in splits.items():
@@ -128,8 +131,10 @@ def open_token_files(config: DataConfig, model: Path | None) -> Corpus:
     return Corpus(Path(config.source), meta, tokenizer, splits)
 
 
-def tokenizer_of(files: list[TokenFile], name: str, model: Path | None) -> Tokenizer:
+def tokenizer_of(files: list[TokenFile], name: str, place: Path | None) -> Tokenizer:
     """Return the tokenizer of token files: the one asked for, by default the one that wrote them.
+
+    name, place: of the one asked for; the place is None if it is to be made by its name.
 
     Raises UserError if the files disagree about it, or if the one asked for is known to be another.
     """
@@ -138,14 +143,14 @@ def tokenizer_of(files: list[TokenFile], name: str, model: Path | None) -> Token
     for file in files:
         if file.token_size != first.token_size or (is_default and file.tokenizer != first.tokenizer):
             raise UserError(f"{file}, {first}: give token files of one kind")
-    if not is_default and (name == "chars" or name.startswith("bpe:")):
-        raise UserError(f"{first.path} was written by {first.tokenizer}, so {name} cannot be learned from it")
+    own = find_tokenizer(first.tokenizer, None)
     if is_default:
         name = first.tokenizer
-    place = find_tokenizer(name, model)
+        place = own
+    elif name == "chars" or name.startswith("bpe:"):
+        raise UserError(f"{first.path} was written by {first.tokenizer}, so {name} cannot be learned from it")
     tokenizer = load_tokenizer(place) if place else make_tokenizer(name, [])
-    own = find_tokenizer(first.tokenizer, None)
-    if own and name != "model" and read_files(own)[FILES[0]] != tokenizer.files[FILES[0]]:
+    if own and name != "model" and read_files(own)[TOKENIZER_JSON] != tokenizer.files[TOKENIZER_JSON]:
         raise UserError(f"{first.path} was written by {own}, not by {name}")
     return tokenizer
 
@@ -204,4 +209,5 @@ def last_document_end(files: list[TokenFile], place: int) -> int:
     if ends[-1] != file.num_tokens:
         raise UserError(f"{file.path}.index is not the index of {file.path}: it ends at token {ends[-1]}")
     num_before = np.searchsorted(ends, np.uint64(place - start), side="right")  # of its type, or NumPy copies all of it
-    return start + int(ends[num_before - 1]) if num_before else start
+    last_end = int(ends[num_before - 1]) if num_before else 0
+    return start + last_end

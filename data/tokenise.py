@@ -19,7 +19,7 @@ from data.config import DataConfig
 from data.corpus import SPLITS, dtype_of, fingerprint
 from data.encoding import HubTokenizer, Tokenizer
 from data.sources import documents
-from data.tokenizer import find_tokenizer, load_tokenizer, make_tokenizer, save_tokenizer
+from data.tokenizer import load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError
 
 GROUP = 16  # pieces that a thread encodes at a time, since documents may be small
@@ -34,70 +34,66 @@ class Piece(NamedTuple):
     is_start: bool  # of the document
 
 
-def write_corpus(config: DataConfig, key: dict, directory: Path, model: Path | None = None) -> None:
+def write_corpus(config: DataConfig, key: dict, directory: Path, tokenizer_place: Path | None) -> None:
     """Tokenise a source into an empty directory and write meta.json last.
 
     Args:
         key: everything that the corpus depends on, for meta.json.
-        model: the directory whose tokenizer has the name "model".
+        tokenizer_place: the file or directory of the tokenizer. None: it is made by its name, and may learn the source.
 
     Raises UserError if there is not enough text.
     """
-    write_tokenizer(config, directory, model)
-    tokenizer = load_tokenizer(directory)
-    num_tokens, num_bytes = write_tokens(config, tokenizer, directory)
-    share = num_tokens["val"] / max(1, num_tokens.total())
-    if num_tokens.total() and (share == 1 or not config.val_fraction / 2 <= share <= config.val_fraction * 2):
+    texts = (piece.text for piece in pieces(config))
+    with progress_bar(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as shown:
+        tokenizer = load_tokenizer(tokenizer_place) if tokenizer_place else make_tokenizer(config.tokenizer, shown)
+    save_tokenizer(tokenizer, directory)
+    num_bytes = write_tokens(config, tokenizer, directory)
+    train, val = (directory / f"{split}.bin" for split in SPLITS)
+    val_size = val.stat().st_size
+    size = train.stat().st_size + val_size
+    share = val_size / max(1, size)
+    if size and (share == 1 or not config.val_fraction / 2 <= share <= config.val_fraction * 2):
         # There is one document, or there are too few for the shares that were wanted.
-        num_tokens, num_bytes = cut_tail(config.val_fraction, tokenizer, directory, num_bytes.total())
-    if any(num_tokens[split] < 2 or num_bytes[split] < 1 for split in SPLITS):
-        raise UserError(f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation")
-    meta = key | {"vocab_size": tokenizer.vocab_size, "dtype": dtype_of(tokenizer).str}
+        val_bytes = cut_tail(config.val_fraction, tokenizer, train, val)
+        num_bytes = {"train": num_bytes.total() - val_bytes, "val": val_bytes}
+    dtype = dtype_of(tokenizer)
+    meta = key | {"vocab_size": tokenizer.vocab_size, "dtype": dtype.str}
     for split in SPLITS:
-        meta[split] = {"tokens": num_tokens[split], "bytes": num_bytes[split]}
         with open(directory / f"{split}.bin", "rb") as file:
-            meta[split]["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-            meta[split]["ctime_ns"] = os.fstat(file.fileno()).st_ctime_ns
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            stat = os.fstat(file.fileno())
+        num_tokens = stat.st_size // dtype.itemsize
+        if num_tokens < 2 or num_bytes[split] < 1:
+            raise UserError(f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation")
+        meta[split] = {"tokens": num_tokens, "bytes": num_bytes[split], "sha256": digest, "ctime_ns": stat.st_ctime_ns}
     meta["fingerprint"] = fingerprint(tokenizer, meta)
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
-def write_tokenizer(config: DataConfig, directory: Path, model: Path | None) -> None:
-    """Write the files of the configured tokenizer: a copy, or those of one that is made and may learn the source."""
-    if place := find_tokenizer(config.tokenizer, model):
-        tokenizer = load_tokenizer(place)
-    else:
-        texts = (piece.text for piece in pieces(config))
-        with progress_bar(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as shown:
-            tokenizer = make_tokenizer(config.tokenizer, shown)
-    save_tokenizer(tokenizer, directory)
-
-
-def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> tuple[Counter, Counter]:
+def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> Counter:
     """Write the ids of all documents to train.bin and val.bin, each document after the tokens that start one.
 
-    Returns how many tokens and how many bytes of text, in UTF-8, each split has.
+    Returns how many bytes of text, in UTF-8, each split has.
     """
-    num_tokens = Counter()
+    num_tokens = 0
     num_bytes = Counter()
-    dtype = dtype_of(tokenizer)
-    start = np.array(tokenizer.document_start, dtype)
+    start = np.array(tokenizer.document_start, dtype_of(tokenizer))
     found = pieces(config, whole=isinstance(tokenizer, HubTokenizer))
     progress = progress_bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
     with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val, progress:
         files = {"train": train, "val": val}
         for piece, ids in encode_in_parallel(tokenizer, found):
-            ids = ids.astype(dtype)
+            ids = ids.astype(start.dtype)
             if piece.is_start:
                 ids = np.concatenate((start, ids))
             files[piece.split].write(ids.data)
+            num_tokens += len(ids)
             size = len(piece.text.encode())
-            num_tokens[piece.split] += len(ids)
             num_bytes[piece.split] += size
             progress.update(size)
-            if num_tokens.total() >= (config.max_tokens or math.inf):
+            if num_tokens >= (config.max_tokens or math.inf):
                 break
-    return num_tokens, num_bytes
+    return num_bytes
 
 
 def pieces(config: DataConfig, whole: bool = False) -> Iterator[Piece]:
@@ -135,14 +131,13 @@ def encode_in_parallel(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterato
             yield from future.result()
 
 
-def cut_tail(val_fraction: float, tokenizer: Tokenizer, directory: Path, num_bytes: int) -> tuple[Counter, Counter]:
-    """Make the last `val_fraction` of all tokens the validation split. num_bytes: of the text of both splits.
+def cut_tail(val_fraction: float, tokenizer: Tokenizer, train: Path, val: Path) -> int:
+    """Make the last `val_fraction` of all tokens the validation split, by moving tokens between its file and the other.
 
-    Returns how many tokens and how many bytes of text each split has. The bytes of validation are those of its decoded
-    text. They may be wrong by part of a character at the cut, and at the end of each CHUNK.
+    Returns how many bytes of text the validation split has: those of its decoded tokens. They may be wrong by part of a
+    character at the cut, and at the end of each CHUNK.
     """
     dtype = dtype_of(tokenizer)
-    train, val = (directory / f"{split}.bin" for split in SPLITS)
     with open(train, "ab") as file, open(val, "rb") as rest:
         shutil.copyfileobj(rest, file)
     tokens = np.memmap(train, dtype, mode="r")
@@ -152,5 +147,4 @@ def cut_tail(val_fraction: float, tokenizer: Tokenizer, directory: Path, num_byt
     for first in range(num_train, len(tokens), CHUNK):
         val_bytes += len(tokenizer.decode(tokens[first : first + CHUNK].tolist()).encode())
     os.truncate(train, num_train * dtype.itemsize)
-    num_tokens = Counter(train=num_train, val=len(tokens) - num_train)
-    return num_tokens, Counter(train=num_bytes - val_bytes, val=val_bytes)
+    return val_bytes

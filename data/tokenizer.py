@@ -19,7 +19,17 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from data import errors_as_user_error, read_small
-from data.encoding import END_OF_TEXT, FILES, HubTokenizer, TiktokenTokenizer, Tokenizer, split_into_bytes, to_bytes
+from data.encoding import (
+    END_OF_TEXT,
+    FILES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    HubTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    split_into_bytes,
+    to_bytes,
+)
 from errors import UserError
 
 BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
@@ -111,26 +121,25 @@ def read_files(place: Path) -> dict[str, bytes]:
 
     Raises UserError if there is no tokenizer.json, or if a file is too large to be a tokenizer.
     """
-    first = place if place.is_file() else place / FILES[0]
-    if not first.is_file():
-        raise UserError(f"{place} has no tokenizer: there is no {FILES[0]}")
-    paths = {FILES[0]: first, FILES[1]: first.with_name(FILES[1])}
-    return {name: read_small(path) for name, path in paths.items() if path.is_file()}
+    paths = [place, place.with_name(TOKENIZER_CONFIG)] if place.is_file() else [place / name for name in FILES]
+    if not paths[0].is_file():
+        raise UserError(f"{place} has no tokenizer: there is no {TOKENIZER_JSON}")
+    return {name: read_small(path) for name, path in zip(FILES, paths, strict=True) if path.is_file()}
 
 
 def load_tokenizer(place: Path) -> Tokenizer:
     """Load the tokenizer of a corpus, checkpoint or file. Raises UserError for one that cannot be read."""
     files = read_files(place)
     with errors_as_user_error(f"{place} has no tokenizer that this version can read"):
-        content = files[FILES[0]]
-        config = json.loads(files.get(FILES[1], b"{}"))
+        content = files[TOKENIZER_JSON]
+        config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
         if "tril_name" in config:
             tokenizer = TiktokenTokenizer.from_json(str(config["tril_name"]), content)
         else:
             end = config.get("eos_token")
             if isinstance(end, dict):  # some files wrap it
                 end = end["content"]
-            tokenizer = HubTokenizer(f"{FILES[0]} of {place.name}", content, end)
+            tokenizer = HubTokenizer(f"{TOKENIZER_JSON} of {place.name}", content, end)
     tokenizer.files = files
     return tokenizer
 

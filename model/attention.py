@@ -54,17 +54,12 @@ class Attend(nn.Module):
         """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D)."""
         if formula_is_faster(q, k):
             return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_kv(v, q)
-        # For a square the kernel draws the triangle itself, which is faster, and does not read the mask. (Its triangle
-        # begins at the top left, and would be wrong for fewer queries than keys.)
+        # For a square the kernel masks the future by itself, which is faster, and does not read the mask. It would hide
+        # the wrong keys where there are fewer queries than keys: its own triangle begins at the top left.
         square = q.size(-2) == k.size(-2)
+        grouped = q.size(1) != k.size(1)
         return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if square else mask,
-            dropout_p=dropout,
-            is_causal=square,
-            enable_gqa=q.size(1) != k.size(1),
+            q, k, v, attn_mask=None if square else mask, dropout_p=dropout, is_causal=square, enable_gqa=grouped
         )
 
 

@@ -5,9 +5,8 @@
     qwen3     llama with normalised queries and keys                      Yang et al. 2025
     nanochat  norms without weights, ReLU^2, capped logits                Karpathy 2025
 
-Each equals the model type of that name in `transformers`: nanochat is the one added there in 2025. A new family needs
-an entry here, a name in model/config.py, and an export in model/huggingface.py. Shapes are named as in
-model/attention.py.
+Each equals the model type of that name in `transformers`: nanochat is the one added there in 2025. CONTRIBUTING.md
+says how to add one. Shapes are named as in model/attention.py.
 """
 
 import math
@@ -105,7 +104,7 @@ class RMSNorm(nn.RMSNorm):
         """Normalise: (..., C) -> (..., C)."""
         if autocast_dtype(x) is None:
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        with torch.autocast(x.device.type, enabled=False):  # from PyTorch 2.12 on, it returns float32 on CUDA
+        with torch.autocast(x.device.type, enabled=False):  # under autocast, PyTorch 2.12 returns float32 on CUDA
             if self.weight is None:
                 return F.rms_norm(x, self.normalized_shape, eps=self.eps)
             # In bfloat16, weights near one would all round to one.

@@ -55,7 +55,7 @@ class Setting:
         self.train(directory / "straight")  # in this process: the others inherit what is imported at first use
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        self.expected = self.final_weights(directory / "straight")
+        self.expected = self.final_tensors(directory / "straight")
         began = time.perf_counter()
         self.run(directory / "timed")
         self.seconds = time.perf_counter() - began
@@ -94,8 +94,9 @@ class Setting:
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
         return max((int(line.split()[1]) for line in lines if line.startswith(word)), default=None)
 
-    def final_weights(self, out: Path) -> bytes:
-        return (out / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors").read_bytes()
+    def final_tensors(self, out: Path) -> list[bytes]:
+        """The files of the weights, the optimizer, and all other state in tensors."""
+        return [path.read_bytes() for path in sorted((out / "checkpoints" / f"step-{STEPS:08d}").glob("*.safetensors"))]
 
     def finish(self, out: Path, saved: int | None) -> list[str]:
         """Resume a run to its end; return which of the promises were broken. saved: the last step it has saved."""
@@ -104,8 +105,8 @@ class Setting:
         resumed, broken = self.last("resumed"), []
         if saved and resumed is not None and resumed < saved:  # a finished run is not resumed
             broken.append(f"step {saved} was saved, and the run resumed from {resumed}")
-        if self.final_weights(out) != self.expected:
-            broken.append("the final weights differ")
+        if self.final_tensors(out) != self.expected:
+            broken.append("the final tensors differ")
         leftovers = [path.name for path in out.rglob("*") if path.name.endswith(".tmp")]
         return broken + [f"{leftovers} left behind"] * bool(leftovers)
 
@@ -240,8 +241,8 @@ def in_place_and_trusted(patch: pytest.MonkeyPatch) -> None:
     "mistake, promise",
     [
         (purge_before_saving, "was saved, and the run resumed from"),
-        (without_optimizer, "the final weights differ"),
-        (one_step_too_many, "the final weights differ"),
+        (without_optimizer, "the final tensors differ"),
+        (one_step_too_many, "the final tensors differ"),
         (in_place_and_trusted, "the resume crashed"),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_small_text_is_not_read_for_ever(
 def test_a_gpu_gets_as_many_layers_as_the_text_can_fill(tmp_path: Path, megabytes: float, depth: int) -> None:
     config = read("--data.source", text_of(megabytes, tmp_path), "--train.device", "cuda")
     assert config.model.n_layer == depth
-    wanted = {depth: tokens_for(depth, shape["n_embd"]) for depth, shape in SHAPES.items()}
+    wanted = {depth: tokens_for(depth) for depth in SHAPES}
     with torch.device("meta"):
         model = GPT(GPTConfig(**asdict(config.model), vocab_size=17))
     num_parameters = sum(p.numel() for p in model.blocks.parameters())

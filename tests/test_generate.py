@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 from errors import UserError
+from model.families import FAMILIES
 from model.sampling import keep_min_p, keep_top_k, keep_top_p
 from tests.conftest import make_gpt
 
 T, V = 11, 17
-SHAPES = [{}, {"n_kv_head": 1}, *({"family": family, "n_embd": 18} for family in ("llama", "qwen3", "nanochat"))]
+SHAPES = [{}, {"n_kv_head": 1}, *({"family": family, "n_embd": 18} for family in FAMILIES)]
 
 
 def windows(text: list[int], prompt: int) -> list[list[int]]:

@@ -9,6 +9,7 @@ import torch
 from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
+from model.families import FAMILIES
 from tests.conftest import make_gpt, save_gpt
 
 
@@ -69,7 +70,7 @@ def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training() -
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
         ({"n_layer": 0}, "n_layer must be a whole number from 1 to 512, got 0"),
         ({"context_length": 11.0}, "context_length must be a whole number from 1 to 32,768, got 11.0"),
-        ({"family": "mamba"}, "family must be one of gpt2, llama, qwen3, nanochat, got 'mamba'"),
+        ({"family": "mamba"}, f"family must be one of {', '.join(FAMILIES)}, got 'mamba'"),
         ({"family": "llama", "n_head": 3, "n_embd": 15}, "head_dim must be even, got 5"),
         ({"family": "llama", "bias": True}, "a llama has no biases"),
         ({"family": "nanochat", "head_dim": 4}, "head_dim is n_embd / n_head in a nanochat, got 4"),

@@ -1,4 +1,4 @@
-"""The pages: their code prints what they show, their links lead somewhere, their diffs are judged as they say."""
+"""The pages: their code prints what they show, their links lead somewhere, their diffs do what they say."""
 
 import contextlib
 import io
@@ -62,9 +62,9 @@ def apply(diff: str, tree: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def run(command: str, tree: Path) -> str:
+def run(command: str, tree: Path, training: str = TINY) -> str:
     """Run a command of the page in the tree, training for one step only: the text that it prints."""
-    words = [*shlex.split(command)[1:], *(TINY.split() if "train.py" in command else [])]
+    words = [*shlex.split(command)[1:], *(training.split() if "train.py" in command else [])]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run([sys.executable, *words], cwd=tree, capture_output=True, text=True, env=environment)
     return done.stdout + done.stderr
@@ -92,3 +92,13 @@ def test_changes_are_judged_as_the_page_says(change: str, tree: Path) -> None:
                 )
     tests = run("python -m pytest -x -m 'not long' tests/test_leakage.py", tree)
     assert (" failed" in tests or "FAILED" in tests) == ("leak" in change), tests
+
+
+@pytest.mark.long
+def test_the_source_and_the_batches_of_docs_data_are_trained_on(tree: Path) -> None:
+    for diff in re.findall(r"```diff\n(.*?)```", PAGES["docs/data.md"], re.DOTALL):
+        apply(diff, tree)
+    said = run("python train.py --data.source sums:2000", tree, TINY.replace("--data.source input.txt ", ""))
+    assert (tree / "out" / "sums-2000" / "checkpoints").is_dir(), said
+    refused = run("python train.py --data.source sums:many", tree, "")
+    assert refused.endswith("train.py: how many sums? Expected a number, as in sums:20000, got 'many'\n")

@@ -53,7 +53,7 @@ class Page(HTMLParser):
         self.tags, self.texts = [], defaultdict(list)
         checkpoints = step_directories(directory / "checkpoints")
         about = json.loads((checkpoints[0] / "manifest.json").read_text()) if checkpoints else {}
-        self.feed(write_report(directory, checkpoints, about).read_text(encoding="utf-8"))
+        self.feed(write_report(directory, about).read_text(encoding="utf-8"))
         self.summary = self.texts["p"][0].split(" · ")
         self.entries = dict(zip(self.texts["dt"], [*filter(None, self.texts["dd"]), *self.texts["pre"]], strict=True))
 

@@ -12,12 +12,14 @@ from model import GPT
 from model.causality import check_causality
 from training.device import autocast
 
+LossFn = Callable[[GPT, Tensor, Tensor], Tensor]  # (model, inputs, targets) -> the summed loss
 
-def certify(model: GPT, loss_fn: Callable[[GPT, Tensor, Tensor], Tensor], dtype: torch.dtype, batch_size: int) -> dict:
+
+def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) -> dict:
     """Probe the loss as it will be trained, the logits in `dtype`, and decoding with a cache; print the outcome.
 
-    loss_fn: (model, inputs, targets) -> the summed loss; inputs and targets are (batch_size, T). Returns a record for
-    checkpoints. Raises UserError if a position sees a token that it may not see.
+    loss_fn: the loss of inputs and targets, both (batch_size, T). Returns a record for checkpoints. Raises UserError if
+    a position sees a token that it may not see.
     """
     device = model.lm_head.weight.device
     T = model.config.context_length

@@ -1,10 +1,17 @@
-"""The `[train]` table of a run."""
+"""The options of train.py."""
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
+import tyro
+
+from data.config import DataConfig
 from errors import UserError
+from model import ModelConfig
+
+Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 
 # Options that a resumed run may change. All others would change its numbers.
 MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "max_steps", "eval_every", "log_every", "checkpoint_every"}
@@ -93,3 +100,36 @@ class TrainConfig:
             raise UserError("out_dir must name a directory, got an empty text")
         if not 0 < self.learning_rate < math.inf:
             raise UserError(f"learning_rate must be above 0 and finite, got {self.learning_rate}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a GPT on text.
+
+    Ways to start:
+        python train.py                                 the Python standard library
+        python train.py configs/shakespeare_char.toml   a configuration
+        python train.py --data.source my.txt            a model that fits your text
+        python train.py --resume out/quickstart         go on where a run stopped
+        python train.py configs/finetune.toml           fine-tune a known model
+
+    The options that people need first:
+        --data.source       the text
+        --train.out_dir     where the run goes
+        --train.max_steps   how long it trains
+        --train.batch_size  less needs less memory
+        --model.n_layer     more is slower, and better if there is enough text
+
+    Without a configuration:
+        configs/quickstart.toml, whose values --help shows as defaults
+        training/fit.py changes it for a text of your own
+        configs/finetune.toml if there is a --train.init_from
+    """
+
+    config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
+    """A TOML file of options; those on the command line win."""
+    resume: Path | None = None
+    """The run directory to continue, with its own configuration."""
+    model: Table[ModelConfig] = ModelConfig()
+    data: Table[DataConfig] = DataConfig()
+    train: Table[TrainConfig] = TrainConfig()

@@ -13,20 +13,21 @@ from training.config import TrainConfig
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
 # narrowest width at which bfloat16 was measured, and was faster (benchmarks/results/step_cpu_2026-11-23.md).
 WIDE_ENOUGH = 64
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+M_TRIM_THRESHOLD = -1  # of mallopt(3)
+M_MMAP_THRESHOLD = -3
 
 
-def device_type(name: str) -> str:
-    """Return cuda, mps or cpu; for auto the first of them that this machine has."""
+def resolve_device(name: str) -> str:
+    """Return the name of a device; for auto the first of cuda, mps and cpu that this machine has."""
     if name != "auto":
-        return name.split(":")[0]
+        return name
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def find_device(name: str) -> torch.device:
     """Return the device of this name; auto is CUDA, else MPS, else CPU. Raises UserError if it cannot be used."""
     try:
-        there = torch.empty(1, device=device_type(name) if name == "auto" else name)
+        there = torch.empty(1, device=resolve_device(name))
         there.cpu()  # fails on the device "meta"
         return there.device
     except (RuntimeError, AssertionError) as error:
@@ -54,28 +55,29 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
     n_embd is the width of the model; local_rank the number of the GPU where each process has its own. Raises UserError
     if the device cannot be used.
     """
-    is_any_gpu = config.device in ("auto", "cuda") and torch.cuda.is_available()
-    device = find_device(f"cuda:{local_rank}" if is_any_gpu else config.device)
+    name = resolve_device(config.device)
+    device = find_device(f"cuda:{local_rank}" if name == "cuda" and torch.cuda.is_available() else name)
+    cuda = device.type == "cuda"
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
         why = "as asked" if is_fast(dtype, device) else "as asked, though it is slow here"
-    elif has_bfloat16(device) and (device.type == "cuda" or n_embd >= WIDE_ENOUGH):
+    elif has_bfloat16(device) and (cuda or n_embd >= WIDE_ENOUGH):
         dtype = torch.bfloat16
-        why = f"native on this {'GPU' if device.type == 'cuda' else 'CPU (AVX512-BF16 or AMX)'}"
-    elif device.type == "cuda":
+        why = f"native on this {'GPU' if cuda else 'CPU (AVX512-BF16 or AMX)'}"
+    elif cuda:
         dtype = torch.float16
         why = "with loss scaling, as this GPU has no bfloat16"
     else:
         dtype = torch.float32
         why = "the default"
-    if device.type == "cuda":
+    if cuda:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, where float32 products remain
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS if it has to be deterministic
     # On CUDA a warning would not do: PyTorch's attention then adds in any order.
     if config.deterministic or torch.are_deterministic_algorithms_enabled():  # the call alone takes a second
-        torch.use_deterministic_algorithms(config.deterministic, warn_only=device.type != "cuda")
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"threads: {torch.get_num_threads()}"
+        torch.use_deterministic_algorithms(config.deterministic, warn_only=not cuda)
+    where = torch.cuda.get_device_name(device) if cuda else f"threads: {torch.get_num_threads()}"
     print(f"device: {device} ({where}), {dtype_name(dtype)}: {why}")
     return device, dtype
 

@@ -43,7 +43,7 @@ def best_validation(lines: list[dict], checkpoints: list[Path]) -> dict | None:
 
 def command(script: str, directory: Path) -> str:
     """Return a command line that runs a script on a run directory, also where no environment is activated."""
-    is_on_path = os.path.dirname(shutil.which("python") or "") == os.path.dirname(sys.executable)
+    is_on_path = Path(shutil.which("python") or "").parent == Path(sys.executable).parent
     python = "python" if is_on_path else os.path.relpath(sys.executable)
     if script.startswith("train.py") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         python = f"{python} -m torch.distributed.run --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 'gpu')}"
@@ -60,8 +60,11 @@ def next_commands(directory: Path, saved: int, best: dict | None, finished: bool
     checkpoint = directory / "checkpoints" / f"step-{best['step']:08d}" if loss_rose else directory
     commands = [] if finished else [(f"Go on from step {saved:,}", command("train.py --resume", directory))]
     if saved:
-        commands.append(("Sample", command("sample.py", checkpoint) + ' --prompt "..."'))
-        commands.append(("See what each head is worth", command("inspect_attention.py", checkpoint) + " --ablate zero"))
+        inspect = command("inspect_attention.py", checkpoint)
         page = shlex.quote(str(directory / "heads.html"))
-        commands.append(("Write heads.html", f"{command('inspect_attention.py', checkpoint)} -o {page}"))
+        commands += [
+            ("Sample", f'{command("sample.py", checkpoint)} --prompt "..."'),
+            ("See what each head is worth", f"{inspect} --ablate zero"),
+            ("Write heads.html", f"{inspect} -o {page}"),
+        ]
     return commands

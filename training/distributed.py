@@ -16,7 +16,6 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from errors import UserError
 from model import GPT
 from training.config import TrainConfig
+from training.device import dtype_name
 from training.sharded import is_sharded
 
 Result = TypeVar("Result")
@@ -41,19 +41,21 @@ class Ranks:
     UserError if torchrun is to restart ranks on several nodes without the setting that this needs.
     """
 
+    # The values of a single process.
+    rank = 0
+    local_rank = 0  # on this machine
+    world = 1  # the number of ranks
+    may_resume = False  # without --resume, after a restart
+    share: Tensor | None = None  # of the summed gradients, flat
+    times_waited = 0
+
     def __init__(self) -> None:
-        self.started = TORCHRUN_VARIABLES <= os.environ.keys()
-        place = os.environ if self.started else {}
-        self.rank = int(place.get("RANK", "0"))
-        self.local_rank = int(place.get("LOCAL_RANK", "0"))
-        self.world = int(place.get("WORLD_SIZE", "1"))
-        self.is_first = self.rank == 0
-        self.may_resume = int(place.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-        self.share: Tensor | None = None  # of the summed gradients, flat
-        self.times_waited = 0
         self.silence = contextlib.ExitStack()
+        self.started = TORCHRUN_VARIABLES <= os.environ.keys()
         if self.started:
-            store, _, _ = next(dist.rendezvous("env://"))
+            store, self.rank, self.world = next(dist.rendezvous("env://"))
+            self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            self.may_resume = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
             # A store of torchrun serves all of its attempts, and still has the addresses of the dead.
             is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             if is_shared and self.may_resume and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
@@ -62,6 +64,7 @@ class Ranks:
             self.store = dist.PrefixStore(attempt, store)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world)
+        self.is_first = self.rank == 0
 
     def __enter__(self) -> "Ranks":
         if not self.is_first:
@@ -70,7 +73,7 @@ class Ranks:
             self.silence.enter_context(contextlib.redirect_stderr(nowhere))
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.silence.close()
         if error is None:
             if self.started:
@@ -95,20 +98,24 @@ class Ranks:
                 f"{self.world} ranks cannot share the {accum} micro-batches of a step: take as many ranks as divide "
                 "train.grad_accum_steps, or begin a run with more of these and a smaller train.batch_size"
             )
-        if config.parallel == "fsdp" and not self.started:
-            raise UserError("train.parallel fsdp is for several processes: torchrun --nproc_per_node=N train.py ...")
+        if config.parallel == "fsdp":
+            if not self.started:
+                raise UserError(
+                    "train.parallel fsdp is for several processes: torchrun --nproc_per_node=N train.py ..."
+                )
+            if dtype == torch.float16:  # loss scaling would need a verdict of all ranks
+                raise UserError("train.parallel fsdp needs train.dtype bfloat16 or float32, got float16")
         if config.device.startswith("cuda:") and self.world > 1:
             raise UserError(f"each of {self.world} ranks has a GPU of its own: --train.device cuda, not one of them")
-        if config.parallel == "fsdp" and dtype == torch.float16:  # loss scaling would need a verdict of all ranks
-            raise UserError("train.parallel fsdp needs train.dtype bfloat16 or float32, got float16")
         if self.world == 1:
             return
         begins = [""] * self.world
-        dist.all_gather_object(begins, f"at step {step} in {str(dtype).removeprefix('torch.')}")
-        if len({*begins}) > 1:
+        dist.all_gather_object(begins, f"at step {step} in {dtype_name(dtype)}")
+        different = sorted({*begins})
+        if len(different) > 1:
             raise UserError(
-                f"the ranks would begin {' and '.join(sorted({*begins}))}: train.out_dir must be on a disk that all of "
-                "them see, and the precision one that all have, as in --train.dtype float32"
+                f"the ranks would begin {' and '.join(different)}: train.out_dir must be on a disk that all of them "
+                "see, and the precision one that all have, as in --train.dtype float32"
             )
         print(f"ranks:  {self.world}, {config.parallel}, {accum // self.world} micro-batches of a step each")
 
@@ -123,8 +130,8 @@ class Ranks:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)  # the loss of a micro-batch is a share of the step's already
-        for name in ("hidden", "logits"):
-            register_fsdp_forward_method(model, name)
+        register_fsdp_forward_method(model, "hidden")
+        register_fsdp_forward_method(model, "logits")
         model.fill_buffers()
         return model
 
@@ -138,11 +145,11 @@ class Ranks:
         Floating point addition depends on the order, and this is the order of a single process. Each rank keeps the
         sum of an equal share of all gradients; `share_gradients` ends the step. fsdp adds its gradients by itself.
         """
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
-        if self.world == 1 or is_sharded(gradients[0]):
+        if self.world == 1 or is_sharded(next(model.parameters())):
             return
-        padding = gradients[0].new_zeros(-sum(gradient.numel() for gradient in gradients) % self.world)
-        sent = torch.cat([*(gradient.flatten() for gradient in gradients), padding])
+        gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.requires_grad]
+        padding = gradients[0].new_zeros(-sum(map(len, gradients)) % self.world)
+        sent = torch.cat([*gradients, padding])
         del gradients
         model.zero_grad()  # frees memory for what is received
         received = torch.empty_like(sent)
@@ -154,14 +161,12 @@ class Ranks:
         """All-gather the summed gradients of the step into `parameter.grad`."""
         if self.share is None:
             return
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        flat = self.share.new_empty(self.world, len(self.share))
-        sizes = [parameter.numel() for parameter in parameters]
-        dist.all_gather(list(flat), self.share)
+        gradients = self.all_gather(self.share).flatten()
         self.share = None
-        shares = flat.flatten()[: sum(sizes)].split(sizes)
-        for parameter, gradient in zip(parameters, shares, strict=True):
-            parameter.grad = gradient.view_as(parameter)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = gradients[: parameter.numel()].view_as(parameter)
+                gradients = gradients[parameter.numel() :]
 
     def order(self, config: TrainConfig) -> str:
         """Return the order in which gradients are added, in words."""
@@ -170,18 +175,19 @@ class Ranks:
     def collect(self, numbers: list[Tensor]) -> Tensor:
         """Return the scalars of all ranks, equally many from each, in the order of one process."""
         mine = torch.stack(numbers)
-        if self.world == 1:
-            return mine
-        every = mine.new_empty(self.world, len(mine))
-        dist.all_gather(list(every), mine)
-        return every.T.flatten()
+        return mine if self.world == 1 else self.all_gather(mine).T.flatten()
+
+    def all_gather(self, vector: Tensor) -> Tensor:
+        """Return the vectors of all ranks, equally long: (n,) -> (world, n)."""
+        vectors = vector.new_empty(self.world, len(vector))
+        dist.all_gather(list(vectors), vector)
+        return vectors
 
     def any_rank(self, condition: object) -> bool:
         """Return whether the condition holds on at least one rank. Only the hosts talk; no device is waited for."""
-        if self.world == 1:
-            return bool(condition)
         answer = torch.tensor(bool(condition), dtype=torch.uint8)
-        dist.all_reduce(answer, dist.ReduceOp.MAX)
+        if self.world > 1:
+            dist.all_reduce(answer, dist.ReduceOp.MAX)
         return bool(answer)
 
     def first_then_others(self, work: Callable[..., Result], *arguments: object, **options: object) -> Result:

@@ -15,8 +15,7 @@ from data.config import DataConfig
 from data.corpus import is_prepared, open_corpus
 from data.sources import COMPRESSED, files, split_prefix
 from data.token_files import find_token_files, has_token_files
-from model import ModelConfig
-from training.config import TrainConfig
+from training.config import Config
 
 SHAPES = {  # by n_layer
     2: {"n_embd": 128, "n_head": 4, "context_length": 256, "rope_theta": 1000.0},
@@ -25,8 +24,12 @@ SHAPES = {  # by n_layer
     12: {"n_embd": 768, "n_head": 6, "context_length": 1024, "rope_theta": 8000.0},
 }
 BATCHES = {2: (8, 1), 6: (32, 1), 8: (32, 2), 12: (32, 4)}  # n_layer -> batch_size, grad_accum_steps
-TOKENS_PER_PARAMETER, EPOCHS, FEWEST_STEPS, EVALUATIONS = 20, 4, 100, 8
-TOKENS_ON_CPU, EVAL_TOKENS_ON_CPU = 1400 * 8 * 256, 100_000
+TOKENS_PER_PARAMETER = 20
+EPOCHS = 4
+FEWEST_STEPS = 100  # of a run, and between two evaluations
+EVALUATIONS = 8  # at most
+TOKENS_ON_CPU = 1400 * 8 * 256  # the quickstart's
+EVAL_TOKENS_ON_CPU = 100_000
 VOCABULARIES = {100_000: "bytes", 2_000_000: "bpe:512", 500_000_000: "bpe:4096", math.inf: "bpe:32768"}
 COMPRESSION = 3  # bytes of text in a byte of a compressed file, roughly
 BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0, "bpe:512": 2.1}  # in English or source code; all others: 3.5
@@ -51,15 +54,13 @@ def size_of(data: DataConfig) -> tuple[float, str | None]:
     return sum(sizes) if found else math.nan, None
 
 
-def tokens_for(n_layer: int, n_embd: int) -> int:
+def tokens_for(n_layer: int) -> int:
     """Return the tokens that a model should be trained on: its blocks have about 12 n_layer n_embd^2 parameters."""
-    return TOKENS_PER_PARAMETER * 12 * n_layer * n_embd**2
+    return TOKENS_PER_PARAMETER * 12 * n_layer * SHAPES[n_layer]["n_embd"] ** 2
 
 
-def fit_to_text(
-    model: ModelConfig, data: DataConfig, train: TrainConfig, num_bytes: float, tokenizer: str | None, on_gpu: bool
-) -> dict[str, object]:
-    """Return the tables of a run with a shape, a tokenizer, steps and a run directory for the text.
+def fit_to_text(config: Config, num_bytes: float, tokenizer: str | None, on_gpu: bool) -> Config:
+    """Return the configuration with a shape, a tokenizer, steps and a run directory for the text.
 
     num_bytes: of the text, nan if not known. tokenizer: None for one that fits the text.
     """
@@ -67,11 +68,13 @@ def fit_to_text(
         most = num_bytes if on_gpu else min(2_000_000, num_bytes)
         tokenizer = next((name for bound, name in VOCABULARIES.items() if most <= bound), "bpe:4096")
     num_tokens = num_bytes / BYTES_PER_TOKEN.get(tokenizer, 3.5)
-    readable = EPOCHS * (num_tokens if data.max_tokens is None else min(data.max_tokens, num_tokens))
-    filled = [n_layer for n_layer, shape in SHAPES.items() if tokens_for(n_layer, shape["n_embd"]) <= readable]
+    most_tokens = config.data.max_tokens
+    readable = EPOCHS * (num_tokens if most_tokens is None else min(most_tokens, num_tokens))
+    filled = [n_layer for n_layer in SHAPES if tokens_for(n_layer) <= readable]
     n_layer = max(filled if on_gpu else [], default=min(SHAPES))
-    shape, (batch_size, grad_accum_steps) = SHAPES[n_layer], BATCHES[n_layer]
-    tokens = tokens_for(n_layer, shape["n_embd"])
+    shape = SHAPES[n_layer]
+    batch_size, grad_accum_steps = BATCHES[n_layer]
+    tokens = tokens_for(n_layer)
     if readable > 0:  # else it is not known, or empty, which the preparation will say
         tokens = min(tokens, readable)
     if not on_gpu:
@@ -79,21 +82,18 @@ def fit_to_text(
     max_steps = max(FEWEST_STEPS, round(tokens / (batch_size * grad_accum_steps * shape["context_length"])))
     every = math.ceil(max_steps / max(1, min(EVALUATIONS, max_steps // FEWEST_STEPS)))  # the last is not a short one
     train = replace(
-        train,
+        config.train,
         batch_size=batch_size,
         grad_accum_steps=grad_accum_steps,
         max_steps=max_steps,
         eval_every=every,
         checkpoint_every=every,
-        eval_tokens=train.eval_tokens if on_gpu else EVAL_TOKENS_ON_CPU,
-        out_dir=f"out/{name_of(data.source)}",
+        eval_tokens=config.train.eval_tokens if on_gpu else EVAL_TOKENS_ON_CPU,
+        out_dir=f"out/{name_of(config.data.source)}",
         sample_prompt="",
     )
-    return {
-        "model": replace(model, n_layer=n_layer, **shape),
-        "data": replace(data, tokenizer=tokenizer),
-        "train": train,
-    }
+    model = replace(config.model, n_layer=n_layer, **shape)
+    return replace(config, model=model, data=replace(config.data, tokenizer=tokenizer), train=train)
 
 
 def name_of(source: str) -> str:
@@ -101,6 +101,7 @@ def name_of(source: str) -> str:
     prefix, name = split_prefix(source)
     if prefix:
         name = re.match("[^:@]*", name)[0].rpartition("/")[2]  # NAME of hf:OWNER/NAME:CONFIG@REVISION
+        name = name if re.search("[A-Za-z]", name) else f"{prefix} {name}"
     else:
         name = Path(name).resolve().stem
     return re.sub(r"\W+", "-", name).strip("-") or "text"

@@ -5,7 +5,6 @@ rare directions are learned as fast. Embeddings, head and vectors are trained wi
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,12 @@ from training.sharded import full, is_sharded, local, shard_like
 
 # Coefficients of a x + b x^3 + c x^5. Applied five times, this polynomial takes singular values from 0.01 to 1 to
 # values between 0.7 and 1.2, which is near enough to 1 (Jordan et al. 2024).
-A, B, C = 3.4445, -4.7750, 2.0315
-FIRST_MOMENTUM, LAST_MOMENTUM, MOMENTUM_STEPS = 0.8, 0.95, 300
+A = 3.4445
+B = -4.7750
+C = 2.0315
+FIRST_MOMENTUM = 0.8
+LAST_MOMENTUM = 0.95
+MOMENTUM_STEPS = 300  # in which it rises from the first to the last
 
 
 def momentum_at(step: int) -> float:
@@ -23,18 +26,19 @@ def momentum_at(step: int) -> float:
     return FIRST_MOMENTUM + (LAST_MOMENTUM - FIRST_MOMENTUM) * min(1.0, step / MOMENTUM_STEPS)
 
 
-def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Return nearly the nearest orthogonal matrices, (n, rows, columns), by a Newton-Schulz iteration.
 
     The iteration has the precision of its input.
     """
-    x = matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices  # the products are of the shorter side
+    tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if tall else matrices  # the products are of the shorter side
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    for _ in range(5):
         square = x @ x.mT
         polynomial = torch.baddbmm(square, square, square, beta=B, alpha=C)  # B square + C square square
         x = torch.baddbmm(x, polynomial, x, beta=A)
-    return x.mT if matrices.size(-2) > matrices.size(-1) else x
+    return x.mT if tall else x
 
 
 class Muon(torch.optim.AdamW):
@@ -44,54 +48,55 @@ class Muon(torch.optim.AdamW):
 
     Args:
         matrices: the parameters for Muon.
+        weight_decay: that of `matrices`; the others have none.
         groups: the parameter groups for AdamW.
         precision: of the Newton-Schulz iteration, float32 or bfloat16.
+        options: the other options of AdamW.
     """
 
     def __init__(
         self,
         matrices: list[nn.Parameter],
-        groups: list[dict],
-        lr: float,
         weight_decay: float,
+        groups: list[dict],
         precision: torch.dtype,
         **options: object,
     ):
-        super().__init__(groups, lr=lr, fused=True, **options)
+        super().__init__(groups, weight_decay=0.0, fused=True, **options)
         self.precision = precision
+        self.adamw_groups = list(self.param_groups)
         by_shape = defaultdict(list)
         for matrix in matrices:
             by_shape[matrix.shape].append(matrix)
-        self.adamw_groups = list(self.param_groups)
-        self.momenta = []
         for alike in by_shape.values():
-            self.add_param_group({"params": alike, "weight_decay": weight_decay, "momentum": FIRST_MOMENTUM})
-            self.momenta.append(torch.stack([torch.zeros_like(local(matrix)) for matrix in alike]))
-            for parameter, momentum in zip(alike, self.momenta[-1], strict=True):
-                self.state[parameter]["momentum"] = as_shard(momentum, parameter)  # a view of the stack
+            stack = torch.stack([torch.zeros_like(local(matrix)) for matrix in alike])
+            group = {"params": alike, "weight_decay": weight_decay, "momentum": FIRST_MOMENTUM, "stack": stack}
+            self.add_param_group(group)
+            for matrix, momentum in zip(alike, stack, strict=True):
+                self.state[matrix]["momentum"] = as_shard(momentum, matrix)  # a view of the stack
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self) -> None:
         """Update all parameters."""
-        all_groups, self.param_groups = self.param_groups, self.adamw_groups
-        try:
-            super().step(closure)
-        finally:
-            self.param_groups = all_groups
-        found_inf = getattr(self, "found_inf", None)
-        for group, momentum in zip(self.param_groups[len(self.adamw_groups) :], self.momenta, strict=True):
+        groups = self.param_groups
+        self.param_groups = self.adamw_groups
+        super().step()
+        self.param_groups = groups
+        for group in groups[len(self.adamw_groups) :]:
             matrices = group["params"]
             rate = group["lr"]
+            momentum = group["stack"]
             parameters = [local(matrix) for matrix in matrices]
-            enabled = torch.ones((), device=momentum.device) if found_inf is None else (found_inf == 0).float()
+            enabled = (getattr(self, "found_inf", momentum.new_zeros(())) == 0).float()
             gradient = torch.stack([local(matrix.grad) for matrix in matrices])
             gradient = gradient.where(enabled > 0, momentum)
             momentum.lerp_(gradient, 1 - group["momentum"])  # if the update is skipped, the two are equal
             ahead = gradient.lerp(momentum, group["momentum"]).to(self.precision)  # (Nesterov 1983)
             if is_sharded(matrices[0]):  # each rank gathers one matrix at a time, and keeps its own rows of the update
-                whole = (full(as_shard(part, matrix))[None] for part, matrix in zip(ahead, matrices, strict=True))
-                update = [shard_like(orthogonalize(x)[0], matrix) for x, matrix in zip(whole, matrices, strict=True)]
-                update = torch.stack([local(part) for part in update])
+                update = torch.empty_like(momentum)
+                for part, matrix, own in zip(ahead, matrices, update, strict=True):
+                    whole = full(as_shard(part, matrix))
+                    own.copy_(local(shard_like(orthogonalize(whole[None])[0], matrix)))
             else:
                 update = orthogonalize(ahead).to(momentum.dtype)
             rows, columns = matrices[0].shape
@@ -107,5 +112,11 @@ def as_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
         return tensor
     from torch.distributed.tensor import DTensor
 
-    shape = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(tensor, parameter.device_mesh, parameter.placements, **shape)
+    return DTensor.from_local(
+        tensor,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

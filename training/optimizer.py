@@ -30,35 +30,42 @@ def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.f
     A group's "lr_share" is its part of the learning rate. dtype is the precision of training. Muon's iteration has the
     same, except that it is float32 for float16, whose range is too small.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.dim() == 2]
-    others = {"params": [parameter for parameter in parameters if parameter.dim() != 2], "weight_decay": 0.0}
+    embeddings = []
+    inside = []
+    head = []
+    others = []
+    for name, parameter in model.named_parameters():  # a tied head has the name of the embedding
+        if not parameter.requires_grad:
+            continue
+        if parameter.dim() != 2:
+            others.append(parameter)
+        elif name.startswith("blocks."):
+            inside.append(parameter)
+        elif name == "lm_head.weight":
+            head.append(parameter)
+        else:
+            embeddings.append(parameter)
     options = {"lr": config.learning_rate, "betas": (0.9, config.beta2)}
     if config.optimizer == "adamw":
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, others]
-        return torch.optim.AdamW(groups, fused=True, **options)
-    embedding, head = model.token_embedding.weight, model.lm_head.weight
-    inside = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2 and parameter.requires_grad]
-    inside_or_head = {id(parameter) for parameter in (*inside, head)} - {id(embedding)}
-    groups = [
-        {"params": [p for p in matrices if id(p) not in inside_or_head], "weight_decay": 0.0, "lr_share": 1.0},
-        {"params": [] if head is embedding else [head], "weight_decay": 0.0, "lr_share": HEAD_SHARE},
-        others | {"lr_share": HEAD_SHARE},
-    ]
-    precision = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    return Muon(inside, groups, weight_decay=config.weight_decay, precision=precision, **options)
+        groups = [{"params": embeddings + inside + head}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, weight_decay=config.weight_decay, fused=True, **options)
+    groups = [{"params": embeddings}, {"params": head + others, "lr_share": HEAD_SHARE}]
+    precision = torch.float32 if dtype == torch.float16 else dtype
+    return Muon(inside, config.weight_decay, groups, precision, **options)
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
     """Return the learning rate of a step: linear warmup, then cosine decay, or constant with a linear decay at last."""
-    final = config.final_lr_fraction
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
+    final = config.final_lr_fraction
     if config.schedule == "cosine":
         done = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
-        return config.learning_rate * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
-    left = (config.max_steps - step) / max(1.0, config.decay_fraction * config.max_steps)
-    return config.learning_rate * (final + (1 - final) * min(1.0, max(0.0, left)))
+        share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    else:
+        left = (config.max_steps - step) / max(1.0, config.decay_fraction * config.max_steps)
+        share = min(1.0, max(0.0, left))
+    return config.learning_rate * (final + (1 - final) * share)
 
 
 def set_schedule(optimizer: Optimizer, step: int, config: TrainConfig) -> None:
@@ -81,21 +88,19 @@ def optimizer_tensors(model: GPT, optimizer: Optimizer) -> Tensors:
 def load_optimizer_tensors(model: GPT, optimizer: Optimizer, directory: Path) -> None:
     """Give the optimizer the state that a checkpoint holds. Raises UserError if the checkpoint holds another one."""
     shapes = {}
-    for name, parameter in model.named_parameters():
-        if "momentum" in optimizer.state[parameter]:
-            shapes[f"{name}.momentum"] = tuple(parameter.shape)
-        elif parameter.requires_grad:
-            shapes[f"{name}.step"] = ()
-            shapes |= dict.fromkeys((f"{name}.exp_avg", f"{name}.exp_avg_sq"), tuple(parameter.shape))
     parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        shape = tuple(parameter.shape)
+        if "momentum" in optimizer.state[parameter]:
+            shapes[f"{name}.momentum"] = shape
+        elif parameter.requires_grad:
+            shapes |= {f"{name}.step": (), f"{name}.exp_avg": shape, f"{name}.exp_avg_sq": shape}
     for name, tensor in load_tensors(directory, "optimizer", shapes).items():
         name, _, key = name.rpartition(".")
         parameter = parameters[name]
         state = optimizer.state[parameter]
-        if key in state:
-            state[key].copy_(shard_like(tensor, state[key]))  # Muon's are views of a stack
-        else:
-            state[key] = shard_like(tensor, parameter) if tensor.dim() else tensor.to(parameter.device)
+        value = shard_like(tensor, parameter)
+        state[key] = state[key].copy_(value) if key in state else value  # Muon's are views of a stack
 
 
 class FiniteGuard:
@@ -113,8 +118,7 @@ class FiniteGuard:
 
     def watch(self, step: int, number: Tensor) -> None:
         """Note whether a number of this step is finite, before the update is made."""
-        bad_step = torch.where(number.isfinite(), math.inf, float(step))
-        self.first_bad_step.copy_(torch.minimum(self.first_bad_step, bad_step))
+        self.first_bad_step.clamp_(max=torch.where(number.isfinite(), math.inf, float(step)))
         self.found_inf.copy_(self.first_bad_step.isfinite())
 
     def check(self) -> None:

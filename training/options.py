@@ -1,12 +1,10 @@
 """The options of train.py: the command line, over a configuration file, over defaults that fit the text."""
 
 import os
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated
 
 import tomli_w
-import tyro
 
 from cli.options import parse
 from data.config import DataConfig
@@ -14,49 +12,15 @@ from errors import UserError
 from model import GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint
 from model.load import load_config
-from training.config import TrainConfig
-from training.device import device_type
+from training.config import Config, TrainConfig
+from training.device import resolve_device
 from training.fit import fit_to_text, size_of
 
-Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKSTART = CONFIGS / "quickstart.toml"
 FINETUNE = CONFIGS / "finetune.toml"
 FINETUNE_CONTEXT = 1024  # tokens, unless asked for: long contexts need much memory in training
 MAY_DIFFER = {"dropout", "context_length"}  # from the model that is fine-tuned
-
-
-@dataclass(frozen=True)
-class Config:
-    """Train a GPT on text.
-
-    Ways to start:
-        python train.py                                 the Python standard library
-        python train.py configs/shakespeare_char.toml   a configuration
-        python train.py --data.source my.txt            a model that fits your text
-        python train.py --resume out/quickstart         go on where a run stopped
-        python train.py configs/finetune.toml           fine-tune a known model
-
-    The options that people need first:
-        --data.source       the text
-        --train.out_dir     where the run goes
-        --train.max_steps   how long it trains
-        --train.batch_size  less needs less memory
-        --model.n_layer     more is slower, and better if there is enough text
-
-    Without a configuration:
-        configs/quickstart.toml, whose values --help shows as defaults
-        training/fit.py changes it for a text of your own
-        configs/finetune.toml if there is a --train.init_from
-    """
-
-    config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
-    """A TOML file of options; those on the command line win."""
-    resume: Path | None = None
-    """The run directory to continue, with its own configuration."""
-    model: Table[ModelConfig] = ModelConfig()
-    data: Table[DataConfig] = DataConfig()
-    train: Table[TrainConfig] = TrainConfig()
 
 
 def read_config(argv: list[str]) -> Config:
@@ -74,17 +38,16 @@ def read_config(argv: list[str]) -> Config:
         return read_resumed(argv, asked)
     file = asked.config or (FINETUNE if asked.train.init_from else QUICKSTART)
     config = parse(Config, argv, file)
-    if not asked.config and not asked.train.init_from and asked.data.source != DataConfig.source:
+    if config.train.init_from:
+        config = fit_to_model(argv, file, config.train.init_from)
+        if not asked.config:
+            c = config.train
+            print(f"config: to fine-tune: {c.optimizer}, a learning rate of {c.learning_rate:g}, {c.max_steps:,} steps")
+    elif not asked.config and asked.data.source != DataConfig.source:
         if "RANK" in os.environ:  # ranks might see another text, or none when torchrun starts them again
             print(f"config: {QUICKSTART.name} as it is: with several processes none is fitted to the text")
         else:
             config = read_fitted(argv, config)
-    if config.train.init_from:
-        base = find_checkpoint(Path(config.train.init_from))
-        config = fit_to_model(argv, file, base.directory)
-        if not asked.config:
-            c = config.train
-            print(f"config: to fine-tune: {c.optimizer}, a learning rate of {c.learning_rate:g}, {c.max_steps:,} steps")
     GPTConfig(**asdict(config.model))  # raises UserError now, not after an hour of preparing data
     return config
 
@@ -97,38 +60,35 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
     if not (directory / "config.toml").is_file():
         is_step = "; of a run with such a checkpoint, give the directory" if STEP.fullmatch(directory.name) else ""
         raise UserError(f"{directory} is not the directory of a run: it has no config.toml{is_step}")
-    out_dir = ["--train.out_dir", str(directory)]
-    return parse(Config, argv + out_dir, directory / "config.toml")
+    return parse(Config, [*argv, "--train.out_dir", str(directory)], directory / "config.toml")
 
 
 def read_fitted(argv: list[str], config: Config) -> Config:
     """Return the configuration of the quickstart, fitted to its text. Options in argv win."""
     num_bytes, tokenizer = size_of(config.data)
-    on_gpu = device_type(config.train.device) == "cuda"
-    fitted = fit_to_text(config.model, config.data, config.train, num_bytes, tokenizer, on_gpu)
-    config = parse(Config, argv, defaults=Config(**fitted))
+    on_gpu = resolve_device(config.train.device).startswith("cuda")
+    config = parse(Config, argv, defaults=fit_to_text(config, num_bytes, tokenizer, on_gpu))
     size = f"about {num_bytes:,.0f} bytes of text" if num_bytes >= 0 else "a text of unknown size"  # nan
     shape = f"{config.model.n_layer} layers of {config.model.n_embd}, {config.data.tokenizer}"
     print(f"config: for {size}: {shape}, {config.train.max_steps:,} steps")
     return config
 
 
-def fit_to_model(argv: list[str], file: Path, base: Path) -> Config:
-    """Return a configuration with the shape and tokenizer of the model in `base`, and the rest from the file and argv.
+def fit_to_model(argv: list[str], file: Path, init_from: str) -> Config:
+    """Return a configuration with the shape and tokenizer of a model, and the rest from the file and argv.
 
-    Raises UserError if argv or the file ask for another shape or tokenizer.
+    Raises UserError if there is no such model, or if argv or the file ask for another shape or tokenizer.
     """
-    known = load_config(base)
-    shape = ModelConfig(**{field.name: getattr(known, field.name) for field in fields(ModelConfig)})
-    usual = replace(shape, context_length=min(shape.context_length, FINETUNE_CONTEXT))
-    config = parse(Config, argv, file, Config(model=usual, data=DataConfig(tokenizer="model")))
-    init_from = config.train.init_from
+    known = load_config(find_checkpoint(Path(init_from)).directory)
+    shape = {field.name: getattr(known, field.name) for field in fields(ModelConfig)}
+    shape["context_length"] = min(known.context_length, FINETUNE_CONTEXT)
+    config = parse(Config, argv, file, Config(model=ModelConfig(**shape), data=DataConfig(tokenizer="model")))
     for name, value in asdict(config.model).items():
-        if name not in MAY_DIFFER and value != getattr(shape, name):
-            raise UserError(f"{init_from} has {name} = {getattr(shape, name)}, got {value}: leave model.{name} out")
-    if config.model.context_length > shape.context_length:
-        asked = config.model.context_length
-        raise UserError(f"{init_from} knows {shape.context_length} positions, got model.context_length = {asked}")
+        if name not in MAY_DIFFER and value != shape[name]:
+            raise UserError(f"{init_from} has {name} = {shape[name]}, got {value}: leave model.{name} out")
+    asked = config.model.context_length
+    if asked > known.context_length:
+        raise UserError(f"{init_from} knows {known.context_length} positions, got model.context_length = {asked}")
     if config.data.tokenizer != "model":
         raise UserError(f"{init_from} knows the ids of its own tokenizer: data.tokenizer must be model")
     return config
@@ -141,7 +101,7 @@ def tables(config: Config) -> dict[str, dict]:
 
 def to_toml(config: Config) -> str:
     """Return a configuration as TOML, without the options that are None. `parse` reads it."""
-    content = tables(config)
-    for name, table in content.items():
-        content[name] = {key: value for key, value in table.items() if value is not None}
-    return tomli_w.dumps(content)
+    given = {}
+    for name, table in tables(config).items():
+        given[name] = {key: value for key, value in table.items() if value is not None}
+    return tomli_w.dumps(given)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
@@ -13,30 +14,28 @@ import torch
 from cli.bars import progress_bar
 
 
+@dataclass
 class Progress:
-    """Progress line. It counts the steps and the training seconds; measuring and saving are not training.
+    """Progress line. It counts the steps and the training seconds; measuring and saving are not training."""
 
-    Args:
-        step, train_seconds: steps and seconds of earlier sessions.
-        max_steps: steps of the run.
-        tokens_per_step: tokens of all micro-batches of a step.
-        device: the device whose memory is reported.
-    """
-
-    def __init__(self, step: int, train_seconds: float, max_steps: int, tokens_per_step: int, device: torch.device):
-        self.step = self.logged_step = step
-        self.train_seconds = self.logged_seconds = train_seconds
-        self.max_steps = max_steps
-        self.tokens_per_step = tokens_per_step
-        self.device = device
-        self.is_watched = sys.stderr.isatty()
+    step: int
+    """Steps made, those of earlier sessions included."""
+    train_seconds: float
+    """Seconds of training, those of earlier sessions included."""
+    max_steps: int
+    """Steps of the run."""
+    tokens_per_step: int
+    """Tokens of all micro-batches of a step."""
+    device: torch.device
+    """The device whose memory is reported."""
 
     def __enter__(self) -> "Progress":
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # of the certificate
         # The remaining time follows from all steps and evaluations so far, not from the last ones.
-        options = {"unit": "step", "dynamic_ncols": True, "smoothing": 0}
-        self.line = progress_bar(total=self.max_steps, initial=self.step, **options)
+        self.line = progress_bar(total=self.max_steps, initial=self.step, unit="step", dynamic_ncols=True, smoothing=0)
+        self.logged_step = self.step
+        self.logged_seconds = self.train_seconds
         self.lap_began = time.perf_counter()
         return self
 
@@ -47,7 +46,7 @@ class Progress:
     def paused(self, doing: str) -> Iterator[None]:
         """Stop the clock for a while, and show the reason."""
         self.lap()
-        self.line.set_description_str(doing, refresh=self.is_watched)
+        self.line.set_description_str(doing, refresh=sys.stderr.isatty())
         yield
         self.line.set_description_str("", refresh=False)
         self.lap_began = time.perf_counter()
@@ -72,13 +71,14 @@ class Progress:
         """Return tokens so far and per second since the last call, and the most memory of a CUDA GPU so far."""
         self.lap()
         tokens = (self.step - self.logged_step) * self.tokens_per_step
-        speed = {"tokens_per_second": tokens / (self.train_seconds - self.logged_seconds)}
-        if self.device.type == "cuda":
-            speed["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-        self.line.set_postfix_str(f"loss {loss:.3f}, {speed['tokens_per_second']:,.0f} tokens/s", refresh=False)
+        speed = tokens / (self.train_seconds - self.logged_seconds)
+        self.line.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
         self.logged_step = self.step
         self.logged_seconds = self.train_seconds
-        return {"tokens": self.step * self.tokens_per_step, **speed}
+        record = {"tokens": self.step * self.tokens_per_step, "tokens_per_second": speed}
+        if self.device.type == "cuda":
+            record["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        return record
 
 
 class Interrupted(KeyboardInterrupt):
@@ -102,16 +102,15 @@ class Interrupt:
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal. A group of processes may be sent the same one twice, moments apart: that counts once."""
-        again = self.received and time.monotonic() - self.received > 1
-        if again:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        elif not self.received:
+        if not self.received:
             self.received = time.monotonic()
             if self.prints:
                 name = signal.Signals(number).name
                 with suppress(OSError):  # no lock and no buffer: the program may just be using them
                     os.write(2, f"\n{name}: saving after this step; once more to stop at once\n".encode())
+        elif time.monotonic() - self.received > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def __bool__(self) -> bool:
         return bool(self.received)

@@ -4,7 +4,7 @@ import fcntl
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.amp import GradScaler
@@ -28,40 +28,43 @@ from training.tracking import Tracker
 SAMPLE_WIDTH = 65  # characters of a sample that are printed; metrics.jsonl has all
 
 
+@dataclass
 class Run:
-    """The run directory that a session writes. All ranks call the methods, and the first one writes.
+    """The run directory that a session writes. All ranks call the methods, and the first one writes."""
 
-    Args:
-        start: the state that the session starts from.
-        corpus: the text; a checkpoint has its tokenizer.
-        certificate, environment: records for checkpoints and the report.
-        writes: whether this process is the first rank.
-    """
+    config: Config
+    start: Start
+    """The state that the session starts from."""
+    corpus: Corpus
+    """The text; a checkpoint has its tokenizer."""
+    certificate: dict
+    """The record of `certify`, for checkpoints and the report."""
+    environment: dict[str, str]
+    """The facts of training/device.py about the machine and the code, also for both."""
+    writes: bool
+    """Whether this process is the first rank."""
 
-    def __init__(
-        self, config: Config, start: Start, corpus: Corpus, certificate: dict, environment: dict[str, str], writes: bool
-    ):
-        self.config = config
-        self.start = start
-        self.corpus = corpus
-        self.about = {"certificate": certificate, "environment": environment}
-        self.writes = writes
-        self.directory = Path(config.train.out_dir)
-        self.checkpoints = start.checkpoints  # newest first
+    def __post_init__(self) -> None:
+        self.about = {"certificate": self.certificate, "environment": self.environment}
+        self.directory = Path(self.config.train.out_dir)
         self.metrics = self.directory / "metrics.jsonl"
-        self.tracker = Tracker(config.train if writes else replace(config.train, wandb="disabled"), start.wandb_id)
+        self.tracker = Tracker(self.config.train, self.start.wandb_id)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints that are on the disk, newest first."""
+        return step_directories(self.directory / "checkpoints")
 
     def lock_and_write_config(self) -> None:
         """Lock the directory; write config.toml and the metrics so far; print what differs from the session before.
 
         Raises UserError if another process uses the directory, or has written to it meanwhile.
         """
-        if self.start.resumed_step is not None:
-            before = self.start.environment
-            now = self.about["environment"]
-            changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
-            if changed:
-                print(visible(f"note: the numbers may differ from those of an unbroken run: {', '.join(changed)}"))
+        before = self.start.environment  # empty for a new run
+        now = self.environment
+        changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
+        if changed:
+            print(visible(f"note: the numbers may differ from those of an unbroken run: {', '.join(changed)}"))
         if not self.writes:
             return
         disk.make_directories(self.directory / "checkpoints")
@@ -70,7 +73,7 @@ class Run:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{self.directory} is in use by another training process") from None
-        if step_directories(self.directory / "checkpoints") != self.checkpoints:
+        if self.checkpoints != self.start.checkpoints:
             raise UserError(f"another training process has written to {self.directory} meanwhile")
         disk.replace_file(self.directory / "config.toml", to_toml(self.config).encode())
         # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
@@ -102,14 +105,7 @@ class Run:
         self.report()
         return text
 
-    def save(
-        self,
-        step: int,
-        train_seconds: float,
-        model: GPT,
-        optimizer: Optimizer,
-        scaler: GradScaler,
-    ) -> None:
+    def save(self, step: int, train_seconds: float, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Write a checkpoint, then delete those that are not to be kept. All ranks call this.
 
         Raises UserError if it cannot be written; the older ones are untouched then.
@@ -132,21 +128,21 @@ class Run:
         files = checkpoint_files(model.config, weights, moments, ends_of_text, tokenizer.files, trainer)
         try:
             disk.sync(self.metrics)
-            directory = save_checkpoint(self.directory / "checkpoints", step, files, self.about)
+            save_checkpoint(self.directory / "checkpoints", step, files, self.about)
         except OSError as error:
-            kept = f"{self.checkpoints[0].name} is untouched" if self.checkpoints else "there is no earlier one"
+            older = self.checkpoints
+            kept = f"{older[0].name} is untouched" if older else "there is no earlier one"
             reason = error.strerror or error
             raise UserError(f"cannot save step {step} in {self.directory / 'checkpoints'}: {reason}; {kept}") from error
-        checkpoints = sorted({directory, *self.checkpoints}, reverse=True)
-        best = best_validation(read_metrics(self.directory), checkpoints)
+        best = best_validation(read_metrics(self.directory), self.checkpoints)
         best_step = best["step"] if best else None
-        self.checkpoints = keep_newest(checkpoints, step, self.config.train.keep_checkpoints, best_step)
+        keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, best_step)
         self.report()
 
     def report(self) -> None:
         """Write report.html anew."""
         if self.writes:
-            refresh_report(self.directory, self.checkpoints, self.about)
+            refresh_report(self.directory, self.about)
 
     def finish(self, exit_code: int = 0) -> None:
         """End the session: tell wandb its exit code, write the report, and unlock the directory."""
@@ -178,6 +174,6 @@ def is_done(config: Config, start: Start, writes: bool) -> bool:
     if start.step < max_steps:
         return False
     if writes:
-        refresh_report(directory, start.checkpoints, start.base.manifest)
+        refresh_report(directory, start.base.manifest)
     print(f"{directory} is already at step {start.step}, of {max_steps}: nothing to do")
     return True

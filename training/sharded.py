@@ -32,9 +32,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard a full tensor, which every rank holds, like `like`; or just move it to the device and dtype of `like`."""
+    """Move a full tensor, which every rank holds, to the device and dtype of `like`, and shard it if that is sharded.
+
+    A scalar stays whole.
+    """
     tensor = tensor.to(like.device, like.dtype)
-    if not is_sharded(like):
+    if not is_sharded(like) or tensor.dim() == 0:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 

@@ -5,7 +5,6 @@ Best effort: the first failure in wandb prints one line and turns it off. Traini
 
 import os
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 
 from training.config import TrainConfig
@@ -16,13 +15,12 @@ WAIT_SECONDS = 15  # for wandb, at the start and at the end of a session; `wandb
 def best_effort(method: Callable[..., None]) -> Callable[..., None]:
     """Skip a method of the tracker while wandb is off, and turn wandb off if the method fails."""
 
-    @wraps(method)
     def attempt(self: "Tracker", *arguments: object) -> None:
         try:
-            if self.is_on:
+            if self.mode != "disabled":
                 method(self, *arguments)
         except Exception as error:
-            self.is_on = False
+            self.mode = "disabled"
             print(f"wandb is off, metrics.jsonl has everything: {error!r:.200}")
 
     return attempt
@@ -36,7 +34,6 @@ class Tracker:
 
     def __init__(self, config: TrainConfig, run_id: str | None = None):
         self.mode = config.wandb
-        self.is_on = config.wandb != "disabled"
         self.run_id = run_id
 
     @best_effort
@@ -46,8 +43,17 @@ class Tracker:
         import wandb  # slow to import, and optional
 
         # Nothing about the machine or the code is published: no host, user, paths, packages or uncommitted changes.
-        private = {"x_disable_machine_info": True, "x_save_requirements": False, "host": "", "program": "train.py"}
-        waits = dict.fromkeys(("init_timeout", "login_timeout", "finish_timeout"), WAIT_SECONDS)
+        settings = wandb.Settings(
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+            host="",
+            program="train.py",
+            init_timeout=WAIT_SECONDS,
+            login_timeout=WAIT_SECONDS,
+            finish_timeout=WAIT_SECONDS,
+            console="off",
+            silent=True,
+        )
         self.run = wandb.init(
             project="tril",
             name=directory.name,
@@ -56,10 +62,9 @@ class Tracker:
             dir=directory.absolute(),
             mode=self.mode,
             config=tables,
-            settings=wandb.Settings(**private, **waits, console="off", silent=True),
+            settings=settings,
         )
         self.run.define_metric("*", step_metric="step")  # the x axis; wandb's own counts the lines of all sessions
-        self.table = wandb.Table
         self.run_id = self.run.id
         print(f"wandb:  {self.run.url if self.mode == 'online' else self.run.sync_dir}")
 
@@ -70,7 +75,9 @@ class Tracker:
         for metric, layers in record.get("heads", {}).items():
             values |= {f"{metric}/{i}.{j}": score for i, row in enumerate(layers) for j, score in enumerate(row)}
         if "sample" in record:
-            values["sample"] = self.table(columns=["step", "text"], data=[[record["step"], record["sample"]]])
+            import wandb
+
+            values["sample"] = wandb.Table(columns=["step", "text"], data=[[record["step"], record["sample"]]])
         self.run.log(values)
 
     @best_effort

@@ -1,12 +1,10 @@
 """Validation: the loss on text that is not trained on, a sample, and scores of the heads."""
 
 import math
-from collections.abc import Callable
 from itertools import takewhile
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from cli.script import visible
 from data.batches import validation_batches
@@ -14,13 +12,12 @@ from data.corpus import Corpus
 from errors import UserError
 from inspection.heads import as_json, head_scores, repeat_probe
 from model import GPT
-from model.sampling import Sampler, stream
+from training.certificate import LossFn
 from training.config import TrainConfig
 from training.device import autocast
 from training.distributed import Ranks
 
 MOST_SCORED = 256  # tokens of text on which heads are scored, which costs little beside the loss
-LossFn = Callable[[GPT, Tensor, Tensor], Tensor]
 
 
 class Validation:
@@ -43,31 +40,33 @@ class Validation:
         self.tokenizer = corpus.tokenizer
         val = corpus.meta["val"]
         self.bits_per_byte_per_nat = val["tokens"] / val["bytes"] / math.log(2)
-        start = corpus.tokenizer.document_start
-        self.prompt = [*start, *corpus.tokenizer.encode(config.sample_prompt).tolist()]
+        start = self.tokenizer.document_start
+        self.prompt = [*start, *self.tokenizer.encode(config.sample_prompt).tolist()]
         if config.sample_tokens and not self.prompt:
             raise UserError("this tokenizer has no token that begins a text: give a --train.sample_prompt")
-        self.text = torch.from_numpy(self.tokens[: min(context_length, MOST_SCORED)].astype(np.int64))[None]
-        self.words = torch.from_numpy(np.setdiff1d(self.tokens, start).astype(np.int64))
-        self.first = start[-1] if start else int(self.words[0])
+        text = self.tokens[: min(context_length, MOST_SCORED)]
+        self.text = torch.from_numpy(text.astype(np.int64))[None]
+        words = torch.from_numpy(np.setdiff1d(self.tokens, start)).long()
+        first = start[-1] if start else int(words[0])
+        self.probe = repeat_probe(words, first, context_length, num=1)
 
     def measure(self, model: GPT, loss_fn: LossFn) -> dict:
         """Return a record for metrics.jsonl: val_loss, val_bits_per_byte, heads and, if wanted, a sample."""
-        sample = {"sample": self.sample(model, self.config.sample_tokens)} if self.config.sample_tokens else {}
         val_loss = self.loss(model, loss_fn)
         with autocast(model.lm_head.weight.device, self.dtype):
-            probe = repeat_probe(self.words, self.first, self.T, num=1)
-            heads = as_json(head_scores(model, self.text, probe, verify=False))
-        bits_per_byte = val_loss * self.bits_per_byte_per_nat
-        return {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte, "heads": heads, **sample}
+            heads = as_json(head_scores(model, self.text, self.probe, verify=False))
+        record = {"val_loss": val_loss, "val_bits_per_byte": val_loss * self.bits_per_byte_per_nat, "heads": heads}
+        if self.config.sample_tokens:
+            record["sample"] = self.sample(model, self.config.sample_tokens)
+        return record
 
     @torch.no_grad()
     def loss(self, model: GPT, loss_fn: LossFn) -> float:
         """Return the mean loss over all validation tokens, in nats a token."""
-        device = model.lm_head.weight.device
         ranks = self.ranks
-        model.eval()
+        device = model.lm_head.weight.device
         batches = validation_batches(self.tokens, self.config.batch_size, self.T, device, ranks.rank, ranks.world)
+        model.eval()
         losses = [loss_fn(model, inputs, targets) for inputs, targets in batches]
         model.train()
         # fsum is exact, so the sum does not depend on which rank has computed which batch.
@@ -75,13 +74,11 @@ class Validation:
 
     def sample(self, model: GPT, num_tokens: int) -> str:
         """Return the prompt as the model continues it, up to the end of the document."""
-        device = model.lm_head.weight.device
-        tokenizer = self.tokenizer
-        with autocast(device, self.dtype):
-            idx = torch.tensor([self.prompt], device=device)
-            new = torch.cat([*stream(model, idx, num_tokens, Sampler(temperature=0.8, top_k=50), seed=0)], dim=1)
-        text = self.prompt[len(tokenizer.document_start) :] + new[0].tolist()
-        return tokenizer.decode([*takewhile(lambda token: token not in tokenizer.ends, text)])
+        idx = torch.tensor([self.prompt], device=model.lm_head.weight.device)
+        with autocast(idx.device, self.dtype):
+            (tokens,) = model.generate(idx, num_tokens, temperature=0.8, top_k=50, seed=0).tolist()
+        text = tokens[len(self.tokenizer.document_start) :]
+        return self.tokenizer.decode([*takewhile(lambda token: token not in self.tokenizer.ends, text)])
 
     def print_sample(self, model: GPT) -> None:
         """Print a longer sample for the end of a run, if samples are wanted."""
