@@ -167,7 +167,7 @@ def find_checkpoints(paths: tuple[Path, ...]) -> list[Checkpoint]:
 
 def choose_heads(patterns: tuple[str, ...], config: GPTConfig) -> list[Head]:
     """List the heads that match, in the order of the patterns. Raises UserError for a head that does not exist."""
-    L = config.n_layer
+    L = config.n_layer  # layers are also counted from the last, which is -1
     heads = {f"{layer}.{head}": (layer % L, head) for layer in range(-L, L) for head in range(config.n_head)}
     chosen = []
     for pattern in patterns or ("*",):

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inspection.kinds import Head
-from inspection.patterns import Captured, capture, hooked
+from inspection.metrics import Metrics
+from inspection.patterns import Captured, capture
 from model import GPT
 from model.attention import Attend
+from model.causality import hooked
 
 POSITIONS = 256  # logits are computed for so many positions of a sequence at a time: V numbers each
 TOKENS_TOGETHER = 512  # short sequences are read together, up to so many tokens
@@ -51,8 +53,8 @@ def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8, 
     if L < 2:
         return None
     generator = torch.Generator().manual_seed(seed)
-    orders = [torch.randperm(len(tokens), generator=generator) for _ in range(num)]
-    r, other = torch.stack([tokens[order[: 2 * L]] for order in orders]).split(L, dim=1)
+    drawn = [tokens[torch.randperm(len(tokens), generator=generator)[: 2 * L]] for _ in range(num)]
+    r, other = torch.stack(drawn).split(L, dim=1)
     first = torch.full((num, 1), start)
     return RepeatProbe(torch.cat((first, r, r), dim=1), torch.cat((first, r, other), dim=1))
 
@@ -61,18 +63,18 @@ def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8, 
 class HeadScores:
     """Metrics of all heads, sequence by sequence."""
 
-    samples: dict[str, Tensor]  # metric -> (N, L, H) float64
+    samples: Metrics  # metric -> (N, L, H) float64
     losses: Tensor  # (N,) mean cross-entropy of each text, in nats a token
     row_error: float  # the largest error of a row of weights against the kernel; nan if that was not verified
     tokens: Tensor  # (L, H), the token that the metric "token" is about
 
     @property
-    def mean(self) -> dict[str, Tensor]:
+    def mean(self) -> Metrics:
         """Mean over the sequences: metric -> (L, H)."""
         return {name: samples.mean(0) for name, samples in self.samples.items()}
 
     @property
-    def error(self) -> dict[str, Tensor]:
+    def error(self) -> Metrics:
         """Standard error of the mean: metric -> (L, H). It is nan if there is one sequence."""
         return {name: (x.var(0, correction=0) / (len(x) - 1)).sqrt() for name, x in self.samples.items()}
 
@@ -121,7 +123,7 @@ def head_scores(model: GPT, text: Tensor, probe: RepeatProbe | None = None, veri
     losses = []
     row_errors = []
 
-    def measure_sequences(sequences: Tensor, repeat: int | None = None) -> dict[str, Tensor]:
+    def measure_sequences(sequences: Tensor, repeat: int | None = None) -> Metrics:
         """Return metric -> (N, L, H), and store the errors of rows and, of a text, the losses."""
         parts = []
         num_together = max(1, TOKENS_TOGETHER // sequences.size(1))
@@ -205,7 +207,8 @@ def ablate(model: GPT, text: Tensor, heads: Iterable[Head], mode: Literal["zero"
             before = sequence_losses(model, model.hidden(text), text)
         for layer, head in heads:
             x = inputs[layer]
-            with hooked([model.blocks[layer].attention.attend], partial(replace_head, head=head, mode=mode)):
+            attend = model.blocks[layer].attention.attend
+            with attend.register_forward_hook(partial(replace_head, head=head, mode=mode)):
                 for block in model.blocks[layer:]:  # the blocks below are not affected
                     x = block(x)
             after = sequence_losses(model, model.final_norm(x), text)
@@ -222,32 +225,19 @@ def influence(model: GPT, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     device = model.lm_head.weight.device
     T = idx.size(1)
-    num_rows = T
-    if device.type != "cuda":
-        flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.blocks.parameters())  # of a backward pass
-        num_rows = min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
+    flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.blocks.parameters())  # of a backward pass
+    num_rows = T if device.type == "cuda" else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
     idx = idx.to(device)
     embedded = model.token_embedding(idx).detach().requires_grad_()
     shares = torch.full((T, T), torch.nan)
-    with evaluating(model), hooked([model.token_embedding], lambda *_: embedded), torch.enable_grad():
+    with evaluating(model), model.token_embedding.register_forward_hook(lambda *_: embedded), torch.enable_grad():
         hidden = model.hidden(idx)[0]
-        tokens, probabilities, gradients = predict(model, hidden)
         for row in torch.linspace(T - 1, 0, num_rows).int().tolist():
-            (gradient,) = torch.autograd.grad(hidden[row], embedded, gradients[row], retain_graph=True)
+            probability = model.logits(hidden[row]).float().softmax(-1).max(-1).values
+            (gradient,) = torch.autograd.grad(probability.log(), embedded, retain_graph=True)
             norms = gradient[0].float().norm(dim=-1)
             shares[row] = (norms / norms.sum()).cpu()
-    return shares, tokens.cpu(), probabilities.cpu()
-
-
-def predict(model: GPT, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the likeliest next token at each position, (T,), its probability, (T,), and a gradient, (T, C).
-
-    hidden: the last hidden states, (T, C). The gradient is that of the log-probability by the state at its position.
-    """
-    predictions = []
-    for part in hidden.detach().split(POSITIONS):
-        part.requires_grad_()
-        probabilities, tokens = model.logits(part).float().softmax(-1).max(-1)
-        (gradients,) = torch.autograd.grad(probabilities.log().sum(), part)
-        predictions.append((tokens, probabilities.detach(), gradients))
-    return tuple(torch.cat(parts) for parts in zip(*predictions, strict=True))
+    with torch.no_grad():
+        likeliest = [model.logits(part).float().softmax(-1).max(-1) for part in hidden.split(POSITIONS)]
+    probabilities, tokens = (torch.cat(parts).cpu() for parts in zip(*likeliest, strict=True))
+    return shares, tokens, probabilities

@@ -6,11 +6,10 @@ head that has nothing to do rests on the first token (Xiao et al. 2023), and mos
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from inspection.metrics import METRICS
+from inspection.metrics import METRICS, Metrics
 
 Head = tuple[int, int]  # layer and head, both from zero
+Heads = Sequence[Head]
 KINDS = {  # metric, or "other" -> where a head of this kind looks
     "induction": "what followed the same token before",
     "duplicate": "an earlier copy of the token",
@@ -30,7 +29,7 @@ def name_of(head: Head) -> str:
     return f"{layer}.{number}"
 
 
-def kind_of(mean: dict[str, Tensor], head: Head) -> tuple[str, float]:
+def kind_of(mean: Metrics, head: Head) -> tuple[str, float]:
     """Return the kind of a head, a key of KINDS, and its score. For "other" the score is one minus the entropy.
 
     mean: metric -> (L, H), as in `HeadScores`. A metric with a control has to exceed its control by LEAST.
@@ -54,7 +53,7 @@ def short(score: float) -> str:
     return f"{score:.2f}".removeprefix("0")
 
 
-def by_kind(mean: dict[str, Tensor], heads: Sequence[Head]) -> dict[str, list[tuple[Head, float]]]:
+def by_kind(mean: Metrics, heads: Heads) -> dict[str, list[tuple[Head, float]]]:
     """Group heads, each with its score, by kind; the highest score first. Kinds without a head are left out.
 
     mean: as in `kind_of`.

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Metrics = dict[str, Tensor]  # the name of a metric -> its values, one for each head and often for each sequence
 METRICS = {  # name -> title and format in a table, and definition; A_ij is the weight of query i for key j
     "entropy": ("entropy", ".2f", "evenness of a row: -sum_j A_ij ln A_ij over its maximum ln(i + 1), for i >= 1"),
     "distance": ("distance", ".1f", "mean distance in tokens: the sum of A_ij (i - j) over the sum of A_ij"),
@@ -27,7 +28,7 @@ METRICS = {  # name -> title and format in a table, and definition; A_ij is the 
 }
 
 
-def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> dict[str, Tensor]:
+def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:
     """Return the metrics of one layer, float64 on the CPU: metric -> (B, H), and "received", (B, H, T).
 
     "received" is the mean weight of each key. A metric without any row is nan.

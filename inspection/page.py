@@ -19,8 +19,8 @@ from torch import Tensor
 from cli.html import own_hash
 from errors import UserError
 from inspection.heads import Inspection
-from inspection.kinds import KINDS, Head, by_kind, kind_of, name_of, tag
-from inspection.metrics import METRICS
+from inspection.kinds import KINDS, Head, Heads, by_kind, kind_of, name_of, tag
+from inspection.metrics import METRICS, Metrics
 from inspection.terminal import grid_columns, number
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -37,9 +37,7 @@ def check_room(T: int, num_heads: int, num_checkpoints: int) -> None:
         raise UserError(f"{room}, not {num_heads}: give fewer --heads, a shorter --text or fewer checkpoints")
 
 
-def write_page(
-    path: Path, note: str, labels: Sequence[str], heads: Sequence[Head], inspections: Sequence[Inspection]
-) -> None:
+def write_page(path: Path, note: str, labels: Sequence[str], heads: Heads, inspections: Sequence[Inspection]) -> None:
     """Write the page.
 
     note: describes the text that was measured; labels: of the T tokens; heads: those to show; inspections: of one or
@@ -75,7 +73,7 @@ def encode(pattern: Tensor) -> str:
     return base64.b64encode(zlib.compress(units.tobytes(), level=1)).decode()
 
 
-def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
+def describe(inspection: Inspection, heads: Heads) -> dict:
     """Return the texts about one checkpoint, its heads and its predictions, and the head and the row to open at."""
     mean = inspection.scores.mean
     first_kind = next(iter(by_kind(mean, heads).values()))
@@ -93,7 +91,7 @@ def describe(inspection: Inspection, heads: Sequence[Head]) -> dict:
     }
 
 
-def describe_head(inspection: Inspection, mean: dict[str, Tensor], head: Head) -> str:
+def describe_head(inspection: Inspection, mean: Metrics, head: Head) -> str:
     """Format the kind and the scores of one head as one line.
 
     mean: metric -> (L, H), that of the inspection's scores.

@@ -9,18 +9,18 @@
 Shapes are named as in model/attention.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from errors import UserError
-from inspection.metrics import measure
+from inspection.metrics import Metrics, measure
 from model import GPT
 from model.attention import Attend, attention_weights, repeat_kv
-from model.causality import exact_products
+from model.causality import exact_products, hooked
 
 # The largest error of a row of weights that rounding explains, for each precision of queries and keys.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -69,14 +69,13 @@ class Captured:
             q = q[:, head, None]
             k = k[:, head, None]
         wide = torch.promote_types(q.dtype, torch.float32)
-        past = k.size(2) - q.size(2)  # queries are always the last positions of their keys
+        seen = k.size(2) - q.size(2)  # keys before the first query: the queries are the last positions of their keys
         weights_per_query = q.size(0) * q.size(1) * k.size(2)
         height = max(1, BLOCK_SIZE // weights_per_query)
-        for start in range(0, q.size(2), height):
-            rows = slice(start, min(start + height, q.size(2)))
-            keys = slice(past + rows.stop)
+        for queries, rows in zip(q.split(height, dim=2), mask.split(height), strict=True):
+            seen += queries.size(2)
             with exact_products(q.device):
-                weights = attention_weights(q[:, :, rows].to(wide), k[:, :, keys].to(wide), mask[rows, keys])
+                weights = attention_weights(queries.to(wide), k[:, :, :seen].to(wide), rows[:, :seen])
             yield weights
 
     def patterns(self, layer: int, head: int | None = None) -> Tensor:
@@ -92,14 +91,14 @@ class Captured:
         """Return the weights of one head, (B, T_query, T_key): row = query, column = key. Raises as indexing does."""
         return self.patterns(layer, head)[:, 0]
 
-    def scores(self, repeat: int | None = None) -> dict[str, Tensor]:
+    def scores(self, repeat: int | None = None) -> Metrics:
         """Return the metrics of all heads, means over the sequences: metric -> (L, H).
 
         repeat: the length L of the repeated part if the text is a `repeat_probe`.
         """
         return {name: scores.mean(0) for name, scores in self.sequence_scores(repeat).items()}
 
-    def sequence_scores(self, repeat: int | None = None) -> dict[str, Tensor]:
+    def sequence_scores(self, repeat: int | None = None) -> Metrics:
         """Return the metrics of all heads in each sequence: metric -> (B, L, H), and "received" -> (B, L, H, T_key).
 
         The metrics are those of `measure` in inspection/metrics.py. No T x T matrix is stored. repeat: as in `scores`.
@@ -134,8 +133,7 @@ class Captured:
         q, k, mask = self[layer]
         wide = torch.promote_types(q.dtype, torch.float32)
         generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(2, k.shape, generator=generator, dtype=torch.int8) * 2 - 1
-        v = signs.to(k)
+        v = (torch.randint(2, k.shape, generator=generator, dtype=torch.int8) * 2 - 1).to(k)
         values = repeat_kv(v, q).to(wide)
         key_norms = repeat_kv(k.to(wide).norm(dim=-1, keepdim=True), q)
         ours = []
@@ -150,17 +148,6 @@ class Captured:
         score_sizes = q.to(wide).norm(dim=-1) * torch.cat(mean_key_norms, dim=2).squeeze(-1) / q.size(-1) ** 0.5
         rounding = 2 * torch.finfo(wide).eps * score_sizes
         return difference.square().mean(-1).sqrt(), rounding.clamp(max=MAX_SCORE_ROUNDING)
-
-
-@contextmanager
-def hooked(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
-    """Register a forward hook, hook(module, inputs, output), on each of the modules inside the `with` block."""
-    handles = [module.register_forward_hook(hook) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from inspection.heads import Inspection
-from inspection.kinds import Head, kind_of, name_of, tag
+from inspection.kinds import Heads, kind_of, name_of, tag
 from inspection.terminal import grid_columns
 from model.attention import make_causal_mask
 
@@ -39,7 +39,7 @@ def drawable(text: str) -> str:
     return "".join(character if ord(character) in known else f"⟨u+{ord(character):04x}⟩" for character in text)
 
 
-def draw_heads(path: Path, inspection: Inspection, heads: Sequence[Head], labels: Sequence[str]) -> None:
+def draw_heads(path: Path, inspection: Inspection, heads: Heads, labels: Sequence[str]) -> None:
     """Draw heads as tiles of one image, a row for each layer if all layers have the same heads.
 
     One image for all, because hundreds of axes would take a minute. Tokens are named along the outer edges, as many as
@@ -50,8 +50,7 @@ def draw_heads(path: Path, inspection: Inspection, heads: Sequence[Head], labels
     rows = math.ceil(len(heads) / columns)
     side = min(8.0, max(1.2, 16 / columns))  # inches of a tile
     step = math.ceil(T / (0.8 * DPI * side))  # tokens that share a pixel
-    tiles = [pool(inspection.pattern(head), step) for head in heads]
-    size = len(tiles[0])
+    size = math.ceil(T / step)  # pixels of a tile
     gap = max(1, size // 16)
     pitch = size + gap  # from one tile to the next
     mosaic = torch.full((rows * pitch - gap, columns * pitch - gap), math.nan)
@@ -61,7 +60,7 @@ def draw_heads(path: Path, inspection: Inspection, heads: Sequence[Head], labels
         row, column = divmod(number, columns)
         top = row * pitch
         left = column * pitch
-        mosaic[top : top + size, left : left + size] = tiles[number]
+        mosaic[top : top + size, left : left + size] = pool(inspection.pattern(head), step)
         name = f"{name_of(head)} {tag(*kind_of(inspection.scores.mean, head))}"
         ax.text(left + size, top, name, ha="right", va="top", fontsize=7 if side < 2 else 10)
     image = ax.imshow(mosaic.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis")

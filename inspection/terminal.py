@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from inspection.heads import HeadScores
-from inspection.kinds import KINDS, Head, by_kind, name_of, short
-from inspection.metrics import METRICS
+from inspection.kinds import KINDS, Head, Heads, by_kind, name_of, short
+from inspection.metrics import METRICS, Metrics
 
 GREY = " .:-=+*#%@"  # darker for a larger weight, in tenths
 VISIBLE = {" ": "␣", "\n": "↵", "\t": "⇥"}
@@ -34,7 +34,7 @@ def label(token: bytes) -> str:
     return shown
 
 
-def table(scores: HeadScores, heads: Sequence[Head], labels: Sequence[Sequence[str]]) -> str:
+def table(scores: HeadScores, heads: Heads, labels: Sequence[Sequence[str]]) -> str:
     """Format one line for each head. After ablation over several texts the rise of the loss has its standard error.
 
     labels: (L, H), of the tokens that the metric "token" is about. After ablation there is no room for them.
@@ -57,7 +57,7 @@ def table(scores: HeadScores, heads: Sequence[Head], labels: Sequence[Sequence[s
     return "\n".join([*lines, "the columns are defined in: inspect_attention.py --help"])
 
 
-def best(mean: dict[str, Tensor], heads: Sequence[Head]) -> list[Head]:
+def best(mean: Metrics, heads: Heads) -> list[Head]:
     """Choose heads for a shorter table: the best two of each kind, after --ablate the heads that the loss needs most.
 
     mean: metric -> (L, H).
@@ -67,7 +67,7 @@ def best(mean: dict[str, Tensor], heads: Sequence[Head]) -> list[Head]:
     return [head for group in by_kind(mean, heads).values() for head, _ in group[:2]]
 
 
-def in_words(mean: dict[str, Tensor], heads: Sequence[Head], labels: Sequence[Sequence[str]]) -> str:
+def in_words(mean: Metrics, heads: Heads, labels: Sequence[Sequence[str]]) -> str:
     """Format one line for each kind: the number of its heads, and up to three of the highest scores.
 
     mean: metric -> (L, H); labels: as in `table`.
@@ -90,7 +90,7 @@ def number(value: Tensor, form: str) -> str:
     return "" if value.isnan() else format(value.item(), form)
 
 
-def grid_columns(heads: Sequence[Head]) -> int:
+def grid_columns(heads: Heads) -> int:
     """Choose the number of columns of a grid: a row for each layer if all layers have the same heads, else a square."""
     num_layers, columns = (len(set(numbers)) for numbers in zip(*heads, strict=True))
     return columns if num_layers * columns == len(heads) else math.ceil(math.sqrt(len(heads)))

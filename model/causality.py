@@ -23,8 +23,9 @@ Shapes: B batch, T time (tokens), V vocabulary, C channels.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -104,109 +105,116 @@ def check_causality(
     Raises ValueError if length, vocab_size or mask are impossible, if a module is missing, or if `forward` returns no
     logits.
     """
-    module = forward if module is None and isinstance(forward, nn.Module) else module
+    if module is None and isinstance(forward, nn.Module):
+        module = forward
     if module is None and (decode or loss_fn or extreme):
         raise ValueError("decode, loss_fn and extreme are functions of a module: give it too")
-    without = nn.Module().eval()  # stands for the module of a plain function: no weights, nothing to restore
-    prober = Prober(vocab_size, length, without if module is None else module, batch_size, mask)
-    decoding = [(decode, "in decoding")] if decode else []
-
-    def probes() -> None:
-        if module is not None:
-            module.eval()
-        with torch.no_grad():
-            prober.alone(forward, "with the weights as they are")
-            prober.hidden(forward, "with the weights as they are", seen=module is None, few=module is not None)
-        if module is None:
-            return
-        prober.randomize()
-        module.eval()
-        with torch.no_grad():
-            for function, where in ((forward, "in evaluation"), *decoding):
-                prober.alone(function, where)
-                prober.hidden(function, where, seen=True)
-            if decode:
-                prober.agrees(module, decode)
-            if loss_fn:
-                prober.hidden_from_loss(loss_fn, "in evaluation")
-        prober.gradient()
-        module.train()
-        prober.alone(forward, "in training")
-        prober.hidden(forward, "in training")
-        if loss_fn:
-            prober.hidden_from_loss(loss_fn, "in training")
-
-        prober.randomize(EXTREME)  # probes the module without autocast: float16 would overflow
-        for function in (module, *extreme):
-            prober.hidden(function, "in training, with extreme weights", few=True)
-        module.eval()
-        with torch.no_grad():
-            for function, where in ((module, "in evaluation"), *decoding):
-                prober.hidden(function, f"{where}, with extreme weights", few=True)
-
-    return prober.run(probes)
+    if vocab_size < 2 or length < 1:
+        raise ValueError(f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}")
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+    if mask.shape != (length, length):
+        raise ValueError(f"the mask must be ({length}, {length}), got {tuple(mask.shape)}")
+    prober = Prober(vocab_size, length, batch_size or length, mask, module)
+    finding = ()
+    try:
+        with prober.restoring():
+            prober.run(forward, decode, loss_fn, extreme)
+    except Finding as found:
+        finding = found.args
+    return Causality(length, len(prober.probed), *finding)
 
 
+@dataclass
 class Prober:
     """Tokens, positions and weights to probe with. Each probe raises `Finding` if it finds a fault."""
 
-    def __init__(self, vocab_size: int, length: int, module: nn.Module, batch_size: int | None, mask: Tensor | None):
-        if vocab_size < 2 or length < 1:
-            raise ValueError(f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}")
-        if mask is not None and mask.shape != (length, length):
-            raise ValueError(f"the mask must be ({length}, {length}), got {tuple(mask.shape)}")
-        self.vocab_size = vocab_size
-        self.length = length
-        self.module = module
-        self.batch_size = batch_size or length
-        self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        self.random = torch.Generator().manual_seed(0)  # for tokens, positions and random weights
-        places = torch.arange(length, device=self.device)
-        self.mask = places <= places[:, None] if mask is None else mask.to(self.device)
-        self.probed: set[int] = set()
+    vocab_size: int
+    length: int
+    batch_size: int
+    mask: Tensor
+    module: nn.Module | None
 
-    def run(self, probes: Callable[[], None]) -> Causality:
-        """Call `probes` and return the result; restore the module and the random state."""
-        modes = [(part, part.training) for part in self.module.modules()]
+    def __post_init__(self) -> None:
+        self.is_function = self.module is None
+        if self.is_function:
+            self.module = nn.Module()  # without weights, so that there is nothing to restore
+        self.device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+        self.mask = self.mask.to(self.device)
+        self.places = torch.arange(self.length, device=self.device)
+        self.random = torch.Generator().manual_seed(0)  # for tokens, positions and random weights
+        self.probed = set()
+        self.parts = [(part, part.training, dict(part._buffers)) for part in self.module.modules()]
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Turn autograd on inside the `with` block. After it, restore the module and the random state."""
         weights = [(parameter, parameter.detach().clone()) for parameter in self.module.parameters()]
-        copies = {id(buffer): buffer.detach().clone() for buffer in self.module.buffers()}  # layers may share a mask
-        self.buffers = [
-            (part, name, buffer, copies[id(buffer)])
-            for part in self.module.modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        ]
-        found: tuple = ()
         try:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 with torch.inference_mode(False), torch.enable_grad():
-                    probes()
-        except Finding as finding:
-            found = finding.args
+                    yield
         finally:
             with torch.no_grad():
                 for parameter, value in weights:
                     parameter.copy_(value)
             self.restore_buffers()
-            for part, training in modes:
+            for part, training, _ in self.parts:
                 part.training = training
-        return Causality(self.length, len(self.probed), *found)
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
         """Give each buffer its first tensor and value, also if the module has assigned another tensor."""
-        for part, name, buffer, value in self.buffers:
-            part._buffers[name] = buffer
+        for part, _, buffers in self.parts:
+            part._buffers.update(buffers)
+        for buffer, value in self.buffers:
             if not torch.equal(buffer, value):  # an expanded buffer cannot be written to
                 buffer.copy_(value)
+
+    def run(self, forward: Forward, decode: Forward | None, loss_fn: Loss | None, extreme: Sequence[Forward]) -> None:
+        """Run all probes. Without a module, run those of `forward` as it is."""
+        as_it_is = "with the weights as they are"
+        self.module.eval()
+        with torch.no_grad():
+            self.alone(forward, as_it_is)
+            self.hidden(forward, as_it_is, seen=self.is_function, few=not self.is_function)
+        if self.is_function:
+            return
+
+        self.randomize()
+        with torch.no_grad():
+            self.alone(forward, "in evaluation")
+            self.hidden(forward, "in evaluation", seen=True)
+            if decode:
+                self.alone(decode, "in decoding")
+                self.hidden(decode, "in decoding", seen=True)
+                self.agrees(decode)
+            if loss_fn:
+                self.hidden_from_loss(loss_fn, "in evaluation")
+        self.gradient()
+        self.module.train()
+        self.alone(forward, "in training")
+        self.hidden(forward, "in training")
+        if loss_fn:
+            self.hidden_from_loss(loss_fn, "in training")
+
+        self.randomize(EXTREME)
+        for function in (self.module, *extreme):  # not `forward`: an autocast to float16 would overflow
+            self.hidden(function, "in training, with extreme weights", few=True)
+        self.module.eval()
+        with torch.no_grad():
+            self.hidden(self.module, "in evaluation, with extreme weights", few=True)
+            if decode:
+                self.hidden(decode, "in decoding, with extreme weights", few=True)
 
     @torch.no_grad()
     def randomize(self, scale: float = 1.0) -> None:
         """Give every weight a random value, so that each part of the model matters. Scale those of queries and keys."""
         torch.manual_seed(int(torch.randint(2**31, (), generator=self.random)))
-        named = [(name, p) for name, p in self.module.named_parameters() if p.is_floating_point()]
-        for_scores = {name for name, _ in named if FOR_SCORES.search(name)} or {name for name, _ in named}
-        for name, parameter in named:
+        weights = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
+        for_scores = [name for name in weights if FOR_SCORES.search(name)] or weights
+        for name, parameter in weights.items():
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
             if parameter.dim() < 2:  # gains and biases
                 values.uniform_(0.5, 1.5).mul_(torch.randint_like(values, 2) * 2 - 1)
@@ -218,11 +226,15 @@ class Prober:
 
     def positions(self, few: bool = False) -> Tensor:
         """Return ascending positions: both ends, the last before each power of two (a tile's edge), and random ones."""
-        ends = {0, self.length - 2, self.length - 1}
-        chosen = ends if few else ends | {2**n - 1 for n in range(self.length.bit_length())}
+        chosen = {0, self.length - 2, self.length - 1}
+        count = NUM_POSITIONS // 2
+        if not few:
+            chosen |= {2**n - 1 for n in range(self.length.bit_length())}
+            count = NUM_POSITIONS
         chosen &= set(range(self.length))
-        others = [n for n in torch.randperm(self.length, generator=self.random).tolist() if n not in chosen]
-        chosen |= set(others[: max(0, (NUM_POSITIONS // 2 if few else NUM_POSITIONS) - len(chosen))])
+        for position in torch.randperm(self.length, generator=self.random).tolist():
+            if len(chosen) < count:
+                chosen.add(position)
         self.probed |= chosen
         return torch.tensor(sorted(chosen), device=self.device)
 
@@ -254,10 +266,11 @@ class Prober:
         before = self.logits(forward, idx)
         if not before.isfinite().all():
             raise Finding(f"its logits are not finite numbers ({where})")
-        with_other = [self.logits(forward, torch.stack(pair)) for pair in ((idx[0], other[1]), (other[0], idx[1]))]
-        if not same_bits(before, self.logits(forward, idx)).all():
+        first = self.logits(forward, torch.stack((idx[0], other[1])))[0]
+        second = self.logits(forward, torch.stack((other[0], idx[1])))[1]
+        if differs(before, self.logits(forward, idx)).any():
             raise Finding(f"the same tokens do not give the same logits again ({where})")
-        if not all(same_bits(before[row], with_other[row][row]).all() for row in (0, 1)):
+        if differs(before, torch.stack((first, second))).any():
             raise Finding(f"a sequence changes when the others of its batch do ({where})")
 
     def hidden(self, forward: Forward, where: str, seen: bool = False, few: bool = False) -> None:
@@ -268,25 +281,25 @@ class Prober:
             changed = torch.where(hide, other, idx)
             before = self.logits(forward, idx)
             after = self.logits(forward, changed)
-            leaks = ~same_bits(before, after) & ~self.sees_any(hide)
-            for query, row in leaks.T.nonzero()[:1].tolist():
+            leaks = differs(before, after) & ~self.sees_any(hide)
+            for query, row in first_true(leaks.T):
                 _, key = first_cause(lambda tokens, at=(row, query): self.call(forward, tokens)[at], idx, changed)
-                logits_before = before[row, query].float()
-                logits_after = after[row, query].float()
-                size = largest_change(logits_before, logits_after)
-                share = largest_change(logits_before.softmax(-1), logits_after.softmax(-1))
+                logits = torch.stack((before[row, query], after[row, query])).float()
+                size = logits.diff(dim=0).abs().max()
+                share = logits.softmax(-1).diff(dim=0).abs().max()
                 effect = f"moves its logits by up to {size:.2g} and a probability by up to {share:.2g}"
-                raise Finding(f"{sees(query, key)}, which {effect} ({where})", query, key)
+                raise leak(query, key, f", which {effect} ({where})")
             if seen and before.dtype.itemsize >= 4:  # half precision rounds away one token among many
-                replaced = torch.where(self.one_hot(positions), other, idx)
-                moved = ~same_bits(before, self.logits(forward, replaced))  # (key, query)
-                refuse_blindness(self.mask[:, positions] & ~moved.T, torch.arange(self.length), positions)
+                replaced = torch.where(self.places == positions[:, None], other, idx)
+                moved = differs(before, self.logits(forward, replaced))  # (key, query)
+                for query, column in first_true(self.mask[:, positions] & ~moved.T):
+                    raise blindness(query, positions[column].item())
 
-    def agrees(self, forward: Forward, decode: Forward) -> None:
+    def agrees(self, decode: Forward) -> None:
         """Run the probe "agrees", with products in full precision."""
         idx = torch.randint(self.vocab_size, (2, self.length)).to(self.device)
         with exact_products(self.device):
-            expected = self.logits(forward, idx)
+            expected = self.logits(self.module, idx)
             decoded = self.logits(decode, idx)
         error = ((decoded.float() - expected).norm() / expected.norm()).item()
         if expected.dtype.itemsize >= 4 and not error <= MOST_ROUNDING:
@@ -300,30 +313,31 @@ class Prober:
             logits, embedded = watch_embedding(plain, idx)
             if not embedded:
                 return
-            of_queries = logits[torch.arange(len(idx), device=self.device), queries]  # (B, T, V) -> (B, V)
+            of_queries = logits[range(len(idx)), queries]  # (B, T, V) -> (B, V)
             score = (of_queries * torch.randn_like(of_queries)).sum()
             gradients = torch.autograd.grad(score, embedded, allow_unused=True, materialize_grads=True)
             influence = sum(gradient.abs().amax(-1) for gradient in gradients)  # (B, T)
             allowed = self.mask[queries]
-            for row, key in ((influence != 0) & ~allowed).nonzero()[:1].tolist():
-                query = queries[row].item()
-                size = influence[row, key].item()
-                effect = f"the derivative of its logits to it is {size:.2g} and must be exactly 0"
-                raise Finding(f"{sees(query, key)}: {effect}", query, key)
-            refuse_blindness((influence == 0) & allowed, queries, torch.arange(self.length))
+            for row, key in first_true((influence != 0) & ~allowed):
+                effect = f": the derivative of its logits to it is {influence[row, key]:.2g} and must be exactly 0"
+                raise leak(queries[row].item(), key, effect)
+            for row, key in first_true((influence == 0) & allowed):
+                raise blindness(queries[row].item(), key)
 
     def hidden_from_loss(self, loss_fn: Loss, where: str) -> None:
-        """Run the probe "hidden" on a loss, whose one sum over a batch counts few targets.
+        """Run the probe "hidden" on a loss, which is one sum over a batch.
 
-        Each sequence counts the target of one position, and of some positions that see none of the replaced tokens.
+        Few targets are counted, because a small sum shows small changes: in each sequence that of one position, and
+        those of some positions that see none of the replaced tokens.
         """
         for positions in self.positions().split(self.batch_size):
             positions = positions.repeat(self.batch_size)[: self.batch_size]
             hide = ~self.mask[positions]
             idx, other = self.tokens(self.batch_size)
             targets, _ = self.tokens(self.batch_size)
-            some = torch.rand(targets.shape, generator=self.random).to(self.device) < 4 / self.length
-            counted = self.one_hot(positions) | some & ~self.sees_any(hide)  # a small sum shows small changes
+            counted = torch.rand(targets.shape, generator=self.random).to(self.device) < 4 / self.length
+            counted &= ~self.sees_any(hide)
+            counted |= self.places == positions[:, None]
             targets = targets.masked_fill(~counted, IGNORE)
             changed = torch.where(hide, other, idx)
 
@@ -332,43 +346,34 @@ class Prober:
 
             before = loss(idx)
             after = loss(changed)
-            if not same_bits(before, after):
-                if not same_bits(before, loss(idx)):
+            if differs(before, after):
+                if differs(before, loss(idx)):
                     raise Finding(f"the same tokens do not give the same loss again ({where})")
                 nothing = torch.full_like(targets, IGNORE)
-                another_start = torch.cat((other[:, :1], idx[:, 1:]), dim=1)
-                if not same_bits(loss(idx, nothing), loss(another_start, nothing)):
+                another_start = torch.where(self.places == 0, other, idx)
+                if differs(loss(idx, nothing), loss(another_start, nothing)):
                     rule = f"whose target is {IGNORE} and must be skipped, as F.cross_entropy skips them"
                     raise Finding(f"the loss counts positions {rule} ({where})")
                 row, key = first_cause(loss, idx, changed)
-                query = positions[row].item()
-                size = largest_change(before, after)
-                raise Finding(f"{sees(query, key)}: the loss moves by {size:.2g} ({where})", query, key)
-        if self.module.training and same_bits(before, loss(other)):
+                size = (after - before).abs()
+                raise leak(positions[row].item(), key, f": the loss moves by {size:.2g} ({where})")
+        if self.module.training and not differs(before, loss(other)):
             raise Finding(f"the loss does not depend on the tokens ({where})")
-
-    def one_hot(self, positions: Tensor) -> Tensor:
-        """Mark the position of each sequence: (B,) -> (B, T) bool."""
-        return torch.arange(self.length, device=self.device) == positions[:, None]
 
     def sees_any(self, tokens: Tensor) -> Tensor:
         """Mark the positions that may see at least one of the marked tokens: (B, T) -> (B, T), both bool."""
         return tokens.float() @ self.mask.float().T > 0
 
 
-def sees(query: int, key: int) -> str:
-    """Describe the fault that a position sees a token."""
+def leak(query: int, key: int, effect: str) -> Finding:
+    """Return the fault that a position sees a token that it must not see."""
     where = f"{key - query} ahead of it" if key > query else "which its mask hides"
-    return f"position {query} sees token {key}, {where}"
+    return Finding(f"position {query} sees token {key}, {where}{effect}", query, key)
 
 
-def refuse_blindness(blind: Tensor, queries: Tensor, keys: Tensor) -> None:
-    """Raise `Finding` for the first True in `blind`, (queries, keys): a token that should be seen and is not."""
-    for query, key in blind.nonzero()[:1].tolist():
-        blind_query = queries[query].item()
-        unseen_key = keys[key].item()
-        fault = f"position {blind_query} is blind to token {unseen_key}, which it may see"
-        raise Finding(fault, blind_query, unseen_key)
+def blindness(query: int, key: int) -> Finding:
+    """Return the fault that a position does not see a token that it should see."""
+    return Finding(f"position {query} is blind to token {key}, which it may see", query, key)
 
 
 def watch_embedding(module: nn.Module, idx: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -380,17 +385,27 @@ def watch_embedding(module: nn.Module, idx: Tensor) -> tuple[Tensor, list[Tensor
             embedded.append(output.detach().requires_grad_())
             return embedded[-1]
 
-    hooks = [part.register_forward_hook(watch) for part in module.modules() if isinstance(part, nn.Embedding)]
-    try:
+    with hooked((part for part in module.modules() if isinstance(part, nn.Embedding)), watch):
         return module(idx), embedded
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def same_bits(before: Tensor, after: Tensor) -> Tensor:
-    """Return whether all V numbers are the same: (..., V) twice -> (...,) bool. nan counts as equal to nan."""
-    return ((before == after) | (before.isnan() & after.isnan())).all(-1)
+@contextmanager
+def hooked(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
+    """Register a forward hook, hook(module, inputs, output), on each of the modules inside the `with` block."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_hook(hook))
+        yield
+
+
+def differs(before: Tensor, after: Tensor) -> Tensor:
+    """Return whether any of V numbers differs: (..., V) twice -> (...,) bool. nan counts as equal to nan."""
+    return ((before != after) & ~(before.isnan() & after.isnan())).any(-1)
+
+
+def first_true(found: Tensor) -> list[list[int]]:
+    """Return the indices of the first True in a list, which is empty if there is none."""
+    return found.nonzero()[:1].tolist()
 
 
 @contextmanager
@@ -414,26 +429,17 @@ def shard_like(values: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def largest_change(before: Tensor, after: Tensor) -> float:
-    """Return the largest absolute difference."""
-    return (after.float() - before.float()).abs().max().item()
-
-
 def first_cause(read: Forward, idx: Tensor, changed: Tensor) -> tuple[int, int]:
     """Return (sequence, position) of the first token whose replacement changes `read`, found by bisection.
 
     The tokens of idx, (B, T), are replaced by those of `changed` in their order, as many as it takes.
     """
-    places = (idx != changed).nonzero()
     before = read(idx)
-    low = 0  # replacing so many places changes nothing
-    high = len(places)  # replacing so many does
-    while high - low > 1:
-        middle = (low + high) // 2
-        sequences, tokens = places[:middle].T
-        partly = idx.index_put((sequences, tokens), changed[sequences, tokens])
-        if same_bits(before, read(partly)):
-            low = middle
-        else:
-            high = middle
-    return tuple(places[high - 1].tolist())
+
+    def changes(count: int) -> bool:
+        """Return whether replacing the first `count` tokens changes `read`."""
+        partly = torch.cat((changed.flatten()[:count], idx.flatten()[count:]))
+        return bool(differs(before, read(partly.view_as(idx))))
+
+    place = bisect_left(range(1, idx.numel()), True, key=changes)
+    return divmod(place, idx.size(1))

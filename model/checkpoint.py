@@ -107,25 +107,26 @@ def verify(directory: Path) -> Checkpoint:
     files = manifest.get("files")
     if not isinstance(files, dict):
         raise UserError(f"{path} does not say which files there are")
-    paths = {path.name: path for path in directory.iterdir() if path.name not in ("manifest.json", CARD)}
-    paths = {name: path for name, path in paths.items() if name in files or not name.startswith(".")}  # .DS_Store
+    found = {path.name for path in directory.iterdir()} - {"manifest.json", CARD}
+    hidden = {name for name in found - files.keys() if name.startswith(".")}  # such as .DS_Store
     trainer = {}
-    for name in sorted(paths.keys() | files.keys()):  # only names found in the directory are opened
+    for name in sorted((found | files.keys()) - hidden):
+        path = directory / name  # which is only opened if it was found in the directory
         if name not in files:
             raise UserError(f"{directory} has {name!r}, which is not in the manifest: it does not belong there")
-        if name not in paths:
+        if name not in found:
             raise UserError(f"{directory} has no {name!r}, which is in the manifest")
-        if paths[name].is_symlink() or not paths[name].is_file():
+        if path.is_symlink() or not path.is_file():
             raise UserError(f"{directory} has {name!r}, which is not a file of this directory")
         if name == "trainer.json":  # read once, for its hash and its content
-            content = read_small(paths[name])
+            content = read_small(path)
             digest = hashlib.sha256(content).hexdigest()
         else:
-            digest = sha256(paths[name])
-        if {"size": paths[name].stat().st_size, "sha256": digest} != files[name]:
+            digest = sha256(path)
+        if {"size": path.stat().st_size, "sha256": digest} != files[name]:
             raise UserError(f"{name!r} in {directory} is damaged: its size or SHA-256 is not the one in the manifest")
         if name == "trainer.json":
-            trainer = parse_json(paths[name], content)
+            trainer = parse_json(path, content)
     return Checkpoint(directory, manifest, trainer)
 
 
@@ -136,14 +137,11 @@ def read_json(path: Path) -> dict:
 
 def read_small(path: Path) -> bytes:
     """Return the content of a file. Raises UserError if it is no file, or has more than MOST_JSON bytes."""
-    try:
-        if not path.is_file():
-            raise ValueError("it is not a file")
-        if path.stat().st_size > MOST_JSON:
-            raise ValueError(f"it has more than {MOST_JSON} bytes")
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    if not path.is_file():
+        raise UserError(f"{path} cannot be read: it is not a file")
+    if path.stat().st_size > MOST_JSON:
+        raise UserError(f"{path} cannot be read: it has more than {MOST_JSON} bytes")
+    return path.read_bytes()
 
 
 def parse_json(path: Path, content: bytes) -> dict:

@@ -5,7 +5,8 @@ config.json.
 """
 
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ NANOCHAT = LLAMA | {
     "blocks.{}.mlp.up_proj": "model.layers.{}.mlp.fc1",
     "blocks.{}.mlp.down_proj": "model.layers.{}.mlp.fc2",
 }
-TRANSPOSED = ("c_attn", "c_proj", "c_fc")
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 # Our field -> their key in config.json.
 GPT2_FIELDS = {
@@ -142,11 +143,12 @@ def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: in
             "model/huggingface.py"
         )
     export = EXPORTS[config.family]
+    values = asdict(config)
     content = {
         "architectures": [export.architecture],
         "model_type": config.family,
         **{key: accepted[0] for key, accepted in export.accepted.items()},
-        **{key: getattr(config, name) for name, key in export.fields.items()},
+        **{key: values[name] for name, key in export.fields.items()},
         "bos_token_id": start_of_text,
         "eos_token_id": end_of_text,
         "pad_token_id": None,  # else `transformers` may take a real token as padding, and not train it
@@ -156,18 +158,18 @@ def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: in
         content |= rope_to_huggingface(config)
         stored |= {"rope_theta", "rope_scaling"}
     else:
-        content |= {"n_ctx": config.context_length}  # the name that llama.cpp reads
+        content["n_ctx"] = config.context_length  # the name that llama.cpp reads
         content |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
-    own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in stored}
-    return content | {OWN_KEY: own}
+    return content | {OWN_KEY: {name: value for name, value in values.items() if name not in stored}}
 
 
 def rope_to_huggingface(config: GPTConfig) -> dict:
     """Return the keys of config.json for rotary positions."""
+    theta = {"rope_theta": config.rope_theta}
     rope = {"rope_type": "default"}
     if config.rope_scaling:
-        rope = {"rope_type": "llama3", **dict(zip(SCALING, config.rope_scaling, strict=True))}
-    return {"rope_theta": config.rope_theta, "rope_parameters": rope | {"rope_theta": config.rope_theta}}
+        rope = {"rope_type": "llama3"} | dict(zip(SCALING, config.rope_scaling, strict=True))
+    return theta | {"rope_parameters": rope | theta}
 
 
 def config_from_huggingface(content: dict) -> GPTConfig:
@@ -219,13 +221,12 @@ def tensors_to_huggingface(config: GPTConfig, state: Tensors) -> Tensors:
     """
     tensors = {}
     left = set(state) - {"lm_head.weight"}  # a tied head has no name there
-    for parameter in (".weight", ".bias", ""):  # "": a parameter without a module
-        for ours, theirs in module_names(config):
-            parts = [f"{module}{parameter}" for module in ours if f"{module}{parameter}" in state]
-            if parts:
-                joined = torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]
-                tensors[f"{theirs}{parameter}"] = transpose_conv1d(theirs, joined)
-                left.difference_update(parts)
+    for ours, theirs in tensor_names(config):
+        parts = [state[name] for name in ours if name in state]
+        if parts:
+            joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+            tensors[theirs] = transpose_conv1d(theirs, joined)
+            left.difference_update(ours)
     if left:
         where = f"the modules of {config.family} in model/huggingface.py"
         raise UserError(f"no checkpoint could hold {min(left)}: add it to {where}")
@@ -234,9 +235,9 @@ def tensors_to_huggingface(config: GPTConfig, state: Tensors) -> Tensors:
             advice = "if it is a buffer, make it one with persistent=False"
             raise UserError(f"no checkpoint could hold {name} of {tensor.dtype}: {advice}")
     if config.family == "gpt2" and not config.bias:
-        for name in [name for name in tensors if re.search(r"\.(ln_.|c_attn|c_proj|c_fc)\.weight$", name)]:
-            bias = name.removesuffix("weight") + "bias"
-            tensors[bias] = torch.zeros(tensors[name].shape[-1:], dtype=tensors[name].dtype)
+        for name, weight in list(tensors.items()):
+            if re.search(r"\.(ln_.|c_attn|c_proj|c_fc)\.weight$", name):
+                tensors[name.removesuffix("weight") + "bias"] = weight.new_zeros(weight.shape[-1:])
     return tensors
 
 
@@ -247,29 +248,28 @@ def tensors_from_huggingface(config: GPTConfig, tensors: Tensors) -> Tensors:
     """
     state = {}
     widths = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
-    for parameter in (".weight", ".bias", ""):
-        for ours, theirs in module_names(config):
-            if f"{theirs}{parameter}" in tensors:
-                joined = transpose_conv1d(theirs, tensors[f"{theirs}{parameter}"])
-                parts = joined.split(widths) if len(ours) > 1 else [joined]
-                state |= {f"{module}{parameter}": part for module, part in zip(ours, parts, strict=True)}
+    for ours, theirs in tensor_names(config):
+        if theirs in tensors:
+            joined = transpose_conv1d(theirs, tensors[theirs])
+            parts = joined.split(widths) if len(ours) > 1 else [joined]
+            state.update(zip(ours, parts, strict=True))
     return state
 
 
-def module_names(config: GPTConfig) -> list[tuple[list[str], str]]:
-    """Return (our modules, their module) for every module of theirs: GPT-2 joins q_proj, k_proj and v_proj."""
-    pairs = []
-    for ours, theirs in EXPORTS[config.family].modules.items():
-        modules = [ours.replace("qkv", x) for x in "qkv"] if "qkv" in ours else [ours]
-        layers = range(config.n_layer) if "{}" in ours else [0]
-        if ours != "lm_head" or not config.tied:
-            pairs += [([module.format(layer) for module in modules], theirs.format(layer)) for layer in layers]
-    return pairs
+def tensor_names(config: GPTConfig) -> Iterator[tuple[list[str], str]]:
+    """Yield (our names, their name) of every tensor that a model may have: GPT-2 joins q_proj, k_proj and v_proj."""
+    for parameter in (".weight", ".bias", ""):  # "": a parameter without a module
+        for ours, theirs in EXPORTS[config.family].modules.items():
+            if ours == "lm_head" and config.tied:
+                continue
+            modules = [ours.replace("qkv", x) for x in "qkv"] if "qkv" in ours else [ours]
+            for layer in range(config.n_layer if "{}" in ours else 1):
+                yield [module.format(layer) + parameter for module in modules], theirs.format(layer) + parameter
 
 
-def transpose_conv1d(theirs: str, tensor: Tensor) -> Tensor:
-    """Transpose the tensor of a module if it is a matrix of a GPT-2; return any other tensor as it is.
+def transpose_conv1d(name: str, tensor: Tensor) -> Tensor:
+    """Transpose the tensor of that name if it is a matrix of a GPT-2's block; return any other tensor as it is.
 
     The matrix is copied, because products of transposed views round differently.
     """
-    return tensor.T.contiguous() if theirs.endswith(TRANSPOSED) and tensor.dim() == 2 else tensor
+    return tensor.T.contiguous() if name.endswith(TRANSPOSED) else tensor

@@ -23,6 +23,7 @@ from model.gpt import GPT
 from model.huggingface import Tensors, config_from_huggingface, tensors_from_huggingface, tensors_to_huggingface
 
 HEAD = "lm_head.weight"
+EMBEDDING = "token_embedding.weight"
 UNUSED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and rotary tables in old files
 PREFIXES = ("", "transformer.", "model.")
 Shapes = dict[str, tuple[int, ...]]
@@ -32,10 +33,11 @@ class skip_parameter_init(TorchFunctionMode):
     """Create parameters without initialising them. Memory that is never written costs nothing."""
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
-        tensor = args[0] if args else (kwargs or {}).get("tensor")
+        kwargs = kwargs or {}
+        tensor = kwargs.get("tensor")  # as the functions of torch.nn.init pass it on
         if getattr(func, "__module__", None) == "torch.nn.init" and isinstance(tensor, nn.Parameter):
             return tensor
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def load_model(
@@ -57,9 +59,12 @@ def load_model(
     """
     checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(Path(path))
     stored = load_config(checkpoint.directory)
-    with torch.device("meta"):  # without memory, for the shapes in the files
-        shapes = GPT(stored).state_dict()
-    weights = load_weights(checkpoint.directory, stored, shapes, device, dtype)
+    tensors = load_weights(checkpoint.directory, stored)
+    dtype = dtype or tensors[EMBEDDING].dtype
+    weights = {}
+    for name in list(tensors):
+        weights[name] = tensors.pop(name).to(device, dtype, copy=True)  # drops what it has copied
+    weights.setdefault(HEAD, weights[EMBEDDING])  # tied
     with skip_parameter_init():
         model = GPT(config or stored)
     if model.position_embedding is not None:
@@ -73,15 +78,14 @@ def load_config(directory: Path) -> GPTConfig:
     return config_from_huggingface(read_json(directory / "config.json"))
 
 
-def load_weights(
-    directory: Path, config: GPTConfig, like: Tensors, device: str | torch.device, dtype: torch.dtype | None
-) -> Tensors:
-    """Return the state dict of the model in a directory. dtype None keeps that of the stored embedding.
+def load_weights(directory: Path, config: GPTConfig) -> Tensors:
+    """Return the state dict of the model in a directory, memory-mapped and without a tied head.
 
-    `like` is the state dict of any model with this configuration: it gives the shapes. Raises UserError if the
-    directory holds other tensors.
+    Raises UserError if the directory holds other tensors than a model with this configuration has.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_to_huggingface(config, like).items()}
+    with torch.device("meta"):  # without memory, for the shapes
+        expected = GPT(config).state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_to_huggingface(config, expected).items()}
     embedding = next(iter(shapes))
     shapes[HEAD] = shapes[embedding]  # some files store a tied head as well
     tensors = load_tensors(directory, "model", shapes)
@@ -89,12 +93,9 @@ def load_weights(
         raise UserError(f"{directory} has no tensor {HEAD}")
     if config.tied and HEAD in tensors and not torch.equal(tensors[HEAD], tensors[embedding]):
         raise UserError(f"{directory} has a head of its own, and a config.json that says it is the embedding")
-    stored = tensors_from_huggingface(config, tensors)
-    if any(stored.pop(name).any() for name in stored.keys() - like.keys()):
+    weights = tensors_from_huggingface(config, tensors)
+    if any(weights.pop(name).any() for name in weights.keys() - expected.keys()):
         raise UserError(f"{directory} has biases, and a config.json that says it has none")
-    dtype = dtype or stored["token_embedding.weight"].dtype
-    weights = {name: stored.pop(name).to(device, dtype, copy=True) for name in list(stored)}  # drops what it has copied
-    weights.setdefault(HEAD, weights["token_embedding.weight"])  # tied
     return weights
 
 
@@ -115,9 +116,10 @@ def load_tensors(directory: Path, stem: str, shapes: Shapes) -> Tensors:
 
 def tensor_files(directory: Path, stem: str) -> list[Path]:
     """Return the safetensors file of a "model" or an "optimizer", or the several files that an index names."""
+    single = directory / f"{stem}.safetensors"
     index = directory / f"{stem}.safetensors.index.json"
-    if (directory / f"{stem}.safetensors").is_file() or not index.is_file():
-        return [directory / f"{stem}.safetensors"]
+    if single.is_file() or not index.is_file():
+        return [single]
     places = read_json(index).get("weight_map")
     names = {str(name) for name in places.values()} if isinstance(places, dict) else {""}
     if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
@@ -135,9 +137,9 @@ def read_file(path: Path, shapes: Shapes) -> Tensors:
             for stored in sorted(file.keys()):
                 # `transformers` saves a model without a head under names without the prefix of its body.
                 name = next((prefix + stored for prefix in PREFIXES if prefix + stored in shapes), None)
-                if name is None and UNUSED.search(stored):
-                    continue
                 if name is None:
+                    if UNUSED.search(stored):
+                        continue
                     raise UserError(f"{path} has a tensor that is not expected: {stored}")
                 header = file.get_slice(stored)
                 shape = tuple(header.get_shape())

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from cli.script import visible
+from data import errors_as_user_error
 from data.batches import seed_for
 from data.corpus import Corpus
 from errors import UserError
@@ -20,10 +21,6 @@ from model.load import load_config, load_model
 from training.config import MAY_CHANGE
 from training.optimizer import load_optimizer_tensors
 from training.options import Config, tables
-
-# What a checkpoint has for `Start`.
-STATE = {"step": int, "train_seconds": float, "fingerprint": str | None, "wandb_id": str | None, "scaler": dict}
-STATE |= {"environment": dict}
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,10 @@ class Start:
         return self.step if self.checkpoints else None
 
 
+# name -> type of what is read from a checkpoint: the fields after the first two
+STATE = {each.name: each.type for each in fields(Start)[2:]}
+
+
 def find_start(config: Config, may_resume: bool) -> Start:
     """Return the state that a session starts from: that of the newest intact checkpoint of the run, if there is one.
 
@@ -70,11 +71,12 @@ def find_start(config: Config, may_resume: bool) -> Start:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to {directory}: {nearest} is not a directory you may write to")
     checkpoints = step_directories(directory / "checkpoints")
-    if checkpoints and not config.resume and not may_resume:
-        raise UserError(
-            f"{directory} already holds a run: continue it with --resume {directory}, or give another --train.out_dir"
-        )
     if checkpoints:
+        if not config.resume and not may_resume:
+            raise UserError(
+                f"{directory} already holds a run: continue it with --resume {directory}, or give another "
+                "--train.out_dir"
+            )
         return read_start(find_checkpoint(directory), checkpoints, config)
     if config.resume:
         print(f"note: {directory} has no checkpoint yet, so it begins again")
@@ -87,18 +89,14 @@ def read_start(checkpoint: Checkpoint, checkpoints: list[Path], config: Config) 
     Raises UserError if the checkpoint holds no such state, or that of a run with another configuration.
     """
     state = {"environment": checkpoint.manifest.get("environment", {}), **checkpoint.trainer}
-    try:
+    path = checkpoint.directory / "trainer.json"
+    with errors_as_user_error(f"{path} is not the state of a run of this version"):
         start = Start(checkpoint, checkpoints, **{name: state[name] for name in STATE})
         are_understood = all(isinstance(state[name], kind) for name, kind in STATE.items())
         if not are_understood or checkpoint.directory.name != f"step-{start.step:08d}":
             raise TypeError(f"{', '.join(STATE)} not understood")
         refuse_changes(state["config"], tables(config))
         planned = int(state["config"]["train"]["max_steps"])
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        path = checkpoint.directory / "trainer.json"
-        raise UserError(f"{path} is not the state of a run of this version: {error!r:.200}") from error
     if config.train.max_steps > planned:
         print(
             f"note: planned for {planned} steps, now {config.train.max_steps}: the learning rate may jump "
