@@ -29,7 +29,7 @@ from training.distributed import Ranks
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config
 from training.progress import Interrupt, Interrupted, Progress
-from training.resume import find_start, make_model, restore_optimizer
+from training.resume import find_start, make_model, restore_state
 from training.run import Run, is_done
 from training.sharded import full
 from training.validation import Validation
@@ -61,7 +61,7 @@ def train(config: Config, ranks: Ranks) -> None:
     keep_freed_memory(device)
     optimizer = make_optimizer(model, c, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    restore_optimizer(start, model, optimizer, scaler)
+    restore_state(start, model, optimizer, scaler)
 
     # 2. Compile the loss, not the model, which stays a plain GPT to save. Train nothing that sees the future.
     compiled = c.compile if c.compile is not None else device.type == "cuda"

@@ -127,7 +127,7 @@ def head_scores(model: GPT, text: Tensor, probe: RepeatProbe | None = None, veri
         """Return metric -> (N, L, H), and store the errors of rows and, of a text, the losses."""
         parts = []
         num_together = max(1, TOKENS_TOGETHER // sequences.size(1))
-        for idx in sequences.to(model.lm_head.weight.device).split(num_together):
+        for idx in sequences.to(model.device).split(num_together):
             with capture(model) as att:
                 hidden = model.hidden(idx)
             if repeat is None:
@@ -199,7 +199,7 @@ def ablate(model: GPT, text: Tensor, heads: Iterable[Head], mode: Literal["zero"
     The head's output becomes zero, or its mean over the text (N, T) (Michel, Levy and Neubig 2019). The model was
     trained for neither, and other heads can take over: this is one measure of importance among several.
     """
-    text = text.to(model.lm_head.weight.device)
+    text = text.to(model.device)
     rises = torch.full((len(text), model.config.n_layer, model.config.n_head), torch.nan, dtype=torch.float64)
     inputs = []  # of each block
     with evaluating(model):
@@ -223,7 +223,7 @@ def influence(model: GPT, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     each prediction; and for every position the likeliest next token, (T,), and its probability, (T,). On a CPU only as
     many rows are computed as INFLUENCE_FLOPS allow, evenly spread, the last among them; the others are nan.
     """
-    device = model.lm_head.weight.device
+    device = model.device
     T = idx.size(1)
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.blocks.parameters())  # of a backward pass
     num_rows = T if device.type == "cuda" else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))

@@ -70,6 +70,11 @@ class GPT(nn.Module):
             self.lm_head.weight = self.token_embedding.weight  # (Press and Wolf 2017)
         self.init_weights()
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.lm_head.weight.device
+
     def init_weights(self) -> None:
         """Initialise as GPT-2: std 0.02, and less for the layers whose outputs are added to the residual stream.
 
@@ -177,10 +182,9 @@ class GPT(nn.Module):
         """Move the masks to the device of the weights, compute the rotary tables there, and tie the shared tensors."""
         if self.config.tied:
             self.lm_head.weight = self.token_embedding.weight
-        device = self.lm_head.weight.device
         moved: dict[int, Tensor] = {}  # one tensor for the layers that share one
         for block in self.blocks:
             mask = block.attention.causal_mask
-            block.attention.causal_mask = moved.setdefault(id(mask), mask.to(device))
+            block.attention.causal_mask = moved.setdefault(id(mask), mask.to(self.device))
         if self.rotary is not None:
-            self.rotary.fill(device)
+            self.rotary.fill(self.device)

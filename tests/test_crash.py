@@ -73,14 +73,14 @@ class Setting:
         table = replace(self.config.train, out_dir=str(out))
         config = replace(self.config, train=table, resume=out if begun else None)
         assert not begun or (out / "config.toml").read_text() == to_toml(config)
-        save, restore = Run.save, train.restore_optimizer
+        save, restore = Run.save, train.restore_state
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["train.py"])
             patch.setattr(train, "read_config", lambda argv: config)
             patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})  # takes time and changes nothing
             patch.setattr(Run, "save", lambda run, step, *rest: (save(run, step, *rest), self.note("saved", step)))
             noted = lambda start, *rest: (restore(start, *rest), self.note("resumed", start.step))  # noqa: E731
-            patch.setattr(train, "restore_optimizer", noted)
+            patch.setattr(train, "restore_state", noted)
             if before:
                 patch.setattr(disk, "os", Effects(before))
             run_script(train.main)

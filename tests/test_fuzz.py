@@ -29,7 +29,7 @@ from model.checkpoint import find_checkpoint
 from model.load import load_model
 from tests.conftest import make_gpt, sign
 from training.options import Config, read_config
-from training.resume import find_start, restore_optimizer
+from training.resume import find_start, restore_state
 from training.run import Run
 from training.save import with_own_hash
 
@@ -146,7 +146,7 @@ def resume(directory: Path) -> None:
     """Read what a resumed run reads of its directory."""
     config, gpt = resumed_config(directory / "run"), make_gpt(vocab_size=257)
     start = find_start(config, may_resume=False)
-    restore_optimizer(start, gpt, torch.optim.AdamW(gpt.parameters()), torch.amp.GradScaler("cpu", enabled=False))
+    restore_state(start, gpt, torch.optim.AdamW(gpt.parameters()), torch.amp.GradScaler("cpu", enabled=False))
     run = Run(config, start, open_corpus(directory / "corpus"), {}, {"torch": "2"}, writes=True)
     run.lock_and_write_config()
     run.finish()

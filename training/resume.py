@@ -157,7 +157,7 @@ def check_config(config: GPTConfig) -> None:
             )
 
 
-def restore_optimizer(start: Start, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:
+def restore_state(start: Start, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:
     """Give optimizer and scaler the state that they had when the resumed checkpoint was saved."""
     if start.resumed_step is not None:
         load_optimizer_tensors(model, optimizer, start.base.directory)

@@ -53,7 +53,7 @@ class Validation:
     def measure(self, model: GPT, loss_fn: LossFn) -> dict:
         """Return a record for metrics.jsonl: val_loss, val_bits_per_byte, heads and, if wanted, a sample."""
         val_loss = self.loss(model, loss_fn)
-        with autocast(model.lm_head.weight.device, self.dtype):
+        with autocast(model.device, self.dtype):
             heads = as_json(head_scores(model, self.text, self.probe, verify=False))
         record = {"val_loss": val_loss, "val_bits_per_byte": val_loss * self.bits_per_byte_per_nat, "heads": heads}
         if self.config.sample_tokens:
@@ -64,7 +64,7 @@ class Validation:
     def loss(self, model: GPT, loss_fn: LossFn) -> float:
         """Return the mean loss over all validation tokens, in nats a token."""
         ranks = self.ranks
-        device = model.lm_head.weight.device
+        device = model.device
         batches = validation_batches(self.tokens, self.config.batch_size, self.T, device, ranks.rank, ranks.world)
         model.eval()
         losses = [loss_fn(model, inputs, targets) for inputs, targets in batches]
@@ -74,7 +74,7 @@ class Validation:
 
     def sample(self, model: GPT, num_tokens: int) -> str:
         """Return the prompt as the model continues it, up to the end of the document."""
-        idx = torch.tensor([self.prompt], device=model.lm_head.weight.device)
+        idx = torch.tensor([self.prompt], device=model.device)
         with autocast(idx.device, self.dtype):
             (tokens,) = model.generate(idx, num_tokens, temperature=0.8, top_k=50, seed=0).tolist()
         text = tokens[len(self.tokenizer.document_start) :]
