@@ -48,7 +48,8 @@ from model.load import load_config, load_model
 from training.device import autocast, dtype_name, find_device, is_fast
 
 FORMATS = (".html", ".png", ".svg")
-NUM_TEXTS, TEXT_LENGTH = 8, 1024  # validation text that is measured: sequences, and the most tokens of each
+NUM_TEXTS = 8  # sequences of validation text that are measured
+TEXT_LENGTH = 1024  # the most tokens of each
 SHOWN_LENGTH = 256  # the most tokens of it in a picture
 
 
@@ -73,6 +74,11 @@ class Options:
     """A file to write, any number of times: .html, a page of all checkpoints; .png or .svg, a picture of the last."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
+
+    @property
+    def writes_page(self) -> bool:
+        """Whether a page is among the outputs."""
+        return any(path.suffix == ".html" for path in self.output)
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
@@ -110,8 +116,7 @@ def inspect(options: Options) -> None:
     heads = choose_heads(options.heads, config)
     device = find_device(options.device)
     inputs = choose_inputs(options, newest, config, tokenizer)
-    is_page_asked = any(path.suffix == ".html" for path in options.output)
-    if is_page_asked:
+    if options.writes_page:
         page.check_room(inputs.shown.size(1), len(heads), len(checkpoints))  # now, not after the work
     print(visible(f"text:   {inputs.note}"))
     labels = [label(tokenizer, token) for token in inputs.shown[0].tolist()]
@@ -121,7 +126,7 @@ def inspect(options: Options) -> None:
 
     inspections = []
     for checkpoint in checkpoints:
-        if not is_page_asked:
+        if not options.writes_page:
             inspections.clear()  # only the last one is drawn, and its queries and keys are large
         inspections.append(inspect_checkpoint(checkpoint, inputs, heads, tokenizer, device, options))
         print(f"model:  {inspections[-1].name}, loss {inspections[-1].loss:.4f} on the text")
@@ -246,7 +251,7 @@ def inspect_checkpoint(
         with capture(model) as att, torch.no_grad():
             model.hidden(inputs.shown.to(device))
         row_error = max(scores.row_error, *att.verify().values())
-        if ".html" in {path.suffix for path in options.output}:
+        if options.writes_page:
             shares, tokens, probabilities = influence(model, inputs.shown)
             names = [label(tokenizer, token) for token in tokens.tolist()]
             predictions = list(zip(names, probabilities.tolist(), strict=True))

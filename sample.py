@@ -93,16 +93,19 @@ class Text:
             self.finish = "end of text"
             return
         self.num_tokens += 1
-        self.text += self.stream.add(token)
-        if self.stop and self.stop in self.text:
-            self.text = self.text.partition(self.stop)[0]
-            self.finish = "stop"
+        self.extend(self.stream.add(token))
 
     def close(self) -> None:
         """Append an incomplete last character, after the last token."""
         if self.finish != "stop":
-            self.text += self.stream.end()
-            self.text = self.text.partition(self.stop)[0] if self.stop else self.text
+            self.extend(self.stream.end())
+
+    def extend(self, text: str) -> None:
+        """Append text, and cut it before the stop text."""
+        self.text += text
+        if self.stop and self.stop in self.text:
+            self.text = self.text.partition(self.stop)[0]
+            self.finish = "stop"
 
     @property
     def certain(self) -> str:
@@ -133,10 +136,11 @@ def main() -> None:
     sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
     idx = torch.tensor([ids] * options.num_samples, device=device)
     tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
-    since = ", by other code in model/" if checkpoint.code_has_changed else ""
-    certificate = (
-        f"{checkpoint.causal}, when it was trained{since}" if checkpoint.causal else "unknown, there is no certificate"
-    )
+    certificate = "unknown, there is no certificate"
+    if checkpoint.causal:
+        certificate = f"{checkpoint.causal}, when it was trained"
+        if checkpoint.code_has_changed:
+            certificate += ", by other code in model/"
     print(f"causal: {visible(certificate)}", file=sys.stderr)
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
     T = model.config.context_length

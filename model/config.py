@@ -10,8 +10,16 @@ from typing import Literal, get_args
 from errors import UserError
 
 # Larger than any real model, so that a damaged or hostile config.json is refused before memory is allocated.
-LARGEST = {"n_layer": 2**9, "n_head": 2**16, "n_kv_head": 2**16, "n_embd": 2**20, "head_dim": 2**20}
-LARGEST |= {"n_inner": 2**22, "vocab_size": 2**24, "context_length": 2**15}  # the mask has its square in bytes
+LARGEST = {
+    "n_layer": 2**9,
+    "n_head": 2**16,
+    "n_kv_head": 2**16,
+    "n_embd": 2**20,
+    "head_dim": 2**20,
+    "n_inner": 2**22,
+    "vocab_size": 2**24,
+    "context_length": 2**15,
+}  # the mask has its square in bytes
 
 
 @dataclass(frozen=True)

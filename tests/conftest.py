@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 if "cuda" not in sys.argv:  # as in pytest -m cuda; all other tests run on the CPU
@@ -51,7 +51,8 @@ def make_gpt(**changes: object) -> GPT:
 def save_gpt(parent: Path, step: int, gpt: GPT, files: dict[str, bytes], end: int = 256, **rest: dict) -> Path:
     """Save a checkpoint of a model as a run does. `rest` may have `optimizer`, `trainer` and `about`."""
     trainer = {"step": step, **rest.get("trainer", {})}
-    contents = checkpoint_files(gpt.config, gpt.state_dict(), rest.get("optimizer", {}), (end, end), files, trainer)
+    tokenizer = SimpleNamespace(document_start=[end], end_of_text=end, files=files)
+    contents = checkpoint_files(gpt.config, gpt.state_dict(), rest.get("optimizer", {}), tokenizer, trainer)
     return save_checkpoint(parent, step, contents, rest.get("about", {}))
 
 

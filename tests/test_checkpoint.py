@@ -107,7 +107,6 @@ def test_old_checkpoints_go_and_the_best_and_later_ones_stay(save) -> None:
     for step in (3, 5, 10, 15, 20, 25):
         parent = save(step).parent
     (parent / "notes").mkdir()
-    left_over = keep_newest(step_directories(parent), 20, 2, best_step=5)
+    keep_newest(step_directories(parent), 20, 2, best_step=5)
     left = sorted(path.name for path in parent.iterdir())
-    assert step_directories(parent) == left_over
     assert left == ["notes", "step-00000005", "step-00000015", "step-00000020", "step-00000025"]

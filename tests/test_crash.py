@@ -265,7 +265,7 @@ def save_three(run: Path) -> Iterator[int]:
         files, tensors = {"tokenizer.json": b"{}"}, {"a.step": torch.ones(1)}
         save_gpt(run / "checkpoints", step, make_gpt(), files, optimizer=tensors)
         yield step
-        keep_newest(step_directories(run / "checkpoints"), step, 1, None)
+        keep_newest(step_directories(run / "checkpoints"), step, 1, 0)
 
 
 def newest_intact(run: Path) -> int:

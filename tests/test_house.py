@@ -129,7 +129,7 @@ def counted(readme: str) -> str:
     core = re.findall(r"^\d\. \[(\S+\.py)\]", readme, re.MULTILINE)
     assert reached("model/gpt.py") | {"train.py"} == {*core, "errors.py"} and 6 <= len(core) <= 8
     readme = re.sub(r"(?<=\[)(\S+\.py)(\]\(\1\), )\d+ lines", lambda m: f"{m[1]}{m[2]}{LINES[m[1]]} lines", readme)
-    readme = re.sub(r"(?<=Read these )\d+ lines", f"{sum(LINES[file] for file in core)} lines", readme)
+    readme = re.sub(r"(?<=read these )\d+ lines", f"{sum(LINES[file] for file in core)} lines", readme)
 
     def count(found: re.Match) -> str:
         number = sum(lines for file, lines in LINES.items() if file == found[1] or file.startswith(found[1]))

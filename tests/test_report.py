@@ -17,7 +17,7 @@ from model.checkpoint import step_directories
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.directory import best_validation
 from training.options import to_toml
-from training.report import BOTTOM, LEFT, RIGHT, TOP, draw_chart, write_report
+from training.report import BOTTOM, LEFT, RIGHT, TOP, draw_chart, read_run, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img onerror=alert(1) src=x><!--\x1b[31m\x00\u202e{{ name }}{% %}'\"\\&lt;"
 SEEN = HOSTILE.replace("\x1b", "\\x1b").replace("\x00", "\\x00")  # control characters as escapes
@@ -53,7 +53,8 @@ class Page(HTMLParser):
         self.tags, self.texts = [], defaultdict(list)
         checkpoints = step_directories(directory / "checkpoints")
         about = json.loads((checkpoints[0] / "manifest.json").read_text()) if checkpoints else {}
-        self.feed(write_report(directory, about).read_text(encoding="utf-8"))
+        write_report(directory, about)
+        self.feed((directory / "report.html").read_text(encoding="utf-8"))
         self.summary = self.texts["p"][0].split(" · ")
         self.entries = dict(zip(self.texts["dt"], [*filter(None, self.texts["dd"]), *self.texts["pre"]], strict=True))
 
@@ -124,11 +125,11 @@ def test_it_is_written_when_something_is_new_and_its_failure_costs_a_line(
 ) -> None:
     seen = []
 
-    def failing(directory: Path, *rest: object) -> None:
-        seen.append(Page(directory).summary[-1])
+    def failing(directory: Path, about: dict) -> None:
+        seen.append(read_run(directory, about)["summary"].split(" · ")[-1])
         raise RuntimeError("a\nbug\x1b")
 
-    monkeypatch.setattr("training.report.write_report", failing)
+    monkeypatch.setattr("training.report.read_run", failing)
     result = run(train, *tiny_run(corpus_file, tmp_path / "run"))
     steps = [0, 0, 4, 4, 8, 8, 12, 12]  # at the start, at each evaluation, at each checkpoint,
     assert seen == [f"step {step} of 12" for step in (*steps, 12)]  # and at the end

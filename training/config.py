@@ -14,8 +14,36 @@ from model import ModelConfig
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 
 # Options that a resumed run may change. All others would change its numbers.
-MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "max_steps", "eval_every", "log_every", "checkpoint_every"}
-MAY_CHANGE |= {"keep_checkpoints", "sample_prompt", "sample_tokens", "wandb", "parallel"}
+MAY_CHANGE = {
+    "out_dir",
+    "device",
+    "dtype",
+    "compile",
+    "max_steps",
+    "eval_every",
+    "log_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "sample_prompt",
+    "sample_tokens",
+    "wandb",
+    "parallel",
+}
+
+LEAST = {
+    "batch_size": 1,
+    "grad_accum_steps": 1,
+    "max_steps": 1,
+    "log_every": 1,
+    "eval_every": 1,
+    "eval_tokens": 1,
+    "checkpoint_every": 1,
+    "keep_checkpoints": 1,
+    "warmup_steps": 0,
+    "weight_decay": 0,
+    "grad_clip": 0,
+    "sample_tokens": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -86,13 +114,9 @@ class TrainConfig:
     """Whether Weights & Biases gets the metrics too."""
 
     def __post_init__(self) -> None:
-        at_least_one = ("batch_size", "grad_accum_steps", "max_steps", "log_every", "eval_every", "eval_tokens")
-        for name in (*at_least_one, "checkpoint_every", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "weight_decay", "grad_clip", "sample_tokens"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}")
         for name in ("decay_fraction", "final_lr_fraction", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} must be between 0 and 1, got {getattr(self, name)}")

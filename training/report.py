@@ -42,28 +42,19 @@ MOST_EVALUATIONS = 30
 MOST_LETTERS = 2000  # of a sample
 
 
-def refresh_report(directory: Path, about: dict[str, dict]) -> None:
-    """Call `write_report` for a run that goes on whatever happens: a failure prints a line."""
+def write_report(directory: Path, about: dict) -> None:
+    """Write report.html into a run directory, as a whole or not at all. A failure prints a line, and the run goes on.
+
+    about: the certificate and the environment of a session.
+    """
     try:
-        write_report(directory, about)
+        page = TEMPLATE.render(read_run(directory, about), own_style=own_hash(SOURCE, "style"))
+        disk.replace_file(directory / "report.html", page.encode(errors="replace"))  # a name need not be valid UTF-8
     except Exception as error:
         print(f"there is no new report.html: {error!r:.200}")
 
 
-def write_report(directory: Path, about: dict[str, dict]) -> Path:
-    """Write report.html into a run directory, as a whole or not at all, and return its path.
-
-    about: the certificate and the environment of a session.
-
-    Raises OSError if a file cannot be read or written, and errors of other kinds if the files are not those of a run.
-    """
-    page = TEMPLATE.render(read_run(directory, about), own_style=own_hash(SOURCE, "style"))
-    path = directory / "report.html"
-    disk.replace_file(path, page.encode(errors="replace"))  # a file name need not be valid UTF-8
-    return path
-
-
-def read_run(directory: Path, about: dict[str, dict]) -> dict[str, object]:
+def read_run(directory: Path, about: dict) -> dict[str, object]:
     """Return the variables of the template; see `write_report`."""
     config = (directory / "config.toml").read_text(encoding="utf-8")
     options = tomllib.loads(config)

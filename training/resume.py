@@ -89,8 +89,7 @@ def read_start(checkpoint: Checkpoint, checkpoints: list[Path], config: Config) 
     Raises UserError if the checkpoint holds no such state, or that of a run with another configuration.
     """
     state = {"environment": checkpoint.manifest.get("environment", {}), **checkpoint.trainer}
-    path = checkpoint.directory / "trainer.json"
-    with errors_as_user_error(f"{path} is not the state of a run of this version"):
+    with errors_as_user_error(f"{checkpoint.directory}/trainer.json is not the state of a run of this version"):
         start = Start(checkpoint, checkpoints, **{name: state[name] for name in STATE})
         are_understood = all(isinstance(state[name], kind) for name, kind in STATE.items())
         if not are_understood or checkpoint.directory.name != f"step-{start.step:08d}":
@@ -133,7 +132,7 @@ def make_model(config: Config, corpus: Corpus, start: Start) -> GPT:
     check_config(gpt_config)
     if start.base:
         model = load_model(start.base, dtype=torch.float32, config=gpt_config)
-        print(f"{'weights' if start.resumed_step is None else 'resumed'} from {start.base.directory}")
+        print(f"{'resumed' if start.checkpoints else 'weights'} from {start.base.directory}")
     else:
         torch.manual_seed(seed_for(config.train.seed, "weights"))
         model = GPT(gpt_config)
@@ -145,10 +144,9 @@ def make_model(config: Config, corpus: Corpus, start: Start) -> GPT:
 def check_config(config: GPTConfig) -> None:
     """Raise UserError unless a checkpoint would give back this configuration."""
     before = asdict(config)
-    try:
-        after = asdict(config_from_huggingface(json.loads(json.dumps(config_to_huggingface(config, 0, 0)))))
-    except TypeError as error:
-        raise UserError(f"config.json cannot hold this configuration: {error}") from error
+    with errors_as_user_error("config.json cannot hold this configuration"):
+        content = json.loads(json.dumps(config_to_huggingface(config, 0, 0)))
+    after = asdict(config_from_huggingface(content))
     for name, value in before.items():
         if after[name] != value:
             raise UserError(
@@ -159,7 +157,7 @@ def check_config(config: GPTConfig) -> None:
 
 def restore_state(start: Start, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:
     """Give optimizer and scaler the state that they had when the resumed checkpoint was saved."""
-    if start.resumed_step is not None:
+    if start.checkpoints:
         load_optimizer_tensors(model, optimizer, start.base.directory)
         if start.scaler:
             scaler.load_state_dict(start.scaler)

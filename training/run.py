@@ -19,7 +19,7 @@ from training import disk
 from training.directory import best_validation, command, next_commands, read_metrics
 from training.optimizer import optimizer_tensors
 from training.options import Config, tables, to_toml
-from training.report import refresh_report
+from training.report import write_report
 from training.resume import Start
 from training.save import checkpoint_files, keep_newest, save_checkpoint
 from training.sharded import gather
@@ -122,10 +122,7 @@ class Run:
             "scaler": scaler.state_dict(),
             "config": tables(self.config),
         }
-        tokenizer = self.corpus.tokenizer
-        first = tokenizer.document_start[-1] if tokenizer.document_start else None
-        ends_of_text = (first, tokenizer.end_of_text)
-        files = checkpoint_files(model.config, weights, moments, ends_of_text, tokenizer.files, trainer)
+        files = checkpoint_files(model.config, weights, moments, self.corpus.tokenizer, trainer)
         try:
             disk.sync(self.metrics)
             save_checkpoint(self.directory / "checkpoints", step, files, self.about)
@@ -135,14 +132,14 @@ class Run:
             reason = error.strerror or error
             raise UserError(f"cannot save step {step} in {self.directory / 'checkpoints'}: {reason}; {kept}") from error
         best = best_validation(read_metrics(self.directory), self.checkpoints)
-        best_step = best["step"] if best else None
+        best_step = best["step"] if best else 0
         keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, best_step)
         self.report()
 
     def report(self) -> None:
         """Write report.html anew."""
         if self.writes:
-            refresh_report(self.directory, self.about)
+            write_report(self.directory, self.about)
 
     def finish(self, exit_code: int = 0) -> None:
         """End the session: tell wandb its exit code, write the report, and unlock the directory."""
@@ -174,6 +171,6 @@ def is_done(config: Config, start: Start, writes: bool) -> bool:
     if start.step < max_steps:
         return False
     if writes:
-        refresh_report(directory, start.base.manifest)
+        write_report(directory, start.base.manifest)
     print(f"{directory} is already at step {start.step}, of {max_steps}: nothing to do")
     return True

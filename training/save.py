@@ -7,6 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import save
 
+from data.encoding import Tokenizer
 from model import GPTConfig
 from model.checkpoint import FORMAT
 from model.huggingface import Tensors, config_to_huggingface, tensors_to_huggingface
@@ -17,8 +18,7 @@ def checkpoint_files(
     config: GPTConfig,
     weights: Tensors,
     optimizer: Tensors,
-    ends_of_text: tuple[int, int],
-    texts: dict[str, bytes],
+    tokenizer: Tokenizer,
     trainer: dict,
 ) -> Iterator[tuple[str, bytes]]:
     """Yield (name, content) of the files of a checkpoint. A content is made when it is asked for.
@@ -26,12 +26,12 @@ def checkpoint_files(
     Args:
         weights: the state dict of the model. No tensor is sharded, here and in `optimizer`.
         optimizer: the state of the optimizer, as named tensors.
-        ends_of_text: the token ids that begin and end a text.
-        texts: the files of the tokenizer, by name.
+        tokenizer: gives its files, and the ids that begin and end a text.
         trainer: the rest of the state that a resumed run needs.
     """
-    yield "config.json", to_json(config_to_huggingface(config, *ends_of_text))
-    yield from texts.items()
+    start = tokenizer.document_start[-1] if tokenizer.document_start else None
+    yield "config.json", to_json(config_to_huggingface(config, start, tokenizer.end_of_text))
+    yield from tokenizer.files.items()
     yield "model.safetensors", save(tensors_to_huggingface(config, weights), metadata={"format": "pt"})
     yield "optimizer.safetensors", save(optimizer, metadata={"format": "pt"})
     yield "trainer.json", to_json(trainer)
@@ -62,16 +62,16 @@ def save_checkpoint(parent: Path, step: int, files: Iterable[tuple[str, bytes]],
     return directory
 
 
-def keep_newest(checkpoints: list[Path], step: int, count: int, best_step: int | None) -> list[Path]:
-    """Delete the checkpoints up to `step`, except the newest `count` and the best. Return those that are left.
+def keep_newest(checkpoints: list[Path], step: int, count: int, best_step: int) -> None:
+    """Delete the checkpoints up to `step`, except the newest `count` and the best.
 
-    checkpoints: newest first. Those of later steps stay: they are damaged, or the run would have resumed from them.
+    checkpoints: newest first. best_step: 0 if no step is the best. Checkpoints of later steps stay: they are damaged,
+    or the run would have resumed from them.
     """
     past = [directory for directory in checkpoints if directory.name <= f"step-{step:08d}"]
-    old = [directory for directory in past[count:] if directory.name != f"step-{best_step or 0:08d}"]
-    for directory in old:
-        disk.remove(directory)
-    return [directory for directory in checkpoints if directory not in old]
+    for directory in past[count:]:
+        if directory.name != f"step-{best_step:08d}":
+            disk.remove(directory)
 
 
 def to_json(content: dict) -> bytes:

@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from model.huggingface import Tensors
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether the tensor is a DTensor, of which a rank may hold only a part."""
@@ -13,7 +15,7 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+def gather(tensors: Tensors, keep: bool) -> Tensors:
     """Return the whole tensors on the CPU; an empty dict where `keep` is false.
 
     If a tensor is sharded this is a collective: every rank has to call it, with the same names in the same order.
