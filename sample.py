@@ -64,7 +64,7 @@ class Options:
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the weights. auto: bfloat16 if the machine has units for it, else float32."""
+    """Precision of the weights. auto: bfloat16 if the machine computes it natively, else float32."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "num_samples"):

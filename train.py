@@ -75,7 +75,7 @@ def train(config: Config, ranks: Ranks) -> None:
     interrupt = Interrupt(prints=ranks.is_first)
     with Progress(start.step, start.train_seconds, c.max_steps, tokens_per_step, device) as progress:
         while True:
-            # A resumed session begins at a step that is already evaluated and saved.
+            # The step that a session resumes is not evaluated or saved a second time.
             step = progress.step
             if step != start.resumed_step and (step % c.eval_every == 0 or step == c.max_steps):
                 guard.check()
@@ -105,12 +105,12 @@ def train(config: Config, ranks: Ranks) -> None:
             train_loss = ranks.collect(losses).sum()
             scaler.unscale_(optimizer)
             grad_norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf))
+            # A sum is finite only if both are. In float16 the norm may be infinite: the scaler skips that step.
             guard.watch(step, train_loss if scaler.is_enabled() else train_loss + grad_norm)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             progress.made_step()
-
             if progress.step % c.log_every == 0 or progress.step == c.max_steps:
                 guard.check()  # waits for the device, as .item() does, so not in every step
                 line = {"train_loss": train_loss.item(), "lr": learning_rate_at(step, c), "grad_norm": grad_norm.item()}

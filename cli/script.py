@@ -35,9 +35,7 @@ def run_script(main: Callable[[], None]) -> None:
     except KeyboardInterrupt as stop:
         fail(str(stop) or "interrupted", getattr(stop, "exit_code", 130))
     except OSError as error:
-        if error.filename:
-            fail(f"{error.strerror or error}: {error.filename}", 2)
-        fail(str(error), 2)
+        fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 2)
     except Exception as error:
         if hasattr(error, "exit_code"):
             fail(str(error), error.exit_code)

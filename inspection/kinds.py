@@ -25,8 +25,7 @@ EVEN = 0.95  # a head of this entropy or more attends to everything alike, and i
 
 def name_of(head: Head) -> str:
     """Return the name of a head, LAYER.HEAD: (5, 1) -> "5.1"."""
-    layer, number = head
-    return f"{layer}.{number}"
+    return f"{head[0]}.{head[1]}"
 
 
 def kind_of(mean: Metrics, head: Head) -> tuple[str, float]:

@@ -98,9 +98,8 @@ def describe_head(inspection: Inspection, mean: Metrics, head: Head) -> str:
     """
     kind, _ = kind_of(mean, head)
     words = [] if kind == "other" else [f"looks at {KINDS[kind]}"]
-    layer, place = head
     for name, (title, form, _) in METRICS.items():
         if name in mean:
-            token = f" {inspection.labels[layer][place]}" if name == "token" else ""
+            token = f" {inspection.labels[head[0]][head[1]]}" if name == "token" else ""
             words.append(f"{title}{token} {number(mean[name][head], form) or '–'}")
     return " · ".join(words)

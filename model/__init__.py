@@ -1,4 +1,4 @@
-"""The model: attention.py is the layer, gpt.py stacks it, checkpoint.py keeps it."""
+"""The model: attention.py is the layer, gpt.py stacks it, load.py opens a stored one."""
 
 from errors import UserError
 from model.config import GPTConfig, ModelConfig

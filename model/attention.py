@@ -27,7 +27,7 @@ def make_causal_mask(context_length: int, device: torch.device | None = None) ->
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    """Return how well each query matches each key, and -inf where the mask is False. (B, H, T_query, T_key)."""
+    """Return how well each query matches each key, and -inf where the mask is False: (B, H, T_query, T_key)."""
     scores = q / math.sqrt(q.size(-1)) @ repeat_kv(k, q).transpose(-2, -1)
     return scores + torch.where(mask, 0.0, float("-inf")).to(q.dtype)  # faster than filling, forward and backward
 
@@ -39,7 +39,9 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     mask is (T_query, T_key), True = may attend. The result is (B, H, T_query, T_key): row = query, column = key.
     A change of this function needs the same change in the fused call in `Attend`.
     """
-    return attention_scores(q, k, mask).softmax(dim=-1, dtype=q.dtype)  # sums in float32 also for bfloat16
+    return attention_scores(q, k, mask).softmax(
+        dim=-1, dtype=q.dtype
+    )  # else float32 under autocast; it sums in float32 anyway
 
 
 def repeat_kv(k: Tensor, q: Tensor) -> Tensor:
@@ -54,8 +56,8 @@ class Attend(nn.Module):
         """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D)."""
         if formula_is_faster(q, k):
             return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_kv(v, q)
-        # For a square the kernel masks the future by itself, which is faster, and does not read the mask. It would hide
-        # the wrong keys where there are fewer queries than keys: its own triangle begins at the top left.
+        # With as many queries as keys the kernel's own causal flag is right, and faster than a mask. With fewer, as in
+        # decoding, its triangle would be aligned to the first key, so the mask is given instead.
         square = q.size(-2) == k.size(-2)
         grouped = q.size(1) != k.size(1)
         return F.scaled_dot_product_attention(
@@ -65,8 +67,8 @@ class Attend(nn.Module):
 
 def formula_is_faster(q: Tensor, k: Tensor) -> bool:
     """Return whether the formula trains faster than the kernel, whose gradient is slow on a CPU in bfloat16."""
-    in_training = q.requires_grad and q.device.type == "cpu"
-    return in_training and q.dtype == torch.bfloat16 and k.size(-2) <= FORMULA_KEYS
+    on_cpu = q.device.type == "cpu"
+    return on_cpu and q.requires_grad and q.dtype == torch.bfloat16 and k.size(-2) <= FORMULA_KEYS
 
 
 class Cache(Protocol):

@@ -102,8 +102,7 @@ def check_causality(
             of w tokens in L layers reach L (w - 1) back. None: itself and everything before it. A dependence too faint
             for the precision counts as none.
 
-    Raises ValueError if length, vocab_size or mask are impossible, if a module is missing, or if `forward` returns no
-    logits.
+    Raises ValueError if length, vocab_size or mask are impossible, or if a module is missing.
     """
     if module is None and isinstance(forward, nn.Module):
         module = forward
@@ -253,11 +252,11 @@ class Prober:
         return function(*arguments).detach()
 
     def logits(self, forward: Forward, idx: Tensor) -> Tensor:
-        """Call `forward`: (B, T) -> (B, T, V). Raises ValueError for another shape."""
+        """Call `forward`: (B, T) -> (B, T, V)."""
         logits = self.call(forward, idx)
         expected = (*idx.shape, self.vocab_size)
         if logits.shape != expected:
-            raise ValueError(f"expected logits of shape {expected}, got {tuple(logits.shape)}")
+            raise Finding(f"expected logits of shape {expected}, got {tuple(logits.shape)}")
         return logits
 
     def alone(self, forward: Forward, where: str) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 from errors import UserError
 
 FORMAT = 3
-MOST_JSON = 1 << 20  # bytes
+MOST_JSON = 1 << 24  # bytes; trainer.json may name a hundred thousand token files
+TRAINER = "trainer.json"
 CARD = "README.md"
 STEP = re.compile(r"step-\d{8}")
 
@@ -30,8 +31,13 @@ class Checkpoint:
     directory: Path
     manifest: dict = field(default_factory=dict)
     """The content of manifest.json; empty for a model from elsewhere."""
-    trainer: dict = field(default_factory=dict)
-    """The content of trainer.json; empty for a model from elsewhere."""
+    trainer_json: bytes = b"{}"
+    """The content of trainer.json."""
+
+    @property
+    def trainer(self) -> dict:
+        """The state of the training; empty for a model from elsewhere. Raises UserError if it cannot be read."""
+        return parse_json(self.directory / TRAINER, self.trainer_json)
 
     @property
     def causal(self) -> str | None:
@@ -95,21 +101,21 @@ def verify(directory: Path) -> Checkpoint:
     if not path.is_file():
         if STEP.fullmatch(directory.name):
             raise UserError(f"{directory} has no manifest.json: it was not written to the end")
-        return Checkpoint(directory)
+        trainer = directory / TRAINER
+        return Checkpoint(directory, {}, read_small(trainer) if trainer.is_file() else b"{}")
     content = read_small(path)
     manifest = parse_json(path, content)
     if manifest.get("format") != FORMAT:
         raise UserError(f"{directory} has format {manifest.get('format')!r}, this version reads {FORMAT}")
-    rest, _, last_entry = content.rpartition(b',\n  "sha256": ')
-    own_hash = hashlib.sha256(rest + b"\n}\n").hexdigest()  # of the file without its last entry
-    if last_entry != f'"{own_hash}"\n}}\n'.encode():
+    own_hash = manifest.pop("sha256", None)
+    if not own_hash or with_own_hash(manifest) != content:
         raise UserError(f"{path} is damaged: its SHA-256 is not the one in it")
     files = manifest.get("files")
     if not isinstance(files, dict):
         raise UserError(f"{path} does not say which files there are")
     found = {path.name for path in directory.iterdir()} - {"manifest.json", CARD}
     hidden = {name for name in found - files.keys() if name.startswith(".")}  # such as .DS_Store
-    trainer = {}
+    trainer = b"{}"
     for name in sorted((found | files.keys()) - hidden):
         path = directory / name  # which is only opened if it was found in the directory
         if name not in files:
@@ -118,15 +124,13 @@ def verify(directory: Path) -> Checkpoint:
             raise UserError(f"{directory} has no {name!r}, which is in the manifest")
         if path.is_symlink() or not path.is_file():
             raise UserError(f"{directory} has {name!r}, which is not a file of this directory")
-        if name == "trainer.json":  # read once, for its hash and its content
-            content = read_small(path)
-            digest = hashlib.sha256(content).hexdigest()
+        if name == TRAINER:  # read once, for its hash and its content
+            trainer = read_small(path)
+            digest = hashlib.sha256(trainer).hexdigest()
         else:
             digest = sha256(path)
         if {"size": path.stat().st_size, "sha256": digest} != files[name]:
             raise UserError(f"{name!r} in {directory} is damaged: its size or SHA-256 is not the one in the manifest")
-        if name == "trainer.json":
-            trainer = parse_json(path, content)
     return Checkpoint(directory, manifest, trainer)
 
 
@@ -136,12 +140,14 @@ def read_json(path: Path) -> dict:
 
 
 def read_small(path: Path) -> bytes:
-    """Return the content of a file. Raises UserError if it is no file, or has more than MOST_JSON bytes."""
-    if not path.is_file():
-        raise UserError(f"{path} cannot be read: it is not a file")
-    if path.stat().st_size > MOST_JSON:
-        raise UserError(f"{path} cannot be read: it has more than {MOST_JSON} bytes")
-    return path.read_bytes()
+    """Return the content of a file. Raises UserError if it cannot be read, or has more than MOST_JSON bytes."""
+    try:
+        if path.is_file() and path.stat().st_size <= MOST_JSON:
+            return path.read_bytes()
+        reason = f"it is not a file of at most {MOST_JSON} bytes"
+    except OSError as error:
+        reason = error
+    raise UserError(f"{path} cannot be read: {reason}")
 
 
 def parse_json(path: Path, content: bytes) -> dict:
@@ -160,6 +166,16 @@ def nested(content: object, *keys: str) -> Any:
     for key in keys:
         content = content.get(key) if isinstance(content, dict) else None
     return content
+
+
+def to_json(content: dict) -> bytes:
+    """Return the content of a JSON file."""
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def with_own_hash(manifest: dict) -> bytes:
+    """Return the content of manifest.json. Its last entry is the SHA-256 of the content without that entry."""
+    return to_json({**manifest, "sha256": hashlib.sha256(to_json(manifest)).hexdigest()})
 
 
 def code_hash() -> str:

@@ -1,6 +1,6 @@
 """The configuration of a GPT: the `[model]` table of a run, and the fields that only a checkpoint sets.
 
-A checkpoint stores every field by itself. A new option is a field with a default and a docstring in `ModelConfig`.
+Checkpoints store every field automatically. A new option is a field with a default and a docstring in `ModelConfig`.
 """
 
 import math
@@ -18,8 +18,8 @@ LARGEST = {
     "head_dim": 2**20,
     "n_inner": 2**22,
     "vocab_size": 2**24,
-    "context_length": 2**15,
-}  # the mask has its square in bytes
+    "context_length": 2**15,  # the mask takes its square in bytes, 1 GiB
+}
 
 
 @dataclass(frozen=True)

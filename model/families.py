@@ -120,7 +120,7 @@ class Family:
     rotary: bool = True  # else learned positions
     query_key_norm: bool = False
     embedding_norm: bool = False
-    weight_dropout: bool = False  # dropout of attention weights as well; with it, no kernel of a CPU is fused
+    weight_dropout: bool = False  # dropout of attention weights as well, for which a CPU has no fused kernel
     logit_cap: float | None = None  # logits stay between -cap and cap (Bello et al. 2016)
 
 

@@ -170,11 +170,14 @@ class GPT(nn.Module):
         return load_model(path, device, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT":
-        """Apply fn, such as a move to a device, to all tensors but the masks, and share again what a move separates."""
+        """Apply fn to all tensors but the masks, and share again the tensors that this separates.
+
+        PyTorch calls this for `to`, `cuda` and `to_empty`.
+        """
         masks = [block.attention.causal_mask for block in self.blocks]
         super()._apply(fn, recurse)
         for block, mask in zip(self.blocks, masks, strict=True):
-            block.attention.causal_mask = mask  # after `to_empty`, one from fn would have no values
+            block.attention.causal_mask = mask  # one from `to_empty` would have no values
         self.fill_buffers()
         return self
 

@@ -90,10 +90,10 @@ class Export:
     fields: dict[str, str]
     """Our field -> their key in config.json."""
     defaults: dict[str, object]
-    """Key -> the value that a missing key means. All other keys of `fields` are required."""
+    """Key of `fields` -> its value in a config.json without this key. Every other key of `fields` is required."""
     accepted: dict[str, tuple]
-    """Key that changes the computation -> the values that our family computes. The first is written, and is also the
-    meaning of a missing key."""
+    """Key that `fields` has not, such as an activation -> the values that our family computes. A config.json of ours
+    has the first value. A config.json without the key means the first value."""
 
 
 EXPORTS = {

@@ -62,7 +62,7 @@ class Sampler:
             logits = keep_top_p(logits, self.top_p)
         if self.min_p is not None:
             logits = keep_min_p(logits, self.min_p)
-        # torch.multinomial draws the same token from the same noise, but first waits for the GPU to check its input.
+        # The largest p / Exp(1) is a draw from p. torch.multinomial does the same, but makes the host wait for the GPU.
         probabilities = logits.softmax(-1)
         noise = torch.empty_like(probabilities).exponential_(generator=generator)
         return (probabilities / noise).argmax(-1, keepdim=True)

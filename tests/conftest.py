@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
-from model.checkpoint import CARD, sha256
-from training.save import checkpoint_files, save_checkpoint, with_own_hash
+from model.checkpoint import CARD, sha256, with_own_hash
+from training.save import checkpoint_files, save_checkpoint
 
 # Where temporary files are in memory, waiting for the disk costs nothing; a killed process loses as much, or as little.
 if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30:

@@ -233,7 +233,7 @@ def in_place_and_trusted(patch: pytest.MonkeyPatch) -> None:
             return SAVE(parent, step, *rest)
 
     patch.setattr(training.run, "save_checkpoint", save)
-    patch.setattr(model.checkpoint, "verify", lambda directory: Checkpoint(directory, {}, {"config": {}}))
+    patch.setattr(model.checkpoint, "verify", lambda directory: Checkpoint(directory))
 
 
 @pytest.mark.long

@@ -25,13 +25,12 @@ from cli.script import read_prompt, run_script
 from data.corpus import open_corpus
 from data.tokenizer import load_tokenizer, make_tokenizer
 from model import GPT
-from model.checkpoint import find_checkpoint
+from model.checkpoint import find_checkpoint, with_own_hash
 from model.load import load_model
 from tests.conftest import make_gpt, sign
 from training.options import Config, read_config
 from training.resume import find_start, restore_state
 from training.run import Run
-from training.save import with_own_hash
 
 SECONDS, GIB = 10, 1 << 30
 

@@ -57,7 +57,11 @@ def packages(file: str) -> set[str]:
 
 
 # file -> the files that it imports. An import inside a function may close a circle: it is made when all are loaded.
-EDGES = {file: TREES.keys() & {f"{name.replace('.', '/')}.py" for name in imports(file, False)} for file in TREES}
+EDGES = {
+    file: TREES.keys()
+    & {f"{name.replace('.', '/')}{end}" for name in imports(file, False) for end in (".py", "/__init__.py")}
+    for file in TREES
+}
 
 
 @by_file

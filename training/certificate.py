@@ -21,14 +21,13 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
     loss_fn: the loss of inputs and targets, both (batch_size, T). Returns a record for checkpoints. Raises UserError if
     a position sees a token that it may not see.
     """
-    device = model.device
     T = model.config.context_length
 
     calls = progress_bar(desc="causal: probing", unit=" calls", leave=False, delay=1)
 
     def forward(idx: Tensor) -> Tensor:
         calls.update()
-        with autocast(device, dtype):
+        with autocast(model.device, dtype):
             return model(idx)
 
     def decode(idx: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class TrainConfig:
     """auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1 or mps."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of matrix products and, if bfloat16, of the residual stream; weights stay float32.
-    auto: bfloat16 where there are units for it (on a CPU if the model is at least 64 wide), else float16 on a CUDA
+    auto: bfloat16 where it is native (on a CPU if the model is at least 64 wide), else float16 on a CUDA
     GPU, else float32."""
     compile: bool | None = None
     """Whether to torch.compile the loss. None: on CUDA, where it pays."""

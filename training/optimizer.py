@@ -100,7 +100,10 @@ def load_optimizer_tensors(model: GPT, optimizer: Optimizer, directory: Path) ->
         parameter = parameters[name]
         state = optimizer.state[parameter]
         value = shard_like(tensor, parameter)
-        state[key] = state[key].copy_(value) if key in state else value  # Muon's are views of a stack
+        if key in state:
+            state[key].copy_(value)  # Muon's are views of a stack
+        else:
+            state[key] = value
 
 
 class FiniteGuard:

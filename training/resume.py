@@ -143,16 +143,15 @@ def make_model(config: Config, corpus: Corpus, start: Start) -> GPT:
 
 def check_config(config: GPTConfig) -> None:
     """Raise UserError unless a checkpoint would give back this configuration."""
-    before = asdict(config)
     with errors_as_user_error("config.json cannot hold this configuration"):
         content = json.loads(json.dumps(config_to_huggingface(config, 0, 0)))
-    after = asdict(config_from_huggingface(content))
-    for name, value in before.items():
-        if after[name] != value:
-            raise UserError(
-                f"config.json would give back model.{name} = {after[name]!r} instead of {value!r}: mend "
-                "model/huggingface.py, or sampling and inspection would open another model"
-            )
+    given_back = vars(config_from_huggingface(content))
+    changed = [name for name, value in vars(config).items() if given_back[name] != value]
+    if changed:
+        raise UserError(
+            f"config.json would not give back {', '.join(changed)}: mend model/huggingface.py, or sampling and "
+            "inspection would open another model"
+        )
 
 
 def restore_state(start: Start, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:

@@ -123,14 +123,14 @@ class Run:
             "config": tables(self.config),
         }
         files = checkpoint_files(model.config, weights, moments, self.corpus.tokenizer, trainer)
+        where = self.directory / "checkpoints"
         try:
             disk.sync(self.metrics)
-            save_checkpoint(self.directory / "checkpoints", step, files, self.about)
+            save_checkpoint(where, step, files, self.about)
         except OSError as error:
             older = self.checkpoints
             kept = f"{older[0].name} is untouched" if older else "there is no earlier one"
-            reason = error.strerror or error
-            raise UserError(f"cannot save step {step} in {self.directory / 'checkpoints'}: {reason}; {kept}") from error
+            raise UserError(f"cannot save step {step} in {where}: {error.strerror or error}; {kept}") from error
         best = best_validation(read_metrics(self.directory), self.checkpoints)
         best_step = best["step"] if best else 0
         keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, best_step)

@@ -1,7 +1,6 @@
 """Save checkpoints: a directory that is complete or not there at all. model/checkpoint.py says what is in it."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from safetensors.torch import save
 
 from data.encoding import Tokenizer
 from model import GPTConfig
-from model.checkpoint import FORMAT
+from model.checkpoint import FORMAT, TRAINER, to_json, with_own_hash
 from model.huggingface import Tensors, config_to_huggingface, tensors_to_huggingface
 from training import disk
 
@@ -29,12 +28,12 @@ def checkpoint_files(
         tokenizer: gives its files, and the ids that begin and end a text.
         trainer: the rest of the state that a resumed run needs.
     """
-    start = tokenizer.document_start[-1] if tokenizer.document_start else None
+    start = (tokenizer.document_start or [None])[-1]
     yield "config.json", to_json(config_to_huggingface(config, start, tokenizer.end_of_text))
     yield from tokenizer.files.items()
     yield "model.safetensors", save(tensors_to_huggingface(config, weights), metadata={"format": "pt"})
     yield "optimizer.safetensors", save(optimizer, metadata={"format": "pt"})
-    yield "trainer.json", to_json(trainer)
+    yield TRAINER, to_json(trainer)
 
 
 def save_checkpoint(parent: Path, step: int, files: Iterable[tuple[str, bytes]], about: dict) -> Path:
@@ -72,13 +71,3 @@ def keep_newest(checkpoints: list[Path], step: int, count: int, best_step: int) 
     for directory in past[count:]:
         if directory.name != f"step-{best_step:08d}":
             disk.remove(directory)
-
-
-def to_json(content: dict) -> bytes:
-    """Return the content of a JSON file."""
-    return (json.dumps(content, indent=2) + "\n").encode()
-
-
-def with_own_hash(manifest: dict) -> bytes:
-    """Return the content of manifest.json. Its last entry is the SHA-256 of the content without that entry."""
-    return to_json({**manifest, "sha256": hashlib.sha256(to_json(manifest)).hexdigest()})

@@ -64,8 +64,7 @@ class Validation:
     def loss(self, model: GPT, loss_fn: LossFn) -> float:
         """Return the mean loss over all validation tokens, in nats a token."""
         ranks = self.ranks
-        device = model.device
-        batches = validation_batches(self.tokens, self.config.batch_size, self.T, device, ranks.rank, ranks.world)
+        batches = validation_batches(self.tokens, self.config.batch_size, self.T, model.device, ranks.rank, ranks.world)
         model.eval()
         losses = [loss_fn(model, inputs, targets) for inputs, targets in batches]
         model.train()
