@@ -39,9 +39,8 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     mask is (T_query, T_key), True = may attend. The result is (B, H, T_query, T_key): row = query, column = key.
     A change of this function needs the same change in the fused call in `Attend`.
     """
-    return attention_scores(q, k, mask).softmax(
-        dim=-1, dtype=q.dtype
-    )  # else float32 under autocast; it sums in float32 anyway
+    # Without a dtype, autocast would return float32. The kernel sums in float32 either way.
+    return attention_scores(q, k, mask).softmax(dim=-1, dtype=q.dtype)
 
 
 def repeat_kv(k: Tensor, q: Tensor) -> Tensor:
