@@ -5,8 +5,7 @@
     qwen3     llama with normalised queries and keys                      Yang et al. 2025
     nanochat  norms without weights, ReLU^2, capped logits                Karpathy 2025
 
-Each equals the model type of that name in `transformers`: nanochat is the one added there in 2025. CONTRIBUTING.md
-says how to add one. Shapes are named as in model/attention.py.
+Each equals the model type of that name in `transformers`, which has nanochat since 2025. Shapes: model/attention.py.
 """
 
 import math

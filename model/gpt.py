@@ -155,25 +155,17 @@ class GPT(nn.Module):
     def from_pretrained(
         cls, path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> "GPT":
-        """Return a stored model in eval mode.
+        """Return a stored model in eval mode. dtype None keeps that of the stored weights.
 
-        Args:
-            path: a checkpoint of ours, a run directory (its newest intact checkpoint), a Hugging Face model directory
-                of one of the families, or the name OWNER/NAME of such a model on the Hugging Face hub.
-            device: the device to load to.
-            dtype: the dtype of the weights; None keeps that of the checkpoint.
-
-        Raises UserError if there is no intact checkpoint.
+        path: a checkpoint, a run directory (its newest intact checkpoint), a Hugging Face model directory of one of the
+        families, or the name OWNER/NAME of such a model on the hub. Raises UserError if there is none.
         """
         from model.load import load_model  # which imports this file
 
         return load_model(path, device, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT":
-        """Apply fn to all tensors but the masks, and share again the tensors that this separates.
-
-        PyTorch calls this for `to`, `cuda` and `to_empty`.
-        """
+        """Apply fn, as `to` and `to_empty` ask for, but keep the masks, and share again what this separates."""
         masks = [block.attention.causal_mask for block in self.blocks]
         super()._apply(fn, recurse)
         for block, mask in zip(self.blocks, masks, strict=True):

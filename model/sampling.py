@@ -74,10 +74,9 @@ def stream(
 ) -> Iterator[Tensor]:
     """Continue each row of idx, (B, T) with T >= 1: yield num_tokens tensors (B, 1), the next token of each row.
 
-    The model is a `GPT`, which sees at most `context_length` tokens at a time. Of a longer prompt it sees the last
-    `context_length` tokens. A full context drops its older half, so that the cache is refilled once in half a context
-    and not at every token. The context is the same without a cache, and so is the text, except where rounding decides
-    between two tokens.
+    The model is a `GPT`, which sees the last `context_length` tokens at most. A full context drops its older half, so
+    that the cache is refilled once in half a context and not at every token. Without a cache the context is the same,
+    and so is the text, except where rounding decides between two tokens.
 
     `seed` and `use_cache` are those of `GPT.generate`. Raises UserError if idx is empty.
     """
