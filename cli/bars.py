@@ -8,11 +8,11 @@ from tqdm import tqdm
 INTERVAL = 10  # seconds between two lines
 
 
-def progress_bar(*items: object, **options: object) -> tqdm:
-    """Return a progress bar on stderr. The arguments are those of `tqdm`."""
+def progress_bar(**options: object) -> tqdm:
+    """Return a progress bar on stderr. The options are those of `tqdm`."""
     if not sys.stderr.isatty():
         options |= {"mininterval": INTERVAL, "file": Lines(sys.stderr), "ncols": 80, "dynamic_ncols": False}
-    return tqdm(*items, **options)
+    return tqdm(**options)
 
 
 class Lines:

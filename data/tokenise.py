@@ -44,7 +44,9 @@ def write_corpus(config: DataConfig, key: dict, directory: Path, tokenizer_place
     Raises UserError if there is not enough text.
     """
     texts = (piece.text for piece in pieces(config))
-    with progress_bar(texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1) as shown:
+    with progress_bar(
+        iterable=texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1
+    ) as shown:
         tokenizer = load_tokenizer(tokenizer_place) if tokenizer_place else make_tokenizer(config.tokenizer, shown)
     save_tokenizer(tokenizer, directory)
     num_bytes = write_tokens(config, tokenizer, directory)

@@ -23,7 +23,6 @@ from model.gpt import GPT
 from model.huggingface import Tensors, config_from_huggingface, tensors_from_huggingface, tensors_to_huggingface
 
 HEAD = "lm_head.weight"
-EMBEDDING = "token_embedding.weight"
 UNUSED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and rotary tables in old files
 PREFIXES = ("", "transformer.", "model.")
 Shapes = dict[str, tuple[int, ...]]
@@ -60,11 +59,11 @@ def load_model(
     checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(Path(path))
     stored = load_config(checkpoint.directory)
     tensors = load_weights(checkpoint.directory, stored)
-    dtype = dtype or tensors[EMBEDDING].dtype
+    dtype = dtype or tensors["token_embedding.weight"].dtype
     weights = {}
     for name in list(tensors):
         weights[name] = tensors.pop(name).to(device, dtype, copy=True)  # drops what it has copied
-    weights.setdefault(HEAD, weights[EMBEDDING])  # tied
+    weights.setdefault(HEAD, weights["token_embedding.weight"])  # tied
     with skip_parameter_init():
         model = GPT(config or stored)
     if model.position_embedding is not None:

@@ -89,7 +89,7 @@ def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
     monkeypatch.setattr("cli.bars.INTERVAL", 0)
-    with progress_bar(range(3), desc="counting", leave=False) as counted:
+    with progress_bar(iterable=range(3), desc="counting", leave=False) as counted:
         assert list(counted) == [0, 1, 2]
     lines = log.getvalue().splitlines()
     assert len(lines) == 4 and "\r" not in log.getvalue()
