@@ -44,8 +44,8 @@ from inspection.metrics import METRICS
 from inspection.patterns import capture
 from model import GPT, GPTConfig
 from model.checkpoint import STEP, Checkpoint, find_checkpoint, nested
+from model.device import autocast, dtype_name, find_device, is_fast
 from model.load import load_config, load_model
-from training.device import autocast, dtype_name, find_device, is_fast
 
 FORMATS = (".html", ".png", ".svg")
 NUM_TEXTS = 8  # sequences of validation text that are measured

@@ -23,8 +23,9 @@ from cli.script import BrokenPipeGuard, run_script
 from data.batches import IGNORE, Batches, seed_for
 from data.prepare import prepare
 from model import GPT
+from model.device import autocast
 from training.certificate import certify
-from training.device import autocast, choose_device, environment, keep_freed_memory, set_seed
+from training.device import choose_device, environment, keep_freed_memory, set_seed
 from training.distributed import Ranks
 from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config

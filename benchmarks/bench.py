@@ -45,9 +45,10 @@ from data.batches import Batches, seed_for
 from data.prepare import DataConfig, prepare
 from model import GPT, GPTConfig
 from model.attention import Attend, attention_weights, make_causal_mask
+from model.device import find_device, has_bfloat16
 from train import next_token_loss
 from training.config import TrainConfig
-from training.device import find_device, has_bfloat16, set_seed
+from training.device import set_seed
 from training.optimizer import FiniteGuard, make_optimizer, set_schedule
 
 # name: shape, and batch sizes, of which the first is nanoGPT's

@@ -20,10 +20,10 @@ from inspection.terminal import grid_columns, label, triangle
 from model import GPT
 from model.attention import attention_weights
 from model.checkpoint import find_checkpoint
+from model.device import dtype_name
 from tests.conftest import make_gpt, save_gpt
 from tests.test_capture import run_captured
 from tests.test_page import data_of, labels_of, stored
-from training.device import dtype_name
 
 FIRST, LAST = "checkpoints/step-00000004", "checkpoints/step-00000012"
 TEXT = "12 is even.\n1"
@@ -204,7 +204,7 @@ def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp
 def test_precision_is_one_that_the_machine_is_good_at(
     units: bool, stored: str, trained: str, weights: str, products: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr("training.device.has_bfloat16", lambda _: units)
+    monkeypatch.setattr("model.device.has_bfloat16", lambda _: units)
     about = {"environment": {"dtype": trained}} if trained else {}
     saved = save_gpt(tmp_path, 1, make_gpt().to(getattr(torch, stored)), {}, about=about)
     model, precision = inspect_attention.load(find_checkpoint(saved), torch.device("cpu"))

@@ -10,7 +10,7 @@ from cli.bars import progress_bar
 from errors import UserError
 from model import GPT
 from model.causality import check_causality
-from training.device import autocast
+from model.device import autocast
 
 LossFn = Callable[[GPT, Tensor, Tensor], Tensor]  # (model, inputs, targets) -> the summed loss
 

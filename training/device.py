@@ -1,4 +1,4 @@
-"""The machine: the device of a run, its precision, and its memory."""
+"""The machine of a run: device, precision, random numbers, and memory."""
 
 import contextlib
 import ctypes
@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from errors import UserError
 from model.checkpoint import code_hash
+from model.device import dtype_name, find_device, has_bfloat16, is_fast, resolve_device
 from training.config import TrainConfig
 
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
@@ -15,38 +15,6 @@ from training.config import TrainConfig
 WIDE_ENOUGH = 64
 M_TRIM_THRESHOLD = -1  # of mallopt(3)
 M_MMAP_THRESHOLD = -3
-
-
-def resolve_device(name: str) -> str:
-    """Return the name of a device; for auto the first of cuda, mps and cpu that this machine has."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def find_device(name: str) -> torch.device:
-    """Return the device of this name; auto is CUDA, else MPS, else CPU. Raises UserError if it cannot be used."""
-    try:
-        there = torch.empty(1, device=resolve_device(name))
-        there.cpu()  # fails on the device "meta"
-        return there.device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0][:80]
-        raise UserError(f"device {name!r} cannot be used here (try auto, cpu, cuda or mps): {reason}") from error
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Return whether the device computes bfloat16 natively, so that matrix products in it are fast."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether matrix products in this precision are known to be fast on the device."""
-    if dtype == torch.float16:
-        return device.type != "cpu"
-    return dtype != torch.bfloat16 or has_bfloat16(device)
 
 
 def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
@@ -99,11 +67,6 @@ def weights_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bfloat16(device) else torch.float32
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a precision, as float32."""
-    return str(dtype).removeprefix("torch.")
-
-
 def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradients: str) -> dict[str, str]:
     """Return the facts about the machine and the code that decide the last bits of a run's numbers, as name -> value.
 
@@ -122,11 +85,6 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradie
         "instructions": "any" if cuda else torch.backends.cpu.get_cpu_capability(),
         "gradients": gradients,
     }
-
-
-def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Return a context for mixed precision: matrix products in `dtype`, sensitive operations in float32."""
-    return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
 
 def keep_freed_memory(device: torch.device) -> None:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from errors import UserError
 from model import GPT
+from model.device import dtype_name
 from training.config import TrainConfig
-from training.device import dtype_name
 from training.sharded import is_sharded
 
 Result = TypeVar("Result")

@@ -11,9 +11,9 @@ from data.config import DataConfig
 from errors import UserError
 from model import GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint
+from model.device import resolve_device
 from model.load import load_config
 from training.config import Config, TrainConfig
-from training.device import resolve_device
 from training.fit import fit_to_text, size_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -12,9 +12,9 @@ from data.corpus import Corpus
 from errors import UserError
 from inspection.heads import as_json, head_scores, repeat_probe
 from model import GPT
+from model.device import autocast
 from training.certificate import LossFn
 from training.config import TrainConfig
-from training.device import autocast
 from training.distributed import Ranks
 
 MOST_SCORED = 256  # tokens of text on which heads are scored, which costs little beside the loss

@@ -1,0 +1,49 @@
+"""The device of a model, and the precisions in which it is fast."""
+
+import contextlib
+
+import torch
+
+from errors import UserError
+
+
+def resolve_device(name: str) -> str:
+    """Return the name of a device; for auto the first of cuda, mps and cpu that this machine has."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of this name; auto is CUDA, else MPS, else CPU. Raises UserError if it cannot be used."""
+    try:
+        there = torch.empty(1, device=resolve_device(name))
+        there.cpu()  # fails on the device "meta"
+        return there.device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0][:80]
+        raise UserError(f"device {name!r} cannot be used here (try auto, cpu, cuda or mps): {reason}") from error
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether the device computes bfloat16 natively, so that matrix products in it are fast."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether matrix products in this precision are known to be fast on the device."""
+    if dtype == torch.float16:
+        return device.type != "cpu"
+    return dtype != torch.bfloat16 or has_bfloat16(device)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a precision, as float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Return a context for mixed precision: matrix products in `dtype`, sensitive operations in float32."""
+    return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
