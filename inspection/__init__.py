@@ -1,6 +1,17 @@
 """Attention heads: captured, measured, drawn, and proved to be what the fused kernel computed."""
 
-from inspection.heads import Inspection, ablate, head_scores, influence, repeat_probe
+from inspection.heads import ablate, head_scores, influence, repeat_probe
+from inspection.inspection import Inspection, inspect_heads
 from inspection.patterns import Captured, NotTheKernels, capture
 
-__all__ = ["Captured", "Inspection", "NotTheKernels", "ablate", "capture", "head_scores", "influence", "repeat_probe"]
+__all__ = [
+    "Captured",
+    "Inspection",
+    "NotTheKernels",
+    "ablate",
+    "capture",
+    "head_scores",
+    "influence",
+    "inspect_heads",
+    "repeat_probe",
+]

@@ -7,24 +7,19 @@ The metrics are defined in inspection/metrics.py. Shapes are named as in model/a
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from inspection.decoder import device_of, evaluating, find_embedding, predictions, read, sequence_losses
 from inspection.kinds import Head
 from inspection.metrics import Metrics
-from inspection.patterns import Captured, capture
-from model import GPT
-from model.attention import Attend
-from model.causality import hooked
+from inspection.patterns import capture
 
-POSITIONS = 256  # logits are computed for so many positions of a sequence at a time: V numbers each
 TOKENS_TOGETHER = 512  # short sequences are read together, up to so many tokens
 INFLUENCE_FLOPS = 5e11  # spent on influence on a CPU: about five seconds
 ON_REPEATS = ("duplicate", "induction")  # the metrics that need a probe
@@ -79,46 +74,18 @@ class HeadScores:
         return {name: (x.var(0, correction=0) / (len(x) - 1)).sqrt() for name, x in self.samples.items()}
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """Everything measured on one checkpoint."""
-
-    name: str  # of the checkpoint, as "quickstart step-00000400"
-    verified: str  # one line that says how the weights were verified
-    scores: HeadScores
-    att: Captured  # queries and keys of the text that is shown, (1, T)
-    influence: Tensor | None = None  # (T, T), rows of nan were not computed; None: no row was
-    predictions: Sequence[tuple[str, float]] = ()  # at each of the T tokens the likeliest next one and its probability
-    labels: Sequence[Sequence[str]] = ()  # of `scores.tokens`
-
-    @property
-    def loss(self) -> float:
-        """Mean cross-entropy of the measured texts, in nats a token."""
-        return self.scores.losses.mean().item()
-
-    def pattern(self, head: Head) -> Tensor:
-        """Return the weights of a head, (T, T) on the CPU. Keys before the text, as a learned sink, are left out."""
-        weights = self.att.pattern(*head)[0].cpu()
-        return weights[:, -len(weights) :]
-
-
-@contextmanager
-def evaluating(model: GPT) -> Iterator[None]:
-    """Put the model in eval mode inside the `with` block, and back into its mode after it."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
+def batches(model: nn.Module, sequences: Tensor) -> tuple[Tensor, ...]:
+    """Split sequences, (N, T), into those that are read together, on the device of the model."""
+    return sequences.to(device_of(model)).split(max(1, TOKENS_TOGETHER // sequences.size(1)))
 
 
 @torch.no_grad()
-def head_scores(model: GPT, text: Tensor, probe: RepeatProbe | None = None, verify: bool = True) -> HeadScores:
+def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None, verify: bool = True) -> HeadScores:
     """Measure every head on a text (N, T) and on a probe, in eval mode.
 
     Without a probe, duplicate and induction are left out. Raises NotTheKernels if the weights are not those that the
-    kernel used; verify=False skips that proof. All ranks of a sharded model have to call this together.
+    kernel used; verify=False skips that proof. Raises UserError if the model cannot be read. All ranks of a sharded
+    model have to call this together.
     """
     losses = []
     row_errors = []
@@ -126,12 +93,12 @@ def head_scores(model: GPT, text: Tensor, probe: RepeatProbe | None = None, veri
     def measure_sequences(sequences: Tensor, repeat: int | None = None) -> Metrics:
         """Return metric -> (N, L, H), and store the errors of rows and, of a text, the losses."""
         parts = []
-        num_together = max(1, TOKENS_TOGETHER // sequences.size(1))
-        for idx in sequences.to(model.device).split(num_together):
+        for idx in batches(model, sequences):
             with capture(model) as att:
-                hidden = model.hidden(idx)
-            if repeat is None:
-                losses.append(sequence_losses(model, hidden, idx).cpu())
+                if repeat is None:
+                    losses.append(sequence_losses(model, idx).cpu())
+                else:
+                    read(model, idx, slice(1))
             if verify:
                 row_errors.extend(att.verify().values())
             parts.append(att.sequence_scores(repeat))
@@ -170,74 +137,81 @@ def as_json(scores: HeadScores) -> dict[str, list[list[float | None]]]:
     return tables
 
 
-def sequence_losses(model: GPT, hidden: Tensor, idx: Tensor) -> Tensor:
-    """Return each sequence's mean cross-entropy in nats a token, (B,), from its last hidden states and its tokens.
-
-    hidden: (B, T, C); idx: (B, T). For T = 1 the loss is nan.
-    """
-    losses = []
-    parts = zip(hidden[:, :-1].split(POSITIONS, dim=1), idx[:, 1:].split(POSITIONS, dim=1), strict=True)
-    for states, targets in parts:
-        logits = model.logits(states).float()
-        # As rows: CUDA's kernel for (B, V, T) is not deterministic, and refuses where that is asked for.
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        losses.append(loss.view(targets.shape))
-    return torch.cat(losses, dim=1).mean(1)
-
-
-def replace_head(attend: Attend, inputs: tuple, output: Tensor, head: int, mode: str) -> Tensor:
-    """Replace the output of one head by zero or its mean. As a forward hook of `Attend` it acts before `o_proj`."""
+def replace_head(number: int, output: Tensor, head: Head, value: Tensor) -> Tensor:
+    """Replace the output of one head by a value (D,) at each position. output: (B, H, T, D), of layer `number`."""
+    layer, place = head
+    if number != layer:
+        return output
     output = output.clone()
-    output[:, head] = 0.0 if mode == "zero" else output[:, head].mean((0, 1))
+    output[:, place] = value
     return output
 
 
 @torch.no_grad()
-def ablate(model: GPT, text: Tensor, heads: Iterable[Head], mode: Literal["zero", "mean"] = "zero") -> Tensor:
+def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Literal["zero", "mean"] = "zero") -> Tensor:
     """Measure how much each sequence's loss rises without a head: (N, L, H) nats a token, nan for heads not asked for.
 
     The head's output becomes zero, or its mean over the text (N, T) (Michel, Levy and Neubig 2019). The model was
     trained for neither, and other heads can take over: this is one measure of importance among several.
     """
-    text = text.to(model.device)
-    rises = torch.full((len(text), model.config.n_layer, model.config.n_head), torch.nan, dtype=torch.float64)
-    inputs = []  # of each block
+    sums = {}  # layer -> (H, D)
+
+    def add(layer: int, output: Tensor) -> Tensor:
+        """Add the outputs of a layer's heads over the sequences and positions."""
+        sums[layer] = sums.get(layer, 0.0) + output.sum((0, 2), dtype=torch.float32)
+        return output
+
+    def losses(replace: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Return the loss of each sequence with outputs replaced."""
+        with capture(model, replace):
+            return torch.cat([sequence_losses(model, idx) for idx in batches(model, text)]).double().cpu()
+
     with evaluating(model):
-        with hooked(model.blocks, lambda block, given, output: inputs.append(given[0])):
-            before = sequence_losses(model, model.hidden(text), text)
-        for layer, head in heads:
-            x = inputs[layer]
-            attend = model.blocks[layer].attention.attend
-            with attend.register_forward_hook(partial(replace_head, head=head, mode=mode)):
-                for block in model.blocks[layer:]:  # the blocks below are not affected
-                    x = block(x)
-            after = sequence_losses(model, model.final_norm(x), text)
-            rises[:, layer, head] = (after - before).cpu()
+        before = losses(add)
+        rises = torch.full((len(text), len(sums), len(sums[0])), torch.nan, dtype=torch.float64)
+        for layer, place in heads:
+            value = sums[layer][place] / text.numel() if mode == "mean" else torch.zeros(())
+            rises[:, layer, place] = losses(partial(replace_head, head=(layer, place), value=value)) - before
     return rises
 
 
-def influence(model: GPT, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def influence(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Measure how much tokens influence a prediction: the gradient of its log-probability by their embeddings.
 
     idx is (1, T). Returns the norms of the gradients (Simonyan et al. 2014) as shares of their sum, (T, T), a row for
     each prediction; and for every position the likeliest next token, (T,), and its probability, (T,). On a CPU only as
-    many rows are computed as INFLUENCE_FLOPS allow, evenly spread, the last among them; the others are nan.
+    many rows are computed as INFLUENCE_FLOPS allow, evenly spread, the last among them; the others are nan. All are if
+    there is no gradient, as in a model whose tokens no nn.Embedding reads.
     """
-    device = model.device
-    T = idx.size(1)
-    flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.blocks.parameters())  # of a backward pass
-    num_rows = T if device.type == "cuda" else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
+    device = device_of(model)
     idx = idx.to(device)
-    embedded = model.token_embedding(idx).detach().requires_grad_()
+    T = idx.size(1)
     shares = torch.full((T, T), torch.nan)
-    with evaluating(model), model.token_embedding.register_forward_hook(lambda *_: embedded), torch.enable_grad():
-        hidden = model.hidden(idx)[0]
-        for row in torch.linspace(T - 1, 0, num_rows).int().tolist():
-            probability = model.logits(hidden[row]).float().softmax(-1).max(-1).values
-            (gradient,) = torch.autograd.grad(probability.log(), embedded, retain_graph=True)
+    with evaluating(model), torch.no_grad():
+        tokens, probabilities = predictions(model, idx)
+    embedding = find_embedding(model)
+    if embedding is None:
+        return shares, tokens, probabilities
+    embedded = []
+
+    def watch(embedding: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        """Make the embeddings a leaf of autograd."""
+        embedded.append(output.detach().clone().requires_grad_())
+        return embedded[-1]
+
+    num_weights = sum(parameter.numel() for parameter in model.parameters()) - embedding.weight.numel()
+    flops_per_row = 2 * T * max(1, num_weights)  # of a backward pass
+    num_rows = T if device.type == "cuda" else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
+    rows = torch.linspace(T - 1, 0, num_rows).int()
+    with evaluating(model), torch.enable_grad():
+        handle = embedding.register_forward_hook(watch)
+        try:
+            logits = read(model, idx, rows.to(device))[0]
+        finally:
+            handle.remove()
+        for row, of_row in zip(rows.tolist(), logits if logits.requires_grad else [], strict=False):
+            probability = of_row.float().softmax(-1).max()
+            (gradient,) = torch.autograd.grad(probability.log(), embedded[0], retain_graph=True)
             norms = gradient[0].float().norm(dim=-1)
             shares[row] = (norms / norms.sum()).cpu()
-    with torch.no_grad():
-        likeliest = [model.logits(part).float().softmax(-1).max(-1) for part in hidden.split(POSITIONS)]
-    probabilities, tokens = (torch.cat(parts).cpu() for parts in zip(*likeliest, strict=True))
     return shares, tokens, probabilities

@@ -1,4 +1,4 @@
-"""Write one HTML file that shows attention heads and needs nothing else: no server, no library, no network.
+"""Make one HTML page that shows attention heads and needs nothing else: no server, no library, no network.
 
 The policy in its head lets a browser run the page's own script and style and forbids every request. Jinja escapes
 markup in tokens and names. The template is inspection/page.html.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cli.html import own_hash
 from errors import UserError
-from inspection.heads import Inspection
+from inspection.inspection import Inspection
 from inspection.kinds import KINDS, Head, Heads, by_kind, kind_of, name_of, tag
 from inspection.metrics import METRICS, Metrics
 from inspection.terminal import grid_columns, number
@@ -37,25 +37,27 @@ def check_room(T: int, num_heads: int, num_checkpoints: int) -> None:
         raise UserError(f"{room}, not {num_heads}: give fewer --heads, a shorter --text or fewer checkpoints")
 
 
-def write_page(path: Path, note: str, labels: Sequence[str], heads: Heads, inspections: Sequence[Inspection]) -> None:
-    """Write the page.
+def render(inspections: Sequence[Inspection]) -> str:
+    """Return the page of one or more checkpoints, in order, of which the last gives text and heads.
 
-    note: describes the text that was measured; labels: of the T tokens; heads: those to show; inspections: of one or
-    more checkpoints in order, with influence and predictions.
+    Raises UserError if there is no room.
     """
+    last = inspections[-1]
+    heads = last.heads
+    check_room(len(last.tokens), len(heads), len(inspections))
     triangles = {}
     for checkpoint, inspection in enumerate(inspections):
         for head in heads:
-            triangles[f"{checkpoint}/{name_of(head)}"] = encode(inspection.pattern(head))
+            triangles[f"{checkpoint}/{name_of(head)}"] = encode(inspection.pattern(*head))
         triangles[f"{checkpoint}/influence"] = encode(inspection.influence.nan_to_num(0.0))  # 0: not computed
     source = TEMPLATE.read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-    names = dict.fromkeys((inspections[0].name, inspections[-1].name))  # one if they are the same
-    html = page.render(
+    names = dict.fromkeys((inspections[0].name, last.name))  # one if they are the same
+    return page.render(
         policy=f"script-src {own_hash(source, 'script')}; style-src {own_hash(source, 'style')}",
         title=f"Heads of {' to '.join(names)}",
-        note=note,
-        labels=labels,
+        note=f"scores of {last.note}",
+        labels=last.tokens,
         metrics=METRICS.values(),
         most_named=MOST_NAMED,
         heads=[name_of(head) for head in heads],
@@ -63,7 +65,6 @@ def write_page(path: Path, note: str, labels: Sequence[str], heads: Heads, inspe
         checkpoints=[describe(inspection, heads) for inspection in inspections],
         triangles=triangles,
     )
-    path.write_text(html, encoding="utf-8")
 
 
 def encode(pattern: Tensor) -> str:
@@ -79,7 +80,7 @@ def describe(inspection: Inspection, heads: Heads) -> dict:
     first_kind = next(iter(by_kind(mean, heads).values()))
     best, _ = first_kind[0]
     is_computed = ~inspection.influence[:, -1].isnan()
-    largest = inspection.pattern(best).amax(-1) * is_computed
+    largest = inspection.pattern(*best).amax(-1) * is_computed
     later = len(largest) // 2  # the first queries have few keys to choose among
     return {
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",

@@ -1,4 +1,4 @@
-"""Capture the queries and keys of a running model, compute attention weights from them, and prove the weights right.
+"""Capture the calls of PyTorch's attention kernel in a running model, compute the weights, and prove them right.
 
     with capture(model) as att:
         model(idx)                    # (B, T)
@@ -6,26 +6,38 @@
     att.verify()                      # raises NotTheKernels if the weights are not the fused kernel's
     att.scores()["entropy"]           # (L, H), defined in inspection/metrics.py
 
-Shapes are named as in model/attention.py.
+The model is any module that calls torch.nn.functional.scaled_dot_product_attention, ours or another. Shapes are named
+as in model/attention.py.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FunctionType
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from errors import UserError
+from inspection.decoder import find_embedding
 from inspection.metrics import Metrics, measure
-from model import GPT
-from model.attention import Attend, attention_weights, repeat_kv
-from model.causality import exact_products, hooked
+from model.attention import attention_weights, repeat_kv
+from model.causality import exact_products
 
 # The largest error of a row of weights that rounding explains, for each precision of queries and keys.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 MAX_SCORE_ROUNDING = 1e-2  # the most allowed in addition for rounded scores, which matters if they are in the thousands
 BLOCK_SIZE = 1 << 21  # weights computed at a time; bounds memory and changes results by rounding only
+HIDES = -1e4  # a mask of numbers hides a key by this or less; a bias is larger
+UNSEEN = (
+    "no causal call of torch.nn.functional.scaled_dot_product_attention was seen: attention that is written out, or by "
+    "another kernel, cannot be shown (tril's own is written out where bfloat16 is trained on a CPU: use torch.no_grad)"
+)
+
+Replace = Callable[[int, Tensor], Tensor]  # layer, output of its kernel (B, H, T_query, D) -> the output to go on with
 
 
 class NotTheKernels(ArithmeticError):
@@ -34,48 +46,175 @@ class NotTheKernels(ArithmeticError):
     exit_code = 1
 
 
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of the kernel."""
+
+    q: Tensor  # (B, H, T_query, D)
+    k: Tensor  # (B, n_kv_head, T_key, D)
+    value_shape: torch.Size  # (B, n_kv_head, T_key, width of a value)
+    attn_mask: Tensor | None  # broadcasts to (B, H, T_query, T_key): bool, or numbers that are added to the scores
+    is_causal: bool  # the kernel's own triangle, which is aligned to the first query and the first key
+    scale: float | None  # None: 1 / sqrt(D)
+    enable_gqa: bool
+
+    @property
+    def mask(self) -> Tensor:
+        """The mask of all queries and keys."""
+        return self.rows(0, self.q.size(2), self.k.size(2))
+
+    def rows(self, start: int, end: int, num_keys: int) -> Tensor:
+        """Return the mask of the queries from `start` to `end` and the first keys: (..., queries, keys)."""
+        if self.attn_mask is not None:
+            return self.attn_mask[..., start:end, :num_keys]
+        rows = torch.ones(end - start, num_keys, dtype=torch.bool, device=self.q.device)
+        return rows.tril(start) if self.is_causal else rows
+
+    def sees_ahead(self) -> bool:
+        """Return whether a query sees a key behind its own, which no decoder of a text does."""
+        T_query = self.q.size(2)
+        ahead = self.k.size(2) - T_query + 1  # the queries belong to the last keys
+        if self.is_causal or ahead < 1:
+            return ahead < 1
+        return T_query > 1 and bool(visible(self.mask).triu(ahead).any())
+
+    def run(self, v: Tensor) -> Tensor:
+        """Call the kernel again, with other values of the same shape: -> (B, H, T_query, width of a value)."""
+        return F.scaled_dot_product_attention(
+            self.q,
+            self.k,
+            v,
+            attn_mask=self.attn_mask,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            enable_gqa=self.enable_gqa,
+        )
+
+
+def visible(mask: Tensor) -> Tensor:
+    """Return where a mask lets a query see a key, as bool."""
+    return mask if mask.dtype == torch.bool else mask > HIDES
+
+
+class KernelMode(TorchFunctionMode):
+    """Give each call of the kernel to `see`: the output, then the arguments. Go on with the output that it returns."""
+
+    def __init__(self, see: Callable[..., Tensor]):
+        super().__init__()
+        self.see = see
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:  # Python that calls the kernel: run its body inside this mode
+            names = func.__globals__ | {"has_torch_function": lambda _: False}
+            with self:
+                return FunctionType(func.__code__, names, argdefs=func.__defaults__)(*args, **kwargs)
+        output = func(*args, **kwargs)
+        return self.see(output, *args, **kwargs) if func is F.scaled_dot_product_attention else output
+
+
 class Captured:
-    """Queries and keys of a model's last call. Layers and heads are numbered from zero; -1 is the last."""
+    """The calls of the kernel in a model's last forward pass.
 
-    def __init__(self, kernels: list[Attend]):
-        self.kernels = kernels
-        self.inputs = {}  # Attend -> q, k and mask of its last call
+    Layers are these calls in their order. Layers and heads are numbered from zero; -1 is the last.
+    """
 
-    def hook(self, kernel: Attend, inputs: tuple, output: Tensor) -> None:
-        """Store the queries, keys and mask of a kernel's call, in place of those of the call before."""
-        q, k, _, mask, _ = inputs
-        keys = k.detach().to(q.dtype, copy=True)  # a cache overwrites its own later
-        self.inputs[kernel] = (q.detach(), keys, mask)
+    def __init__(self, replace: Replace | None = None):
+        self.replace = replace
+        self.calls: list[Call] = []
+        self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
+        self.masks: list[Tensor] = []  # the different ones, since layers often share one
+
+    def clear(self, *_: object) -> None:
+        """Forget the calls, as a hook before another forward pass."""
+        self.calls.clear()
+        self.left_out.clear()
+        self.masks.clear()
+
+    def see(
+        self,
+        output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Store a call of the kernel. Return its output, or what replaces it."""
+        tensors = [tensor.detach() for tensor in (query, key, value, output)]
+        if query.dim() == 3:  # one head
+            tensors = [tensor.unsqueeze(1) for tensor in tensors]
+            attn_mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
+        q, k, v, y = tensors
+        dtype = q.dtype
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = y.dtype  # the kernel has cast its arguments
+        k = k.to(dtype, copy=True)  # a cache overwrites its own later
+        call = Call(q.to(dtype), k, v.shape, self.shared(attn_mask, dtype), is_causal, scale, enable_gqa)
+        if q.dim() != 4 or call.sees_ahead():
+            self.left_out.append(f"queries {tuple(query.shape)} of keys {tuple(key.shape)}")
+            return output
+        self.calls.append(call)
+        return output if self.replace is None else self.replace(len(self.calls) - 1, y).view_as(output)
+
+    def shared(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """Return a copy of a mask, which the model may change later; the same copy for equal masks."""
+        if mask is None:
+            return None
+        if mask.dtype != torch.bool:
+            mask = mask.detach().to(dtype)
+        same = (known for known in self.masks if known.dtype == mask.dtype and known.equal(mask))
+        if (known := next(same, None)) is None:
+            known = mask.clone()
+            self.masks.append(known)
+        return known
+
+    def call(self, layer: int) -> Call:
+        """Return the call of a layer. Raises IndexError if the model has no such layer, UserError if it has none."""
+        if not self.calls:
+            others = f"; others were: {self.left_out[0]}" if self.left_out else ""
+            raise UserError(f"{UNSEEN}{others}")
+        return self.calls[layer]
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and mask (T_query, T_key) of one layer.
+        """Return q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and mask (..., T_query, T_key) of a layer.
 
-        Raises IndexError if the model has no such layer, UserError if its Attend was not called.
+        Raises as `call` does.
         """
-        kernel = self.kernels[layer]
-        if kernel not in self.inputs:
-            meant = "a change of the layer belongs inside Attend.forward, and a compiled model is not seen"
-            raise UserError(f"no call of Attend in layer {layer} was captured: {meant}")
-        return self.inputs[kernel]
+        call = self.call(layer)
+        return call.q, call.k, call.mask
 
     def blocks(self, layer: int, head: int | None = None) -> Iterator[Tensor]:
         """Yield the attention weights of a layer, or of one of its heads, for one block of queries at a time.
 
-        A block is (B, H, queries, keys up to the last of these queries), in float32 (float64 for a float64 model).
+        A block is (B, H, queries, keys up to the last of these queries), in float32 (float64 for a float64 model). A
+        query that its mask lets see nothing has weights of zero.
         """
-        q, k, mask = self[layer]
-        k = repeat_kv(k, q)
+        call = self.call(layer)
+        q = call.q
+        k = repeat_kv(call.k, q)
         if head is not None:
             q = q[:, head, None]
             k = k[:, head, None]
         wide = torch.promote_types(q.dtype, torch.float32)
-        seen = k.size(2) - q.size(2)  # keys before the first query: the queries are the last positions of their keys
         weights_per_query = q.size(0) * q.size(1) * k.size(2)
         height = max(1, BLOCK_SIZE // weights_per_query)
-        for queries, rows in zip(q.split(height, dim=2), mask.split(height), strict=True):
-            seen += queries.size(2)
+        before = k.size(2) - q.size(2)  # keys before the first query: the queries are the last positions of their keys
+        for start in range(0, q.size(2), height):
+            queries = q[:, :, start : start + height]
+            end = start + queries.size(2)
+            rows = call.rows(start, end, before + end)
+            if head is not None and rows.dim() == 4 and rows.size(1) > 1:
+                rows = rows[:, head, None]
+            if rows.dtype != torch.bool:
+                rows = rows.to(wide)
             with exact_products(q.device):
-                weights = attention_weights(queries.to(wide), k[:, :, :seen].to(wide), rows[:, :seen])
+                weights = attention_weights(queries.to(wide), k[:, :, : before + end].to(wide), rows, call.scale)
+            if call.attn_mask is not None:
+                weights = weights.masked_fill(~visible(rows).any(-1, keepdim=True), 0.0)
             yield weights
 
     def patterns(self, layer: int, head: int | None = None) -> Tensor:
@@ -83,8 +222,8 @@ class Captured:
 
         They are float32 (float64 for a float64 model).
         """
-        _, k, _ = self[layer]
-        blocks = [F.pad(weights, (0, k.size(2) - weights.size(3))) for weights in self.blocks(layer, head)]
+        num_keys = self.call(layer).k.size(2)
+        blocks = [F.pad(weights, (0, num_keys - weights.size(3))) for weights in self.blocks(layer, head)]
         return torch.cat(blocks, dim=2)
 
     def pattern(self, layer: int, head: int) -> Tensor:
@@ -102,8 +241,13 @@ class Captured:
         """Return the metrics of all heads in each sequence: metric -> (B, L, H), and "received" -> (B, L, H, T_key).
 
         The metrics are those of `measure` in inspection/metrics.py. No T x T matrix is stored. repeat: as in `scores`.
+        Raises UserError if layers have different numbers of heads, sequences or keys.
         """
-        layers = [measure(self.blocks(layer), repeat) for layer in range(len(self.kernels))]
+        self.call(0)
+        shapes = {(call.q.shape[:3], call.k.size(2)) for call in self.calls}
+        if len(shapes) > 1:
+            raise UserError(f"heads can be compared if all layers have as many, of the same tokens; here: {shapes}")
+        layers = [measure(self.blocks(layer), repeat) for layer in range(len(self.calls))]
         return {name: torch.stack([scores[name] for scores in layers], dim=1) for name in layers[0]}
 
     def verify(self) -> dict[int, float]:
@@ -111,9 +255,10 @@ class Captured:
 
         Raises NotTheKernels if an error is larger than rounding explains.
         """
+        self.call(0)
         largest = {}
-        for layer in range(len(self.kernels)):
-            dtype = self[layer][0].dtype
+        for layer, call in enumerate(self.calls):
+            dtype = call.q.dtype
             errors, rounding = self.row_errors(layer)
             largest[layer] = errors.max().item()
             if not (errors - rounding).max().item() <= TOLERANCE[dtype]:  # also raises for nan
@@ -127,15 +272,16 @@ class Captured:
         """Estimate the error of each row of a layer's weights, and the error that the rounding of scores explains.
 
         Both are (B, H, T_query). The kernel runs again on the same queries, keys and mask, with random values of 1 and
-        -1. If a row of our weights is wrong by a vector e, the mean square difference of the two outputs over the D
-        columns is |e|^2 on average, whatever the direction of e (Freivalds 1977).
+        -1. If a row of our weights is wrong by a vector e, the mean square difference of the two outputs over the
+        width of a value is |e|^2 on average, whatever the direction of e (Freivalds 1977).
         """
-        q, k, mask = self[layer]
+        call = self.call(layer)
+        q = call.q
         wide = torch.promote_types(q.dtype, torch.float32)
         generator = torch.Generator().manual_seed(0)
-        v = (torch.randint(2, k.shape, generator=generator, dtype=torch.int8) * 2 - 1).to(k)
+        v = (torch.randint(2, call.value_shape, generator=generator, dtype=torch.int8) * 2 - 1).to(q)
         values = repeat_kv(v, q).to(wide)
-        key_norms = repeat_kv(k.to(wide).norm(dim=-1, keepdim=True), q)
+        key_norms = repeat_kv(call.k.to(wide).norm(dim=-1, keepdim=True), q)
         ours = []
         mean_key_norms = []  # weighted by attention: only keys with weight can move the output
         with exact_products(q.device), torch.no_grad():  # as in evaluation: a kernel may differ under autograd
@@ -143,19 +289,32 @@ class Captured:
                 keys = slice(weights.size(3))
                 ours.append(weights @ values[:, :, keys])
                 mean_key_norms.append(weights @ key_norms[:, :, keys])
-            difference = torch.cat(ours, dim=2) - self.kernels[layer].forward(q, k, v, mask)
-        # Scores are rounded in proportion to |q| |k| / sqrt(D).
-        score_sizes = q.to(wide).norm(dim=-1) * torch.cat(mean_key_norms, dim=2).squeeze(-1) / q.size(-1) ** 0.5
+            difference = torch.cat(ours, dim=2) - call.run(v)
+        # Scores are rounded in proportion to |q| |k| times their scale.
+        scale = q.size(-1) ** -0.5 if call.scale is None else call.scale
+        score_sizes = q.to(wide).norm(dim=-1) * torch.cat(mean_key_norms, dim=2).squeeze(-1) * scale
         rounding = 2 * torch.finfo(wide).eps * score_sizes
         return difference.square().mean(-1).sqrt(), rounding.clamp(max=MAX_SCORE_ROUNDING)
 
 
 @contextmanager
-def capture(model: GPT) -> Iterator[Captured]:
-    """Capture queries and keys of all layers while the model runs inside the `with` block.
+def capture(model: nn.Module, replace: Replace | None = None) -> Iterator[Captured]:
+    """Capture the calls of the kernel while a model runs inside the `with` block.
 
-    A call replaces the one before. Outputs and gradients are the same as without capture, to the last bit.
+    A forward pass replaces the one before. Outputs and gradients are the same as without capture, to the last bit. A
+    compiled model runs eagerly inside the block.
+
+    replace: a function of a layer and the output of its kernel, before the output projection, that returns the output
+        to go on with.
     """
-    captured = Captured([block.attention.attend for block in model.blocks])
-    with hooked(captured.kernels, captured.hook):
+    captured = Captured(replace)
+    with ExitStack() as stack:
+        # A part of the model may be run by itself, as `GPT.generate` does: what begins with tokens begins anew.
+        for module in (model, find_embedding(model)):
+            if module is not None:
+                handle = module.register_forward_pre_hook(captured.clear)
+                stack.callback(handle.remove)
+        if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(KernelMode(captured.see))
         yield captured

@@ -5,7 +5,6 @@ diagonal, which a query cannot see, stay blank.
 """
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,8 +14,8 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from inspection.heads import Inspection
-from inspection.kinds import Heads, kind_of, name_of, tag
+from inspection.inspection import Inspection
+from inspection.kinds import kind_of, name_of, tag
 from inspection.terminal import grid_columns
 from model.attention import make_causal_mask
 
@@ -39,12 +38,14 @@ def drawable(text: str) -> str:
     return "".join(character if ord(character) in known else f"⟨u+{ord(character):04x}⟩" for character in text)
 
 
-def draw_heads(path: Path, inspection: Inspection, heads: Heads, labels: Sequence[str]) -> None:
+def draw_heads(path: Path, inspection: Inspection) -> None:
     """Draw heads as tiles of one image, a row for each layer if all layers have the same heads.
 
     One image for all, because hundreds of axes would take a minute. Tokens are named along the outer edges, as many as
-    fit. The name of a head stands in its tile above the diagonal. labels: of the T tokens.
+    fit. The name of a head stands in its tile above the diagonal.
     """
+    heads = inspection.heads
+    labels = inspection.tokens
     T = len(labels)
     columns = grid_columns(heads)
     rows = math.ceil(len(heads) / columns)
@@ -60,7 +61,7 @@ def draw_heads(path: Path, inspection: Inspection, heads: Heads, labels: Sequenc
         row, column = divmod(number, columns)
         top = row * pitch
         left = column * pitch
-        mosaic[top : top + size, left : left + size] = pool(inspection.pattern(head), step)
+        mosaic[top : top + size, left : left + size] = pool(inspection.pattern(*head), step)
         name = f"{name_of(head)} {tag(*kind_of(inspection.scores.mean, head))}"
         ax.text(left + size, top, name, ha="right", va="top", fontsize=7 if side < 2 else 10)
     image = ax.imshow(mosaic.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis")

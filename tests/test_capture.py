@@ -1,32 +1,33 @@
 """Shown weights are the kernel's: captured patterns, their proof, and that capturing changes nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import inspection.patterns
 from errors import UserError
 from inspection import Captured, NotTheKernels, capture
 from model import GPT
-from model.attention import Attend, attention_weights, make_causal_mask
+from model.attention import attention_weights
 from tests.conftest import make_gpt
 
 B, T, V, L, H = 2, 11, 17, 2, 3
 WEIGHTS = attention_weights
 
 
-def run_captured(model: GPT, idx: Tensor) -> Captured:
-    with capture(model) as att:
+def run_captured(model: nn.Module, idx: Tensor) -> Captured:
+    with capture(model) as att, torch.no_grad():  # under autograd our layer writes bfloat16 out on a CPU
         model(idx)
     return att
 
 
-def attend_captured(q: Tensor, k: Tensor) -> Captured:
+def call_captured(q: Tensor, k: Tensor, v: Tensor | None = None, **options: object) -> Captured:
     """Capture one call of the kernel without a model."""
-    kernel = Attend()
-    att = Captured([kernel])
-    kernel.register_forward_hook(att.hook)
-    kernel(q, k, torch.randn_like(k), make_causal_mask(q.size(2)), 0.0)
+    with capture(nn.Module()) as att:
+        F.scaled_dot_product_attention(q, k, torch.randn_like(k) if v is None else v, **options)
     return att
 
 
@@ -71,8 +72,9 @@ def test_a_call_with_a_cache_has_its_rows_and_replaces_the_one_before() -> None:
 
 def test_the_callers_autocast_does_not_matter() -> None:
     model = make_gpt().eval()
-    with torch.autocast("cpu", torch.bfloat16), capture(model) as att:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), capture(model) as att:
         model(torch.randint(V, (B, 6)))
+    assert att[0][0].dtype == torch.bfloat16
     att.verify()
     with torch.autocast("cpu", torch.bfloat16):
         assert att.pattern(0, 0).dtype == torch.float32
@@ -86,7 +88,7 @@ def test_what_was_not_captured_is_an_error() -> None:
             att.pattern(layer, head)
     with capture(make_gpt()) as att:
         pass
-    with pytest.raises(UserError, match="no call of Attend in layer 0 was captured"):
+    with pytest.raises(UserError, match="no causal call of torch.nn.functional.scaled_dot_product_attention was seen"):
         att.verify()
 
 
@@ -94,9 +96,9 @@ def test_a_large_key_without_weight_excuses_no_error(monkeypatch: pytest.MonkeyP
     q, k = torch.randn(B, H, T, 7), torch.randn(B, H, T, 7)
     q[..., 0], k[..., 0] = 1, 0
     k[:, :, 0] = torch.tensor([-1e5, 0, 0, 0, 0, 0, 0])
-    att = attend_captured(q, k)
+    att = call_captured(q, k, is_causal=True)
     att.verify()
-    monkeypatch.setattr(inspection.patterns, "attention_weights", lambda q, k, mask: WEIGHTS(q, k, mask) + 1e-4 * mask)
+    monkeypatch.setattr(inspection.patterns, "attention_weights", lambda *given: WEIGHTS(*given) + 1e-4 * given[2])
     with pytest.raises(NotTheKernels):
         att.verify()
 
@@ -104,23 +106,24 @@ def test_a_large_key_without_weight_excuses_no_error(monkeypatch: pytest.MonkeyP
 def test_rounding_grows_with_the_scores() -> None:
     """Scores of ten thousand that are nearly the same have an error of a thousandth, which is not a wrong weight."""
     q, k = 1000 + torch.randn(B, H, T, 7), 3 + 1e-4 * torch.randn(B, H, T, 7)
-    att = attend_captured(q, k)
-    (kernel,) = att.kernels
+    att = call_captured(q, k, is_causal=True)
     assert (q @ k.mT).min() / 7**0.5 > 7000 and att.scores()["entropy"].min() > 0.9
     att.verify()
-    att.inputs[kernel] = (q, k + 1e-4 * torch.randn_like(k), make_causal_mask(T))
-    kernel.forward = lambda q, _, v, mask: Attend()(q, k, v, mask)
+    (call,) = att.calls
+    moved = replace(call, k=k + 1e-4 * torch.randn_like(k))
+    object.__setattr__(moved, "run", call.run)
+    att.calls[0] = moved
     with pytest.raises(NotTheKernels):
         att.verify()
 
 
 WRONG = {
-    "scale": lambda q, k, mask: WEIGHTS(q * (5 / 6) ** 0.5, k, mask),  # sqrt(D + 1)
-    "mask": lambda q, k, mask: WEIGHTS(q, k, mask.roll(1, 1) | mask),
-    "keys of another head": lambda q, k, mask: WEIGHTS(q, k.flip(-1), mask),
-    "another group's keys": lambda q, k, mask: WEIGHTS(q, k.roll(1, 1), mask),
-    "one weight": lambda q, k, mask: WEIGHTS(q, k, mask) + 1e-3 * (torch.arange(mask.size(1)) == T - 1) * mask,
-    "not a number": lambda q, k, mask: WEIGHTS(q, k, mask) * float("nan"),
+    "scale": lambda q, k, mask, scale: WEIGHTS(q * (5 / 6) ** 0.5, k, mask),  # sqrt(D + 1)
+    "mask": lambda q, k, mask, scale: WEIGHTS(q, k, mask.roll(1, 1) | mask),
+    "keys of another head": lambda q, k, mask, scale: WEIGHTS(q, k.flip(-1), mask),
+    "another group's keys": lambda q, k, mask, scale: WEIGHTS(q, k.roll(1, 1), mask),
+    "one weight": lambda q, k, mask, scale: WEIGHTS(q, k, mask) + 1e-3 * (torch.arange(mask.size(1)) == T - 1) * mask,
+    "not a number": lambda q, k, mask, scale: WEIGHTS(q, k, mask) * float("nan"),
 }
 
 
@@ -138,16 +141,14 @@ def test_weights_that_are_not_the_kernels_are_refused(monkeypatch, wrong: str, b
 
 def test_an_error_that_the_values_hide_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """T rows of D values have combinations that vanish: with them added, weights times values are what they were."""
-    model, seen = make_gpt(n_layer=1).eval(), []
-    hook = model.blocks[0].attention.attend.register_forward_hook(lambda module, inputs, y: seen.append(inputs))
-    att = run_captured(model, torch.randint(V, (1, T)))
-    hook.remove()
-    v = seen[0][2][0, 0].double()  # (T, D), head 0
+    q, k, v = torch.randn(3, 1, H, T, 5)
+    att = call_captured(q, k, v, is_causal=True)
+    v = v[0, 0].double()  # (T, D), head 0
     hidden = torch.linalg.svd(v.T).Vh[-1]  # (T,), orthogonal to every column of the values
     assert (hidden @ v).abs().max() < 1e-7
     honest = att.pattern(0, 0)
 
-    def corrupted(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    def corrupted(q: Tensor, k: Tensor, mask: Tensor, scale: float | None) -> Tensor:
         weights = WEIGHTS(q, k, mask)
         weights[:, 0, -1] += 5e-2 * hidden
         return weights

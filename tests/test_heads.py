@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import inspection.decoder
 import inspection.heads
 import inspection.patterns
 from inspection import ablate, head_scores, influence, repeat_probe
-from inspection.heads import Inspection, as_json, most_attended
+from inspection.heads import as_json, most_attended
+from inspection.inspection import Inspection
 from inspection.metrics import measure
 from model import GPT
 from tests.conftest import make_gpt
@@ -111,7 +113,8 @@ def loss(model: GPT, text: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("positions", [3, 256])
 def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions: int, monkeypatch) -> None:
-    monkeypatch.setattr(inspection.heads, "POSITIONS", positions)
+    monkeypatch.setattr(inspection.decoder, "LOGITS_TOGETHER", positions * V)
+    monkeypatch.setattr(inspection.decoder, "ROWS_TOGETHER", 2)
     monkeypatch.setattr(inspection.heads, "TOKENS_TOGETHER", 2 * T + 1)  # two sequences at a time
     model, text = make_gpt(**changes, bias=None), torch.randint(V, (5, T))
     probe = repeat_probe(torch.arange(V - 1), V - 1, T, num=3)
@@ -187,11 +190,13 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
     torch.testing.assert_close(shares.sum(-1), torch.ones(T))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
-    monkeypatch.setattr(inspection.heads, "INFLUENCE_FLOPS", 3.5 * 2 * T * sum(p.numel() for p in model.parameters()))
+    rows = model.token_embedding.weight  # each token is there once, so its row has the gradient of its place
+    monkeypatch.setattr(
+        inspection.heads, "INFLUENCE_FLOPS", 3.5 * 2 * T * sum(p.numel() for p in model.parameters() if p is not rows)
+    )
     some, _, _ = influence(model, idx)
     assert (~some.isnan().any(1)).nonzero().flatten().tolist() == [0, 5, 10] and torch.equal(some[5], shares[5])
 
-    rows = model.token_embedding.weight  # each token is there once, so its row has the gradient of its place
     for position in (4, T - 1):
         log_probability = model(idx)[0, position].log_softmax(-1)[tokens[position]]
         norms = torch.autograd.grad(log_probability, rows)[0][idx[0]].norm(dim=-1)
@@ -202,7 +207,8 @@ def test_keys_in_front_of_the_tokens_are_left_out() -> None:
     token, share = most_attended(torch.tensor([[5, 7, 5]]), torch.tensor([[[[0.4, 0.1, 0.2, 0.3]]]]))
     assert token.item() == 5 and share.item() == pytest.approx(0.4)
     att = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4))
-    assert Inspection("", "", None, att).pattern((0, 0)).tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
+    found = Inspection("", "", "", [], [], None, att)
+    assert found.pattern(0, 0).tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
 
 
 def test_the_share_of_a_token_is_that_of_the_patterns() -> None:

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 import inspect_attention
+import inspection.inspection
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
 from inspection import ablate, capture, head_scores, influence, page, terminal
 from inspection.heads import HeadScores
+from inspection.inputs import choose_inputs
+from inspection.inspection import name_of_model, open_model
 from inspection.kinds import by_kind, kind_of, tag
 from inspection.metrics import METRICS
 from inspection.plots import drawable, pool
@@ -155,7 +158,7 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
     assert np.abs(stored(tmp_path / "a.html", "0/influence") - shares.numpy()).max() < 1e-4
     predictions = content["checkpoints"][0]["predictions"]
     assert [chance for _, chance in predictions] == [f"{probability:.1%}" for probability in probabilities]
-    assert predictions[0][0] == inspect_attention.label(tokenizer, tokens[0].item())
+    assert predictions[0][0] == choose_inputs(GPT.from_pretrained(straight), [0, 1], tokenizer).label(tokens[0].item())
 
 
 def test_ablation_stands_beside_its_error(run, straight: Path) -> None:
@@ -184,7 +187,7 @@ def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp
     monkeypatch.setattr("inspection.patterns.attention_weights", lambda *given: 0.9 * attention_weights(*given))
     if only_shown:
         scores = HeadScores({}, torch.zeros(1), 0.0, torch.zeros(1, 1))
-        monkeypatch.setattr(inspect_attention, "head_scores", lambda *_: scores)
+        monkeypatch.setattr(inspection.inspection, "head_scores", lambda *_: scores)
     result = run(inspect_attention, straight, "--text", "12 i", "-o", tmp_path / "a.svg")
     assert result.exit_code == 1 and "the weights shown are not those of the kernel" in result.err
     assert not list(tmp_path.glob("a.*")) and "0.0" not in result.out
@@ -207,7 +210,7 @@ def test_precision_is_one_that_the_machine_is_good_at(
     monkeypatch.setattr("model.device.has_bfloat16", lambda _: units)
     about = {"environment": {"dtype": trained}} if trained else {}
     saved = save_gpt(tmp_path, 1, make_gpt().to(getattr(torch, stored)), {}, about=about)
-    model, precision = inspect_attention.load(find_checkpoint(saved), torch.device("cpu"))
+    model, precision = open_model(find_checkpoint(saved), torch.device("cpu"))
     with capture(model) as att, precision, torch.no_grad():
         model(torch.tensor([[1, 2, 3]]))
     assert (dtype_name(model.lm_head.weight.dtype), dtype_name(att[0][0].dtype)) == (weights, products)
@@ -217,7 +220,7 @@ def test_precision_is_one_that_the_machine_is_good_at(
 
 def test_a_model_of_the_hub_has_its_name() -> None:
     snapshot = Path("/somewhere/hub/models--openai-community--gpt2/snapshots/607a30d783df")
-    assert inspect_attention.name_of_model(snapshot) == "openai-community/gpt2"
+    assert name_of_model(snapshot) == "openai-community/gpt2"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +228,7 @@ def test_a_model_of_the_hub_has_its_name() -> None:
     [
         (["--heads", "0.1", "{run}"], "which checkpoint?"),
         (["{run}", "--heads", "2.0"], "there is no head 2.0: the model has 2 layers of 3 heads"),
-        (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .html, .png, .svg"),
+        (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .html, .png, .svg, .npz"),
         (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: it is a directory, or in none"),
         (["{run}", "--device", "meta"], "device 'meta' cannot be used here"),
         (["{run}", "--text", ""], "attention is between tokens: give a text of two or more"),

@@ -6,7 +6,6 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from inspection import Inspection
 from inspection.heads import HeadScores
 from inspection.kinds import KINDS, by_kind, kind_of, name_of, tag
-from inspection.page import write_page
+from inspection.page import render
 
 L, H, T = 2, 3, 11
 HEADS = [(layer, head) for layer in range(L) for head in range(H)]
@@ -33,27 +32,30 @@ def pattern(name: str, step: int = 400) -> Tensor:
     return scores.masked_fill(~torch.ones(T, T).tril().bool(), float("-inf")).softmax(-1)
 
 
-def inspected(step: int = 400) -> Inspection:
+def inspected(step: int = 400, **changes: object) -> Inspection:
     samples = {name: pattern(name, step)[None, -L:, :H] for name in ("entropy", "induction", "ablation")}
     samples["ablation"][:, 0, 1] = float("nan")
     samples["previous"] = 1 - samples["induction"]
     samples["token"] = samples["entropy"] / 2
     influence = pattern("influence", step)
     influence[[3, 9]] = float("nan")
-    return Inspection(
+    fields = dict(
         name=f"step-{step:08d}",
         verified="weights match the kernel",
+        note="a text",
+        tokens=[f"␣w{i}" for i in range(T)],
+        heads=HEADS,
         scores=HeadScores(samples, torch.tensor([1000 / step]), 0.0, torch.zeros(L, H)),
         att=SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step)[None]),
         influence=influence,
         labels=[[f"<b>{layer}.{head}" for head in range(H)] for layer in range(L)],
         predictions=[(f"next{i}", (i + 1) / (T + 2)) for i in range(T)],
     )
+    return Inspection(**fields | changes)
 
 
-def write(path: Path, *inspections: Inspection, **options: object) -> None:
-    options = {"note": "a text", "heads": HEADS, "labels": [f"␣w{i}" for i in range(T)]} | options
-    write_page(path, inspections=inspections or [inspected()], **options)
+def write(path: Path, *inspections: Inspection) -> None:
+    path.write_text(render(inspections or [inspected()]), encoding="utf-8")
 
 
 def stored(path: Path, name: str) -> np.ndarray:
@@ -75,7 +77,7 @@ def labels_of(path: Path) -> list[str]:
 
 def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    write(path, replace(inspected(), name=HOSTILE[0]), labels=HOSTILE, note=HOSTILE[0])
+    write(path, inspected(name=HOSTILE[0], tokens=HOSTILE, note=HOSTILE[0]))
     text = path.read_text()
     policy = "content=\"default-src 'none'; script-src 'sha256-[^' ]+'; style-src 'sha256-[^' ]+'\""
     assert re.search(policy, html.unescape(text))
@@ -85,7 +87,7 @@ def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
 
 def test_the_scores_of_a_head_are_in_words(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    write(path, inspected(400), inspected(800), heads=HEADS[1:])
+    write(path, inspected(400), inspected(800, heads=HEADS[1:]))
     entropy, induction = (inspected(800).scores.mean[name][0, 1] for name in ("entropy", "induction"))
     kind, _ = kind_of(inspected(800).scores.mean, (0, 1))
     scores = f"looks at {KINDS[kind]} · entropy {entropy:.2f} · prev {1 - induction:.2f} · "
@@ -101,8 +103,8 @@ def show(browser, tmp_path: Path) -> Iterator[Callable]:
     """Return show(inspections...), which opens the page in a browser. At the end: no complaint and no other request."""
     path, complaints, requests, contexts = tmp_path / "page.html", [], [], []
 
-    def open_page(*inspections: Inspection, width: int = 1300, scheme: str = "light", **options: object):
-        write(path, *inspections, **options)
+    def open_page(*inspections: Inspection, width: int = 1300, scheme: str = "light"):
+        write(path, *inspections)
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
         page = contexts[-1].new_page()
         page.set_default_timeout(5000)
@@ -138,7 +140,7 @@ def assert_read(page, row: int, key: int, head: str = "0.0", step: int = 400) ->
 
 @pytest.mark.long
 def test_heads_are_chosen_and_share_one_scale(show: Callable) -> None:
-    page = show(heads=HEADS[1:])
+    page = show(inspected(heads=HEADS[1:]))
     mean = inspected().scores.mean
     captions = [f"{name_of(head)} {tag(*kind_of(mean, head))}".strip() for head in HEADS[1:]]
     assert page.locator("#heads button").all_inner_texts() == captions
@@ -202,8 +204,8 @@ def test_slider_travels_through_checkpoints(show: Callable) -> None:
 def test_hostile_tokens_are_text_on_any_screen(show: Callable) -> None:
     colours = {}
     for width, scheme in ((360, "light"), (1600, "dark")):
-        checkpoints = [replace(inspected(step), name=HOSTILE[0]) for step in (400, 800)]
-        page = show(*checkpoints, labels=HOSTILE, note=HOSTILE[0], width=width, scheme=scheme)
+        hostile = {"name": HOSTILE[0], "tokens": HOSTILE, "note": HOSTILE[0]}
+        page = show(inspected(400, **hostile), inspected(800, **hostile), width=width, scheme=scheme)
         assert page.locator("h1").inner_text() == f"Heads of {HOSTILE[0]}"
         for place in ("#attention", "#queries"):
             assert [part.text_content() for part in page.locator(f"{place} bdi").all()] == HOSTILE

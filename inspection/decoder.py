@@ -1,0 +1,123 @@
+"""Run any decoder: a module that takes token ids, (B, T), and returns logits, (B, T, V), or something that has them.
+
+Ours, those of `transformers` and a stranger's own are run alike. Shapes are named as in model/attention.py.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from errors import UserError
+from model import GPT
+
+
+def logits_of(output):
+    return (
+        output
+        if isinstance(output, Tensor)
+        else output.logits
+        if hasattr(output, "logits")
+        else next(o for o in output if isinstance(o, Tensor) and o.dim() == 3)
+    )
+
+
+LOGITS_TOGETHER = 1 << 26  # of one sequence; for longer texts the model runs again
+ROWS_TOGETHER = 256  # a loss needs a copy of the logits of so many positions
+
+
+def find_embedding(model: nn.Module) -> nn.Module | None:
+    """Return the module that embeds the tokens: the one that the model names, or its first nn.Embedding."""
+    if hasattr(model, "get_input_embeddings"):
+        return model.get_input_embeddings()
+    return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """Return the module that makes logits of hidden states, (B, T, C) -> (B, T, V), if the model names it."""
+    if hasattr(model, "get_output_embeddings"):
+        return model.get_output_embeddings()
+    return getattr(model, "lm_head", None)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the weights."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode inside the `with` block, and back into its mode after it."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None)) -> Tensor:
+    """Return the logits of some positions of a text: (B, T) -> (B, positions, V). The others are not computed.
+
+    Raises UserError if the model cannot read the text, or returns no logits of all positions.
+    """
+    T = idx.size(1)
+    wanted = torch.arange(T)[positions]
+
+    def cut(head: nn.Module, inputs: tuple) -> tuple | None:
+        """Keep the hidden states of these positions, as a hook before the head."""
+        if inputs and inputs[0].dim() == 3 and inputs[0].size(1) == T:
+            return (inputs[0][:, positions], *inputs[1:])
+
+    head = find_head(model)
+    handle = head.register_forward_pre_hook(cut) if head is not None else None
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    try:
+        output = model(idx, **options)
+    except Exception as error:
+        if isinstance(error, UserError) or isinstance(model, GPT):  # a fault of ours has a traceback
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"the model cannot read {T} tokens, given as model(idx): {reason:.200}") from error
+    finally:
+        if handle is not None:
+            handle.remove()
+    logits = logits_of(output)
+    if logits.size(1) == T != len(wanted):
+        logits = logits[:, positions]
+    if logits.shape[:2] != (len(idx), len(wanted)):
+        raise UserError(f"expected logits of shape {(*idx.shape, 'V')}, got {tuple(logits.shape)}")
+    return logits
+
+
+def parts_of(model: nn.Module, T: int) -> Iterator[slice]:
+    """Yield slices of T positions whose logits fit into memory together."""
+    vocab_size = getattr(find_embedding(model), "num_embeddings", 1)
+    size = max(1, LOGITS_TOGETHER // vocab_size)
+    yield from (slice(start, start + size) for start in range(0, T, size))
+
+
+def sequence_losses(model: nn.Module, idx: Tensor) -> Tensor:
+    """Return each sequence's mean cross-entropy in nats a token: (B, T) -> (B,). For T = 1 it is nan."""
+    losses = []
+    for part in parts_of(model, idx.size(1)):
+        targets = idx[:, 1:][:, part].split(ROWS_TOGETHER, dim=1)
+        logits = read(model, idx, part).split(ROWS_TOGETHER, dim=1)
+        for rows, next_tokens in zip(logits, targets, strict=False):
+            rows = rows[:, : next_tokens.size(1)].float()  # the last position has no next token
+            # As rows: CUDA's kernel for (B, V, T) is not deterministic, and refuses where that is asked for.
+            loss = F.cross_entropy(rows.flatten(0, 1), next_tokens.flatten(), reduction="none")
+            losses.append(loss.view(next_tokens.shape))
+    return torch.cat(losses, dim=1).mean(1)
+
+
+def predictions(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the likeliest next token at each position, and its probability: (1, T) -> (T,) twice, on the CPU."""
+    found = []
+    for part in parts_of(model, idx.size(1)):
+        found += [rows.float().softmax(-1).max(-1) for rows in read(model, idx, part)[0].split(ROWS_TOGETHER)]
+    probabilities, tokens = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+    return tokens, probabilities

@@ -1,0 +1,155 @@
+"""What a model reads when its heads are inspected: a text, random tokens that repeat, and a label for each token."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data.config import DataConfig
+from data.encoding import HubTokenizer, Tokenizer
+from data.prepare import find_prepared
+from data.token_files import open_token_files
+from errors import UserError
+from inspection import terminal
+from inspection.decoder import find_embedding
+from inspection.heads import RepeatProbe, repeat_probe
+from model.checkpoint import Checkpoint, nested
+
+NUM_TEXTS = 8  # sequences of validation text that are measured
+TEXT_LENGTH = 1024  # the most tokens of each
+SHOWN_LENGTH = 256  # the most tokens of it in a picture
+CONTEXTS = ("context_length", "max_position_embeddings", "n_positions", "n_ctx", "block_size", "max_seq_len")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens that a model reads."""
+
+    measured: Tensor  # (N, T), scores are means over these sequences
+    shown: Tensor  # (1, T), the text of the pictures
+    labels: Sequence[str]  # of the T tokens that are shown
+    label: Callable[[int], str]  # of any token
+    note: str  # describes `measured`
+    probe: RepeatProbe | None
+    pool: str  # where the tokens of the probe come from
+
+    @property
+    def probe_note(self) -> str:
+        """Describe the probe."""
+        probe = self.probe
+        drawn = f"{probe.repeat} random tokens of the {self.pool}"
+        return f"{len(probe.repeated)} x [start, {drawn}, the same again]"
+
+
+def choose_inputs(
+    model: nn.Module,
+    text: str | Sequence[int] | Tensor | None,
+    tokenizer: object = None,
+    checkpoint: Checkpoint | None = None,
+) -> Inputs:
+    """Choose what a model reads.
+
+    text: a text, or its token ids; None takes the validation text of the checkpoint.
+    tokenizer: as in `inspect_heads`.
+
+    Raises UserError if there is no text, or if it needs a tokenizer.
+    """
+    labels = tokenizer if isinstance(tokenizer, list | tuple) else None
+    tokenizer = None if labels is not None else as_tokenizer(tokenizer)
+    embedding = find_embedding(model)
+    if tokenizer is not None and isinstance(embedding, nn.Embedding):
+        tokenizer.check_fits(embedding.num_embeddings)
+    T = context_length(model)
+    if text is None:
+        if checkpoint is None:
+            raise UserError("which text? A model without a checkpoint has no validation text")
+        measured = validation_texts(checkpoint, min(T or TEXT_LENGTH, TEXT_LENGTH))
+        note = f"{len(measured)} x {measured.size(1)} tokens of its validation text"
+    else:
+        ids = as_ids(text, tokenizer)
+        T = T or len(ids)
+        measured = torch.tensor([ids[:T]])
+        note = f"{len(ids)} tokens" if len(ids) <= T else f"the first {T} of {len(ids)} tokens, which fill the context"
+    if measured.size(1) < 2:
+        raise UserError("attention is between tokens: give a text of two or more")
+    shown = measured[:1, : SHOWN_LENGTH if text is None else None]
+    ids = shown[0].tolist()
+    if labels is not None and len(labels) < len(ids):
+        raise UserError(f"expected a label for each token, got {len(labels)} for {len(ids)}")
+    names = dict(zip(ids, labels, strict=False)) if labels is not None else {}
+
+    def label(token: int) -> str:
+        """Show a token with every character visible: special ones and ids without text in brackets."""
+        if tokenizer is None:
+            return names.get(token, f"⟦{token}⟧")
+        name = terminal.label(tokenizer.token_bytes(token))
+        return f"⟦{name or token}⟧" if not name or token in tokenizer.special_tokens.values() else name
+
+    shown_labels = [label(token) for token in ids] if labels is None else list(labels[: len(ids)])
+    vocab_size = tokenizer.vocab_size if tokenizer else getattr(embedding, "num_embeddings", int(measured.max()) + 1)
+    probe, pool = make_probe(tokenizer, vocab_size, measured, T or measured.size(1))
+    return Inputs(measured, shown, shown_labels, label, note, probe, pool)
+
+
+def as_tokenizer(tokenizer: object) -> Tokenizer | None:
+    """Return a tokenizer of ours, or one of ours around that of `transformers`. Raises UserError for something else."""
+    if tokenizer is None or isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        kinds = "one of tril, a fast one of transformers, or a list with a label for each token"
+        raise UserError(f"expected a tokenizer: {kinds}, got {type(tokenizer).__name__}")
+    content = tokenizer.backend_tokenizer.to_str().encode()
+    return HubTokenizer(type(tokenizer).__name__, content, tokenizer.eos_token)
+
+
+def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> list[int]:
+    """Return the ids of a text. Raises UserError if it has to be tokenised and there is no tokenizer."""
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise UserError("a text needs a tokenizer: give one, or the ids of the tokens")
+        return tokenizer.start_of_text + tokenizer.encode(text).tolist()
+    return torch.as_tensor(text).flatten().tolist()
+
+
+def context_length(model: nn.Module) -> int | None:
+    """Return the most tokens that a model reads, as its configuration says; None if it does not say."""
+    config = getattr(model, "config", None)
+    named = [getattr(config, name, None) for name in CONTEXTS]
+    return next((number for number in named if isinstance(number, int) and number > 0), None)
+
+
+def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
+    """Return up to NUM_TEXTS texts that the model was not trained on, evenly spread, (N, T); T is less if they are few.
+
+    Raises UserError if they are not on this machine.
+    """
+    fingerprint = checkpoint.trainer.get("fingerprint")
+    options = nested(checkpoint.trainer, "config", "data")
+    corpus = find_prepared(fingerprint, str(nested(options, "source")))
+    if corpus is None and "\n" in str(fingerprint):
+        with suppress(UserError, OSError, TypeError):  # token files, whose tokenizer is beside the model
+            corpus = open_token_files(DataConfig(**options | {"tokenizer": "model"}), checkpoint.directory)
+    if corpus is None or corpus.meta["fingerprint"] != fingerprint:
+        raise UserError("the model's validation text is not here: give a text with --text")
+    tokens = corpus.tokens["val"]
+    T = min(T, len(tokens))
+    starts = np.linspace(0, len(tokens) - T, min(NUM_TEXTS, len(tokens) // T), dtype=int)
+    return torch.from_numpy(tokens[starts[:, None] + np.arange(T)]).long()
+
+
+def make_probe(
+    tokenizer: Tokenizer | None, vocab_size: int, text: Tensor, context_length: int
+) -> tuple[RepeatProbe | None, str]:
+    """Draw a probe from the tokens of the text if they are many, because a model may never have seen the others.
+
+    Returns the probe, and the name of what its tokens were drawn from.
+    """
+    special = list(tokenizer.special_tokens.values()) if tokenizer else []
+    ordinary = np.setdiff1d(np.arange(vocab_size), special)
+    seen = np.intersect1d(text, ordinary)
+    start = (tokenizer.document_start if tokenizer else []) or ordinary.tolist()
+    tokens, pool = (seen, "text") if 2 * len(seen) > min(len(ordinary), 200) else (ordinary, "vocabulary")
+    return repeat_probe(torch.from_numpy(tokens), start[-1], context_length), pool

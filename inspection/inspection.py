@@ -1,0 +1,264 @@
+"""Inspect the heads of any decoder: measured, proved, and shown as a table, a page, pictures or arrays.
+
+    found = inspect_heads("out/quickstart", "def add(a, b): return a + b")
+    print(found.table())
+    found.pattern(1, 3)                   # (T, T): row = query, column = key
+    found.save("heads.html")              # or .png, .svg, .npz
+    found                                 # in a notebook: the page
+
+Shapes are named as in model/attention.py.
+"""
+
+import fnmatch
+import html
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cli.script import visible
+from data.encoding import TOKENIZER_JSON, Tokenizer
+from data.tokenizer import load_tokenizer
+from errors import UserError
+from inspection import terminal
+from inspection.decoder import device_of, evaluating, read
+from inspection.heads import HeadScores, ablate, head_scores, influence
+from inspection.inputs import Inputs, as_tokenizer, choose_inputs
+from inspection.kinds import Head
+from inspection.patterns import Captured, capture
+from model.checkpoint import STEP, Checkpoint, find_checkpoint, nested
+from model.device import autocast, dtype_name, find_device, is_fast
+from model.foreign import load_decoder
+
+FORMATS = (".html", ".png", ".svg", ".npz")
+FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 60rem; border: 0"></iframe>'
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Everything measured on one model. A notebook shows it as its page."""
+
+    name: str  # of the model, as "quickstart step-00000400"
+    verified: str  # one line that says how the weights were verified
+    note: str  # describes the text that was measured
+    tokens: Sequence[str]  # labels of the text that is shown
+    heads: Sequence[Head]  # those to show
+    scores: HeadScores
+    att: Captured  # queries and keys of the text that is shown, (1, T)
+    influence: Tensor | None = None  # (T, T), rows of nan were not computed
+    predictions: Sequence[tuple[str, float]] = ()  # at each of the T tokens the likeliest next one and its probability
+    labels: Sequence[Sequence[str]] = ()  # of `scores.tokens`
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy of the measured texts, in nats a token."""
+        return self.scores.losses.mean().item()
+
+    def pattern(self, layer: int, head: int) -> Tensor:
+        """Return the weights of a head, (T, T) on the CPU. Keys before the text, as a learned sink, are left out."""
+        weights = self.att.pattern(layer, head)[0].cpu()
+        return weights[:, -len(weights) :]
+
+    def table(self) -> str:
+        """Format a line for each of the heads, and one for each kind."""
+        lines = terminal.table(self.scores, self.heads, self.labels)
+        return f"{lines}\n\n{terminal.in_words(self.scores.mean, self.heads, self.labels)}"
+
+    def save(self, path: str | Path) -> None:
+        """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).
+
+        Raises UserError for another suffix, and if the heads do not fit.
+        """
+        save(Path(path), [self])
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame, for a notebook."""
+        from inspection import page
+
+        return FRAME.format(html.escape(page.render([self])))
+
+
+def save(path: Path, inspections: Sequence[Inspection]) -> None:
+    """Write a page of all checkpoints, or a picture or the arrays of the last. A failure leaves an old file there."""
+    from inspection import page, plots  # which use an inspection; plots is slow to import
+
+    check_output(path)
+    last = inspections[-1]
+    path = path.resolve()  # behind a link
+    with TemporaryDirectory(prefix=".tril-", dir=path.parent) as directory:
+        unfinished = Path(directory, path.name)
+        if path.suffix == ".html":
+            unfinished.write_text(page.render(inspections), encoding="utf-8")
+        elif path.suffix == ".npz":
+            np.savez_compressed(unfinished, **arrays(last))
+        else:
+            plots.draw_heads(unfinished, last)
+        os.replace(unfinished, path)
+
+
+def check_output(path: Path) -> None:
+    """Raise UserError unless a file of this name can be written, and its suffix is one of FORMATS."""
+    if path.suffix not in FORMATS:
+        raise UserError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {path}: it is a directory, or in none that can be written to")
+
+
+def arrays(inspection: Inspection) -> dict[str, np.ndarray]:
+    """Return what an .npz file holds; n is the number of heads that are shown.
+
+    heads (n, 2): layer and head; weights (n, T, T): row = query, column = key; tokens (T,): labels; losses (N,); and
+    each metric by its name, (L, H).
+    """
+    weights = [inspection.pattern(*head).numpy() for head in inspection.heads]
+    named = {name: values.numpy() for name, values in inspection.scores.mean.items()}
+    return named | {
+        "heads": np.array(inspection.heads),
+        "weights": np.stack(weights),
+        "tokens": np.array(inspection.tokens),
+        "losses": inspection.scores.losses.numpy(),
+    }
+
+
+def inspect_heads(
+    model: nn.Module | str | Path,
+    text: str | Sequence[int] | Tensor | None = None,
+    tokenizer: object = None,
+    heads: Sequence[str] = (),
+    ablate: Literal["zero", "mean"] | None = None,
+    device: str = "auto",
+) -> Inspection:
+    """Measure the heads of a decoder on a text, and prove their weights.
+
+    Args:
+        model: any module that takes ids (B, T) and attends by PyTorch's kernel, or a run, a checkpoint, a Hugging Face
+            model directory, or a model OWNER/NAME of the hub.
+        text: a text or its token ids; None takes the validation text of a checkpoint.
+        tokenizer: one of tril or of `transformers`, or a list with a label for each token. None takes that of a
+            directory; labels are then numbers for a module.
+        heads: those to show, as "5.1", "2.*" or "-1.*"; none are all.
+        ablate: measure the rise of the loss without a head, whose output becomes zero or its mean.
+        device: of a model that is opened, as for `find_device`; a module stays where it is.
+
+    Raises UserError if the model, text or tokenizer cannot be used, and NotTheKernels if the weights computed are not
+    those that the kernel used.
+    """
+    checkpoint = None
+    precision = nullcontext()
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        checkpoint = find_checkpoint(Path(model))
+        tokenizer = tokenizer or open_tokenizer(checkpoint.directory)
+        model, precision = open_model(checkpoint, find_device(device))
+        name = name_of_model(checkpoint.directory)
+    inputs = choose_inputs(model, text, tokenizer, checkpoint)
+    with precision:
+        chosen = choose_heads(heads, model, inputs)
+        return measure(model, inputs, chosen, name, ablate)
+
+
+def measure(
+    model: nn.Module,
+    inputs: Inputs,
+    heads: Sequence[Head],
+    name: str,
+    ablation: Literal["zero", "mean"] | None = None,
+    with_page: bool = True,
+    progress: Callable[[Sequence[Head]], Iterable[Head]] = iter,
+) -> Inspection:
+    """Measure the heads of a model and capture the text that is shown; see `inspect_heads`.
+
+    with_page: also measure what a page shows besides, which takes seconds on a CPU. progress: a bar around the heads
+    that are ablated.
+    """
+    scores = head_scores(model, inputs.measured, inputs.probe)
+    if ablation:
+        scores.samples["ablation"] = ablate(model, inputs.measured, progress(heads), ablation)
+    idx = inputs.shown.to(device_of(model))
+    with evaluating(model), torch.no_grad(), capture(model) as att:
+        read(model, idx, slice(1))
+    row_error = max(scores.row_error, *att.verify().values())
+    shares = None
+    guesses = []
+    if with_page:
+        shares, tokens, probabilities = influence(model, idx)
+        guesses = list(zip(map(inputs.label, tokens.tolist()), probabilities.tolist(), strict=True))
+    q = att[0][0]
+    where = f"{dtype_name(q.dtype)}, {q.device.type}"
+    return Inspection(
+        name=visible(name),
+        verified=f"weights match the fused kernel: max row error {row_error:.1e} ({where})",
+        note=inputs.note,
+        tokens=inputs.labels,
+        heads=heads,
+        scores=scores,
+        att=att,
+        influence=shares,
+        predictions=guesses,
+        labels=[[inputs.label(token) for token in layer] for layer in scores.tokens.tolist()],
+    )
+
+
+@torch.no_grad()
+def choose_heads(patterns: Sequence[str], model: nn.Module, inputs: Inputs) -> list[Head]:
+    """List the heads that match, in the order of the patterns; without patterns all. Two tokens show which there are.
+
+    Raises UserError for a head that does not exist, and if the model cannot be read or captured.
+    """
+    with evaluating(model), capture(model) as att:
+        read(model, inputs.shown[:, :2].to(device_of(model)))
+    H = att[0][0].size(1)
+    L = len(att.calls)  # layers are also counted from the last, which is -1
+    heads = {f"{layer}.{head}": (layer % L, head) for layer in range(-L, L) for head in range(H)}
+    chosen = []
+    for pattern in patterns or ("*",):
+        found = sorted({heads[name] for name in fnmatch.filter(heads, pattern)})
+        if not found:
+            shape = f"{L} layers of {H} heads, written as 0.1 0.* -1.*"
+            raise UserError(f"there is no head {pattern:.80}: the model has {shape}")
+        chosen += found
+    return list(dict.fromkeys(chosen))
+
+
+def open_tokenizer(directory: Path) -> Tokenizer:
+    """Load the tokenizer of a model directory; one without a tokenizer.json by `transformers`, if that can read it."""
+    if (directory / TOKENIZER_JSON).is_file():
+        return load_tokenizer(directory)
+    try:
+        from transformers import AutoTokenizer
+
+        return as_tokenizer(AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
+    except Exception as error:  # of many libraries, without a common class
+        raise UserError(f"{directory} has no {TOKENIZER_JSON}, and no tokenizer that transformers can read") from error
+
+
+def open_model(checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module, AbstractContextManager]:
+    """Load a model, and the context in which its matrix products have the precision of the training.
+
+    A model from elsewhere has the precision of its stored weights. Where the device is slow in that precision, the
+    model is float32, and a line says so.
+    """
+    if checkpoint.code_has_changed:
+        print(f"note:   {checkpoint.directory.name} was trained by other code in model/; here it may be another model")
+    model = load_decoder(checkpoint, device)
+    stored = next(model.parameters()).dtype
+    trained = nested(checkpoint.manifest, "environment", "dtype")
+    dtype = getattr(torch, trained) if trained in ("float32", "bfloat16", "float16") else stored
+    if not is_fast(dtype, device):
+        print(f"device: {device}, in float32: it is slow in {dtype_name(dtype)}, the precision of the model")
+        dtype = torch.float32
+    return (model, nullcontext()) if dtype == stored else (model.float(), autocast(device, dtype))
+
+
+def name_of_model(directory: Path) -> str:
+    """Name a model RUN step-00000400, OWNER/NAME if it came from the hub, or by its directory."""
+    if directory.parent.name == "snapshots":  # in the hub's cache
+        return directory.parts[-3].removeprefix("models--").replace("--", "/")
+    return " ".join(directory.parts[-3::2]) if STEP.fullmatch(directory.name) else directory.name
