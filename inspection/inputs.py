@@ -13,9 +13,9 @@ from data.encoding import HubTokenizer, Tokenizer
 from data.prepare import find_prepared
 from data.token_files import open_token_files
 from errors import UserError
-from inspection import terminal
 from inspection.decoder import find_embedding
 from inspection.heads import RepeatProbe, repeat_probe
+from inspection.terminal import label as visible_label
 from model.checkpoint import Checkpoint, nested
 
 NUM_TEXTS = 8  # sequences of validation text that are measured
@@ -85,7 +85,7 @@ def choose_inputs(
         """Show a token with every character visible: special ones and ids without text in brackets."""
         if tokenizer is None:
             return names.get(token, f"⟦{token}⟧")
-        name = terminal.label(tokenizer.token_bytes(token))
+        name = visible_label(tokenizer.token_bytes(token))
         return f"⟦{name or token}⟧" if not name or token in tokenizer.special_tokens.values() else name
 
     shown_labels = [label(token) for token in ids] if labels is None else list(labels[: len(ids)])

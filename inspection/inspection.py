@@ -27,12 +27,12 @@ from cli.script import visible
 from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.tokenizer import load_tokenizer
 from errors import UserError
-from inspection import terminal
 from inspection.decoder import device_of, evaluating, read
 from inspection.heads import HeadScores, ablate, head_scores, influence
 from inspection.inputs import Inputs, as_tokenizer, choose_inputs
 from inspection.kinds import Head
 from inspection.patterns import Captured, capture
+from inspection.terminal import in_words, table
 from model.checkpoint import STEP, Checkpoint, find_checkpoint, nested
 from model.device import autocast, dtype_name, find_device, is_fast
 from model.foreign import load_decoder
@@ -68,8 +68,8 @@ class Inspection:
 
     def table(self) -> str:
         """Format a line for each of the heads, and one for each kind."""
-        lines = terminal.table(self.scores, self.heads, self.labels)
-        return f"{lines}\n\n{terminal.in_words(self.scores.mean, self.heads, self.labels)}"
+        lines = table(self.scores, self.heads, self.labels)
+        return f"{lines}\n\n{in_words(self.scores.mean, self.heads, self.labels)}"
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).

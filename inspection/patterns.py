@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 
 import torch
@@ -24,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from errors import UserError
 from inspection.decoder import find_embedding
 from inspection.metrics import Metrics, measure
-from model.attention import attention_weights, repeat_kv
+from model.attention import Attend, attention_weights, repeat_kv
 from model.causality import exact_products
 
 # The largest error of a row of weights that rounding explains, for each precision of queries and keys.
@@ -33,8 +34,8 @@ MAX_SCORE_ROUNDING = 1e-2  # the most allowed in addition for rounded scores, wh
 BLOCK_SIZE = 1 << 21  # weights computed at a time; bounds memory and changes results by rounding only
 HIDES = -1e4  # a mask of numbers hides a key by this or less; a bias is larger
 UNSEEN = (
-    "no causal call of torch.nn.functional.scaled_dot_product_attention was seen: attention that is written out, or by "
-    "another kernel, cannot be shown (tril's own is written out where bfloat16 is trained on a CPU: use torch.no_grad)"
+    "no call of torch.nn.functional.scaled_dot_product_attention with a causal mask was seen; attention that is "
+    "written out, or computed by another kernel, cannot be shown"
 )
 
 Replace = Callable[[int, Tensor], Tensor]  # layer, output of its kernel (B, H, T_query, D) -> the output to go on with
@@ -46,58 +47,48 @@ class NotTheKernels(ArithmeticError):
     exit_code = 1
 
 
+class Mask:
+    """The mask of a call, copied, because a model may change it later: bool, or numbers to add to the scores."""
+
+    def __init__(self, values: Tensor):
+        self.values = values.clone()  # broadcasts to (B, H, T_query, T_key)
+        shown = values if values.dtype == torch.bool else values > HIDES
+        ahead = values.size(-1) - values.size(-2) + 1  # the queries belong to the last keys
+        self.looks_ahead = bool(shown.triu(ahead).any())
+        self.has_blind_rows = not shown.any(-1).all()
+
+    def rows(self, start: int, end: int, num_keys: int) -> Tensor:
+        """Return the rows of the queries from `start` to `end`, for the first keys: (..., queries, num_keys)."""
+        return self.values[..., start:end, :num_keys]
+
+
+class Triangle(Mask):
+    """The mask that the kernel draws by itself. It begins at the first query and the first key."""
+
+    looks_ahead = has_blind_rows = False
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def rows(self, start: int, end: int, num_keys: int) -> Tensor:
+        """Return the rows of the queries from `start` to `end`, for the first keys: (queries, num_keys)."""
+        return torch.ones(end - start, num_keys, dtype=torch.bool, device=self.device).tril(start)
+
+
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call of the kernel."""
+    """One call of the kernel."""
 
     q: Tensor  # (B, H, T_query, D)
     k: Tensor  # (B, n_kv_head, T_key, D)
     value_shape: torch.Size  # (B, n_kv_head, T_key, width of a value)
-    attn_mask: Tensor | None  # broadcasts to (B, H, T_query, T_key): bool, or numbers that are added to the scores
-    is_causal: bool  # the kernel's own triangle, which is aligned to the first query and the first key
+    mask: Mask
     scale: float | None  # None: 1 / sqrt(D)
-    enable_gqa: bool
-
-    @property
-    def mask(self) -> Tensor:
-        """The mask of all queries and keys."""
-        return self.rows(0, self.q.size(2), self.k.size(2))
-
-    def rows(self, start: int, end: int, num_keys: int) -> Tensor:
-        """Return the mask of the queries from `start` to `end` and the first keys: (..., queries, keys)."""
-        if self.attn_mask is not None:
-            return self.attn_mask[..., start:end, :num_keys]
-        rows = torch.ones(end - start, num_keys, dtype=torch.bool, device=self.q.device)
-        return rows.tril(start) if self.is_causal else rows
-
-    def sees_ahead(self) -> bool:
-        """Return whether a query sees a key behind its own, which no decoder of a text does."""
-        T_query = self.q.size(2)
-        ahead = self.k.size(2) - T_query + 1  # the queries belong to the last keys
-        if self.is_causal or ahead < 1:
-            return ahead < 1
-        return T_query > 1 and bool(visible(self.mask).triu(ahead).any())
-
-    def run(self, v: Tensor) -> Tensor:
-        """Call the kernel again, with other values of the same shape: -> (B, H, T_query, width of a value)."""
-        return F.scaled_dot_product_attention(
-            self.q,
-            self.k,
-            v,
-            attn_mask=self.attn_mask,
-            is_causal=self.is_causal,
-            scale=self.scale,
-            enable_gqa=self.enable_gqa,
-        )
-
-
-def visible(mask: Tensor) -> Tensor:
-    """Return where a mask lets a query see a key, as bool."""
-    return mask if mask.dtype == torch.bool else mask > HIDES
+    kernel: Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> output (B, H, T_query, width of a value)
 
 
 class KernelMode(TorchFunctionMode):
-    """Give each call of the kernel to `see`: the output, then the arguments. Go on with the output that it returns."""
+    """Give each call of the kernel, its output first, to `see`, and go on with the output that this returns."""
 
     def __init__(self, see: Callable[..., Tensor]):
         super().__init__()
@@ -110,7 +101,12 @@ class KernelMode(TorchFunctionMode):
             with self:
                 return FunctionType(func.__code__, names, argdefs=func.__defaults__)(*args, **kwargs)
         output = func(*args, **kwargs)
-        return self.see(output, *args, **kwargs) if func is F.scaled_dot_product_attention else output
+        if func is F.scaled_dot_product_attention:
+            return self.see(output, func, *args, **kwargs)
+        if isinstance(getattr(func, "__self__", None), Attend):  # our layer, which may use the formula
+            q, k, v, mask, dropout = args
+            return self.see(output, lambda q, k, v, attn_mask, **_: func(q, k, v, attn_mask), q, k, v, mask)
+        return output
 
 
 class Captured:
@@ -123,7 +119,7 @@ class Captured:
         self.replace = replace
         self.calls: list[Call] = []
         self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
-        self.masks: list[Tensor] = []  # the different ones, since layers often share one
+        self.masks: list[Mask] = []  # the different ones, since layers often share one
 
     def clear(self, *_: object) -> None:
         """Forget the calls, as a hook before another forward pass."""
@@ -134,6 +130,7 @@ class Captured:
     def see(
         self,
         output: Tensor,
+        function: Callable[..., Tensor],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -144,33 +141,36 @@ class Captured:
         enable_gqa: bool = False,
     ) -> Tensor:
         """Store a call of the kernel. Return its output, or what replaces it."""
-        tensors = [tensor.detach() for tensor in (query, key, value, output)]
+        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        q, k, v, y = (tensor.detach() for tensor in (query, key, value, output))
         if query.dim() == 3:  # one head
-            tensors = [tensor.unsqueeze(1) for tensor in tensors]
+            q, k, v, y = (tensor.unsqueeze(1) for tensor in (q, k, v, y))
             attn_mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
-        q, k, v, y = tensors
-        dtype = q.dtype
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = y.dtype  # the kernel has cast its arguments
-        k = k.to(dtype, copy=True)  # a cache overwrites its own later
-        call = Call(q.to(dtype), k, v.shape, self.shared(attn_mask, dtype), is_causal, scale, enable_gqa)
-        if q.dim() != 4 or call.sees_ahead():
+        T_query = q.size(-2)
+        T_key = k.size(-2)
+        dtype = y.dtype if torch.is_autocast_enabled(q.device.type) else q.dtype  # to which autocast casts all
+        if is_causal:
+            mask = Triangle(q.device)
+        elif attn_mask is None:
+            mask = self.shared(torch.ones(T_query, T_key, dtype=torch.bool, device=q.device))
+        else:
+            values = attn_mask.detach().to(torch.bool if attn_mask.dtype == torch.bool else dtype)
+            mask = self.shared(values.expand(*values.shape[:-2], T_query, T_key))
+        if q.dim() != 4 or T_query > T_key or (mask.looks_ahead and T_query > 1):
             self.left_out.append(f"queries {tuple(query.shape)} of keys {tuple(key.shape)}")
             return output
-        self.calls.append(call)
+        kernel = partial(function, attn_mask=None if is_causal or attn_mask is None else mask.values, **options)
+        k = k.to(dtype, copy=True)  # a cache overwrites its own later
+        self.calls.append(Call(q.to(dtype), k, v.shape, mask, scale, kernel))
         return output if self.replace is None else self.replace(len(self.calls) - 1, y).view_as(output)
 
-    def shared(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Return a copy of a mask, which the model may change later; the same copy for equal masks."""
-        if mask is None:
-            return None
-        if mask.dtype != torch.bool:
-            mask = mask.detach().to(dtype)
-        same = (known for known in self.masks if known.dtype == mask.dtype and known.equal(mask))
-        if (known := next(same, None)) is None:
-            known = mask.clone()
-            self.masks.append(known)
-        return known
+    def shared(self, mask: Tensor) -> Mask:
+        """Return the mask of these values; the same one for equal values."""
+        for known in self.masks:
+            if known.values.dtype == mask.dtype and known.values.equal(mask):
+                return known
+        self.masks.append(Mask(mask))
+        return self.masks[-1]
 
     def call(self, layer: int) -> Call:
         """Return the call of a layer. Raises IndexError if the model has no such layer, UserError if it has none."""
@@ -185,7 +185,7 @@ class Captured:
         Raises as `call` does.
         """
         call = self.call(layer)
-        return call.q, call.k, call.mask
+        return call.q, call.k, call.mask.rows(0, call.q.size(2), call.k.size(2))
 
     def blocks(self, layer: int, head: int | None = None) -> Iterator[Tensor]:
         """Yield the attention weights of a layer, or of one of its heads, for one block of queries at a time.
@@ -206,15 +206,15 @@ class Captured:
         for start in range(0, q.size(2), height):
             queries = q[:, :, start : start + height]
             end = start + queries.size(2)
-            rows = call.rows(start, end, before + end)
+            rows = call.mask.rows(start, end, before + end)
             if head is not None and rows.dim() == 4 and rows.size(1) > 1:
                 rows = rows[:, head, None]
             if rows.dtype != torch.bool:
                 rows = rows.to(wide)
             with exact_products(q.device):
                 weights = attention_weights(queries.to(wide), k[:, :, : before + end].to(wide), rows, call.scale)
-            if call.attn_mask is not None:
-                weights = weights.masked_fill(~visible(rows).any(-1, keepdim=True), 0.0)
+            if call.mask.has_blind_rows:
+                weights = weights.nan_to_num(0.0)  # the softmax of nothing
             yield weights
 
     def patterns(self, layer: int, head: int | None = None) -> Tensor:
@@ -289,7 +289,7 @@ class Captured:
                 keys = slice(weights.size(3))
                 ours.append(weights @ values[:, :, keys])
                 mean_key_norms.append(weights @ key_norms[:, :, keys])
-            difference = torch.cat(ours, dim=2) - call.run(v)
+            difference = torch.cat(ours, dim=2) - call.kernel(q, call.k, v)
         # Scores are rounded in proportion to |q| |k| times their scale.
         scale = q.size(-1) ** -0.5 if call.scale is None else call.scale
         score_sizes = q.to(wide).norm(dim=-1) * torch.cat(mean_key_norms, dim=2).squeeze(-1) * scale

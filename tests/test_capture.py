@@ -19,7 +19,7 @@ WEIGHTS = attention_weights
 
 
 def run_captured(model: nn.Module, idx: Tensor) -> Captured:
-    with capture(model) as att, torch.no_grad():  # under autograd our layer writes bfloat16 out on a CPU
+    with capture(model) as att:
         model(idx)
     return att
 
@@ -72,7 +72,7 @@ def test_a_call_with_a_cache_has_its_rows_and_replaces_the_one_before() -> None:
 
 def test_the_callers_autocast_does_not_matter() -> None:
     model = make_gpt().eval()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), capture(model) as att:
+    with torch.autocast("cpu", torch.bfloat16), capture(model) as att:
         model(torch.randint(V, (B, 6)))
     assert att[0][0].dtype == torch.bfloat16
     att.verify()
@@ -88,7 +88,7 @@ def test_what_was_not_captured_is_an_error() -> None:
             att.pattern(layer, head)
     with capture(make_gpt()) as att:
         pass
-    with pytest.raises(UserError, match="no causal call of torch.nn.functional.scaled_dot_product_attention was seen"):
+    with pytest.raises(UserError, match="no call of torch.nn.functional.scaled_dot_product_attention with a "):
         att.verify()
 
 
@@ -110,9 +110,7 @@ def test_rounding_grows_with_the_scores() -> None:
     assert (q @ k.mT).min() / 7**0.5 > 7000 and att.scores()["entropy"].min() > 0.9
     att.verify()
     (call,) = att.calls
-    moved = replace(call, k=k + 1e-4 * torch.randn_like(k))
-    object.__setattr__(moved, "run", call.run)
-    att.calls[0] = moved
+    att.calls[0] = replace(call, k=k + 1e-4 * torch.randn_like(k), kernel=lambda q, _, v: call.kernel(q, k, v))
     with pytest.raises(NotTheKernels):
         att.verify()
 
