@@ -207,8 +207,8 @@ class Captured:
             queries = q[:, :, start : start + height]
             end = start + queries.size(2)
             rows = call.mask.rows(start, end, before + end)
-            if head is not None and rows.dim() == 4 and rows.size(1) > 1:
-                rows = rows[:, head, None]
+            if head is not None and rows.dim() > 2 and rows.size(-3) > 1:
+                rows = rows[..., head, None, :, :]
             if rows.dtype != torch.bool:
                 rows = rows.to(wide)
             with exact_products(q.device):
