@@ -117,6 +117,8 @@ def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> l
 def context_length(model: nn.Module) -> int | None:
     """Return the most tokens that a model reads, as its configuration says; None if it does not say."""
     config = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):  # of a model that also sees or hears
+        config = config.get_text_config()
     named = [getattr(config, name, None) for name in CONTEXTS]
     return next((number for number in named if isinstance(number, int) and number > 0), None)
 

@@ -48,10 +48,10 @@ def load_by_transformers(directory: Path, dtype: torch.dtype | None, ours: str) 
             output_loading_info=True,
         )
     except Exception as error:  # of many libraries, without a common class
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()).split(". ")[0]
         if "does not support an attention implementation through torch.nn.functional" in reason:
             reason = "its attention is written out there, not computed by PyTorch's kernel"
-        raise UserError(f"{directory} cannot be opened by transformers: {reason:.200}") from error
+        raise UserError(f"{directory} cannot be opened by transformers: {reason:.300}") from error
     if missing := [*found["missing_keys"], *found["mismatched_keys"]]:
         raise UserError(f"{directory} has no tensor {missing[0]} of the right shape, which its config.json asks for")
     return model.eval()
