@@ -18,12 +18,10 @@ import sys
 import textwrap
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from tqdm import tqdm
 
 from cli.options import parse
 from cli.script import BrokenPipeGuard, read_prompt, run_script, visible
@@ -84,7 +82,6 @@ def inspect(options: Options) -> None:
     tokenizer = open_tokenizer(newest.directory)
     device = find_device(options.device)
     text = None if options.text is None else read_prompt(options.text)
-    progress = partial(tqdm, unit="head", leave=False, disable=None)
     inspections = []
     for number, checkpoint in enumerate(checkpoints):
         model, precision = open_model(checkpoint, device)
@@ -100,7 +97,7 @@ def inspect(options: Options) -> None:
             if not options.writes_page:
                 inspections.clear()  # only the last one is drawn, and its queries and keys are large
             name = name_of_model(checkpoint.directory)
-            found = measure(model, inputs, heads, name, options.ablate, options.writes_page, progress)
+            found = measure(model, inputs, heads, name, options.ablate, options.writes_page)
         inspections.append(found)
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(f"        {found.verified}", flush=True)

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from cli.bars import progress_bar
 from inspection.decoder import device_of, evaluating, find_embedding, predictions, read, sequence_losses
 from inspection.kinds import Head
 from inspection.metrics import Metrics
@@ -169,7 +170,7 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Literal[
     with evaluating(model):
         before = losses(add)
         rises = torch.full((len(text), len(sums), len(sums[0])), torch.nan, dtype=torch.float64)
-        for layer, place in heads:
+        for layer, place in progress_bar(iterable=heads, unit=" heads", leave=False, delay=1):
             value = sums[layer][place] / text.numel() if mode == "mean" else torch.zeros(())
             rises[:, layer, place] = losses(partial(replace_head, head=(layer, place), value=value)) - before
     return rises

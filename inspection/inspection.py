@@ -12,7 +12,7 @@ Shapes are named as in model/attention.py.
 import fnmatch
 import html
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,16 +171,14 @@ def measure(
     name: str,
     ablation: Literal["zero", "mean"] | None = None,
     with_page: bool = True,
-    progress: Callable[[Sequence[Head]], Iterable[Head]] = iter,
 ) -> Inspection:
     """Measure the heads of a model and capture the text that is shown; see `inspect_heads`.
 
-    with_page: also measure what a page shows besides, which takes seconds on a CPU. progress: a bar around the heads
-    that are ablated.
+    with_page: also measure what a page shows besides, which takes seconds on a CPU.
     """
     scores = head_scores(model, inputs.measured, inputs.probe)
     if ablation:
-        scores.samples["ablation"] = ablate(model, inputs.measured, progress(heads), ablation)
+        scores.samples["ablation"] = ablate(model, inputs.measured, heads, ablation)
     idx = inputs.shown.to(device_of(model))
     with evaluating(model), torch.no_grad(), capture(model) as att:
         read(model, idx, slice(1))

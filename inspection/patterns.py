@@ -47,34 +47,6 @@ class NotTheKernels(ArithmeticError):
     exit_code = 1
 
 
-class Mask:
-    """The mask of a call, copied, because a model may change it later: bool, or numbers to add to the scores."""
-
-    def __init__(self, values: Tensor):
-        self.values = values.clone()  # broadcasts to (B, H, T_query, T_key)
-        shown = values if values.dtype == torch.bool else values > HIDES
-        ahead = values.size(-1) - values.size(-2) + 1  # the queries belong to the last keys
-        self.looks_ahead = bool(shown.triu(ahead).any())
-        self.has_blind_rows = not shown.any(-1).all()
-
-    def rows(self, start: int, end: int, num_keys: int) -> Tensor:
-        """Return the rows of the queries from `start` to `end`, for the first keys: (..., queries, num_keys)."""
-        return self.values[..., start:end, :num_keys]
-
-
-class Triangle(Mask):
-    """The mask that the kernel draws by itself. It begins at the first query and the first key."""
-
-    looks_ahead = has_blind_rows = False
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def rows(self, start: int, end: int, num_keys: int) -> Tensor:
-        """Return the rows of the queries from `start` to `end`, for the first keys: (queries, num_keys)."""
-        return torch.ones(end - start, num_keys, dtype=torch.bool, device=self.device).tril(start)
-
-
 @dataclass(frozen=True)
 class Call:
     """One call of the kernel."""
@@ -82,19 +54,42 @@ class Call:
     q: Tensor  # (B, H, T_query, D)
     k: Tensor  # (B, n_kv_head, T_key, D)
     value_shape: torch.Size  # (B, n_kv_head, T_key, width of a value)
-    mask: Mask
+    mask: Tensor | None  # broadcasts to (B, H, T_query, T_key): bool, or numbers to add to the scores; None: triangle
     scale: float | None  # None: 1 / sqrt(D)
     kernel: Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> output (B, H, T_query, width of a value)
 
+    def rows(self, start: int, end: int, num_keys: int) -> Tensor:
+        """Return the mask of the queries from `start` to `end` and the first keys: (..., queries, num_keys)."""
+        if self.mask is not None:
+            return self.mask[..., start:end, :num_keys]
+        # The triangle that the kernel draws by itself begins at the first query and the first key.
+        return torch.ones(end - start, num_keys, dtype=torch.bool, device=self.q.device).tril(start)
 
-class KernelMode(TorchFunctionMode):
-    """Give each call of the kernel, its output first, to `see`, and go on with the output that this returns."""
 
-    def __init__(self, see: Callable[..., Tensor]):
+def visible(mask: Tensor) -> Tensor:
+    """Return where a mask lets a query see a key, as bool."""
+    return mask if mask.dtype == torch.bool else mask > HIDES
+
+
+class Captured(TorchFunctionMode):
+    """The calls of the kernel in a model's last forward pass.
+
+    Layers are these calls in their order. Layers and heads are numbered from zero; -1 is the last.
+    """
+
+    def __init__(self, replace: Replace | None = None):
         super().__init__()
-        self.see = see
+        self.replace = replace
+        self.calls: list[Call] = []
+        self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
+
+    def clear(self, *_: object) -> None:
+        """Forget the calls, as a hook before another forward pass."""
+        self.calls.clear()
+        self.left_out.clear()
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        """Call a function of PyTorch; store the call, and replace its output if that was asked for, if it attends."""
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:  # Python that calls the kernel: run its body inside this mode
             names = func.__globals__ | {"has_torch_function": lambda _: False}
@@ -104,28 +99,8 @@ class KernelMode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self.see(output, func, *args, **kwargs)
         if isinstance(getattr(func, "__self__", None), Attend):  # our layer, which may use the formula
-            q, k, v, mask, dropout = args
-            return self.see(output, lambda q, k, v, attn_mask, **_: func(q, k, v, attn_mask), q, k, v, mask)
+            return self.see(output, lambda q, k, v, attn_mask, **_: func(q, k, v, attn_mask), *args[:4])
         return output
-
-
-class Captured:
-    """The calls of the kernel in a model's last forward pass.
-
-    Layers are these calls in their order. Layers and heads are numbered from zero; -1 is the last.
-    """
-
-    def __init__(self, replace: Replace | None = None):
-        self.replace = replace
-        self.calls: list[Call] = []
-        self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
-        self.masks: list[Mask] = []  # the different ones, since layers often share one
-
-    def clear(self, *_: object) -> None:
-        """Forget the calls, as a hook before another forward pass."""
-        self.calls.clear()
-        self.left_out.clear()
-        self.masks.clear()
 
     def see(
         self,
@@ -141,36 +116,33 @@ class Captured:
         enable_gqa: bool = False,
     ) -> Tensor:
         """Store a call of the kernel. Return its output, or what replaces it."""
-        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         q, k, v, y = (tensor.detach() for tensor in (query, key, value, output))
         if query.dim() == 3:  # one head
             q, k, v, y = (tensor.unsqueeze(1) for tensor in (q, k, v, y))
             attn_mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
         T_query = q.size(-2)
-        T_key = k.size(-2)
+        ahead = k.size(-2) - T_query + 1  # the queries belong to the last keys
         dtype = y.dtype if torch.is_autocast_enabled(q.device.type) else q.dtype  # to which autocast casts all
-        if is_causal:
-            mask = Triangle(q.device)
-        elif attn_mask is None:
-            mask = self.shared(torch.ones(T_query, T_key, dtype=torch.bool, device=q.device))
-        else:
-            values = attn_mask.detach().to(torch.bool if attn_mask.dtype == torch.bool else dtype)
-            mask = self.shared(values.expand(*values.shape[:-2], T_query, T_key))
-        if q.dim() != 4 or T_query > T_key or (mask.looks_ahead and T_query > 1):
+        mask = None
+        if not is_causal:
+            mask = torch.ones((), dtype=torch.bool, device=q.device) if attn_mask is None else attn_mask.detach()
+            mask = mask if mask.dtype == torch.bool else mask.to(dtype)
+            mask = mask.expand(*mask.shape[:-2], T_query, k.size(-2))
+        if q.dim() != 4 or ahead < 1 or (mask is not None and T_query > 1 and visible(mask).triu(ahead).any()):
             self.left_out.append(f"queries {tuple(query.shape)} of keys {tuple(key.shape)}")
             return output
-        kernel = partial(function, attn_mask=None if is_causal or attn_mask is None else mask.values, **options)
+        mask = mask if mask is None else self.shared(mask)
+        options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         k = k.to(dtype, copy=True)  # a cache overwrites its own later
-        self.calls.append(Call(q.to(dtype), k, v.shape, mask, scale, kernel))
+        self.calls.append(Call(q.to(dtype), k, v.shape, mask, scale, partial(function, **options)))
         return output if self.replace is None else self.replace(len(self.calls) - 1, y).view_as(output)
 
-    def shared(self, mask: Tensor) -> Mask:
-        """Return the mask of these values; the same one for equal values."""
-        for known in self.masks:
-            if known.values.dtype == mask.dtype and known.values.equal(mask):
-                return known
-        self.masks.append(Mask(mask))
-        return self.masks[-1]
+    def shared(self, mask: Tensor) -> Tensor:
+        """Return a copy of a mask, which a model may change later: one copy for the layers that share one."""
+        for call in self.calls:
+            if call.mask is not None and call.mask.dtype == mask.dtype and call.mask.equal(mask):
+                return call.mask
+        return mask.clone()
 
     def call(self, layer: int) -> Call:
         """Return the call of a layer. Raises IndexError if the model has no such layer, UserError if it has none."""
@@ -185,7 +157,7 @@ class Captured:
         Raises as `call` does.
         """
         call = self.call(layer)
-        return call.q, call.k, call.mask.rows(0, call.q.size(2), call.k.size(2))
+        return call.q, call.k, call.rows(0, call.q.size(2), call.k.size(2))
 
     def blocks(self, layer: int, head: int | None = None) -> Iterator[Tensor]:
         """Yield the attention weights of a layer, or of one of its heads, for one block of queries at a time.
@@ -206,15 +178,16 @@ class Captured:
         for start in range(0, q.size(2), height):
             queries = q[:, :, start : start + height]
             end = start + queries.size(2)
-            rows = call.mask.rows(start, end, before + end)
+            rows = call.rows(start, end, before + end)
             if head is not None and rows.dim() > 2 and rows.size(-3) > 1:
                 rows = rows[..., head, None, :, :]
             if rows.dtype != torch.bool:
                 rows = rows.to(wide)
             with exact_products(q.device):
                 weights = attention_weights(queries.to(wide), k[:, :, : before + end].to(wide), rows, call.scale)
-            if call.mask.has_blind_rows:
-                weights = weights.nan_to_num(0.0)  # the softmax of nothing
+            hidden = ~rows if rows.dtype == torch.bool else rows == float("-inf")
+            if (blind := hidden.all(-1, keepdim=True)).any():
+                weights = weights.masked_fill(blind, 0.0)  # as the kernel does
             yield weights
 
     def patterns(self, layer: int, head: int | None = None) -> Tensor:
@@ -316,5 +289,4 @@ def capture(model: nn.Module, replace: Replace | None = None) -> Iterator[Captur
                 stack.callback(handle.remove)
         if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(KernelMode(captured.see))
-        yield captured
+        yield stack.enter_context(captured)

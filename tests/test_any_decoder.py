@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from errors import UserError
 from inspection import NotTheKernels, ablate, capture, head_scores
-from inspection.patterns import Mask
 from tests.conftest import make_gpt
 from tests.decoders import DECODERS, WRITTEN_OUT, make_decoder
 from tests.test_capture import call_captured, run_captured
@@ -65,7 +64,7 @@ def test_weights_are_those_of_the_eager_twin_and_a_planted_error_is_found(name: 
     seen = att[0][2].clone()  # bool in all of these types
     one_more_or_less = seen.clone()
     one_more_or_less[..., T // 2, T // 3] ^= True
-    wrong = [{"mask": Mask(one_more_or_less)}, {"mask": Mask(seen.triu(-2))}]  # a key, a window
+    wrong = [{"mask": one_more_or_less}, {"mask": seen.triu(-2)}]  # a key, a window
     wrong += [{"scale": 1.05 * (honest.scale or honest.q.size(-1) ** -0.5)}]
     for changed in wrong:
         att.calls[0] = dataclasses.replace(honest, **changed)
@@ -125,6 +124,7 @@ OPTIONS = {  # name -> keys in front, query rows, options of the call, the bias 
     "the least number": (0, T, {"attn_mask": as_bias(TRIANGLE).float().clamp(min=-3e38)}, as_bias(TRIANGLE)),
     "a bias of each head": (0, T, {"attn_mask": SLOPES + as_bias(TRIANGLE).float()}, SLOPES + as_bias(TRIANGLE)),
     "padding, queries that see nothing": (0, T, {"attn_mask": PADDED}, as_bias(PADDED)),
+    "the same in numbers": (0, T, {"attn_mask": as_bias(PADDED).float()}, as_bias(PADDED)),
     "window": (0, T, {"attn_mask": TRIANGLE.triu(-4)}, as_bias(TRIANGLE.triu(-4))),
     "scale": (0, T, {"is_causal": True, "scale": 0.7}, as_bias(TRIANGLE)),
     "learned sink": (1, T, {"attn_mask": WITH_SINK}, as_bias(WITH_SINK)),
