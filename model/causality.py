@@ -3,6 +3,9 @@
     report = check_causality(model, vocab_size=50257, length=1024)
     assert report.ok, report
 
+    python -m model.causality gpt2                        a model directory or a name on the Hugging Face hub
+    python causality.py package.module:factory            a callable that returns a model; also file.py:factory
+
 A language model is trained to predict tokens that are in its own input, one place further on. If a position can see
 them, however faintly, the loss falls and means nothing. So the probes compare without a tolerance:
 
@@ -13,32 +16,47 @@ them, however faintly, the loss falls and means nothing. So the probes compare w
     repeatable  the same tokens must give the same logits again, also after other tokens in between
     agrees      decoding must give the logits of the whole text at once; the one comparison with a tolerance
 
+Experts and Fourier transforms round the same numbers differently in other company. Bits that differ as little as that
+are asked for again in float64, where rounding vanishes and a leak does not; not so in a strict check.
+
 A module is probed in evaluation and in training mode. It is probed with its own weights, with random ones (a layer
 initialised to zero hides every leak), and with huge ones (a mask of -10,000 leaks only where scores are larger). Its
-weights, buffers and mode, and the caller's random state, are restored afterwards.
+weights, buffers and mode, and the caller's random states, are restored afterwards.
 
 This file needs PyTorch alone, and can be copied into any project. The suspect must not define what is right.
 
 Shapes: B batch, T time (tokens), V vocabulary, C channels.
 """
 
+import argparse
+import importlib
+import itertools
+import random
 import re
+import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 IGNORE = -100  # a target that F.cross_entropy skips
-NUM_POSITIONS = 12  # the least number of positions of a probe, if the length allows
+NUM_POSITIONS = {False: (7, 5), True: (12, 6)}  # strict -> the least of a probe, and of one with few positions
+NUM_DRAWS = 8  # texts in which a token may be seen: a layer that selects does not see each token in each text
 EXTREME = 100.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
-MOST_ROUNDING = 1e-3  # of the size of logits, between decoding and all at once; it was below 1e-6, also in 48 layers
+TINY = 1e-5  # of the size of logits: a smaller difference may be one of rounding
+VANISHED = 1e-7  # what is left in float64 of a difference of float32: 2e-9 if it is one of rounding, 1 if a leak
+MOST_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the size of logits, between decoding and all at once
 FOR_SCORES = re.compile(r"(^|[._])(q|k|qkv|query|key)([._]|$)|c_attn|in_proj")  # names of weights of queries and keys
 
-Forward = Callable[[Tensor], Tensor]  # idx, (B, T) int64 -> logits, (B, T, V)
+Forward = Callable[[Tensor], object]  # idx, (B, T) int64 -> logits, (B, T, V), as `logits_of` finds them
 Loss = Callable[[Tensor, Tensor], Tensor]  # inputs and targets, (B, T) int64 each -> ()
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -55,6 +73,10 @@ class Causality:
     """The position that sees a token it must not see, or misses one it must see."""
     key: int | None = None
     """The position of that token."""
+    asked_again: str | None = None
+    """How bits that differed were found to differ by rounding alone: "in float64" or "in other batches"."""
+    no_derivative: str | None = None
+    """Why there were no derivatives to ask for."""
 
     @property
     def ok(self) -> bool:
@@ -64,11 +86,16 @@ class Causality:
     def __str__(self) -> str:
         if self.finding:
             return f"no, {self.finding}"
-        return f"yes, no position depends on a later one ({self.num_probed} of {self.length} probed)"
+        text = f"yes, no position depends on a later one ({self.num_probed} of {self.length} probed)"
+        if self.asked_again:
+            text += f"; bits differ by rounding alone: asked again {self.asked_again}"
+        if self.no_derivative:
+            text += f"; derivatives not asked for: {self.no_derivative}"
+        return text
 
 
 class Finding(Exception):
-    """Ends the probing. Its arguments are the last three fields of `Causality`."""
+    """Ends the probing. Its arguments are three fields of `Causality`: `finding`, `query` and `key`."""
 
 
 def check_causality(
@@ -79,49 +106,75 @@ def check_causality(
     module: nn.Module | None = None,
     decode: Forward | None = None,
     loss_fn: Loss | None = None,
+    exact: Forward | None = None,
     extreme: Sequence[Forward] = (),
-    batch_size: int | None = None,
+    batch_size: int = 2,
     mask: Tensor | None = None,
+    tokens: Tensor | None = None,
+    strict: bool = False,
 ) -> Causality:
     """Check that each position of `forward` sees exactly the tokens that it may see.
 
     Args:
-        forward: any callable, (B, T) int64 -> logits (B, T, V).
+        forward: any callable, (B, T) int64 -> logits (B, T, V), or what contains them: see `logits_of`.
         vocab_size: V, at least 2.
         length: T. Kernels may differ by length: give the length of the training.
-        module: the module that has the weights of `forward`, if `forward` is not a module itself; module(idx) must
-            return the same logits. Without a module the tokens are on the CPU, and there are no derivatives and no
-            random or extreme weights.
-        decode: a function like `module` that reads the tokens part by part, with a cache.
+        module: the module that has the weights of `forward`, if `forward` is not a module itself. Without a module the
+            tokens are on the CPU, and there are no derivatives and no random or extreme weights.
+        decode: a function like `forward` that reads the tokens part by part, with a cache.
         loss_fn: a loss of the module that hides its logits, such as a compiled one: inputs and targets, (B, T) int64
             each -> the sum over all targets except those of -100. It is called with autograd in training mode only.
-        extreme: functions like `forward`, also probed with weights scaled by EXTREME. None of them may compute in
-            float16, which would overflow.
-        batch_size: B, the most sequences in a call, and the exact number in a call of `loss_fn`. None: T.
+        exact: `forward` without autocast, if `forward` has one: for derivatives, extreme weights and decoding.
+        extreme: further functions like `forward`, also probed with weights scaled by EXTREME. None of them may compute
+            in float16, which would overflow.
+        batch_size: B, the most sequences in a call, and the exact number in a call of `loss_fn`.
         mask: (T, T) bool, True where the position (row) may depend on the token (column), through all layers: windows
             of w tokens in L layers reach L (w - 1) back. None: itself and everything before it. A dependence too faint
             for the precision counts as none.
+        tokens: (N,), the ids to draw texts from, such as all but that of padding. None: all of the vocabulary.
+        strict: probe more positions, and take no difference for one of rounding, as before a training.
 
-    Raises ValueError if length, vocab_size or mask are impossible, or if a module is missing.
+    Raises ValueError if length, vocab_size, mask or tokens are impossible, or if a module is missing.
     """
     if module is None and isinstance(forward, nn.Module):
         module = forward
     if module is None and (decode or loss_fn or extreme):
         raise ValueError("decode, loss_fn and extreme are functions of a module: give it too")
-    if vocab_size < 2 or length < 1:
-        raise ValueError(f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}")
+    pool = torch.arange(vocab_size) if tokens is None else tokens.unique()
+    if len(pool) < 2 or length < 1:
+        raise ValueError(f"nothing to ask: {length} tokens of a vocabulary of {len(pool)}")
     if mask is None:
         mask = torch.ones(length, length, dtype=torch.bool).tril()
     if mask.shape != (length, length):
         raise ValueError(f"the mask must be ({length}, {length}), got {tuple(mask.shape)}")
-    prober = Prober(vocab_size, length, batch_size or length, mask, module)
+    prober = Prober(vocab_size, length, batch_size, mask, pool, module, strict)
     finding = ()
     try:
         with prober.restoring():
-            prober.run(forward, decode, loss_fn, extreme)
+            prober.run(forward, exact or forward, decode, loss_fn, extreme)
     except Finding as found:
         finding = found.args
-    return Causality(length, len(prober.probed), *finding)
+    again, underived = prober.asked_again, prober.no_derivative
+    return Causality(length, len(prober.probed), *finding, asked_again=again, no_derivative=underived)
+
+
+def logits_of(output: object, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Return the logits, (B, T, V), of what a model returns: a tensor, a tuple or list with one, or `logits` in it.
+
+    shape: that of the logits, if it is known. Raises `Finding` with a sentence if there are none.
+    """
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    parts = logits if isinstance(logits, tuple | list) else [logits]
+    tensors = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+    for tensor in tensors:
+        if tensor.shape == shape or shape is None and tensor.dim() == 3:
+            return tensor
+    got = " and ".join(str(tuple(tensor.shape)) for tensor in tensors) or f"{type(output).__name__} without any"
+    advice = ""
+    if shape and any(tensor.shape == (shape[0], 1, shape[2]) for tensor in tensors):
+        advice = ", the last position alone: give a function that returns all, such as lambda idx: model(idx, idx)[0]"
+        advice += ", and module=model"
+    raise Finding(f"expected logits of shape {shape or '(B, T, V)'}, got {got}{advice}")
 
 
 @dataclass
@@ -132,7 +185,9 @@ class Prober:
     length: int
     batch_size: int
     mask: Tensor
+    pool: Tensor
     module: nn.Module | None
+    strict: bool
 
     def __post_init__(self) -> None:
         self.is_function = self.module is None
@@ -140,21 +195,30 @@ class Prober:
             self.module = nn.Module()  # without weights, so that there is nothing to restore
         self.device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
         self.mask = self.mask.to(self.device)
+        self.pool = self.pool.to(self.device)
         self.places = torch.arange(self.length, device=self.device)
         self.random = torch.Generator().manual_seed(0)  # for tokens, positions and random weights
+        self.deck = itertools.cycle(torch.randperm(self.length, generator=self.random).tolist())
+        self.scale = 1.0  # of scores, in sizes of random weights
         self.probed = set()
+        self.asked_again = self.no_derivative = None
         self.parts = [(part, part.training, dict(part._buffers)) for part in self.module.modules()]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Turn autograd on inside the `with` block. After it, restore the module and the random state."""
+        """Turn autograd on inside the `with` block. After it, restore the module and the random states."""
         weights = [(parameter, parameter.detach().clone()) for parameter in self.module.parameters()]
+        numpy = sys.modules.get("numpy")
+        states = random.getstate(), numpy and numpy.random.get_state()
         try:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 with torch.inference_mode(False), torch.enable_grad():
                     yield
         finally:
+            random.setstate(states[0])
+            if numpy:
+                numpy.random.set_state(states[1])
             with torch.no_grad():
                 for parameter, value in weights:
                     parameter.copy_(value)
@@ -168,160 +232,275 @@ class Prober:
         for part, _, buffers in self.parts:
             part._buffers.update(buffers)
         for buffer, value in self.buffers:
-            if not torch.equal(buffer, value):  # an expanded buffer cannot be written to
+            if not torch.equal(buffer, value.to(buffer.dtype)):  # an expanded buffer cannot be written to
                 buffer.copy_(value)
 
-    def run(self, forward: Forward, decode: Forward | None, loss_fn: Loss | None, extreme: Sequence[Forward]) -> None:
+    def run(
+        self, forward: Forward, exact: Forward, decode: Forward | None, loss_fn: Loss | None, extreme: Sequence[Forward]
+    ) -> None:
         """Run all probes. Without a module, run those of `forward` as it is."""
         as_it_is = "with the weights as they are"
         self.module.eval()
         with torch.no_grad():
-            self.alone(forward, as_it_is)
-            self.hidden(forward, as_it_is, seen=self.is_function, few=not self.is_function)
-        if self.is_function:
-            return
+            if self.strict or self.is_function:
+                self.alone(forward, as_it_is)
+            positions = self.hidden(forward, as_it_is, few=not self.is_function)
+            if self.is_function:
+                self.no_derivative = "without a module there are none"
+                self.seen(forward, positions)
+                return
 
         self.randomize()
         with torch.no_grad():
             self.alone(forward, "in evaluation")
-            self.hidden(forward, "in evaluation", seen=True)
+            positions = self.hidden(forward, "in evaluation")
             if decode:
                 self.alone(decode, "in decoding")
-                self.hidden(decode, "in decoding", seen=True)
-                self.agrees(decode)
+                self.seen(decode, self.hidden(decode, "in decoding"))
+                self.agrees(exact, decode)
             if loss_fn:
                 self.hidden_from_loss(loss_fn, "in evaluation")
-        self.gradient()
+        self.gradient(exact)
+        if self.strict or self.no_derivative:
+            with torch.no_grad():
+                self.seen(forward, positions)
         self.module.train()
-        self.alone(forward, "in training")
+        if self.strict:
+            self.alone(forward, "in training")
         self.hidden(forward, "in training")
         if loss_fn:
             self.hidden_from_loss(loss_fn, "in training")
 
-        self.randomize(EXTREME)
-        for function in (self.module, *extreme):  # not `forward`: an autocast to float16 would overflow
+        self.enlarge()
+        for function in (exact, *extreme):
             self.hidden(function, "in training, with extreme weights", few=True)
         self.module.eval()
         with torch.no_grad():
-            self.hidden(self.module, "in evaluation, with extreme weights", few=True)
+            self.hidden(exact, "in evaluation, with extreme weights", few=True)
             if decode:
                 self.hidden(decode, "in decoding, with extreme weights", few=True)
 
     @torch.no_grad()
-    def randomize(self, scale: float = 1.0) -> None:
-        """Give every weight a random value, so that each part of the model matters. Scale those of queries and keys."""
+    def randomize(self) -> None:
+        """Give every weight a random value, so that each part of the model matters."""
         torch.manual_seed(int(torch.randint(2**31, (), generator=self.random)))
+        for parameter in self.module.parameters():
+            if parameter.is_floating_point():
+                values = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+                if parameter.dim() < 2:  # gains and biases
+                    values.uniform_(0.5, 1.5).mul_(torch.randint_like(values, 2) * 2 - 1)
+                else:
+                    values.normal_(std=parameter.size(-1) ** -0.5)
+                parameter.copy_(shard_like(values, parameter))
+
+    @torch.no_grad()
+    def enlarge(self) -> None:
+        """Scale the weights of queries and keys; all weights, if none has the name of these."""
         weights = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
-        for_scores = [name for name in weights if FOR_SCORES.search(name)] or weights
-        for name, parameter in weights.items():
-            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
-            if parameter.dim() < 2:  # gains and biases
-                values.uniform_(0.5, 1.5).mul_(torch.randint_like(values, 2) * 2 - 1)
-            else:
-                values.normal_(std=parameter.size(-1) ** -0.5)
-            if name in for_scores:
-                values.mul_(scale)
-            parameter.copy_(shard_like(values, parameter))
+        for name in [name for name in weights if FOR_SCORES.search(name)] or weights:
+            weights[name].mul_(EXTREME)
+        self.scale = EXTREME**2
 
     def positions(self, few: bool = False) -> Tensor:
         """Return ascending positions: both ends, the last before each power of two (a tile's edge), and random ones."""
         chosen = {0, self.length - 2, self.length - 1}
-        count = NUM_POSITIONS // 2
-        if not few:
+        if self.strict and not few:
             chosen |= {2**n - 1 for n in range(self.length.bit_length())}
-            count = NUM_POSITIONS
         chosen &= set(range(self.length))
-        for position in torch.randperm(self.length, generator=self.random).tolist():
-            if len(chosen) < count:
-                chosen.add(position)
+        count = NUM_POSITIONS[self.strict or self.length <= 12][few]
+        while len(chosen) < min(count, self.length):
+            chosen.add(next(self.deck))
         self.probed |= chosen
         return torch.tensor(sorted(chosen), device=self.device)
 
-    def tokens(self, num_sequences: int) -> tuple[Tensor, Tensor]:
-        """Return two (num_sequences, T) of random tokens that differ everywhere. The first sequence is all zeros."""
-        idx = torch.randint(self.vocab_size, (num_sequences, self.length), generator=self.random)
-        idx[0] = 0
-        other = (idx + torch.randint(1, self.vocab_size, idx.shape, generator=self.random)) % self.vocab_size
-        return idx.to(self.device), other.to(self.device)
+    def tokens(self, num_sequences: int) -> Tensor:
+        """Return random tokens, (num_sequences, T). The first sequence repeats one token."""
+        picked = torch.randint(len(self.pool), (num_sequences, self.length), generator=self.random)
+        picked[0] = 0
+        return self.pool[picked.to(self.device)]
 
-    def call(self, function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    def others(self, idx: Tensor) -> Tensor:
+        """Return random tokens that differ from idx, (B, T), everywhere."""
+        steps = torch.randint(1, len(self.pool), idx.shape, generator=self.random).to(self.device)
+        return self.pool[(torch.searchsorted(self.pool, idx) + steps) % len(self.pool)]
+
+    def call(self, function: Callable[..., Answer], *arguments: Tensor) -> Answer:
         """Call a function; in training mode with the same dropout and the same buffers each time."""
         if self.module.training:
-            torch.manual_seed(0)
+            seed()
             self.restore_buffers()
-        return function(*arguments).detach()
+        return function(*arguments)
 
     def logits(self, forward: Forward, idx: Tensor) -> Tensor:
         """Call `forward`: (B, T) -> (B, T, V)."""
-        logits = self.call(forward, idx)
-        expected = (*idx.shape, self.vocab_size)
-        if logits.shape != expected:
-            raise Finding(f"expected logits of shape {expected}, got {tuple(logits.shape)}")
-        return logits
+        return logits_of(self.call(forward, idx), (*idx.shape, self.vocab_size)).detach()
 
     def alone(self, forward: Forward, where: str) -> None:
         """Run the probes "alone" and "repeatable"."""
-        idx, other = self.tokens(2)
+        idx = self.tokens(2)
         before = self.logits(forward, idx)
-        if not before.isfinite().all():
-            raise Finding(f"its logits are not finite numbers ({where})")
-        first = self.logits(forward, torch.stack((idx[0], other[1])))[0]
-        second = self.logits(forward, torch.stack((other[0], idx[1])))[1]
-        if differs(before, self.logits(forward, idx)).any():
-            raise Finding(f"the same tokens do not give the same logits again ({where})")
-        if differs(before, torch.stack((first, second))).any():
-            raise Finding(f"a sequence changes when the others of its batch do ({where})")
+        for row in range(2):
+            changed = self.others(idx)
+            changed[row] = idx[row]
+            self.compare(forward, where, idx, before, changed, changed == idx)
 
-    def hidden(self, forward: Forward, where: str, seen: bool = False, few: bool = False) -> None:
-        """Run the probe "hidden", and "seen" if asked to. Each position probed has a sequence of its own."""
-        for positions in self.positions(few).split(self.batch_size):
-            hide = ~self.mask[positions]  # (B, T)
-            idx, other = self.tokens(len(hide))
-            changed = torch.where(hide, other, idx)
+    def hidden(self, forward: Forward, where: str, few: bool = False) -> Tensor:
+        """Run the probe "hidden". Return the positions probed; each has a sequence of its own."""
+        positions = self.positions(few)
+        parts = positions[~self.mask[positions].all(1)].split(self.batch_size)  # nothing is hidden from the last
+        if parts[0].numel():
+            B = len(parts[0])  # of each call: kernels may differ by batch
+            idx = self.tokens(B)
             before = self.logits(forward, idx)
-            after = self.logits(forward, changed)
-            leaks = differs(before, after) & ~self.sees_any(hide)
-            for query, row in first_true(leaks.T):
-                _, key = first_cause(lambda tokens, at=(row, query): self.call(forward, tokens)[at], idx, changed)
-                logits = torch.stack((before[row, query], after[row, query])).float()
-                size = logits.diff(dim=0).abs().max()
-                share = logits.softmax(-1).diff(dim=0).abs().max()
-                effect = f"moves its logits by up to {size:.2g} and a probability by up to {share:.2g}"
-                raise leak(query, key, f", which {effect} ({where})")
-            if seen and before.dtype.itemsize >= 4:  # half precision rounds away one token among many
-                replaced = torch.where(self.places == positions[:, None], other, idx)
-                moved = differs(before, self.logits(forward, replaced))  # (key, query)
-                for query, column in first_true(self.mask[:, positions] & ~moved.T):
-                    raise blindness(query, positions[column].item())
+            for part in parts:
+                hide = ~self.mask[part.repeat(B)[:B]]  # (B, T)
+                changed = torch.where(hide, self.others(idx), idx)
+                self.compare(forward, where, idx, before, changed, ~self.sees_any(hide))
+        return positions
 
-    def agrees(self, decode: Forward) -> None:
-        """Run the probe "agrees", with products in full precision."""
-        idx = torch.randint(self.vocab_size, (2, self.length)).to(self.device)
-        with exact_products(self.device):
-            expected = self.logits(self.module, idx)
+    def compare(self, forward: Forward, where: str, idx: Tensor, before: Tensor, changed: Tensor, same: Tensor) -> None:
+        """Raise the fault if logits of `changed` differ from those before where they must be the same, (B, T) bool."""
+        if self.scale == 1 and not before.isfinite().all():
+            raise Finding(f"its logits are not finite numbers ({where})")
+        after = self.logits(forward, changed)
+        moved = differs(before, after) & same
+        if not moved.any():
+            return
+
+        def difference() -> Tensor:
+            return largest(self.logits(forward, idx) - self.logits(forward, changed), same)
+
+        once = largest(before - after, same)
+        vanishes = self.vanishes(once, before.abs().max(), difference)
+        if vanishes or vanishes is None and once <= 4 * self.noise(forward, idx, before):
+            return
+
+        if differs(before, self.logits(forward, idx)).any():
+            seeded = [seed() or self.logits(forward, idx) for _ in range(2)]
+            hint = "" if differs(*seeded).any() else ", but do after a seed: is dropout still on?"
+            raise Finding(f"the same tokens do not give the same logits again{hint} ({where})")
+        query, row = first_true(moved.T)[0]
+        own = idx.clone()
+        own[row] = changed[row]
+
+        def read(tokens: Tensor) -> Tensor:
+            return self.logits(forward, tokens)[row, query].float()
+
+        logits = torch.stack((read(idx), read(own)))
+        if not differs(*logits):
+            raise Finding(f"a sequence changes when the others of its batch do ({where})")
+        size, share = (numbers.diff(dim=0).abs().max() for numbers in (logits, logits.softmax(-1)))
+        effect = f"moves its logits by up to {size:.2g} and a probability by up to {share:.2g}"
+        raise leak(query, first_cause(read, idx, own)[1], f", which {effect} ({where})")
+
+    def vanishes(self, once: Tensor, size: Tensor, difference: Callable[[], Tensor]) -> bool | None:
+        """Return whether a difference is one of rounding: tiny for numbers of this size, and gone in float64.
+
+        None if it is tiny, and there is no float64. A leak does not go away in float64.
+        """
+        if self.strict or not once <= TINY * self.scale * size:
+            return False
+        again = self.in_float64(difference)
+        self.asked_again = "in other batches" if again is None else "in float64"
+        return None if again is None else bool(again <= max(VANISHED * once, 1e-15 * size))
+
+    def noise(self, forward: Forward, idx: Tensor, before: Tensor) -> Tensor:
+        """Return by how much the logits of the same sequences differ when others stand beside them."""
+        noise = []
+        for row in range(len(idx)):
+            changed = self.others(idx)
+            changed[row] = idx[row]
+            noise.append(largest(self.logits(forward, changed) - before, changed == idx))
+        return max(noise)
+
+    def in_float64(self, ask: Callable[[], Answer]) -> Answer | None:
+        """Return ask() with weights in float64; None if there are no weights, or a kernel has no float64."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        kept = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
+        if not kept or any(hasattr(tensor, "placements") for tensor in tensors):  # shards of FSDP stay as they are
+            return None
+        try:
+            for tensor, data in kept:
+                tensor.data = data.double()
+            return ask()
+        except Exception:  # of whichever kind: a kernel is missing, or memory
+            return None
+        finally:
+            for tensor, data in kept:
+                tensor.data = data
+
+    def seen(self, forward: Forward, positions: Tensor) -> None:
+        """Run the probe "seen", in several texts if need be."""
+        for keys in positions.split(self.batch_size):
+            unseen = self.mask[:, keys].T  # (B, T)
+            for _ in range(NUM_DRAWS):
+                idx = self.tokens(len(keys))
+                before = self.logits(forward, idx)
+                if before.dtype.itemsize < 4:  # half precision rounds away one token among many
+                    return
+                replaced = torch.where(self.places == keys[:, None], self.others(idx), idx)
+                unseen = unseen & ~differs(before, self.logits(forward, replaced))
+                if not unseen.any():
+                    break
+            for query, row in first_true(unseen.T):
+                raise blindness(query, keys[row].item())
+
+    def agrees(self, exact: Forward, decode: Forward) -> None:
+        """Run the probe "agrees", in float64 where that can be had, with products in full precision."""
+        idx = self.tokens(2)
+
+        def compare() -> tuple[float, torch.dtype]:
+            expected = self.logits(exact, idx)
             decoded = self.logits(decode, idx)
-        error = ((decoded.float() - expected).norm() / expected.norm()).item()
-        if expected.dtype.itemsize >= 4 and not error <= MOST_ROUNDING:
-            raise Finding(f"read part by part with a cache, a text gets other logits: off by {error:.1%} of their size")
+            return ((decoded - expected).norm() / expected.norm()).item(), expected.dtype
 
-    def gradient(self) -> None:
+        with exact_products(self.device):
+            error, dtype = self.in_float64(compare) or compare()
+        if dtype.itemsize >= 4 and not error <= MOST_ROUNDING[dtype]:
+            raise Finding(f"read part by part with a cache, a text gets other logits: off by {error:.2g} of their size")
+
+    def gradient(self, function: Forward) -> None:
         """Run the probe "gradient", if an nn.Embedding reads the tokens: its output is the input of the derivative."""
-        plain = getattr(self.module, "_orig_mod", self.module)  # a compiled module would ignore new hooks
-        for queries in self.positions().split(max(1, self.batch_size // 4)):  # autograd without autocast takes memory
-            idx, _ = self.tokens(len(queries))
-            logits, embedded = watch_embedding(plain, idx)
-            if not embedded:
+        queries = self.positions()
+        hidden = ~self.mask[queries]
+        unseen = ~hidden
+        num_sequences = min(self.batch_size, max(2, self.batch_size // 4))  # autograd without autocast takes memory
+        for _ in range(NUM_DRAWS):
+            ask = partial(self.influence, function, self.others(self.tokens(num_sequences)), queries)
+            try:
+                influence = ask()
+            except NotImplementedError as reason:
+                self.no_derivative = str(reason)
                 return
-            of_queries = logits[range(len(idx)), queries]  # (B, T, V) -> (B, V)
-            score = (of_queries * torch.randn_like(of_queries)).sum()
-            gradients = torch.autograd.grad(score, embedded, allow_unused=True, materialize_grads=True)
-            influence = sum(gradient.abs().amax(-1) for gradient in gradients)  # (B, T)
-            allowed = self.mask[queries]
-            for row, key in first_true((influence != 0) & ~allowed):
-                effect = f": the derivative of its logits to it is {influence[row, key]:.2g} and must be exactly 0"
+            leaks = influence * hidden
+            if leaks.any() and not self.vanishes(leaks.max(), influence.max(), lambda ask=ask: (ask() * hidden).max()):
+                row, key = first_true(leaks)[0]
+                effect = f": the derivative of its logits to it is {leaks[row, key]:.2g} and must be exactly 0"
                 raise leak(queries[row].item(), key, effect)
-            for row, key in first_true((influence == 0) & allowed):
-                raise blindness(queries[row].item(), key)
+            unseen = unseen & (influence == 0)
+            if not unseen.any():
+                return
+        row, key = first_true(unseen)[0]
+        raise blindness(queries[row].item(), key)
+
+    def influence(self, function: Forward, idx: Tensor, queries: Tensor) -> Tensor:
+        """Return how large the derivatives of the logits of N queries to each token are: (N, T)."""
+        plain = getattr(self.module, "_orig_mod", self.module)  # a compiled module would ignore new hooks
+        with watched(plain, idx) as embedded:
+            logits = logits_of((plain if function is self.module else function)(idx), (*idx.shape, self.vocab_size))
+        if not embedded or not logits.requires_grad:
+            raise NotImplementedError("no nn.Embedding reads the tokens, or autograd is off")
+        found = []
+        for part in queries.split(len(idx)):
+            of_queries = logits[range(len(part)), part]  # (B, T, V) -> (B, V)
+            score = (of_queries * torch.randn_like(of_queries)).sum()
+            options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+            try:
+                gradients = torch.autograd.grad(score, embedded, **options)
+            except RuntimeError as error:  # reentrant checkpoints, or a kernel without a derivative
+                raise NotImplementedError(str(error).splitlines()[0]) from error
+            found.append(sum(gradient.abs().amax(-1) for gradient in gradients)[: len(part)])
+        return torch.cat(found)
 
     def hidden_from_loss(self, loss_fn: Loss, where: str) -> None:
         """Run the probe "hidden" on a loss, which is one sum over a batch.
@@ -332,8 +511,9 @@ class Prober:
         for positions in self.positions().split(self.batch_size):
             positions = positions.repeat(self.batch_size)[: self.batch_size]
             hide = ~self.mask[positions]
-            idx, other = self.tokens(self.batch_size)
-            targets, _ = self.tokens(self.batch_size)
+            idx = self.tokens(self.batch_size)
+            other = self.others(idx)
+            targets = self.tokens(self.batch_size)
             counted = torch.rand(targets.shape, generator=self.random).to(self.device) < 4 / self.length
             counted &= ~self.sees_any(hide)
             counted |= self.places == positions[:, None]
@@ -341,7 +521,7 @@ class Prober:
             changed = torch.where(hide, other, idx)
 
             def loss(tokens: Tensor, targets: Tensor = targets) -> Tensor:
-                return self.call(loss_fn, tokens, targets)
+                return self.call(loss_fn, tokens, targets).detach()
 
             before = loss(idx)
             after = loss(changed)
@@ -375,31 +555,44 @@ def blindness(query: int, key: int) -> Finding:
     return Finding(f"position {query} is blind to token {key}, which it may see", query, key)
 
 
-def watch_embedding(module: nn.Module, idx: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return module(idx), and each output (B, T, C) of an nn.Embedding that read idx, (B, T), as a leaf of autograd."""
-    embedded = []
-
-    def watch(part: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
-        if torch.equal(inputs[0], idx):
-            embedded.append(output.detach().requires_grad_())
-            return embedded[-1]
-
-    with hooked((part for part in module.modules() if isinstance(part, nn.Embedding)), watch):
-        return module(idx), embedded
+def seed() -> None:
+    """Seed all generators that a layer may draw from."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
 
 
 @contextmanager
-def hooked(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
-    """Register a forward hook, hook(module, inputs, output), on each of the modules inside the `with` block."""
+def watched(module: nn.Module, idx: Tensor) -> Iterator[list[Tensor]]:
+    """Yield a list to which each output (B, T, C) of an nn.Embedding that reads idx, (B, T), is added as a leaf."""
+    embedded = []
+
+    def watch(part: nn.Module, inputs: tuple, options: dict, output: object) -> Tensor | None:
+        reads = any(isinstance(read, Tensor) and torch.equal(read, idx) for read in (*inputs, *options.values()))
+        if not reads or not isinstance(output, Tensor) or output.shape[:-1] != idx.shape or output.is_inference():
+            return None
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone() if torch.is_grad_enabled() else embedded[-1]  # some models add to it in place
+
     with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(module.register_forward_hook(hook))
-        yield
+        for part in module.modules():
+            if isinstance(part, nn.Embedding):
+                stack.enter_context(part.register_forward_hook(watch, prepend=True, with_kwargs=True))
+        yield embedded
+
+
+def largest(numbers: Tensor, places: Tensor) -> Tensor:
+    """Return the largest absolute value at the marked positions: (B, T, V) and (B, T) bool -> ()."""
+    return numbers[places].abs().max()
 
 
 def differs(before: Tensor, after: Tensor) -> Tensor:
     """Return whether any of V numbers differs: (..., V) twice -> (...,) bool. nan counts as equal to nan."""
-    return ((before != after) & ~(before.isnan() & after.isnan())).any(-1)
+    different = before != after
+    if before.isnan().any():
+        different &= ~(before.isnan() & after.isnan())
+    return different.any(-1)
 
 
 def first_true(found: Tensor) -> list[list[int]]:
@@ -442,3 +635,49 @@ def first_cause(read: Forward, idx: Tensor, changed: Tensor) -> tuple[int, int]:
 
     place = bisect_left(range(1, idx.numel()), True, key=changes)
     return divmod(place, idx.size(1))
+
+
+def make_model(name: str) -> Callable:
+    """Return what a factory makes: package.module:factory or file.py:factory."""
+    place, _, factory = name.rpartition(":")
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        sys.path.insert(0, str(path.parent))
+        sys.modules.pop(path.stem, None)  # the file may have the name of a package of ours, such as model
+        place = path.stem
+    return getattr(importlib.import_module(place), factory)()
+
+
+def main(load_decoder: Callable[[str], nn.Module]) -> bool:
+    """Probe the model that the command line names. Exits with 2 and a sentence if there is no answer."""
+    parser = argparse.ArgumentParser(description="Check that no position of a language model depends on a later token.")
+    parser.error = lambda message: parser.exit(2, f"{' '.join(message.split())}\n")
+    parser.add_argument("model", help="package.module:factory, file.py:factory, a directory, or OWNER/NAME on the hub")
+    parser.add_argument(
+        "--length", type=int, help="tokens of a text; default: 64, or less if its configuration says so"
+    )
+    parser.add_argument("--vocab-size", type=int, help="default: that of its configuration, or of its embedding")
+    options = parser.parse_args()
+    name, vocab_size = options.model, options.vocab_size
+    try:
+        model = make_model(name) if ":" in name else load_decoder(name)
+        config = getattr(model, "config", None)
+        contexts = (getattr(config, key, 64) for key in ("context_length", "max_position_embeddings", "block_size"))
+        length = options.length or min(64, *contexts)
+        if vocab_size is None:
+            embeddings = (part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding))
+            vocab_size = getattr(config, "vocab_size", None) or next(embeddings)
+        report = check_causality(model, vocab_size, length)
+    except Exception as error:  # also of what a factory or a model does
+        parser.error(f"{name} cannot be probed, see --help: {type(error).__name__}: {error}")
+    print(report)
+    return report.ok
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, "")  # modules are found from where the command is typed
+    try:
+        from model.foreign import load_decoder
+    except ImportError:  # this file was copied alone
+        load_decoder = None
+    sys.exit(not main(load_decoder))

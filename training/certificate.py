@@ -48,6 +48,8 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
         module=model,
         decode=decode,
         loss_fn=loss,
+        exact=model,
+        strict=True,
         extreme=[forward] if dtype == torch.bfloat16 else [],
         batch_size=batch_size,
         mask=None,  # the triangle; a layer with a window has another: see `check_causality`
