@@ -4,9 +4,10 @@
     python benchmarks/heads.py --out results.jsonl  one JSON object per measurement
     python benchmarks/heads.py --tiny               tiny sizes, to see that it works
 
-Ours runs the model under capture, scores every head and verifies the weights against the kernel. Eager is the model of
-`transformers` with output_attentions, which returns all T x T weights; nothing is computed from them. Each measurement
-is a process of its own, on the CPU. Memory is read from /proc: on Linux only.
+Ours runs our model under capture, scores every head and verifies the weights against the kernel. Theirs does the same
+with the model of `transformers`, as for a decoder of any other type. Eager is that model with output_attentions, which
+returns all T x T weights; nothing is computed from them. Each measurement is a process of its own, on the CPU. Memory
+is read from /proc: on Linux only.
 """
 
 import re
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -30,6 +31,7 @@ from benchmarks.bench import append, describe_machine
 from cli.options import parse
 from cli.script import run_script
 from inspection import capture
+from inspection.decoder import read
 from model import GPT, GPTConfig
 
 
@@ -58,24 +60,33 @@ def extra_memory(work: Callable[[], object]) -> float:
 
 def ours(shape: dict, T: int) -> Callable[[Tensor], None]:
     """Return a function that measures and verifies all heads on tokens (1, T)."""
-    model = GPT(GPTConfig(**shape, context_length=T)).eval()
+    return partial(look, GPT(GPTConfig(**shape, context_length=T)).eval())
 
-    def look(idx: Tensor) -> None:
-        with capture(model) as att:
-            model.hidden(idx)
-        att.scores()
-        att.verify()
 
-    return look
+def look(model: nn.Module, idx: Tensor) -> None:
+    """Capture the heads of a model, score them all, and verify them."""
+    with capture(model) as att:
+        read(model, idx, slice(1))
+    att.scores()
+    att.verify()
+
+
+def by_transformers(shape: dict, T: int, way: str) -> nn.Module:
+    """Return the model of `transformers`, which attends in this way."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(**shape, n_positions=T, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel._from_config(config, attn_implementation=way).eval()
+
+
+def theirs(shape: dict, T: int) -> Callable[[Tensor], None]:
+    """Return a function that measures and verifies all heads of the model of `transformers` on tokens (1, T)."""
+    return partial(look, by_transformers(shape, T, "sdpa"))
 
 
 def eager(shape: dict, T: int) -> Callable[[Tensor], None]:
     """Return a function that computes all weights on tokens (1, T) with `transformers`."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(**shape, n_positions=T, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel._from_config(config, attn_implementation="eager").eval()
-    return partial(model.transformer, output_attentions=True, use_cache=False)
+    return partial(by_transformers(shape, T, "eager").transformer, output_attentions=True, use_cache=False)
 
 
 @torch.no_grad()
@@ -95,11 +106,11 @@ def main(options: Options) -> None:
         shape = {"n_layer": 2, "n_head": 3, "n_embd": 48, "vocab_size": 211}
     machine = describe_machine("cpu")
     for T in (32,) if options.tiny else (512, 1024, 2048, 4096):
-        for way in (ours, eager):
+        for way in (ours, theirs, eager):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 result = pool.submit(measure, way, shape, T, 5 if T <= 1024 else 2).result()
             megabytes = result["extra bytes"] / 1e6
-            print(f"T = {T:4}  {way.__name__:5} {result['seconds']:8.2f} s {megabytes:8,.0f} MB extra", flush=True)
+            print(f"T = {T:4}  {way.__name__:6} {result['seconds']:8.2f} s {megabytes:8,.0f} MB extra", flush=True)
             append(options.out, {"way": way.__name__, "tokens": T} | shape | result | machine)
 
 

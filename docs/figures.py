@@ -16,8 +16,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from data.tokenizer import load_tokenizer
-from inspect_attention import make_probe, validation_texts
 from inspection import capture, head_scores
+from inspection.inputs import make_probe, validation_texts
 from inspection.kinds import KINDS, kind_of, name_of
 from inspection.plots import pool
 from model.checkpoint import find_checkpoint
@@ -63,7 +63,8 @@ def draw_run(run: Path) -> None:
     model = load_model(checkpoint).float()
     tokenizer = load_tokenizer(checkpoint.directory)
     texts = validation_texts(checkpoint, model.config.context_length)
-    scores = head_scores(model, texts, make_probe(tokenizer, texts, model.config)[0])
+    probe, _ = make_probe(tokenizer, tokenizer.vocab_size, texts, model.config.context_length)
+    scores = head_scores(model, texts, probe)
     ids = tokenizer.document_start + tokenizer.encode(TEXT).tolist()
     with capture(model) as att:
         model(torch.tensor([ids]))
