@@ -19,7 +19,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from data import read_small, sources
+from data import disk, read_small, sources
 from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
 from data.token_files import has_token_files, open_token_files
@@ -110,9 +110,8 @@ def prepare_source(config: DataConfig, out: Path | None, place: Path | None) -> 
         try:
             write_corpus(config, key, temporary, place)
             for path in (*temporary.iterdir(), temporary):
-                sync(path)
-            temporary.rename(directory)
-            sync(directory.parent)
+                disk.sync(path)
+            disk.rename(temporary, directory)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return open_corpus(directory)
@@ -147,15 +146,6 @@ def find_prepared(fingerprint: str | None, source: str) -> Corpus | None:
                 if corpus.meta["fingerprint"] == fingerprint:
                     return corpus
     return None
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ KILLED = 137
 
 
 class Effects:
-    """Stands in for `os` in training/disk.py. Each effect on the disk goes through `before`, which may not return."""
+    """Stands in for `os` in data/disk.py. Each effect on the disk goes through `before`, which may not return."""
 
     def __init__(self, before: Callable[[str, tuple], None]):
         self.before = before

@@ -22,13 +22,13 @@ import train
 import training.resume
 import training.run
 from cli.script import run_script
+from data import disk
 from data.prepare import DataConfig
 from errors import UserError
 from model import GPT
 from model.checkpoint import Checkpoint, find_checkpoint, step_directories
 from tests.conftest import make_gpt, save_gpt, tiny_run
 from tests.crash import KILLED, Directory, Disk, Effects, File, die_at, in_child, record_in
-from training import disk
 from training.options import read_config, to_toml
 from training.resume import Start
 from training.run import Run

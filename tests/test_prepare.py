@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data import prepare, sources
+from data import disk, prepare, sources
 from data.corpus import Corpus, dtype_of, open_corpus
 from data.prepare import DataConfig
 from data.tokenizer import make_tokenizer
@@ -243,9 +243,9 @@ def test_prepared_once_and_again_when_something_changed(text_file: Path) -> None
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events, sync, rename = [], prepare.sync, Path.rename
-    monkeypatch.setattr(prepare, "sync", lambda path: (events.append(path.name), sync(path)))
-    monkeypatch.setattr(Path, "rename", lambda old, new: (events.append(f"to {new.name}"), rename(old, new)))
+    events, sync, rename = [], disk.sync, os.rename
+    monkeypatch.setattr(disk, "sync", lambda path: (events.append(path.name), sync(path)))
+    monkeypatch.setattr(os, "rename", lambda old, new: (events.append(f"to {new.name}"), rename(old, new)))
     prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))
     assert sorted(events[:-3]) == sorted(os.listdir("mine"))
     assert events[-3:] == [".mine.tmp", "to mine", Path.cwd().name]

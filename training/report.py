@@ -15,8 +15,8 @@ import jinja2
 
 from cli.html import own_hash
 from cli.script import visible
+from data import disk
 from model.checkpoint import step_directories
-from training import disk
 from training.directory import best_validation, next_commands, read_metrics
 
 SOURCE = Path(__file__).with_name("report.html").read_text(encoding="utf-8")

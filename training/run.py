@@ -11,11 +11,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from cli.script import visible
+from data import disk
 from data.corpus import Corpus
 from errors import UserError
 from model import GPT
 from model.checkpoint import step_directories
-from training import disk
 from training.directory import best_validation, command, next_commands, read_metrics
 from training.optimizer import optimizer_tensors
 from training.options import Config, tables, to_toml

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from safetensors.torch import save
 
+from data import disk
 from data.encoding import Tokenizer
 from model import GPTConfig
 from model.checkpoint import FORMAT, TRAINER, to_json, with_own_hash
 from model.huggingface import Tensors, config_to_huggingface, tensors_to_huggingface
-from training import disk
 
 
 def checkpoint_files(

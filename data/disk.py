@@ -1,7 +1,7 @@
 """Every change that a run makes on the disk, in one place: a test can kill the program at each, or make each fail.
 
 A file written here is on the disk when the function returns, not only in the system's cache: it survives a power cut.
-(`append_to_file` alone does not wait for the disk.)
+(`append_to_file` alone does not wait for the disk.) A prepared corpus gets its name by these functions, too.
 """
 
 import os
