@@ -13,17 +13,7 @@ from torch import Tensor, nn
 
 from errors import UserError
 from model import GPT
-
-
-def logits_of(output):
-    return (
-        output
-        if isinstance(output, Tensor)
-        else output.logits
-        if hasattr(output, "logits")
-        else next(o for o in output if isinstance(o, Tensor) and o.dim() == 3)
-    )
-
+from model.causality import Finding, logits_of
 
 LOGITS_TOGETHER = 1 << 26  # of one sequence; for longer texts the model runs again
 ROWS_TOGETHER = 256  # a loss needs a copy of the logits of so many positions
@@ -76,20 +66,21 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
     handle = head.register_forward_pre_hook(cut) if head is not None else None
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     try:
-        output = model(idx, **options)
+        logits = logits_of(model(idx, **options))
+    except Finding as none:
+        raise UserError(f"the model has to return logits: {none}") from none
     except Exception as error:
-        if isinstance(error, UserError) or isinstance(model, GPT):  # a fault of ours has a traceback
+        if isinstance(model, GPT):  # a fault of ours has a traceback
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"the model cannot read {T} tokens, given as model(idx): {reason:.200}") from error
     finally:
         if handle is not None:
             handle.remove()
-    logits = logits_of(output)
     if logits.size(1) == T != len(wanted):
         logits = logits[:, positions]
-    if logits.shape[:2] != (len(idx), len(wanted)):
-        raise UserError(f"expected logits of shape {(*idx.shape, 'V')}, got {tuple(logits.shape)}")
+    if logits.size(1) != len(wanted):
+        raise UserError(f"the model has to return logits of all {T} positions, not of {logits.size(1)}")
     return logits
 
 

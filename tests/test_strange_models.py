@@ -123,8 +123,13 @@ class Returning(nn.Module):
         (lambda: make_gpt(vocab_size=V), None, None, "which text"),
         (lambda: make_gpt(vocab_size=V), [3], None, "attention is between tokens: give a text of two or more"),
         (lambda: nn.Bilinear(3, 5, 7), IDS, None, "the model cannot read 2 tokens, given as model(idx): "),
-        (lambda: Returning(lambda logits: logits[:, -1:]), IDS, None, "logits"),
-        (lambda: Returning(lambda logits: None), IDS, None, "logits"),
+        (
+            lambda: Returning(lambda logits: logits[:, -1:]),
+            IDS,
+            None,
+            "the model has to return logits of all 2 positions, not",
+        ),
+        (lambda: Returning(lambda logits: None), IDS, None, "the model has to return logits: expected logits of shape"),
         (lambda: make_decoder("mistral", attn_implementation="sdpa"), [3, 99], None, "the model cannot read 2 tokens"),
         (
             lambda: make_decoder("bloom"),
