@@ -43,6 +43,19 @@ def ours(checkpoint: Path) -> tuple[Tensor, list[Tensor]]:
     return logits.log_softmax(-1), [att.patterns(layer) for layer in range(len(att.calls))]
 
 
+@needs("mlx_lm")  # before the others: beside them it aborts
+def test_mlx_computes_the_same_logits(checkpoint: Path) -> None:
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    if GPT.from_pretrained(checkpoint).config.family == "gpt2":
+        pytest.skip("mlx-lm reads the names of gpt2 without their prefix, as no version of transformers writes them")
+    mx.set_default_device(mx.cpu)
+    model, _ = load_model(checkpoint)
+    theirs = torch.tensor(model(mx.array(IDX.tolist())).astype(mx.float32).tolist())
+    torch.testing.assert_close(theirs.log_softmax(-1), ours(checkpoint)[0], rtol=0, atol=1e-5)
+
+
 @needs("transformer_lens")
 @torch.no_grad()
 def test_transformer_lens_shows_the_same_attention(checkpoint: Path) -> None:
@@ -66,19 +79,6 @@ def test_attnread_shows_the_same_attention(checkpoint: Path) -> None:
     assert len(found) == sum(pattern.size(1) for pattern in patterns)
     for (_, layer, head), weights in found.items():
         torch.testing.assert_close(weights[0], patterns[layer][0, head], rtol=0, atol=1e-6)
-
-
-@needs("mlx_lm")
-def test_mlx_computes_the_same_logits(checkpoint: Path) -> None:
-    import mlx.core as mx
-    from mlx_lm.utils import load_model
-
-    if GPT.from_pretrained(checkpoint).config.family == "gpt2":
-        pytest.skip("mlx-lm reads the names of gpt2 without their prefix, as no version of transformers writes them")
-    mx.set_default_device(mx.cpu)
-    model, _ = load_model(checkpoint)
-    theirs = torch.tensor(model(mx.array(IDX.tolist())).astype(mx.float32).tolist())
-    torch.testing.assert_close(theirs.log_softmax(-1), ours(checkpoint)[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.skipif(not NANOGPT.is_file(), reason="no nanoGPT beside: NANOGPT=PATH names its directory")
