@@ -84,31 +84,30 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
     return logits
 
 
-def parts_of(model: nn.Module, T: int) -> Iterator[slice]:
-    """Yield slices of T positions whose logits fit into memory together."""
+def logits_in_parts(model: nn.Module, idx: Tensor) -> Iterator[Tensor]:
+    """Yield the logits of a text in float32, some positions at a time, in order: (B, T) -> (B, positions, V)."""
     vocab_size = getattr(find_embedding(model), "num_embeddings", 1)
-    size = max(1, LOGITS_TOGETHER // vocab_size)
-    yield from (slice(start, start + size) for start in range(0, T, size))
+    num_positions = max(1, LOGITS_TOGETHER // vocab_size)
+    for start in range(0, idx.size(1), num_positions):
+        logits = read(model, idx, slice(start, start + num_positions))
+        yield from (rows.float() for rows in logits.split(ROWS_TOGETHER, dim=1))
 
 
 def sequence_losses(model: nn.Module, idx: Tensor) -> Tensor:
     """Return each sequence's mean cross-entropy in nats a token: (B, T) -> (B,). For T = 1 it is nan."""
     losses = []
-    for part in parts_of(model, idx.size(1)):
-        targets = idx[:, 1:][:, part].split(ROWS_TOGETHER, dim=1)
-        logits = read(model, idx, part).split(ROWS_TOGETHER, dim=1)
-        for rows, next_tokens in zip(logits, targets, strict=False):
-            rows = rows[:, : next_tokens.size(1)].float()  # the last position has no next token
-            # As rows: CUDA's kernel for (B, V, T) is not deterministic, and refuses where that is asked for.
-            loss = F.cross_entropy(rows.flatten(0, 1), next_tokens.flatten(), reduction="none")
-            losses.append(loss.view(next_tokens.shape))
+    following = idx[:, 1:]  # the last position has no next token
+    for logits in logits_in_parts(model, idx):
+        targets = following[:, : logits.size(1)]
+        following = following[:, logits.size(1) :]
+        # As rows: CUDA's kernel for (B, V, T) is not deterministic, and refuses where that is asked for.
+        rows = logits[:, : targets.size(1)].flatten(0, 1)
+        losses.append(F.cross_entropy(rows, targets.flatten(), reduction="none").view(targets.shape))
     return torch.cat(losses, dim=1).mean(1)
 
 
 def predictions(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor]:
     """Return the likeliest next token at each position, and its probability: (1, T) -> (T,) twice, on the CPU."""
-    found = []
-    for part in parts_of(model, idx.size(1)):
-        found += [rows.float().softmax(-1).max(-1) for rows in read(model, idx, part)[0].split(ROWS_TOGETHER)]
+    found = [logits[0].softmax(-1).max(-1) for logits in logits_in_parts(model, idx)]
     probabilities, tokens = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
     return tokens, probabilities

@@ -7,6 +7,7 @@ The metrics are defined in inspection/metrics.py. Shapes are named as in model/a
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -138,8 +139,8 @@ def as_json(scores: HeadScores) -> dict[str, list[list[float | None]]]:
     return tables
 
 
-def replace_head(number: int, output: Tensor, head: Head, value: Tensor) -> Tensor:
-    """Replace the output of one head by a value (D,) at each position. output: (B, H, T, D), of layer `number`."""
+def replace_head(number: int, output: Tensor, head: Head, value: Tensor | float) -> Tensor:
+    """Replace the output of one head by 0 or (D,) at each position. output: (B, H, T, D), of layer `number`."""
     layer, place = head
     if number != layer:
         return output
@@ -155,11 +156,13 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Literal[
     The head's output becomes zero, or its mean over the text (N, T) (Michel, Levy and Neubig 2019). The model was
     trained for neither, and other heads can take over: this is one measure of importance among several.
     """
-    sums = {}  # layer -> (H, D)
+    sums = defaultdict(float)  # layer -> (H, D)
+    counts = defaultdict(int)  # layer -> the number of positions in the sum
 
     def add(layer: int, output: Tensor) -> Tensor:
         """Add the outputs of a layer's heads over the sequences and positions."""
-        sums[layer] = sums.get(layer, 0.0) + output.sum((0, 2), dtype=torch.float32)
+        sums[layer] = sums[layer] + output.sum((0, 2), dtype=torch.float32)
+        counts[layer] += output[:, 0, :, 0].numel()
         return output
 
     def losses(replace: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -171,7 +174,7 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Literal[
         before = losses(add)
         rises = torch.full((len(text), len(sums), len(sums[0])), torch.nan, dtype=torch.float64)
         for layer, place in progress_bar(iterable=heads, unit=" heads", leave=False, delay=1):
-            value = sums[layer][place] / text.numel() if mode == "mean" else torch.zeros(())
+            value = sums[layer][place] / counts[layer] if mode == "mean" else 0.0
             rises[:, layer, place] = losses(partial(replace_head, head=(layer, place), value=value)) - before
     return rises
 
@@ -196,9 +199,11 @@ def influence(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     embedded = []
 
     def watch(embedding: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-        """Make the embeddings a leaf of autograd."""
-        embedded.append(output.detach().clone().requires_grad_())
-        return embedded[-1]
+        """Make the embeddings a leaf of autograd, if there is one."""
+        if not output.is_inference():
+            embedded.append(output.detach().clone().requires_grad_())
+            output = embedded[-1]
+        return output
 
     num_weights = sum(parameter.numel() for parameter in model.parameters()) - embedding.weight.numel()
     flops_per_row = 2 * T * max(1, num_weights)  # of a backward pass
@@ -210,7 +215,7 @@ def influence(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits = read(model, idx, rows.to(device))[0]
         finally:
             handle.remove()
-        for row, of_row in zip(rows.tolist(), logits if logits.requires_grad else [], strict=False):
+        for row, of_row in zip(rows.tolist(), logits if embedded and logits.requires_grad else [], strict=False):
             probability = of_row.float().softmax(-1).max()
             (gradient,) = torch.autograd.grad(probability.log(), embedded[0], retain_graph=True)
             norms = gradient[0].float().norm(dim=-1)

@@ -149,8 +149,10 @@ def test_scores_as_json_are_the_rounded_means() -> None:
 
 @pytest.mark.parametrize("mode", ["zero", "mean"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: str) -> None:
+def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: str, monkeypatch) -> None:
     """Compare with a model whose output projection reads zero, or a constant, from the head."""
+    monkeypatch.setattr(inspection.heads, "TOKENS_TOGETHER", 2 * T + 1)  # two of five sequences at a time
+    monkeypatch.setattr(inspection.decoder, "LOGITS_TOGETHER", 3 * V)  # each read several times
     model, text = make_gpt(family=family, n_embd=18, bias=None, dropout=0.0).eval(), torch.randint(V, (5, T))
     D, heads = model.config.head_dim, [(layer, head) for layer in range(L) for head in range(H)]
     rises = ablate(model, text, heads, mode)

@@ -98,6 +98,15 @@ def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     assert len(ours.heads) == 6 and not ours.att.left_out
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_model_without_gradients_has_no_influence(context, tmp_path: Path) -> None:
+    model = Book().eval()
+    model.forward = context()(model.forward)
+    found = inspect_heads(model, IDS)
+    assert found.influence.isnan().all() and found.scores.row_error < 1e-5
+    found.save(tmp_path / "a.html")
+
+
 class Returning(nn.Module):
     """A model that returns something else."""
 
