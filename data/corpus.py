@@ -48,6 +48,12 @@ def fingerprint(tokenizer: Tokenizer, meta: dict) -> str:
     return hashlib.sha256(tokenizer.files[TOKENIZER_JSON] + hashes.encode()).hexdigest()
 
 
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def is_prepared(source: str) -> bool:
     """Return whether a source is the directory of a prepared corpus, intact or not."""
     return Path(source, "train.bin").is_file()
@@ -79,9 +85,8 @@ def map_split(path: Path, expected: dict, tokenizer: Tokenizer) -> np.ndarray:
         raise UserError(f"{path} has {stat.st_size} bytes instead of {size}")
     tokens = np.memmap(path, dtype, mode="r")
     if stat.st_ctime_ns != expected["ctime_ns"]:  # no program can set this time
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                raise UserError(f"{path} has changed since it was prepared: its SHA-256 is another")
+        if sha256(path) != expected["sha256"]:
+            raise UserError(f"{path} has changed since it was prepared: its SHA-256 is another")
         if tokens.max() >= tokenizer.vocab_size:
             raise UserError(f"{path} holds id {tokens.max()}, and the vocabulary has {tokenizer.vocab_size}")
     return tokens

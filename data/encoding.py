@@ -30,10 +30,9 @@ REPLACEMENT = "\ufffd"  # the character that stands for bytes that are not UTF-8
 # A byte-level tokenizer.json spells each byte as a printable character, as GPT-2 did (Radford et al. 2019): a byte that
 # is printable as itself, and the others in their order as the characters from U+0100 on.
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-PRINTABLE = [byte for byte in range(256) if chr(byte) in ALPHABET]
-HIDDEN = [byte for byte in range(256) if chr(byte) not in ALPHABET]
-SPELLING = dict(zip(PRINTABLE + HIDDEN, ALPHABET, strict=True))
-BYTES = {character: byte for byte, character in SPELLING.items()}
+IN_ALPHABET_ORDER = sorted(range(256), key=lambda byte: chr(byte) not in ALPHABET)
+SPELLING = dict(zip(IN_ALPHABET_ORDER, ALPHABET, strict=True))
+BYTES = dict(zip(ALPHABET, IN_ALPHABET_ORDER, strict=True))
 
 
 def to_bytes(spelled: str) -> bytes:

@@ -16,7 +16,7 @@ import numpy as np
 
 from cli.bars import progress_bar
 from data.config import DataConfig
-from data.corpus import SPLITS, dtype_of, fingerprint
+from data.corpus import SPLITS, dtype_of, fingerprint, sha256
 from data.encoding import HubTokenizer, Tokenizer
 from data.sources import documents
 from data.tokenizer import load_tokenizer, make_tokenizer, save_tokenizer
@@ -61,13 +61,17 @@ def write_corpus(config: DataConfig, key: dict, directory: Path, tokenizer_place
     dtype = dtype_of(tokenizer)
     meta = key | {"vocab_size": tokenizer.vocab_size, "dtype": dtype.str}
     for split in SPLITS:
-        with open(directory / f"{split}.bin", "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            stat = os.fstat(file.fileno())
+        path = directory / f"{split}.bin"
+        stat = path.stat()
         num_tokens = stat.st_size // dtype.itemsize
         if num_tokens < 2 or num_bytes[split] < 1:
             raise UserError(f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation")
-        meta[split] = {"tokens": num_tokens, "bytes": num_bytes[split], "sha256": digest, "ctime_ns": stat.st_ctime_ns}
+        meta[split] = {
+            "tokens": num_tokens,
+            "bytes": num_bytes[split],
+            "sha256": sha256(path),
+            "ctime_ns": stat.st_ctime_ns,
+        }
     meta["fingerprint"] = fingerprint(tokenizer, meta)
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
