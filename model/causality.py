@@ -46,7 +46,8 @@ import torch
 from torch import Tensor, nn
 
 IGNORE = -100  # a target that F.cross_entropy skips
-NUM_POSITIONS = {False: (7, 5), True: (12, 6)}  # strict -> the least of a probe, and of one with few positions
+NUM_POSITIONS = 12  # the least number of positions of a strict probe, and of any in a text no longer than that
+FEW_POSITIONS = 5  # that of others; a strict probe that takes few has one more
 NUM_DRAWS = 8  # texts in which a token may be seen: a layer that selects does not see each token in each text
 EXTREME = 100.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
 TINY = 1e-5  # of the size of logits: a smaller difference may be one of rounding
@@ -252,8 +253,7 @@ class Prober:
 
         self.randomize()
         with torch.no_grad():
-            self.alone(forward, "in evaluation")
-            positions = self.hidden(forward, "in evaluation")
+            positions = self.hidden(forward, "in evaluation", self.alone(forward, "in evaluation"))
             if decode:
                 self.alone(decode, "in decoding")
                 self.seen(decode, self.hidden(decode, "in decoding"))
@@ -290,7 +290,8 @@ class Prober:
                 if parameter.dim() < 2:  # gains and biases
                     values.uniform_(0.5, 1.5).mul_(torch.randint_like(values, 2) * 2 - 1)
                 else:
-                    values.normal_(std=parameter.size(-1) ** -0.5)
+                    bound = (3 / parameter.size(-1)) ** 0.5  # of a standard deviation of 1 / sqrt(width)
+                    values.uniform_(-bound, bound)
                 parameter.copy_(shard_like(values, parameter))
 
     @torch.no_grad()
@@ -307,7 +308,8 @@ class Prober:
         if self.strict and not few:
             chosen |= {2**n - 1 for n in range(self.length.bit_length())}
         chosen &= set(range(self.length))
-        count = NUM_POSITIONS[self.strict or self.length <= 12][few]
+        many = not few and (self.strict or self.length <= NUM_POSITIONS)
+        count = NUM_POSITIONS if many else FEW_POSITIONS + self.strict
         while len(chosen) < min(count, self.length):
             chosen.add(next(self.deck))
         self.probed |= chosen
@@ -335,23 +337,35 @@ class Prober:
         """Call `forward`: (B, T) -> (B, T, V)."""
         return logits_of(self.call(forward, idx), (*idx.shape, self.vocab_size)).detach()
 
-    def alone(self, forward: Forward, where: str) -> None:
-        """Run the probes "alone" and "repeatable"."""
-        idx = self.tokens(2)
-        before = self.logits(forward, idx)
+    def text(self, forward: Forward, where: str, num_sequences: int) -> tuple[Tensor, Tensor]:
+        """Return random tokens, and their logits, which must be finite."""
+        idx = self.tokens(num_sequences)
+        logits = self.logits(forward, idx)
+        if self.scale == 1 and not logits.isfinite().all():
+            raise Finding(f"its logits are not finite numbers ({where})")
+        return idx, logits
+
+    def alone(self, forward: Forward, where: str) -> tuple[Tensor, Tensor]:
+        """Run the probes "alone" and "repeatable". Return two sequences and their logits."""
+        idx, before = self.text(forward, where, 2)
         for row in range(2):
             changed = self.others(idx)
             changed[row] = idx[row]
             self.compare(forward, where, idx, before, changed, changed == idx)
+        return idx, before
 
-    def hidden(self, forward: Forward, where: str, few: bool = False) -> Tensor:
-        """Run the probe "hidden". Return the positions probed; each has a sequence of its own."""
+    def hidden(
+        self, forward: Forward, where: str, known: tuple[Tensor, Tensor] | None = None, few: bool = False
+    ) -> Tensor:
+        """Run the probe "hidden". Return the positions probed; each has a sequence of its own.
+
+        known: two sequences and their logits, which need not be computed again.
+        """
         positions = self.positions(few)
         parts = positions[~self.mask[positions].all(1)].split(self.batch_size)  # nothing is hidden from the last
-        if parts[0].numel():
-            B = len(parts[0])  # of each call: kernels may differ by batch
-            idx = self.tokens(B)
-            before = self.logits(forward, idx)
+        B = len(parts[0])  # of each call: kernels may differ by batch
+        if B:
+            idx, before = known if known and B == 2 else self.text(forward, where, B)
             for part in parts:
                 hide = ~self.mask[part.repeat(B)[:B]]  # (B, T)
                 changed = torch.where(hide, self.others(idx), idx)
@@ -360,8 +374,6 @@ class Prober:
 
     def compare(self, forward: Forward, where: str, idx: Tensor, before: Tensor, changed: Tensor, same: Tensor) -> None:
         """Raise the fault if logits of `changed` differ from those before where they must be the same, (B, T) bool."""
-        if self.scale == 1 and not before.isfinite().all():
-            raise Finding(f"its logits are not finite numbers ({where})")
         after = self.logits(forward, changed)
         moved = differs(before, after) & same
         if not moved.any():
@@ -372,7 +384,7 @@ class Prober:
 
         once = largest(before - after, same)
         vanishes = self.vanishes(once, before.abs().max(), difference)
-        if vanishes or vanishes is None and once <= 4 * self.noise(forward, idx, before):
+        if vanishes or vanishes is None and self.is_noise(once, forward, idx, before):
             return
 
         if differs(before, self.logits(forward, idx)).any():
@@ -404,14 +416,17 @@ class Prober:
         self.asked_again = "in other batches" if again is None else "in float64"
         return None if again is None else bool(again <= max(VANISHED * once, 1e-15 * size))
 
-    def noise(self, forward: Forward, idx: Tensor, before: Tensor) -> Tensor:
-        """Return by how much the logits of the same sequences differ when others stand beside them."""
-        noise = []
-        for row in range(len(idx)):
+    def is_noise(self, once: Tensor, forward: Forward, idx: Tensor, before: Tensor) -> bool:
+        """Return whether logits differ in their last bits, or by as much as in other batches of the same sequences."""
+        noise = 2 * torch.finfo(before.dtype).eps * before.abs().max()
+        for draw in range(NUM_DRAWS):
+            if once <= 4 * noise:
+                return True
+            row = draw % len(idx)
             changed = self.others(idx)
             changed[row] = idx[row]
-            noise.append(largest(self.logits(forward, changed) - before, changed == idx))
-        return max(noise)
+            noise = largest(self.logits(forward, changed) - before, changed == idx)
+        return False
 
     def in_float64(self, ask: Callable[[], Answer]) -> Answer | None:
         """Return ask() with weights in float64; None if there are no weights, or a kernel has no float64."""
@@ -498,7 +513,7 @@ class Prober:
             try:
                 gradients = torch.autograd.grad(score, embedded, **options)
             except RuntimeError as error:  # reentrant checkpoints, or a kernel without a derivative
-                raise NotImplementedError(str(error).splitlines()[0]) from error
+                raise NotImplementedError("autograd fails in it") from error
             found.append(sum(gradient.abs().amax(-1) for gradient in gradients)[: len(part)])
         return torch.cat(found)
 
@@ -648,28 +663,30 @@ def make_model(name: str) -> Callable:
     return getattr(importlib.import_module(place), factory)()
 
 
-def main(load_decoder: Callable[[str], nn.Module]) -> bool:
-    """Probe the model that the command line names. Exits with 2 and a sentence if there is no answer."""
+def main(load_decoder: Callable[[str], nn.Module] | None) -> bool:
+    """Probe the model that the command line names. Exits with 2 and a sentence if that gives no answer."""
     parser = argparse.ArgumentParser(description="Check that no position of a language model depends on a later token.")
-    parser.error = lambda message: parser.exit(2, f"{' '.join(message.split())}\n")
+    parser.error = lambda message: parser.exit(2, f"{message}\n")
     parser.add_argument("model", help="package.module:factory, file.py:factory, a directory, or OWNER/NAME on the hub")
-    parser.add_argument(
-        "--length", type=int, help="tokens of a text; default: 64, or less if its configuration says so"
-    )
+    parser.add_argument("--length", type=int, help="tokens of a text; default: 64, or its context if that is shorter")
     parser.add_argument("--vocab-size", type=int, help="default: that of its configuration, or of its embedding")
     options = parser.parse_args()
-    name, vocab_size = options.model, options.vocab_size
     try:
-        model = make_model(name) if ":" in name else load_decoder(name)
-        config = getattr(model, "config", None)
-        contexts = (getattr(config, key, 64) for key in ("context_length", "max_position_embeddings", "block_size"))
-        length = options.length or min(64, *contexts)
-        if vocab_size is None:
-            embeddings = (part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding))
-            vocab_size = getattr(config, "vocab_size", None) or next(embeddings)
-        report = check_causality(model, vocab_size, length)
-    except Exception as error:  # also of what a factory or a model does
-        parser.error(f"{name} cannot be probed, see --help: {type(error).__name__}: {error}")
+        if ":" not in options.model and load_decoder is None:
+            raise ValueError("this file is alone: give package.module:factory or file.py:factory")
+        model = make_model(options.model) if ":" in options.model else load_decoder(options.model)
+        parts = [getattr(model, "config", None), *(model.modules() if isinstance(model, nn.Module) else ())]
+        sizes = (getattr(part, name, None) for name in ("vocab_size", "num_embeddings") for part in parts)
+        options.vocab_size = options.vocab_size or next(filter(None, sizes), None)
+        contexts = (getattr(parts[0], name, 64) for name in ("context_length", "max_position_embeddings", "block_size"))
+        options.length = options.length or min(64, *contexts)
+        if options.vocab_size is None:
+            raise ValueError("the size of its vocabulary is not known: give --vocab-size")
+        report = check_causality(model, options.vocab_size, options.length)
+    except Exception as error:  # whatever a factory or a model raises
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        length = f", with --length {options.length}" if options.length else ""
+        parser.exit(2, f"{options.model}: {' '.join(what.split())}{length}\n")
     print(report)
     return report.ok
 
