@@ -166,8 +166,14 @@ def main() -> None:
         if grows:
             show(text.text[num_shown:] + "\n")
         elif options.json:
-            record = {"sample": number, "seed": seed, "prompt": prompt, "text": text.text, "tokens": text.num_tokens}
-            record["finish"] = text.finish or "length"
+            record = {
+                "sample": number,
+                "seed": seed,
+                "prompt": prompt,
+                "text": text.text,
+                "tokens": text.num_tokens,
+                "finish": text.finish or "length",
+            }
             print(json.dumps(record))
         else:
             show(f"--- sample {number + 1} of {options.num_samples}\n{prompt}{text.text}\n")

@@ -13,7 +13,6 @@ import pytest
 
 import train
 from tests.conftest import metrics, tiny_run
-from training.config import TrainConfig
 from training.tracking import Tracker
 
 
@@ -29,7 +28,7 @@ def test_lines_are_sent_flat_until_the_first_failure_which_costs_a_line(monkeypa
     module = SimpleNamespace(init=lambda **options: run, Settings=dict, Table=lambda columns, data: (columns, data))
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setenv("WANDB_DATA_DIR", "elsewhere")
-    tracker = Tracker(TrainConfig(wandb="offline"))
+    tracker = Tracker("offline")
     tracker.start_session(tmp_path, {})
     assert tracker.run_id == "1" and axes == [(("*",), {"step_metric": "step"})]
     tracker.send({"step": 3, "val_loss": 2.5, "heads": {"sink": [[0.1, 0.2], [None, 0.4]]}})

@@ -64,35 +64,28 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
     saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
     best = best_validation(lines, checkpoints)
     finished = saved == max_steps and any(line["step"] == max_steps for line in lines if "val_loss" in line)
-    facts_of_session = about.get("certificate", {}) | about.get("environment", {})
     latest = {key: value for line in lines for key, value in line.items() if value is not None}
     step = max(saved, latest.get("step", 0))
-    model = options["model"]
-    facts = [
-        model["family"],
-        f"{model['n_layer']} layers of {model['n_embd']}",
-        options["data"]["source"],
-        facts_of_session.get("device"),
-        facts_of_session.get("dtype"),
-        f"step {step:,} of {max_steps:,}",
-    ]
+    session = about.get("certificate", {}) | about.get("environment", {})
     if best:
         latest["best"] = best["step"]
     return {
         "name": directory.absolute().name,
+        "options": options,
+        "session": session,
+        "step": step,
         "saved": saved,
         "finished": finished,
-        "summary": " · ".join(filter(None, facts)),
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "figures": [(name, form.format(latest[key])) for key, (name, form) in FIGURES.items() if key in latest],
-        "charts": [
-            draw_chart(title, keys, lines, step) for title, keys in CHARTS.items() if latest.keys() & keys.values()
-        ],
+        "charts": {
+            title: draw_chart(keys, lines, step) for title, keys in CHARTS.items() if latest.keys() & keys.values()
+        },
         "sections": {
             "Next": next_commands(directory, saved, best, finished),
             "Evaluations": read_evaluations(lines),
             "Configuration": [("config.toml", config)],
-            "Certificate and environment": facts_of_session.items(),
+            "Certificate and environment": session.items(),
         },
     }
 
@@ -108,7 +101,7 @@ def read_evaluations(lines: list[dict]) -> list[tuple[str, str]]:
     return evaluations
 
 
-def draw_chart(title: str, keys: dict[str, str], lines: list[dict], last_step: int) -> dict[str, object]:
+def draw_chart(keys: dict[str, str], lines: list[dict], last_step: int) -> dict[str, object]:
     """Return the places of labels and curves in a chart from step 0 to `last_step`.
 
     keys: {name of a curve: its key in metrics.jsonl}. At least one line has a number under one of them.
@@ -129,7 +122,6 @@ def draw_chart(title: str, keys: dict[str, str], lines: list[dict], last_step: i
         return round(BOTTOM - (value - low) / height * (BOTTOM - TOP), 1)
 
     return {
-        "title": title,
         "rows": [(y(tick), f"{tick:,.6g}") for tick in ticks(low, low + height)],
         "columns": [(x(tick), f"{tick:,.6g}") for tick in ticks(0, width)],
         "curves": {name: [(x(step), y(value)) for step, value in points] for name, points in curves.items()},

@@ -48,7 +48,7 @@ class Run:
         self.about = {"certificate": self.certificate, "environment": self.environment}
         self.directory = Path(self.config.train.out_dir)
         self.metrics = self.directory / "metrics.jsonl"
-        self.tracker = Tracker(self.config.train, self.start.wandb_id)
+        self.tracker = Tracker(self.config.train.wandb, self.start.wandb_id)
 
     @property
     def checkpoints(self) -> list[Path]:

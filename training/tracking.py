@@ -5,9 +5,8 @@ Best effort: the first failure in wandb prints one line and turns it off. Traini
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-
-from training.config import TrainConfig
 
 WAIT_SECONDS = 15  # for wandb, at the start and at the end of a session; `wandb sync` sends later what is left then
 
@@ -26,15 +25,14 @@ def best_effort(method: Callable[..., None]) -> Callable[..., None]:
     return attempt
 
 
+@dataclass
 class Tracker:
-    """A run in wandb. The methods do nothing if `train.wandb` is disabled.
+    """A run in wandb. The methods do nothing if it is disabled."""
 
-    run_id: the id of the run in wandb, None for a new run.
-    """
-
-    def __init__(self, config: TrainConfig, run_id: str | None = None):
-        self.mode = config.wandb
-        self.run_id = run_id
+    mode: str
+    """That of `train.wandb`: disabled, offline or online."""
+    run_id: str | None = None
+    """The id of the run in wandb, None for a new run."""
 
     @best_effort
     def start_session(self, directory: Path, tables: dict[str, dict]) -> None:
@@ -71,8 +69,8 @@ class Tracker:
     @best_effort
     def send(self, record: dict) -> None:
         """Send a line of metrics.jsonl: scores of heads as metric/layer.head, a sample as a table of one row."""
-        values = {name: value for name, value in record.items() if name != "heads"}
-        for metric, layers in record.get("heads", {}).items():
+        values = dict(record)
+        for metric, layers in values.pop("heads", {}).items():
             values |= {f"{metric}/{i}.{j}": score for i, row in enumerate(layers) for j, score in enumerate(row)}
         if "sample" in record:
             import wandb
