@@ -77,7 +77,8 @@ def download(name: str) -> Path:
     """Return a directory with a model of the Hugging Face hub. Raises UserError if it cannot be downloaded."""
     from huggingface_hub import snapshot_download  # slow to import, and seldom needed
 
-    files = ["config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer*.json"]
+    files = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
+    files += ["tokenizer*.json", "vocab.json", "merges.txt"]
     try:
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
