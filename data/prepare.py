@@ -22,6 +22,7 @@ from filelock import FileLock
 from data import disk, read_small, sources
 from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
+from data.encoding import Tokenizer
 from data.token_files import has_token_files, open_token_files
 from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer, load_tokenizer, read_files
@@ -92,7 +93,8 @@ def prepare_source(config: DataConfig, out: Path | None, place: Path | None) -> 
 
     Raises UserError if the directory holds something else, or a corpus that has changed.
     """
-    key = corpus_key(config, place)
+    tokenizer = load_tokenizer(place) if place else None  # a bad one is refused here, where its place can be named
+    key = corpus_key(config, tokenizer)
     directory = (out or default_directory(config, key)).resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +110,7 @@ def prepare_source(config: DataConfig, out: Path | None, place: Path | None) -> 
         shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
         temporary.mkdir()
         try:
-            write_corpus(config, key, temporary, place)
+            write_corpus(config, key, temporary, tokenizer)
             for path in (*temporary.iterdir(), temporary):
                 disk.sync(path)
             disk.rename(temporary, directory)
@@ -117,13 +119,12 @@ def prepare_source(config: DataConfig, out: Path | None, place: Path | None) -> 
     return open_corpus(directory)
 
 
-def corpus_key(config: DataConfig, place: Path | None) -> dict:
+def corpus_key(config: DataConfig, tokenizer: Tokenizer | None) -> dict:
     """Return everything that a corpus depends on, by name. meta.json repeats it."""
     key = {"format": FORMAT, **vars(config), "signature": sources.signature(config.source), "vocabulary": None}
     key.pop("val_source")  # of token files
     key.pop("out", None)  # of the command line
-    if place:
-        tokenizer = load_tokenizer(place)  # a bad one is refused here, where its place can be named
+    if tokenizer:
         key["vocabulary"] = hashlib.sha256(b"\0".join(tokenizer.files.values())).hexdigest()
     return key
 

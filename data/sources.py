@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -222,6 +222,6 @@ def texts(
 
 
 # The kinds of source that are not files: READERS[PREFIX](NAME, text_column) yields the documents of PREFIX:NAME.
-READERS: dict[str, Callable[[str, str], Iterable[Document]]] = {
+READERS = {
     "hf": read_hub,
 }

@@ -19,7 +19,7 @@ from data.config import DataConfig
 from data.corpus import SPLITS, dtype_of, fingerprint, sha256
 from data.encoding import HubTokenizer, Tokenizer
 from data.sources import documents
-from data.tokenizer import load_tokenizer, make_tokenizer, save_tokenizer
+from data.tokenizer import make_tokenizer, save_tokenizer
 from errors import UserError
 
 GROUP = 16  # pieces that a thread encodes at a time, since documents may be small
@@ -34,20 +34,20 @@ class Piece(NamedTuple):
     is_start: bool  # of the document
 
 
-def write_corpus(config: DataConfig, key: dict, directory: Path, tokenizer_place: Path | None) -> None:
+def write_corpus(config: DataConfig, key: dict, directory: Path, tokenizer: Tokenizer | None) -> None:
     """Tokenise a source into an empty directory and write meta.json last.
 
     Args:
         key: everything that the corpus depends on, for meta.json.
-        tokenizer_place: the file or directory of the tokenizer. None: it is made by its name, and may learn the source.
+        tokenizer: None for one that is made by its name, and may learn the source.
 
     Raises UserError if there is not enough text.
     """
-    texts = (piece.text for piece in pieces(config))
-    with progress_bar(
-        iterable=texts, desc=f"learning {config.tokenizer}", unit=" pieces", leave=False, delay=1
-    ) as shown:
-        tokenizer = load_tokenizer(tokenizer_place) if tokenizer_place else make_tokenizer(config.tokenizer, shown)
+    if tokenizer is None:
+        texts = (piece.text for piece in pieces(config))
+        desc = f"learning {config.tokenizer}"
+        with progress_bar(iterable=texts, desc=desc, unit=" pieces", leave=False, delay=1) as shown:
+            tokenizer = make_tokenizer(config.tokenizer, shown)
     save_tokenizer(tokenizer, directory)
     num_bytes = write_tokens(config, tokenizer, directory)
     train, val = (directory / f"{split}.bin" for split in SPLITS)

@@ -30,19 +30,18 @@ MAY_CHANGE = {
     "parallel",
 }
 
-LEAST = {
-    "batch_size": 1,
-    "grad_accum_steps": 1,
-    "max_steps": 1,
-    "log_every": 1,
-    "eval_every": 1,
-    "eval_tokens": 1,
-    "checkpoint_every": 1,
-    "keep_checkpoints": 1,
-    "warmup_steps": 0,
-    "weight_decay": 0,
-    "grad_clip": 0,
-    "sample_tokens": 0,
+AT_LEAST = {
+    1: (
+        "batch_size",
+        "grad_accum_steps",
+        "max_steps",
+        "log_every",
+        "eval_every",
+        "eval_tokens",
+        "checkpoint_every",
+        "keep_checkpoints",
+    ),
+    0: ("warmup_steps", "weight_decay", "grad_clip", "sample_tokens"),
 }
 
 
@@ -114,9 +113,10 @@ class TrainConfig:
     """Whether Weights & Biases gets the metrics too."""
 
     def __post_init__(self) -> None:
-        for name, least in LEAST.items():
-            if getattr(self, name) < least:
-                raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for least, names in AT_LEAST.items():
+            for name in names:
+                if getattr(self, name) < least:
+                    raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}")
         for name in ("decay_fraction", "final_lr_fraction", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
