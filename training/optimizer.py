@@ -98,12 +98,8 @@ def load_optimizer_tensors(model: GPT, optimizer: Optimizer, directory: Path) ->
     for name, tensor in load_tensors(directory, "optimizer", shapes).items():
         name, _, key = name.rpartition(".")
         parameter = parameters[name]
-        state = optimizer.state[parameter]
         value = shard_like(tensor, parameter)
-        if key in state:
-            state[key].copy_(value)  # Muon's are views of a stack
-        else:
-            state[key] = value
+        optimizer.state[parameter].setdefault(key, value).copy_(value)  # into Muon's, which are views of a stack
 
 
 class FiniteGuard:
