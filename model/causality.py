@@ -40,7 +40,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,7 @@ IGNORE = -100  # a target that F.cross_entropy skips
 NUM_POSITIONS = 12  # the least number of positions of a strict probe, and of any in a text no longer than that
 FEW_POSITIONS = 5  # that of others; a strict probe that takes few has one more
 NUM_DRAWS = 8  # texts in which a token may be seen: a layer that selects does not see each token in each text
-EXTREME = 100.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
+EXTREME = 300.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
 TINY = 1e-5  # of the size of logits: a smaller difference may be one of rounding
 VANISHED = 1e-7  # what is left in float64 of a difference of float32: 2e-9 if it is one of rounding, 1 if a leak
 MOST_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the size of logits, between decoding and all at once
@@ -57,7 +56,6 @@ FOR_SCORES = re.compile(r"(^|[._])(q|k|qkv|query|key)([._]|$)|c_attn|in_proj")  
 
 Forward = Callable[[Tensor], object]  # idx, (B, T) int64 -> logits, (B, T, V), as `logits_of` finds them
 Loss = Callable[[Tensor, Tensor], Tensor]  # inputs and targets, (B, T) int64 each -> ()
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -201,6 +199,7 @@ class Prober:
         self.random = torch.Generator().manual_seed(0)  # for tokens, positions and random weights
         self.deck = itertools.cycle(torch.randperm(self.length, generator=self.random).tolist())
         self.scale = 1.0  # of scores, in sizes of random weights
+        self.where = ""  # how the module is probed
         self.probed = set()
         self.asked_again = self.no_derivative = None
         self.parts = [(part, part.training, dict(part._buffers)) for part in self.module.modules()]
@@ -240,45 +239,52 @@ class Prober:
         self, forward: Forward, exact: Forward, decode: Forward | None, loss_fn: Loss | None, extreme: Sequence[Forward]
     ) -> None:
         """Run all probes. Without a module, run those of `forward` as it is."""
-        as_it_is = "with the weights as they are"
         self.module.eval()
         with torch.no_grad():
+            self.where = "with the weights as they are"
             if self.strict or self.is_function:
-                self.alone(forward, as_it_is)
-            positions = self.hidden(forward, as_it_is, few=not self.is_function)
+                self.alone(forward)
+            positions = self.hidden(forward, few=not self.is_function)
             if self.is_function:
-                self.no_derivative = "without a module there are none"
+                self.no_derivative = "there is no module"
                 self.seen(forward, positions)
                 return
 
         self.randomize()
         with torch.no_grad():
-            positions = self.hidden(forward, "in evaluation", self.alone(forward, "in evaluation"))
-            if decode:
-                self.alone(decode, "in decoding")
-                self.seen(decode, self.hidden(decode, "in decoding"))
-                self.agrees(exact, decode)
+            self.where = "in evaluation"
+            self.alone(forward)
+            positions = self.hidden(forward)
             if loss_fn:
-                self.hidden_from_loss(loss_fn, "in evaluation")
+                self.hidden_from_loss(loss_fn)
+            if decode:
+                self.where = "in decoding"
+                self.alone(decode)
+                self.seen(decode, self.hidden(decode))
+                self.agrees(exact, decode)
         self.gradient(exact)
         if self.strict or self.no_derivative:
             with torch.no_grad():
                 self.seen(forward, positions)
         self.module.train()
+        self.where = "in training"
         if self.strict:
-            self.alone(forward, "in training")
-        self.hidden(forward, "in training")
+            self.alone(forward)
+        self.hidden(forward)
         if loss_fn:
-            self.hidden_from_loss(loss_fn, "in training")
+            self.hidden_from_loss(loss_fn)
 
         self.enlarge()
+        self.where = "in training, with extreme weights"
         for function in (exact, *extreme):
-            self.hidden(function, "in training, with extreme weights", few=True)
+            self.hidden(function, few=True)
         self.module.eval()
         with torch.no_grad():
-            self.hidden(exact, "in evaluation, with extreme weights", few=True)
+            self.where = "in evaluation, with extreme weights"
+            self.hidden(exact, few=True)
             if decode:
-                self.hidden(decode, "in decoding, with extreme weights", few=True)
+                self.where = "in decoding, with extreme weights"
+                self.hidden(decode, few=not self.strict)
 
     @torch.no_grad()
     def randomize(self) -> None:
@@ -290,8 +296,7 @@ class Prober:
                 if parameter.dim() < 2:  # gains and biases
                     values.uniform_(0.5, 1.5).mul_(torch.randint_like(values, 2) * 2 - 1)
                 else:
-                    bound = (3 / parameter.size(-1)) ** 0.5  # of a standard deviation of 1 / sqrt(width)
-                    values.uniform_(-bound, bound)
+                    values.normal_(std=parameter.size(-1) ** -0.5)
                 parameter.copy_(shard_like(values, parameter))
 
     @torch.no_grad()
@@ -326,7 +331,7 @@ class Prober:
         steps = torch.randint(1, len(self.pool), idx.shape, generator=self.random).to(self.device)
         return self.pool[(torch.searchsorted(self.pool, idx) + steps) % len(self.pool)]
 
-    def call(self, function: Callable[..., Answer], *arguments: Tensor) -> Answer:
+    def call(self, function: Callable, *arguments: Tensor) -> object:
         """Call a function; in training mode with the same dropout and the same buffers each time."""
         if self.module.training:
             seed()
@@ -335,44 +340,35 @@ class Prober:
 
     def logits(self, forward: Forward, idx: Tensor) -> Tensor:
         """Call `forward`: (B, T) -> (B, T, V)."""
-        return logits_of(self.call(forward, idx), (*idx.shape, self.vocab_size)).detach()
+        logits = logits_of(self.call(forward, idx), (*idx.shape, self.vocab_size)).detach()
+        if self.scale == 1 and not logits.abs().max().isfinite():
+            raise Finding(f"its logits are not finite numbers ({self.where})")
+        return logits
 
-    def text(self, forward: Forward, where: str, num_sequences: int) -> tuple[Tensor, Tensor]:
-        """Return random tokens, and their logits, which must be finite."""
-        idx = self.tokens(num_sequences)
-        logits = self.logits(forward, idx)
-        if self.scale == 1 and not logits.isfinite().all():
-            raise Finding(f"its logits are not finite numbers ({where})")
-        return idx, logits
-
-    def alone(self, forward: Forward, where: str) -> tuple[Tensor, Tensor]:
-        """Run the probes "alone" and "repeatable". Return two sequences and their logits."""
-        idx, before = self.text(forward, where, 2)
+    def alone(self, forward: Forward) -> None:
+        """Run the probes "alone" and "repeatable"."""
+        idx = self.tokens(2)
+        before = self.logits(forward, idx)
         for row in range(2):
             changed = self.others(idx)
             changed[row] = idx[row]
-            self.compare(forward, where, idx, before, changed, changed == idx)
-        return idx, before
+            self.compare(forward, idx, before, changed, changed == idx)
 
-    def hidden(
-        self, forward: Forward, where: str, known: tuple[Tensor, Tensor] | None = None, few: bool = False
-    ) -> Tensor:
-        """Run the probe "hidden". Return the positions probed; each has a sequence of its own.
-
-        known: two sequences and their logits, which need not be computed again.
-        """
+    def hidden(self, forward: Forward, few: bool = False) -> Tensor:
+        """Run the probe "hidden". Return the positions probed; each has a sequence of its own."""
         positions = self.positions(few)
         parts = positions[~self.mask[positions].all(1)].split(self.batch_size)  # nothing is hidden from the last
         B = len(parts[0])  # of each call: kernels may differ by batch
         if B:
-            idx, before = known if known and B == 2 else self.text(forward, where, B)
+            idx = self.tokens(B)
+            before = self.logits(forward, idx)
             for part in parts:
                 hide = ~self.mask[part.repeat(B)[:B]]  # (B, T)
                 changed = torch.where(hide, self.others(idx), idx)
-                self.compare(forward, where, idx, before, changed, ~self.sees_any(hide))
+                self.compare(forward, idx, before, changed, ~self.sees_any(hide))
         return positions
 
-    def compare(self, forward: Forward, where: str, idx: Tensor, before: Tensor, changed: Tensor, same: Tensor) -> None:
+    def compare(self, forward: Forward, idx: Tensor, before: Tensor, changed: Tensor, same: Tensor) -> None:
         """Raise the fault if logits of `changed` differ from those before where they must be the same, (B, T) bool."""
         after = self.logits(forward, changed)
         moved = differs(before, after) & same
@@ -390,7 +386,7 @@ class Prober:
         if differs(before, self.logits(forward, idx)).any():
             seeded = [seed() or self.logits(forward, idx) for _ in range(2)]
             hint = "" if differs(*seeded).any() else ", but do after a seed: is dropout still on?"
-            raise Finding(f"the same tokens do not give the same logits again{hint} ({where})")
+            raise Finding(f"the same tokens do not give the same logits again{hint} ({self.where})")
         query, row = first_true(moved.T)[0]
         own = idx.clone()
         own[row] = changed[row]
@@ -400,10 +396,10 @@ class Prober:
 
         logits = torch.stack((read(idx), read(own)))
         if not differs(*logits):
-            raise Finding(f"a sequence changes when the others of its batch do ({where})")
+            raise Finding(f"a sequence changes when the others of its batch do ({self.where})")
         size, share = (numbers.diff(dim=0).abs().max() for numbers in (logits, logits.softmax(-1)))
         effect = f"moves its logits by up to {size:.2g} and a probability by up to {share:.2g}"
-        raise leak(query, first_cause(read, idx, own)[1], f", which {effect} ({where})")
+        raise leak(query, first_cause(read, idx, own)[1], f", which {effect} ({self.where})")
 
     def vanishes(self, once: Tensor, size: Tensor, difference: Callable[[], Tensor]) -> bool | None:
         """Return whether a difference is one of rounding: tiny for numbers of this size, and gone in float64.
@@ -428,7 +424,7 @@ class Prober:
             noise = largest(self.logits(forward, changed) - before, changed == idx)
         return False
 
-    def in_float64(self, ask: Callable[[], Answer]) -> Answer | None:
+    def in_float64(self, ask: Callable) -> object | None:
         """Return ask() with weights in float64; None if there are no weights, or a kernel has no float64."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         kept = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
@@ -479,9 +475,8 @@ class Prober:
         queries = self.positions()
         hidden = ~self.mask[queries]
         unseen = ~hidden
-        num_sequences = min(self.batch_size, max(2, self.batch_size // 4))  # autograd without autocast takes memory
         for _ in range(NUM_DRAWS):
-            ask = partial(self.influence, function, self.others(self.tokens(num_sequences)), queries)
+            ask = partial(self.influence, function, self.others(self.tokens(2)), queries)
             try:
                 influence = ask()
             except NotImplementedError as reason:
@@ -517,7 +512,7 @@ class Prober:
             found.append(sum(gradient.abs().amax(-1) for gradient in gradients)[: len(part)])
         return torch.cat(found)
 
-    def hidden_from_loss(self, loss_fn: Loss, where: str) -> None:
+    def hidden_from_loss(self, loss_fn: Loss) -> None:
         """Run the probe "hidden" on a loss, which is one sum over a batch.
 
         Few targets are counted, because a small sum shows small changes: in each sequence that of one position, and
@@ -542,17 +537,17 @@ class Prober:
             after = loss(changed)
             if differs(before, after):
                 if differs(before, loss(idx)):
-                    raise Finding(f"the same tokens do not give the same loss again ({where})")
+                    raise Finding(f"the same tokens do not give the same loss again ({self.where})")
                 nothing = torch.full_like(targets, IGNORE)
                 another_start = torch.where(self.places == 0, other, idx)
                 if differs(loss(idx, nothing), loss(another_start, nothing)):
                     rule = f"whose target is {IGNORE} and must be skipped, as F.cross_entropy skips them"
-                    raise Finding(f"the loss counts positions {rule} ({where})")
+                    raise Finding(f"the loss counts positions {rule} ({self.where})")
                 row, key = first_cause(loss, idx, changed)
                 size = (after - before).abs()
-                raise leak(positions[row].item(), key, f": the loss moves by {size:.2g} ({where})")
+                raise leak(positions[row].item(), key, f": the loss moves by {size:.2g} ({self.where})")
         if self.module.training and not differs(before, loss(other)):
-            raise Finding(f"the loss does not depend on the tokens ({where})")
+            raise Finding(f"the loss does not depend on the tokens ({self.where})")
 
     def sees_any(self, tokens: Tensor) -> Tensor:
         """Mark the positions that may see at least one of the marked tokens: (B, T) -> (B, T), both bool."""

@@ -38,7 +38,7 @@ Weights = Callable[[Tensor, Tensor], Tensor]
 def triangle(scores: Tensor, diagonal: int = 0) -> Tensor:
     """(T_query, T_key) bool, the causal mask moved by `diagonal` to the right."""
     T_query, T_key = scores.shape[-2:]
-    return torch.ones(T_query, T_key, dtype=torch.bool).tril(T_key - T_query + diagonal)
+    return torch.ones(T_query, T_key, dtype=torch.bool, device=scores.device).tril(T_key - T_query + diagonal)
 
 
 def softmax(scores: Tensor, mask: Tensor, value: float = -math.inf, dim: int = -1) -> Tensor:
@@ -94,7 +94,7 @@ WEIGHTS: dict[str, Weights] = {
     "leak of 1e-6": lambda scores, mask: causal(scores) + 1e-6 * scores.softmax(-1),
     "leak of 1e-12, below rounding": lambda scores, mask: causal(scores) + 1e-12 * scores.softmax(-1),
     "is_causal with a cache: aligned to the top left": lambda scores, mask: softmax(
-        scores, torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores, torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     ),
 }
 # place -> (layer, scores) -> whether the mask is missing there. The layer knows `group`, query heads per key head, and

@@ -108,7 +108,8 @@ def test_every_position_of_a_short_text_is_asked_and_many_of_a_long_one() -> Non
     model = make_gpt()
     model.register_buffer("expanded", torch.ones(1).expand(5))  # which nothing can be written to
     assert check_causality(model, V, T).num_probed == T
-    assert 20 < check_causality(make_gpt(context_length=131), V, 131).num_probed < 131
+    long = make_gpt(context_length=131)
+    assert 10 < check_causality(long, V, 131).num_probed < check_causality(long, V, 131, strict=True).num_probed < 131
 
 
 # Mistakes are found and named. tests/mutants.py has more of them.

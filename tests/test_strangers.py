@@ -116,7 +116,7 @@ def test_logits_of_the_last_position_alone_are_named_and_the_advice_works() -> N
 def test_extreme_weights_and_derivatives_are_those_of_the_function_given() -> None:
     class Weak(LastOnly):
         def mix(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).chunk(3, dim=-1)
+            q, k, v = self.qkv(F.layer_norm(x, (C,))).chunk(3, dim=-1)
             mask = torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril()
             return (q @ k.mT / C**0.5).masked_fill(~mask, -1e4).softmax(-1) @ v
 
@@ -295,7 +295,10 @@ def test_sequences_that_mix_by_little_are_found_among_experts() -> None:
 # Randomness.
 
 
-@pytest.mark.parametrize("draw", [random.random, numpy.random.rand, lambda: torch.rand(()).item()], ids=str)
+DRAWS = {"random": random.random, "numpy": numpy.random.rand, "torch": lambda: torch.rand(()).item()}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_random_numbers_are_seeded_in_training_and_restored(draw: Callable) -> None:
     class Drawing(Stranger):
         def mix(self, x: Tensor) -> Tensor:
