@@ -9,6 +9,7 @@ The metrics are defined in inspection/metrics.py. Shapes are named as in model/a
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -21,6 +22,7 @@ from inspection.decoder import device_of, evaluating, find_embedding, prediction
 from inspection.kinds import Head
 from inspection.metrics import Metrics
 from inspection.patterns import capture
+from model import GPT
 
 TOKENS_TOGETHER = 512  # short sequences are read together, up to so many tokens
 INFLUENCE_FLOPS = 5e11  # spent on influence on a CPU: about five seconds
@@ -170,12 +172,25 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Literal[
         with capture(model, replace):
             return torch.cat([sequence_losses(model, idx) for idx in batches(model, text)]).double().cpu()
 
-    with evaluating(model):
+    blocks = list(model.blocks) if isinstance(model, GPT) else []  # of ours, those below the head need not run again
+    outputs = {block: [] for block in blocks}  # in each forward pass
+    with evaluating(model), ExitStack() as undo:
+        for block in blocks:
+            handle = block.register_forward_hook(lambda block, inputs, output: outputs[block].append(output))
+            undo.callback(handle.remove)
         before = losses(add)
+        undo.close()
         rises = torch.full((len(text), len(sums), len(sums[0])), torch.nan, dtype=torch.float64)
         for layer, place in progress_bar(iterable=heads, unit=" heads", leave=False, delay=1):
             value = sums[layer][place] / counts[layer] if mode == "mean" else 0.0
-            rises[:, layer, place] = losses(partial(replace_head, head=(layer, place), value=value)) - before
+            below = blocks[:layer]
+            for block in below:
+                earlier = iter(outputs[block])
+                block.forward = lambda *_, earlier=earlier: next(earlier)
+                undo.callback(delattr, block, "forward")
+            replace = partial(replace_head, head=(layer - len(below), place), value=value)
+            rises[:, layer, place] = losses(replace) - before
+            undo.close()
     return rises
 
 
