@@ -253,8 +253,7 @@ class Prober:
         self.randomize()
         with torch.no_grad():
             self.where = "in evaluation"
-            self.alone(forward)
-            positions = self.hidden(forward)
+            positions = self.hidden(forward, known=self.alone(forward))
             if loss_fn:
                 self.hidden_from_loss(loss_fn)
             if decode:
@@ -341,27 +340,31 @@ class Prober:
     def logits(self, forward: Forward, idx: Tensor) -> Tensor:
         """Call `forward`: (B, T) -> (B, T, V)."""
         logits = logits_of(self.call(forward, idx), (*idx.shape, self.vocab_size)).detach()
-        if self.scale == 1 and not logits.abs().max().isfinite():
+        if self.scale == 1 and not torch.stack(logits.aminmax()).isfinite().all():
             raise Finding(f"its logits are not finite numbers ({self.where})")
         return logits
 
-    def alone(self, forward: Forward) -> None:
-        """Run the probes "alone" and "repeatable"."""
+    def alone(self, forward: Forward) -> tuple[Tensor, Tensor]:
+        """Run the probes "alone" and "repeatable". Return two sequences and their logits."""
         idx = self.tokens(2)
         before = self.logits(forward, idx)
         for row in range(2):
             changed = self.others(idx)
             changed[row] = idx[row]
             self.compare(forward, idx, before, changed, changed == idx)
+        return idx, before
 
-    def hidden(self, forward: Forward, few: bool = False) -> Tensor:
-        """Run the probe "hidden". Return the positions probed; each has a sequence of its own."""
+    def hidden(self, forward: Forward, few: bool = False, known: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Run the probe "hidden". Return the positions probed; each has a sequence of its own.
+
+        known: two sequences and their logits, which need not be computed again.
+        """
         positions = self.positions(few)
         parts = positions[~self.mask[positions].all(1)].split(self.batch_size)  # nothing is hidden from the last
         B = len(parts[0])  # of each call: kernels may differ by batch
         if B:
-            idx = self.tokens(B)
-            before = self.logits(forward, idx)
+            idx = known[0] if known and B == 2 else self.tokens(B)
+            before = known[1] if known and B == 2 else self.logits(forward, idx)
             for part in parts:
                 hide = ~self.mask[part.repeat(B)[:B]]  # (B, T)
                 changed = torch.where(hide, self.others(idx), idx)
@@ -476,7 +479,7 @@ class Prober:
         hidden = ~self.mask[queries]
         unseen = ~hidden
         for _ in range(NUM_DRAWS):
-            ask = partial(self.influence, function, self.others(self.tokens(2)), queries)
+            ask = partial(self.influence, function, self.others(self.tokens(1 + self.strict)), queries)
             try:
                 influence = ask()
             except NotImplementedError as reason:
@@ -600,7 +603,7 @@ def largest(numbers: Tensor, places: Tensor) -> Tensor:
 def differs(before: Tensor, after: Tensor) -> Tensor:
     """Return whether any of V numbers differs: (..., V) twice -> (...,) bool. nan counts as equal to nan."""
     different = before != after
-    if before.isnan().any():
+    if before.sum().isnan():
         different &= ~(before.isnan() & after.isnan())
     return different.any(-1)
 
