@@ -583,7 +583,7 @@ def watched(module: nn.Module, idx: Tensor) -> Iterator[list[Tensor]]:
 
     def watch(part: nn.Module, inputs: tuple, options: dict, output: object) -> Tensor | None:
         reads = any(isinstance(read, Tensor) and torch.equal(read, idx) for read in (*inputs, *options.values()))
-        if not reads or not isinstance(output, Tensor) or output.shape[:-1] != idx.shape or output.is_inference():
+        if not reads or not isinstance(output, Tensor) or output.shape[:-1] != idx.shape:
             return None
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone() if torch.is_grad_enabled() else embedded[-1]  # some models add to it in place

@@ -159,18 +159,19 @@ def test_an_embedding_may_be_added_to_in_place() -> None:
     assert "derivative" in judge(InPlace(1e-12))
 
 
-def test_an_embedding_with_another_output_is_left_alone() -> None:
-    class Pair(nn.Embedding):
-        def forward(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-            return super().forward(idx), idx
+@pytest.mark.parametrize("wrap, unwrap", [(lambda x: (x, None), lambda y: y[0]), (lambda x: x[0], lambda y: y[None])])
+def test_an_embedding_with_another_output_is_left_alone(wrap: Callable, unwrap: Callable) -> None:
+    class Other(nn.Embedding):
+        def forward(self, idx: Tensor) -> object:
+            return wrap(super().forward(idx))
 
     class Odd(Stranger):
         def __init__(self) -> None:
             super().__init__()
-            self.embedding = Pair(V, C)
+            self.embedding = Other(V, C)
 
         def embed(self, idx: Tensor) -> Tensor:
-            return self.embedding(idx)[0]
+            return torch.cat([unwrap(self.embedding(row[None])) for row in idx])
 
     assert judge(Odd()) == f"{YES}; derivatives not asked for: no nn.Embedding reads the tokens, or autograd is off"
 
@@ -271,6 +272,16 @@ def test_rounding_is_no_leak_and_a_leak_is_no_rounding(make: Callable, how: str)
     for leak in (1e-2, 1e-5, 1e-6, 1e-7, 1e-9, 1e-12):
         outcome = check_causality(make(leak), V, T)
         assert not outcome.ok and outcome.key > outcome.query, leak
+
+
+def test_without_float64_and_derivatives_a_leak_above_the_rounding_is_found() -> None:
+    class Inference(Experts):
+        @torch.inference_mode()
+        def forward(self, idx: Tensor) -> Tensor:
+            return super().forward(idx)
+
+    assert judge(Inference(kernel=only_float32)).startswith(YES)
+    assert judge(Inference(6e-6, only_float32)).startswith(NO)
 
 
 def test_weights_are_the_same_after_float64() -> None:
@@ -452,6 +463,11 @@ class Model(nn.Module):
 def leaking():
     return Model(ahead=True)
 
+def short():
+    model = Model(limit=11)
+    model.config = type("Config", (), {"vocab_size": 17, "block_size": 11})
+    return model
+
 def failing():
     raise FileNotFoundError("no weights here")
 
@@ -471,6 +487,12 @@ def command(folder: Path, *arguments: object) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("factory", ["model:Model", "model.py:Model"])
 def test_the_file_alone_judges_what_a_factory_makes(tmp_path: Path, factory: str) -> None:
     done = command(tmp_path, factory, "--length", 11)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{YES}\n", "")
+
+
+@pytest.mark.long
+def test_length_and_vocabulary_are_those_of_the_configuration(tmp_path: Path) -> None:
+    done = command(tmp_path, "model:short")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{YES}\n", "")
 
 
@@ -505,3 +527,10 @@ def test_a_directory_is_judged_in_this_project(tmp_path: Path) -> None:
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code, done.stderr
         assert done.stdout.startswith("yes, no position depends on a later one (15 of 64 probed)") is not code
+
+
+@pytest.mark.long
+def test_a_file_may_have_the_name_of_a_package_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FACTORIES)
+    words = [sys.executable, "-m", "model.causality", str(tmp_path / "model.py:short")]
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout == f"{YES}\n"
