@@ -281,7 +281,7 @@ def test_without_float64_and_derivatives_a_leak_above_the_rounding_is_found() ->
             return super().forward(idx)
 
     assert judge(Inference(kernel=only_float32)).startswith(YES)
-    assert judge(Inference(6e-6, only_float32)).startswith(NO)
+    assert judge(Inference(4e-6, only_float32)).startswith(NO)
 
 
 def test_weights_are_the_same_after_float64() -> None:
