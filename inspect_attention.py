@@ -28,7 +28,16 @@ from cli.script import BrokenPipeGuard, read_prompt, run_script, visible
 from errors import UserError
 from inspection import page, terminal
 from inspection.inputs import choose_inputs
-from inspection.inspection import check_output, choose_heads, measure, name_of_model, open_model, open_tokenizer, save
+from inspection.inspection import (
+    check_output,
+    choose_heads,
+    measure,
+    name_of_model,
+    open_model,
+    open_tokenizer,
+    save,
+    sizes_of,
+)
 from inspection.kinds import name_of
 from inspection.metrics import METRICS
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
@@ -61,7 +70,12 @@ class Options:
     @property
     def writes_page(self) -> bool:
         """Whether a page is among the outputs."""
-        return any(path.suffix == ".html" for path in self.output)
+        return ".html" in {path.suffix for path in self.output}
+
+    @property
+    def writes_weights(self) -> bool:
+        """Whether an output holds all weights of the heads."""
+        return bool({".html", ".npz"} & {path.suffix for path in self.output})
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
@@ -87,9 +101,10 @@ def inspect(options: Options) -> None:
         model, precision = open_model(checkpoint, device)
         with precision:
             if number == 0:
-                inputs = choose_inputs(model, text, tokenizer, newest)
-                heads = choose_heads(options.heads, model, inputs)
-                if options.writes_page:
+                L, H, V = sizes_of(model)
+                heads = choose_heads(options.heads, L, H)
+                inputs = choose_inputs(model, V, text, tokenizer, newest)
+                if options.writes_weights:
                     page.check_room(len(inputs.labels), len(heads), len(checkpoints))  # now, not after the work
                 print(visible(f"text:   {inputs.note}"))
                 if inputs.probe:

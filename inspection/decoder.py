@@ -15,22 +15,14 @@ from errors import UserError
 from model import GPT
 from model.causality import Finding, logits_of
 
-LOGITS_TOGETHER = 1 << 26  # of one sequence; for longer texts the model runs again
-ROWS_TOGETHER = 256  # a loss needs a copy of the logits of so many positions
+POSITIONS = 256  # logits are computed for so many positions of a sequence at a time: V numbers each
 
 
-def find_embedding(model: nn.Module) -> nn.Module | None:
-    """Return the module that embeds the tokens: the one that the model names, or its first nn.Embedding."""
-    if hasattr(model, "get_input_embeddings"):
-        return model.get_input_embeddings()
-    return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-
-
-def find_head(model: nn.Module) -> nn.Module | None:
-    """Return the module that makes logits of hidden states, (B, T, C) -> (B, T, V), if the model names it."""
-    if hasattr(model, "get_output_embeddings"):
-        return model.get_output_embeddings()
-    return getattr(model, "lm_head", None)
+def find_head(model: nn.Module) -> nn.Linear | None:
+    """Return the layer that makes logits, (B, T, C) -> (B, T, V), if the model names one."""
+    named = getattr(model, "get_output_embeddings", None)
+    head = named() if named else getattr(model, "lm_head", None)
+    return head if isinstance(head, nn.Linear) else None  # another may mix the positions
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -40,26 +32,32 @@ def device_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode inside the `with` block, and back into its mode after it."""
-    was_training = model.training
+    """Put the model in eval mode inside the `with` block, and each of its parts back into its mode after it."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
 
 
-def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None)) -> Tensor:
-    """Return the logits of some positions of a text: (B, T) -> (B, positions, V). The others are not computed.
+def read(
+    model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None), hidden: list[Tensor] | None = None
+) -> Tensor:
+    """Return the logits of some positions of a text: (B, T) -> (B, positions, V). The head computes no others.
+
+    hidden: a list that receives what all the logits would be made of, (B, T, C), if the model names its head.
 
     Raises UserError if the model cannot read the text, or returns no logits of all positions.
     """
     T = idx.size(1)
-    wanted = torch.arange(T)[positions]
+    hidden = [] if hidden is None else hidden
 
     def cut(head: nn.Module, inputs: tuple) -> tuple | None:
         """Keep the hidden states of these positions, as a hook before the head."""
-        if inputs and inputs[0].dim() == 3 and inputs[0].size(1) == T:
+        if inputs and inputs[0].shape[:-1] == idx.shape:
+            hidden.append(inputs[0])
             return (inputs[0][:, positions], *inputs[1:])
 
     head = find_head(model)
@@ -77,20 +75,29 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
     finally:
         if handle is not None:
             handle.remove()
-    if logits.size(1) == T != len(wanted):
-        logits = logits[:, positions]
-    if logits.size(1) != len(wanted):
+    if hidden:
+        return logits
+    if logits.size(1) != T:
         raise UserError(f"the model has to return logits of all {T} positions, not of {logits.size(1)}")
-    return logits
+    return logits[:, positions]
 
 
 def logits_in_parts(model: nn.Module, idx: Tensor) -> Iterator[Tensor]:
-    """Yield the logits of a text in float32, some positions at a time, in order: (B, T) -> (B, positions, V)."""
-    vocab_size = getattr(find_embedding(model), "num_embeddings", 1)
-    num_positions = max(1, LOGITS_TOGETHER // vocab_size)
-    for start in range(0, idx.size(1), num_positions):
-        logits = read(model, idx, slice(start, start + num_positions))
-        yield from (rows.float() for rows in logits.split(ROWS_TOGETHER, dim=1))
+    """Yield the logits of a text in float32, some positions at a time, in order: (B, T) -> (B, positions, V).
+
+    If they are what the head returns, the model runs once. If it scales or caps them, it runs again for the rest.
+    """
+    hidden = []
+    logits = read(model, idx, slice(POSITIONS), hidden)
+    yield logits.float()
+    if idx.size(1) <= POSITIONS:
+        return
+    head = model.logits if isinstance(model, GPT) else find_head(model)
+    if hidden and head(hidden[0][:, :POSITIONS]).equal(logits):
+        rest = hidden[0][:, POSITIONS:].split(POSITIONS, dim=1)
+        yield from (head(states).float() for states in rest)
+    else:
+        yield from (rows.float() for rows in read(model, idx, slice(POSITIONS, None)).split(POSITIONS, dim=1))
 
 
 def sequence_losses(model: nn.Module, idx: Tensor) -> Tensor:

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from cli.bars import progress_bar
-from inspection.decoder import device_of, evaluating, find_embedding, predictions, read, sequence_losses
+from errors import UserError
+from inspection.decoder import device_of, evaluating, find_head, predictions, read, sequence_losses
 from inspection.kinds import Head
 from inspection.metrics import Metrics
 from inspection.patterns import capture
 from model import GPT
+from model.causality import watched
 
 TOKENS_TOGETHER = 512  # short sequences are read together, up to so many tokens
 INFLUENCE_FLOPS = 5e11  # spent on influence on a CPU: about five seconds
@@ -103,6 +105,8 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
                     losses.append(sequence_losses(model, idx).cpu())
                 else:
                     read(model, idx, slice(1))
+            if (shown := att.shape[1::2]) != idx.shape:
+                raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
             if verify:
                 row_errors.extend(att.verify().values())
             parts.append(att.sequence_scores(repeat))
@@ -202,37 +206,27 @@ def influence(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     many rows are computed as INFLUENCE_FLOPS allow, evenly spread, the last among them; the others are nan. All are if
     there is no gradient, as in a model whose tokens no nn.Embedding reads.
     """
-    device = device_of(model)
-    idx = idx.to(device)
+    idx = idx.to(device_of(model))
     T = idx.size(1)
     shares = torch.full((T, T), torch.nan)
     with evaluating(model), torch.no_grad():
         tokens, probabilities = predictions(model, idx)
-    embedding = find_embedding(model)
-    if embedding is None:
-        return shares, tokens, probabilities
-    embedded = []
-
-    def watch(embedding: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-        """Make the embeddings a leaf of autograd, if there is one."""
-        if not output.is_inference():
-            embedded.append(output.detach().clone().requires_grad_())
-            output = embedded[-1]
-        return output
-
-    num_weights = sum(parameter.numel() for parameter in model.parameters()) - embedding.weight.numel()
+    layers = [part for part in model.modules() if not isinstance(part, nn.Embedding) and part is not find_head(model)]
+    num_weights = sum(weights.numel() for part in layers for weights in part.parameters(recurse=False))
     flops_per_row = 2 * T * max(1, num_weights)  # of a backward pass
-    num_rows = T if device.type == "cuda" else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
+    num_rows = T if idx.device.type == "cuda" else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
     rows = torch.linspace(T - 1, 0, num_rows).int()
-    with evaluating(model), torch.enable_grad():
-        handle = embedding.register_forward_hook(watch)
-        try:
-            logits = read(model, idx, rows.to(device))[0]
-        finally:
-            handle.remove()
-        for row, of_row in zip(rows.tolist(), logits if embedded and logits.requires_grad else [], strict=False):
-            probability = of_row.float().softmax(-1).max()
-            (gradient,) = torch.autograd.grad(probability.log(), embedded[0], retain_graph=True)
-            norms = gradient[0].float().norm(dim=-1)
+    hidden = []
+    with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded:
+        logits = read(model, idx, rows.to(idx.device), hidden)
+        if not embedded or not logits.requires_grad:
+            return shares, tokens, probabilities
+        source = hidden[0] if hidden else logits  # through the head all predictions go at once
+        of_source = rows.tolist() if hidden else range(num_rows)
+        likeliest = logits.float().softmax(-1).max(-1).values
+        (towards,) = torch.autograd.grad(likeliest.log().sum(), source, retain_graph=True)
+        for row, place in zip(rows.tolist(), of_source, strict=True):
+            gradients = torch.autograd.grad(source[0, place], embedded, towards[0, place], retain_graph=True)
+            norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
             shares[row] = (norms / norms.sum()).cpu()
     return shares, tokens, probabilities

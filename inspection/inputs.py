@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from data import errors_as_user_error
 from data.config import DataConfig
 from data.encoding import HubTokenizer, Tokenizer
 from data.prepare import find_prepared
 from data.token_files import open_token_files
 from errors import UserError
-from inspection.decoder import find_embedding
 from inspection.heads import RepeatProbe, repeat_probe
 from inspection.terminal import label as visible_label
 from model.checkpoint import Checkpoint, nested
@@ -46,22 +46,23 @@ class Inputs:
 
 def choose_inputs(
     model: nn.Module,
+    vocab_size: int,
     text: str | Sequence[int] | Tensor | None,
     tokenizer: object = None,
     checkpoint: Checkpoint | None = None,
 ) -> Inputs:
-    """Choose what a model reads.
+    """Choose what a model with a vocabulary of this size reads.
 
     text: a text, or its token ids; None takes the validation text of the checkpoint.
     tokenizer: as in `inspect_heads`.
 
-    Raises UserError if there is no text, or if it needs a tokenizer.
+    Raises UserError if there is no text, if it needs a tokenizer, or if the model does not know its tokens.
     """
-    labels = tokenizer if isinstance(tokenizer, list | tuple) else None
-    tokenizer = None if labels is not None else as_tokenizer(tokenizer)
-    embedding = find_embedding(model)
-    if tokenizer is not None and isinstance(embedding, nn.Embedding):
-        tokenizer.check_fits(embedding.num_embeddings)
+    given = tokenizer if isinstance(tokenizer, list | tuple) else ()
+    tokenizer = None if given else as_tokenizer(tokenizer)
+    if tokenizer:
+        tokenizer.check_fits(vocab_size)
+        vocab_size = tokenizer.vocab_size
     T = context_length(model)
     if text is None:
         if checkpoint is None:
@@ -75,11 +76,13 @@ def choose_inputs(
         note = f"{len(ids)} tokens" if len(ids) <= T else f"the first {T} of {len(ids)} tokens, which fill the context"
     if measured.size(1) < 2:
         raise UserError("attention is between tokens: give a text of two or more")
+    if not 0 <= measured.min() <= measured.max() < vocab_size:
+        raise UserError(f"expected tokens from 0 to {vocab_size - 1}, got {measured.min()} to {measured.max()}")
     shown = measured[:1, : SHOWN_LENGTH if text is None else None]
     ids = shown[0].tolist()
-    if labels is not None and len(labels) < len(ids):
-        raise UserError(f"expected a label for each token, got {len(labels)} for {len(ids)}")
-    names = dict(zip(ids, labels, strict=False)) if labels is not None else {}
+    if given and len(given) < len(ids):
+        raise UserError(f"expected a label for each token, got {len(given)} for {len(ids)}")
+    names = dict(zip(ids, given, strict=False))
 
     def label(token: int) -> str:
         """Show a token with every character visible: special ones and ids without text in brackets."""
@@ -88,10 +91,9 @@ def choose_inputs(
         name = visible_label(tokenizer.token_bytes(token))
         return f"⟦{name or token}⟧" if not name or token in tokenizer.special_tokens.values() else name
 
-    shown_labels = [label(token) for token in ids] if labels is None else list(labels[: len(ids)])
-    vocab_size = tokenizer.vocab_size if tokenizer else getattr(embedding, "num_embeddings", int(measured.max()) + 1)
+    labels = given[: len(ids)] or [label(token) for token in ids]
     probe, pool = make_probe(tokenizer, vocab_size, measured, T or measured.size(1))
-    return Inputs(measured, shown, shown_labels, label, note, probe, pool)
+    return Inputs(measured, shown, labels, label, note, probe, pool)
 
 
 def as_tokenizer(tokenizer: object) -> Tokenizer | None:
@@ -111,7 +113,11 @@ def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> l
         if tokenizer is None:
             raise UserError("a text needs a tokenizer: give one, or the ids of the tokens")
         return tokenizer.start_of_text + tokenizer.encode(text).tolist()
-    return torch.as_tensor(text).flatten().tolist()
+    with errors_as_user_error("expected a text, or the ids of its tokens"):
+        ids = torch.as_tensor(text)
+        if ids.is_floating_point() or ids.numel() != ids.size(-1):
+            raise ValueError(f"got {ids.dtype} of shape {tuple(ids.shape)}")
+    return ids.flatten().tolist()
 
 
 def context_length(model: nn.Module) -> int | None:

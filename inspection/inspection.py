@@ -41,7 +41,7 @@ FORMATS = (".html", ".png", ".svg", ".npz")
 FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 60rem; border: 0"></iframe>'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """Everything measured on one model. A notebook shows it as its page."""
 
@@ -97,6 +97,7 @@ def save(path: Path, inspections: Sequence[Inspection]) -> None:
         if path.suffix == ".html":
             unfinished.write_text(page.render(inspections), encoding="utf-8")
         elif path.suffix == ".npz":
+            page.check_room(len(last.tokens), len(last.heads), 1)
             np.savez_compressed(unfinished, **arrays(last))
         else:
             plots.draw_heads(unfinished, last)
@@ -158,10 +159,10 @@ def inspect_heads(
         tokenizer = tokenizer or open_tokenizer(checkpoint.directory)
         model, precision = open_model(checkpoint, find_device(device))
         name = name_of_model(checkpoint.directory)
-    inputs = choose_inputs(model, text, tokenizer, checkpoint)
     with precision:
-        chosen = choose_heads(heads, model, inputs)
-        return measure(model, inputs, chosen, name, ablate)
+        L, H, V = sizes_of(model)
+        inputs = choose_inputs(model, V, text, tokenizer, checkpoint)
+        return measure(model, inputs, choose_heads(heads, L, H), name, ablate)
 
 
 def measure(
@@ -205,15 +206,20 @@ def measure(
 
 
 @torch.no_grad()
-def choose_heads(patterns: Sequence[str], model: nn.Module, inputs: Inputs) -> list[Head]:
-    """List the heads that match, in the order of the patterns; without patterns all. Two tokens show which there are.
-
-    Raises UserError for a head that does not exist, and if the model cannot be read or captured.
-    """
+def sizes_of(model: nn.Module) -> tuple[int, int, int]:
+    """Return L, H and V of a model, which reads two tokens for that. Raises UserError if it cannot be inspected."""
     with evaluating(model), capture(model) as att:
-        read(model, inputs.shown[:, :2].to(device_of(model)))
-    H = att[0][0].size(1)
-    L = len(att.calls)  # layers are also counted from the last, which is -1
+        logits = read(model, torch.zeros(1, 2, dtype=torch.long, device=device_of(model)))
+    L, _, H, _ = att.shape
+    return L, H, logits.size(2)
+
+
+def choose_heads(patterns: Sequence[str], L: int, H: int) -> list[Head]:
+    """List the heads that match, in the order of the patterns; without patterns all.
+
+    Raises UserError for a head that does not exist.
+    """
+    # Layers are also counted from the last, which is -1.
     heads = {f"{layer}.{head}": (layer % L, head) for layer in range(-L, L) for head in range(H)}
     chosen = []
     for pattern in patterns or ("*",):

@@ -29,11 +29,11 @@ MOST_NAMED = 48  # the most tokens that are named beside the large picture
 
 
 def check_room(T: int, num_heads: int, num_checkpoints: int) -> None:
-    """Raise UserError if a page has no room for this many heads, of T tokens, in each of the checkpoints."""
+    """Raise UserError if a file has no room for this many heads, of T tokens, in each of the checkpoints."""
     weights = T * (T + 1) // 2
     most = MOST_WEIGHTS // (weights * num_checkpoints) - 1  # besides the influence
     if num_heads > most:
-        room = f"a page has room for {max(0, most)} heads of {T} tokens in each of {num_checkpoints} checkpoints"
+        room = f"a file has room for {max(0, most)} heads of {T} tokens in each of {num_checkpoints} checkpoints"
         raise UserError(f"{room}, not {num_heads}: give fewer --heads, a shorter --text or fewer checkpoints")
 
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from errors import UserError
-from inspection.decoder import find_embedding
 from inspection.metrics import Metrics, measure
 from model.attention import Attend, attention_weights, repeat_kv
 from model.causality import exact_products
@@ -53,7 +52,7 @@ class Call:
 
     q: Tensor  # (B, H, T_query, D)
     k: Tensor  # (B, n_kv_head, T_key, D)
-    value_shape: torch.Size  # (B, n_kv_head, T_key, width of a value)
+    value_shape: tuple[int, ...]  # (B, n_kv_head, T_key, width of a value)
     mask: Tensor | None  # broadcasts to (B, H, T_query, T_key): bool, or numbers to add to the scores; None: triangle
     scale: float | None  # None: 1 / sqrt(D)
     kernel: Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> output (B, H, T_query, width of a value)
@@ -62,13 +61,24 @@ class Call:
         """Return the mask of the queries from `start` to `end` and the first keys: (..., queries, num_keys)."""
         if self.mask is not None:
             return self.mask[..., start:end, :num_keys]
-        # The triangle that the kernel draws by itself begins at the first query and the first key.
         return torch.ones(end - start, num_keys, dtype=torch.bool, device=self.q.device).tril(start)
 
 
 def visible(mask: Tensor) -> Tensor:
     """Return where a mask lets a query see a key, as bool."""
     return mask if mask.dtype == torch.bool else mask > HIDES
+
+
+def meant_mask(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, dtype: torch.dtype) -> Tensor | None:
+    """Return the mask that a call means: (..., T_query, T_key), bool or of `dtype`; None for the triangle alone."""
+    shape = (q.size(-2), k.size(-2))
+    whole = torch.ones(shape, dtype=torch.bool, device=q.device)
+    if attn_mask is None:
+        return None if is_causal else whole
+    mask = attn_mask.detach().expand(*attn_mask.shape[:-2], *shape)
+    if mask.dtype == torch.bool:
+        return mask & whole.tril() if is_causal else mask
+    return mask.to(dtype).masked_fill(whole.triu(1) & is_causal, float("-inf"))
 
 
 class Captured(TorchFunctionMode):
@@ -83,8 +93,8 @@ class Captured(TorchFunctionMode):
         self.calls: list[Call] = []
         self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
 
-    def clear(self, *_: object) -> None:
-        """Forget the calls, as a hook before another forward pass."""
+    def clear(self) -> None:
+        """Forget the calls, before another forward pass."""
         self.calls.clear()
         self.left_out.clear()
 
@@ -116,26 +126,26 @@ class Captured(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Store a call of the kernel. Return its output, or what replaces it."""
-        q, k, v, y = (tensor.detach() for tensor in (query, key, value, output))
-        if query.dim() == 3:  # one head
-            q, k, v, y = (tensor.unsqueeze(1) for tensor in (q, k, v, y))
-            attn_mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
-        T_query = q.size(-2)
-        ahead = k.size(-2) - T_query + 1  # the queries belong to the last keys
-        dtype = y.dtype if torch.is_autocast_enabled(q.device.type) else q.dtype  # to which autocast casts all
-        mask = None
-        if not is_causal:
-            mask = torch.ones((), dtype=torch.bool, device=q.device) if attn_mask is None else attn_mask.detach()
-            mask = mask if mask.dtype == torch.bool else mask.to(dtype)
-            mask = mask.expand(*mask.shape[:-2], T_query, k.size(-2))
-        if q.dim() != 4 or ahead < 1 or (mask is not None and T_query > 1 and visible(mask).triu(ahead).any()):
+        dtype = output.dtype if torch.is_autocast_enabled(query.device.type) else query.dtype  # autocast casts all
+        T = query.size(-2)
+        mask = meant_mask(query, key, attn_mask, is_causal, dtype)
+        num_keys = T
+        if mask is not None:
+            seen = visible(mask).flatten(0, -2).any(0).nonzero()
+            num_keys = max([T, *(seen[-1] + 1).tolist()] if len(seen) else [T])  # behind it a buffer may be empty
+            mask = mask[..., :num_keys]
+        no_heads = query.dim() != 4 or query.size(1) % key.size(1) > 0 or num_keys > key.size(2)
+        # The queries belong to the last keys.
+        if no_heads or (mask is not None and T > 1 and visible(mask).triu(num_keys - T + 1).any()):
             self.left_out.append(f"queries {tuple(query.shape)} of keys {tuple(key.shape)}")
             return output
         mask = mask if mask is None else self.shared(mask)
-        options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        k = k.to(dtype, copy=True)  # a cache overwrites its own later
-        self.calls.append(Call(q.to(dtype), k, v.shape, mask, scale, partial(function, **options)))
-        return output if self.replace is None else self.replace(len(self.calls) - 1, y).view_as(output)
+        q = query.detach().to(dtype, copy=True)  # a model may overwrite its own later, as a cache does
+        k = key.detach()[:, :, :num_keys].to(dtype, copy=True)
+        shape = (*value.shape[:2], num_keys, value.size(3))
+        options = {"attn_mask": mask, "is_causal": mask is None, "scale": scale, "enable_gqa": enable_gqa}
+        self.calls.append(Call(q, k, shape, mask, scale, partial(function, **options)))
+        return output if self.replace is None else self.replace(len(self.calls) - 1, output)
 
     def shared(self, mask: Tensor) -> Tensor:
         """Return a copy of a mask, which a model may change later: one copy for the layers that share one."""
@@ -150,6 +160,15 @@ class Captured(TorchFunctionMode):
             others = f"; others were: {self.left_out[0]}" if self.left_out else ""
             raise UserError(f"{UNSEEN}{others}")
         return self.calls[layer]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """L, B, H and T. Raises UserError if there is no layer, or if they differ in sequences, heads or tokens."""
+        B, H, T, _ = self.call(0).q.shape
+        if any(call.q.shape[:3] != (B, H, T) or call.k.size(2) != self.call(0).k.size(2) for call in self.calls):
+            found = ", ".join(str(tuple(call.q.shape[:3])) for call in self.calls)
+            raise UserError(f"heads can be compared if all layers have as many, of the same tokens, not {found:.200}")
+        return len(self.calls), B, H, T
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and mask (..., T_query, T_key) of a layer.
@@ -185,9 +204,8 @@ class Captured(TorchFunctionMode):
                 rows = rows.to(wide)
             with exact_products(q.device):
                 weights = attention_weights(queries.to(wide), k[:, :, : before + end].to(wide), rows, call.scale)
-            hidden = ~rows if rows.dtype == torch.bool else rows == float("-inf")
-            if (blind := hidden.all(-1, keepdim=True)).any():
-                weights = weights.masked_fill(blind, 0.0)  # as the kernel does
+            if (blind := ~visible(rows).any(-1, keepdim=True)).any():
+                weights = weights.masked_fill(blind, 0.0)
             yield weights
 
     def patterns(self, layer: int, head: int | None = None) -> Tensor:
@@ -214,13 +232,10 @@ class Captured(TorchFunctionMode):
         """Return the metrics of all heads in each sequence: metric -> (B, L, H), and "received" -> (B, L, H, T_key).
 
         The metrics are those of `measure` in inspection/metrics.py. No T x T matrix is stored. repeat: as in `scores`.
-        Raises UserError if layers have different numbers of heads, sequences or keys.
+        Raises UserError as `shape` does.
         """
-        self.call(0)
-        shapes = {(call.q.shape[:3], call.k.size(2)) for call in self.calls}
-        if len(shapes) > 1:
-            raise UserError(f"heads can be compared if all layers have as many, of the same tokens; here: {shapes}")
-        layers = [measure(self.blocks(layer), repeat) for layer in range(len(self.calls))]
+        L, *_ = self.shape
+        layers = [measure(self.blocks(layer), repeat) for layer in range(L)]
         return {name: torch.stack([scores[name] for scores in layers], dim=1) for name in layers[0]}
 
     def verify(self) -> dict[int, float]:
@@ -263,6 +278,8 @@ class Captured(TorchFunctionMode):
                 ours.append(weights @ values[:, :, keys])
                 mean_key_norms.append(weights @ key_norms[:, :, keys])
             difference = torch.cat(ours, dim=2) - call.kernel(q, call.k, v)
+        if call.mask is not None:  # what a query that sees nothing gets is the kernel's affair
+            difference = difference.masked_fill(~visible(call.mask).any(-1, keepdim=True), 0.0)
         # Scores are rounded in proportion to |q| |k| times their scale.
         scale = q.size(-1) ** -0.5 if call.scale is None else call.scale
         score_sizes = q.to(wide).norm(dim=-1) * torch.cat(mean_key_norms, dim=2).squeeze(-1) * scale
@@ -281,12 +298,20 @@ def capture(model: nn.Module, replace: Replace | None = None) -> Iterator[Captur
         to go on with.
     """
     captured = Captured(replace)
+    running = []  # the model itself, not one of its parts
+
+    def begin(module: nn.Module, inputs: tuple) -> None:
+        """Forget the forward pass before. A part may be run by itself, from tokens on, as `GPT.generate` does."""
+        if module is model or not running:
+            captured.clear()
+        if module is model:
+            running.append(module)
+
     with ExitStack() as stack:
-        # A part of the model may be run by itself, as `GPT.generate` does: what begins with tokens begins anew.
-        for module in (model, find_embedding(model)):
-            if module is not None:
-                handle = module.register_forward_pre_hook(captured.clear)
-                stack.callback(handle.remove)
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        for module in (model, *embeddings[:1]):
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+        stack.callback(model.register_forward_hook(lambda *_: running.clear(), always_call=True).remove)
         if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield stack.enter_context(captured)

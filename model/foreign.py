@@ -1,5 +1,7 @@
 """Open any decoder: a model of our four families by our own classes, and every other type by `transformers`."""
 
+import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,21 +39,29 @@ def load_by_transformers(directory: Path, dtype: torch.dtype | None, ours: str) 
         raise UserError(f"{ours}; for all other decoders: pip install -e '.[any]'") from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if (directory / "adapter_config.json").exists():  # peft would open another model, which that file names
+        raise UserError(f"{directory} is an adapter of peft: merge it into its model by merge_and_unload() first")
+    open_model = partial(
+        transformers.AutoModelForCausalLM.from_pretrained,
+        directory,
+        dtype=dtype or "auto",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
     try:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype or "auto",
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        try:
+            model, found = open_model(attn_implementation="sdpa")
+        except ValueError as error:
+            if "does not support an attention implementation" not in str(error):
+                raise
+            model, found = open_model()  # whose attention is written out
     except Exception as error:  # of many libraries, without a common class
         reason = " ".join(str(error).split()).split(". ")[0]
-        if "does not support an attention implementation through torch.nn.functional" in reason:
-            reason = "its attention is written out there, not computed by PyTorch's kernel"
         raise UserError(f"{directory} cannot be opened by transformers: {reason:.300}") from error
-    if missing := [*found["missing_keys"], *found["mismatched_keys"]]:
-        raise UserError(f"{directory} has no tensor {missing[0]} of the right shape, which its config.json asks for")
+    if found["missing_keys"]:
+        raise UserError(f"{directory} has no tensor {min(found['missing_keys'])}, which its config.json asks for")
+    if found["unexpected_keys"]:
+        print(f"note: {directory} has tensors that are not used, as {min(found['unexpected_keys'])}", file=sys.stderr)
     return model.eval()

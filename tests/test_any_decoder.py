@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import StaticCache
 
 from errors import UserError
-from inspection import NotTheKernels, ablate, capture, head_scores
+from inspection import NotTheKernels, ablate, capture, head_scores, influence
 from model.causality import check_causality
 from tests.conftest import make_gpt
 from tests.decoders import DECODERS, WRITTEN_OUT, make_decoder
@@ -206,18 +207,115 @@ def test_layers_of_pytorch_are_seen_and_cross_attention_is_no_head() -> None:
             torch.testing.assert_close(model(idx), logits, rtol=0, atol=1e-5)  # not by the fast path of one operator
 
 
-def test_a_single_head_and_a_compiled_model_are_seen() -> None:
-    class Single(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+def test_a_compiled_model_is_seen_and_calls_without_heads_are_left_out() -> None:
+    model, idx = make_gpt().eval(), torch.randint(17, (B, 11))
+    compiled = torch.compile(model, backend="eager")
+    compiled(idx)
+    torch.testing.assert_close(run_captured(compiled, idx).patterns(1), run_captured(model, idx).patterns(1))
+    x = torch.randn(B * 3, T, 7)
+    assert call_captured(x, x, x, is_causal=True).left_out == ["queries (6, 13, 7) of keys (6, 13, 7)"]  # whose heads?
+    assert not call_captured(x[None, :1], x[None, :3], x[None, :3], is_causal=True).calls
 
-    x = torch.randn(B, T, 7)
-    compiled = torch.compile(Single(), backend="eager")
-    compiled(x)
-    expected = expected_weights(x[:, None], x[:, None], as_bias(TRIANGLE), 7**-0.5)
-    for model in (Single(), compiled):
-        att = run_captured(model, x)
-        torch.testing.assert_close(att.patterns(0), expected.float(), rtol=0, atol=1e-6)
+
+@torch.no_grad()
+def test_a_buffer_of_keys_is_as_long_as_what_is_in_it() -> None:
+    """A static cache has 31 places; the source of a cross attention is padded; one query of packed heads is no text."""
+    model, idx = make_decoder("mistral", attn_implementation="sdpa"), torch.randint(2, V, (1, T))
+    whole = run_captured(model, idx)
+    with capture(model) as att:
+        cache = StaticCache(config=model.config, max_cache_len=31)
+        model(idx[:, :8], past_key_values=cache)
+        model(idx[:, 8:], past_key_values=cache)
+    att.verify()
+    torch.testing.assert_close(att.patterns(1), whole.patterns(1)[:, :, 8:], rtol=0, atol=1e-6)
+    q, k = torch.randn(B, 3, T, 7), torch.randn(B, 3, 2 * T, 7)
+    source = (torch.arange(2 * T) < T).expand(B, 1, T, 2 * T)
+    assert not call_captured(q, k, attn_mask=source).calls
+    packed, mask = torch.randn(1, 1, 3, 7), (torch.arange(2 * T) < T).expand(1, 1, 1, -1)
+    assert not call_captured(packed, k[:1, :1], attn_mask=mask).calls
+
+
+def test_a_mask_beside_the_flag_counts() -> None:
+    q, k, v = torch.randn(3, B, 3, T, 7)
+    near = torch.ones(T, T, dtype=torch.bool).triu(-3)
+    for mask in (near, as_bias(near).float()):
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=near & TRIANGLE)
+        try:
+            given = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=True)
+        except RuntimeError:
+            pytest.skip("this version of PyTorch refuses a mask beside the flag")
+        torch.testing.assert_close(given, expected)
+        att = call_captured(q, k, v, attn_mask=mask, is_causal=True)
+        torch.testing.assert_close(att.patterns(0) @ v, given, rtol=0, atol=1e-5)
+        att.verify()
+
+
+def test_queries_that_see_nothing_in_a_mask_of_least_numbers_have_no_weights(monkeypatch) -> None:
+    monkeypatch.setattr("inspection.patterns.BLOCK_SIZE", 5 * B * 3 * T)
+    q, k, v = torch.randn(3, B, 3, T, 7)
+    att = call_captured(q, k, v, attn_mask=as_bias(PADDED).float().clamp(min=-3e38))
+    att.verify()
+    assert not att.patterns(0)[1, :, :3].any() and att.patterns(0)[1, :, 3:].sum(-1).allclose(torch.ones(1))
+
+
+class Twice(nn.Module):
+    """Embeds positions first, by a table of its own, and the tokens again for a second prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.tokens = nn.Embedding(T, 21), nn.Embedding(V, 21)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(21, 3, 31, 0.1, batch_first=True) for _ in range(3))
+        self.out = nn.Linear(21, V)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        mask, places = ~TRIANGLE[: idx.size(1), : idx.size(1)], torch.arange(idx.size(1))
+        x = self.tokens(idx) + self.places(places)
+        for layer in self.layers[:2]:
+            x = layer(x, mask)
+        return self.out(self.layers[2](x + self.tokens(idx) + self.places(places), mask))
+
+
+def test_a_model_that_embeds_twice_has_all_its_layers_and_its_influence() -> None:
+    model, idx = Twice().eval(), torch.randint(V, (1, T))
+    assert len(run_captured(model, idx).calls) == 3
+    shares, _, _ = influence(model, idx)
+    torch.testing.assert_close(shares.sum(-1), torch.ones(T))
+    assert not shares.triu(1).any()
+    with pytest.raises(IndexError):
+        model(torch.tensor([[V]]))
+    assert len(run_captured(model, idx).calls) == 3
+
+
+def test_a_replaced_output_keeps_its_gradient_and_measuring_keeps_each_mode() -> None:
+    model, idx = make_gpt().train(), torch.randint(17, (B, 11))
+    model.blocks[1].eval()
+    head_scores(model, idx)
+    assert model.training and model.blocks[0].mlp.training and not model.blocks[1].mlp.training
+    with capture(model, replace=lambda layer, output: output):
+        model(idx).sum().backward()
+    assert model.blocks[0].attention.q_proj.weight.grad.abs().max() > 0
+
+
+def test_a_query_that_is_overwritten_is_remembered() -> None:
+    q, k, v = torch.randn(3, B, 3, T, 7)
+    att = call_captured(q, k, v, is_causal=True)
+    before = att.patterns(0)
+    q.mul_(3)
+    k.mul_(3)
+    assert att.patterns(0).equal(before)
+
+
+def test_layers_that_differ_cannot_be_compared() -> None:
+    class Narrowing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            F.scaled_dot_product_attention(x, x, x, is_causal=True)
+            return F.scaled_dot_product_attention(x[:, :2], x[:, :2], x[:, :2], is_causal=True)
+
+    att = run_captured(Narrowing(), torch.randn(B, 3, T, 7))
+    att.verify()
+    assert att.pattern(1, 1).shape == (B, T, T)
+    with pytest.raises(UserError, match=r"of the same tokens, not \(2, 3, 13\), \(2, 2, 13\)"):
+        att.scores()
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import inspection.decoder
 import inspection.heads
@@ -113,8 +113,7 @@ def loss(model: GPT, text: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("positions", [3, 256])
 def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions: int, monkeypatch) -> None:
-    monkeypatch.setattr(inspection.decoder, "LOGITS_TOGETHER", positions * V)
-    monkeypatch.setattr(inspection.decoder, "ROWS_TOGETHER", 2)
+    monkeypatch.setattr(inspection.decoder, "POSITIONS", positions)
     monkeypatch.setattr(inspection.heads, "TOKENS_TOGETHER", 2 * T + 1)  # two sequences at a time
     model, text = make_gpt(**changes, bias=None), torch.randint(V, (5, T))
     probe = repeat_probe(torch.arange(V - 1), V - 1, T, num=3)
@@ -152,7 +151,7 @@ def test_scores_as_json_are_the_rounded_means() -> None:
 def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: str, monkeypatch) -> None:
     """Compare with a model whose output projection reads zero, or a constant, from the head."""
     monkeypatch.setattr(inspection.heads, "TOKENS_TOGETHER", 2 * T + 1)  # two of five sequences at a time
-    monkeypatch.setattr(inspection.decoder, "LOGITS_TOGETHER", 3 * V)  # each read several times
+    monkeypatch.setattr(inspection.decoder, "POSITIONS", 3)  # whose logits are made in parts
     model, text = make_gpt(family=family, n_embd=18, bias=None, dropout=0.0).eval(), torch.randint(V, (5, T))
     D, heads = model.config.head_dim, [(layer, head) for layer in range(L) for head in range(H)]
     rises = ablate(model, text, heads, mode)
@@ -193,9 +192,8 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
     rows = model.token_embedding.weight  # each token is there once, so its row has the gradient of its place
-    monkeypatch.setattr(
-        inspection.heads, "INFLUENCE_FLOPS", 3.5 * 2 * T * sum(p.numel() for p in model.parameters() if p is not rows)
-    )
+    body = nn.ModuleList([model.blocks, model.final_norm])
+    monkeypatch.setattr(inspection.heads, "INFLUENCE_FLOPS", 3.5 * 2 * T * sum(p.numel() for p in body.parameters()))
     some, _, _ = influence(model, idx)
     assert (~some.isnan().any(1)).nonzero().flatten().tolist() == [0, 5, 10] and torch.equal(some[5], shares[5])
 

@@ -18,6 +18,8 @@ import inspect_attention
 from errors import UserError
 from inspection import capture, inspect_heads
 from model import GPT
+from model.causality import check_causality
+from model.foreign import load_decoder
 from tests.conftest import make_gpt
 from tests.decoders import make_decoder
 from tests.test_any_decoder import Book
@@ -139,7 +141,24 @@ class Returning(nn.Module):
             "the model has to return logits of all 2 positions, not",
         ),
         (lambda: Returning(lambda logits: None), IDS, None, "the model has to return logits: expected logits of shape"),
-        (lambda: make_decoder("mistral", attn_implementation="sdpa"), [3, 99], None, "the model cannot read 2 tokens"),
+        (
+            lambda: make_decoder("mistral", attn_implementation="sdpa"),
+            [3, 99],
+            None,
+            "expected tokens from 0 to 60, got",
+        ),
+        (
+            lambda: make_gpt(vocab_size=V),
+            ["a", "b"],
+            None,
+            "the ids of its tokens: ValueError: too many",
+        ),
+        (
+            lambda: make_gpt(vocab_size=V),
+            [[3, 5], [5, 3]],
+            None,
+            "the ids of its tokens: ValueError: got torch.int64",
+        ),
         (
             lambda: make_decoder("bloom"),
             IDS,
@@ -193,13 +212,18 @@ def written_out(directory: Path, patch: pytest.MonkeyPatch) -> None:
     make_decoder("bloom").save_pretrained(directory)
 
 
+def adapter(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "somebody/elses"}')
+
+
 REFUSED = {
     without_transformers: "for all other decoders: pip install -e '.[any]'",
     without_a_tensor: "has no tensor model.layers.1.self_attn.q_proj.weight",
     with_code: "cannot be opened by transformers: ",
     with_pickle: "cannot be opened by transformers: ",
     without_tokenizer: "has no tokenizer.json, and no tokenizer that transformers can read",
-    written_out: "its attention is written out there, not computed by PyTorch's kernel",
+    written_out: "attention that is written out, or computed by another kernel, cannot be shown",
+    adapter: "is an adapter of peft: merge it into its model by merge_and_unload() first",
 }
 
 
@@ -219,3 +243,14 @@ def test_a_family_of_ours_that_we_cannot_compute_is_opened_by_transformers(run, 
         GPT.from_pretrained(tmp_path / "biased")
     result = run(inspect_attention, tmp_path / "biased", "--text", TEXT)
     assert result.exit_code == 0 and "model:  biased, loss" in result.out, result.err
+
+
+def test_tensors_that_are_not_used_are_named_and_recurrent_models_open_too(mistral: Path, capsys) -> None:
+    tensors = load_file(mistral / "model.safetensors")
+    save_file(tensors | {"model.layers.7.q": torch.ones(3)}, mistral / "model.safetensors", {"format": "pt"})
+    load_decoder(mistral)
+    assert "has tensors that are not used, as model.layers.7.q\n" in capsys.readouterr().err
+    make_decoder("mamba").save_pretrained(mistral)
+    assert check_causality(load_decoder(mistral), V, T).ok
+    with pytest.raises(UserError, match="no call of torch.nn.functional.scaled_dot_product_attention with a causal"):
+        inspect_heads(mistral, TEXT)
