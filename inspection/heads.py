@@ -7,8 +7,7 @@ The metrics are defined in inspection/metrics.py. Shapes are named as in model/a
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from cli.bars import progress_bar
 from errors import UserError
-from inspection.decoder import device_of, evaluating, find_head, predictions, read, sequence_losses
+from inspection.decoder import device_of, evaluating, predictions, read, sequence_losses
 from inspection.kinds import Head
 from inspection.metrics import Metrics
 from inspection.patterns import capture
@@ -145,13 +144,11 @@ def as_json(scores: HeadScores) -> dict[str, list[list[float | None]]]:
     return tables
 
 
-def replace_head(number: int, output: Tensor, head: Head, value: Tensor | float) -> Tensor:
-    """Replace the output of one head by 0 or (D,) at each position. output: (B, H, T, D), of layer `number`."""
-    layer, place = head
-    if number != layer:
-        return output
-    output = output.clone()
-    output[:, place] = value
+def replace_head(layer: int, output: Tensor, head: Head, mode: str) -> Tensor:
+    """Replace the output of one head by zero or its mean. output: (B, H, T, D), of all heads of a layer."""
+    if layer == head[0]:
+        output = output.clone()
+        output[:, head[1]] = 0.0 if mode == "zero" else output[:, head[1]].mean((0, 1))
     return output
 
 
@@ -162,38 +159,25 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Literal[
     The head's output becomes zero, or its mean over the text (N, T) (Michel, Levy and Neubig 2019). The model was
     trained for neither, and other heads can take over: this is one measure of importance among several.
     """
-    sums = defaultdict(float)  # layer -> (H, D)
-    counts = defaultdict(int)  # layer -> the number of positions in the sum
-
-    def add(layer: int, output: Tensor) -> Tensor:
-        """Add the outputs of a layer's heads over the sequences and positions."""
-        sums[layer] = sums[layer] + output.sum((0, 2), dtype=torch.float32)
-        counts[layer] += output[:, 0, :, 0].numel()
-        return output
-
-    def losses(replace: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Return the loss of each sequence with outputs replaced."""
-        with capture(model, replace):
-            return torch.cat([sequence_losses(model, idx) for idx in batches(model, text)]).double().cpu()
-
-    blocks = list(model.blocks) if isinstance(model, GPT) else []  # of ours, those below the head need not run again
-    outputs = {block: [] for block in blocks}  # in each forward pass
+    text = text.to(device_of(model))
+    blocks = list(model.blocks) if isinstance(model, GPT) else []  # of ours, those below a head need not run again
+    outputs = {}  # of each block
     with evaluating(model), ExitStack() as undo:
         for block in blocks:
-            handle = block.register_forward_hook(lambda block, inputs, output: outputs[block].append(output))
+            handle = block.register_forward_hook(lambda block, inputs, output: outputs.update({block: output}))
             undo.callback(handle.remove)
-        before = losses(add)
+        with capture(model) as att:
+            before = sequence_losses(model, text)
         undo.close()
-        rises = torch.full((len(text), len(sums), len(sums[0])), torch.nan, dtype=torch.float64)
+        L, _, H, _ = att.shape
+        rises = torch.full((len(text), L, H), torch.nan, dtype=torch.float64)
         for layer, place in progress_bar(iterable=heads, unit=" heads", leave=False, delay=1):
-            value = sums[layer][place] / counts[layer] if mode == "mean" else 0.0
             below = blocks[:layer]
             for block in below:
-                earlier = iter(outputs[block])
-                block.forward = lambda *_, earlier=earlier: next(earlier)
+                block.forward = lambda *_, block=block: outputs[block]
                 undo.callback(delattr, block, "forward")
-            replace = partial(replace_head, head=(layer - len(below), place), value=value)
-            rises[:, layer, place] = losses(replace) - before
+            with capture(model, partial(replace_head, head=(layer - len(below), place), mode=mode)):
+                rises[:, layer, place] = (sequence_losses(model, text) - before).cpu()
             undo.close()
     return rises
 
@@ -211,9 +195,7 @@ def influence(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shares = torch.full((T, T), torch.nan)
     with evaluating(model), torch.no_grad():
         tokens, probabilities = predictions(model, idx)
-    layers = [part for part in model.modules() if not isinstance(part, nn.Embedding) and part is not find_head(model)]
-    num_weights = sum(weights.numel() for part in layers for weights in part.parameters(recurse=False))
-    flops_per_row = 2 * T * max(1, num_weights)  # of a backward pass
+    flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
     num_rows = T if idx.device.type == "cuda" else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
     rows = torch.linspace(T - 1, 0, num_rows).int()
     hidden = []

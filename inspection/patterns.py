@@ -131,8 +131,8 @@ class Captured(TorchFunctionMode):
         mask = meant_mask(query, key, attn_mask, is_causal, dtype)
         num_keys = T
         if mask is not None:
-            seen = visible(mask).flatten(0, -2).any(0).nonzero()
-            num_keys = max([T, *(seen[-1] + 1).tolist()] if len(seen) else [T])  # behind it a buffer may be empty
+            last_seen = visible(mask).flatten(0, -2).any(0).nonzero()[-1:]  # behind it a buffer may be empty
+            num_keys = max(T, int(last_seen.sum()) + 1)
             mask = mask[..., :num_keys]
         no_heads = query.dim() != 4 or query.size(1) % key.size(1) > 0 or num_keys > key.size(2)
         # The queries belong to the last keys.
@@ -164,11 +164,11 @@ class Captured(TorchFunctionMode):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """L, B, H and T. Raises UserError if there is no layer, or if they differ in sequences, heads or tokens."""
-        B, H, T, _ = self.call(0).q.shape
-        if any(call.q.shape[:3] != (B, H, T) or call.k.size(2) != self.call(0).k.size(2) for call in self.calls):
-            found = ", ".join(str(tuple(call.q.shape[:3])) for call in self.calls)
-            raise UserError(f"heads can be compared if all layers have as many, of the same tokens, not {found:.200}")
-        return len(self.calls), B, H, T
+        self.call(0)
+        shapes = [(*call.q.shape[:3], call.k.size(2)) for call in self.calls]
+        if len(set(shapes)) > 1:
+            raise UserError(f"heads can be compared if all layers have as many, of the same tokens, not {shapes}")
+        return len(shapes), *shapes[0][:3]
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, H, T_query, D), k (B, n_kv_head, T_key, D) and mask (..., T_query, T_key) of a layer.

@@ -1,7 +1,7 @@
 """Open any decoder: a model of our four families by our own classes, and every other type by `transformers`."""
 
 import sys
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -41,22 +41,17 @@ def load_by_transformers(directory: Path, dtype: torch.dtype | None, ours: str) 
     transformers.logging.disable_progress_bar()
     if (directory / "adapter_config.json").exists():  # peft would open another model, which that file names
         raise UserError(f"{directory} is an adapter of peft: merge it into its model by merge_and_unload() first")
-    open_model = partial(
-        transformers.AutoModelForCausalLM.from_pretrained,
-        directory,
-        dtype=dtype or "auto",
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
     try:
-        try:
-            model, found = open_model(attn_implementation="sdpa")
-        except ValueError as error:
-            if "does not support an attention implementation" not in str(error):
-                raise
-            model, found = open_model()  # whose attention is written out
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype or "auto",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        with suppress(ValueError):  # attention may be written out there
+            model.set_attn_implementation("sdpa")
     except Exception as error:  # of many libraries, without a common class
         reason = " ".join(str(error).split()).split(". ")[0]
         raise UserError(f"{directory} cannot be opened by transformers: {reason:.300}") from error

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import inspection.decoder
 import inspection.heads
@@ -192,8 +192,7 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
     rows = model.token_embedding.weight  # each token is there once, so its row has the gradient of its place
-    body = nn.ModuleList([model.blocks, model.final_norm])
-    monkeypatch.setattr(inspection.heads, "INFLUENCE_FLOPS", 3.5 * 2 * T * sum(p.numel() for p in body.parameters()))
+    monkeypatch.setattr(inspection.heads, "INFLUENCE_FLOPS", 3.5 * 2 * T * sum(p.numel() for p in model.parameters()))
     some, _, _ = influence(model, idx)
     assert (~some.isnan().any(1)).nonzero().flatten().tolist() == [0, 5, 10] and torch.equal(some[5], shares[5])
 
