@@ -68,14 +68,9 @@ class Options:
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
 
     @property
-    def writes_page(self) -> bool:
-        """Whether a page is among the outputs."""
-        return ".html" in {path.suffix for path in self.output}
-
-    @property
-    def writes_weights(self) -> bool:
-        """Whether an output holds all weights of the heads."""
-        return bool({".html", ".npz"} & {path.suffix for path in self.output})
+    def suffixes(self) -> set[str]:
+        """The kinds of outputs."""
+        return {path.suffix for path in self.output}
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
@@ -104,15 +99,17 @@ def inspect(options: Options) -> None:
                 L, H, V = sizes_of(model)
                 heads = choose_heads(options.heads, L, H)
                 inputs = choose_inputs(model, V, text, tokenizer, newest)
-                if options.writes_weights:
+                if options.suffixes & {".html", ".npz"}:
                     page.check_room(len(inputs.labels), len(heads), len(checkpoints))  # now, not after the work
                 print(visible(f"text:   {inputs.note}"))
-                if inputs.probe:
-                    print(f"probe:  {inputs.probe_note}")
-            if not options.writes_page:
+                if probe := inputs.probe:
+                    drawn = f"{probe.repeat} random tokens of the {inputs.pool}"
+                    print(f"probe:  {len(probe.repeated)} x [start, {drawn}, the same again]")
+            writes_page = ".html" in options.suffixes
+            if not writes_page:
                 inspections.clear()  # only the last one is drawn, and its queries and keys are large
             name = name_of_model(checkpoint.directory)
-            found = measure(model, inputs, heads, name, options.ablate, options.writes_page)
+            found = measure(model, inputs, heads, name, options.ablate, writes_page)
         inspections.append(found)
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(f"        {found.verified}", flush=True)

@@ -36,13 +36,6 @@ class Inputs:
     probe: RepeatProbe | None
     pool: str  # where the tokens of the probe come from
 
-    @property
-    def probe_note(self) -> str:
-        """Describe the probe."""
-        probe = self.probe
-        drawn = f"{probe.repeat} random tokens of the {self.pool}"
-        return f"{len(probe.repeated)} x [start, {drawn}, the same again]"
-
 
 def choose_inputs(
     model: nn.Module,
