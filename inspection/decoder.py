@@ -78,7 +78,8 @@ def read(
     if hidden:
         return logits
     if logits.size(1) != T:
-        raise UserError(f"the model has to return logits of all {T} positions, not of {logits.size(1)}")
+        wrap = "wrap it in a module whose forward does"
+        raise UserError(f"of {T} tokens the model returns logits of {logits.size(1)}, not of all: {wrap}")
     return logits[:, positions]
 
 

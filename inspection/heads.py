@@ -27,6 +27,7 @@ from model.causality import watched
 
 TOKENS_TOGETHER = 512  # short sequences are read together, up to so many tokens
 INFLUENCE_FLOPS = 5e11  # spent on influence on a CPU: about five seconds
+PROBE_LENGTH = 101  # tokens of a probe, if the context and its vocabulary allow: a start, and 50 twice
 ON_REPEATS = ("duplicate", "induction")  # the metrics that need a probe
 
 
@@ -49,7 +50,7 @@ def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8, 
     tokens: (n,) ids to draw from, without replacement; start: the id that begins each sequence. L is 50, or less if
     `tokens` or the context are too few. Returns None if L would be less than 2.
     """
-    L = min(50, len(tokens) // 2, (context_length - 1) // 2)
+    L = min(len(tokens), min(context_length, PROBE_LENGTH) - 1) // 2
     if L < 2:
         return None
     generator = torch.Generator().manual_seed(seed)

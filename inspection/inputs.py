@@ -14,7 +14,8 @@ from data.encoding import HubTokenizer, Tokenizer
 from data.prepare import find_prepared
 from data.token_files import open_token_files
 from errors import UserError
-from inspection.heads import RepeatProbe, repeat_probe
+from inspection.decoder import device_of, read
+from inspection.heads import PROBE_LENGTH, RepeatProbe, repeat_probe
 from inspection.terminal import label as visible_label
 from model.checkpoint import Checkpoint, nested
 
@@ -53,7 +54,7 @@ def choose_inputs(
     """
     given = tokenizer if isinstance(tokenizer, list | tuple) else ()
     tokenizer = None if given else as_tokenizer(tokenizer)
-    if tokenizer:
+    if tokenizer and (text is None or isinstance(text, str)):
         tokenizer.check_fits(vocab_size)
         vocab_size = tokenizer.vocab_size
     T = context_length(model)
@@ -64,9 +65,10 @@ def choose_inputs(
         note = f"{len(measured)} x {measured.size(1)} tokens of its validation text"
     else:
         ids = as_ids(text, tokenizer)
-        T = T or len(ids)
         measured = torch.tensor([ids[:T]])
-        note = f"{len(ids)} tokens" if len(ids) <= T else f"the first {T} of {len(ids)} tokens, which fill the context"
+        note = f"{len(ids)} tokens"
+        if measured.size(1) < len(ids):
+            note = f"the first {T} of {len(ids)} tokens, which fill the context"
     if measured.size(1) < 2:
         raise UserError("attention is between tokens: give a text of two or more")
     if not 0 <= measured.min() <= measured.max() < vocab_size:
@@ -85,8 +87,16 @@ def choose_inputs(
         return f"⟦{name or token}⟧" if not name or token in tokenizer.special_tokens.values() else name
 
     labels = given[: len(ids)] or [label(token) for token in ids]
-    probe, pool = make_probe(tokenizer, vocab_size, measured, T or measured.size(1))
+    probe, pool = make_probe(tokenizer, vocab_size, measured, T or longest_probe(model, measured.size(1)))
     return Inputs(measured, shown, labels, label, note, probe, pool)
+
+
+def longest_probe(model: nn.Module, least: int) -> int:
+    """Return the length of a whole probe if a model of unknown context reads so many tokens, else `least`."""
+    with suppress(UserError), torch.no_grad():
+        read(model, torch.zeros(1, PROBE_LENGTH, dtype=torch.long, device=device_of(model)))
+        return PROBE_LENGTH
+    return least
 
 
 def as_tokenizer(tokenizer: object) -> Tokenizer | None:

@@ -155,6 +155,8 @@ def inspect_heads(
     precision = nullcontext()
     name = type(model).__name__
     if not isinstance(model, nn.Module):
+        if not isinstance(model, str | Path):
+            raise UserError(f"expected a module or the path of a model, got {type(model).__name__}")
         checkpoint = find_checkpoint(Path(model))
         tokenizer = tokenizer or open_tokenizer(checkpoint.directory)
         model, precision = open_model(checkpoint, find_device(device))

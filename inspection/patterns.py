@@ -34,7 +34,7 @@ BLOCK_SIZE = 1 << 21  # weights computed at a time; bounds memory and changes re
 HIDES = -1e4  # a mask of numbers hides a key by this or less; a bias is larger
 UNSEEN = (
     "no call of torch.nn.functional.scaled_dot_product_attention with a causal mask was seen; attention that is "
-    "written out, or computed by another kernel, cannot be shown"
+    "written out, or computed by another kernel, cannot be shown (transformers: attn_implementation='sdpa')"
 )
 
 Replace = Callable[[int, Tensor], Tensor]  # layer, output of its kernel (B, H, T_query, D) -> the output to go on with

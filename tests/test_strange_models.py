@@ -138,7 +138,7 @@ class Returning(nn.Module):
             lambda: Returning(lambda logits: logits[:, -1:]),
             IDS,
             None,
-            "the model has to return logits of all 2 positions, not",
+            "of 2 tokens the model returns logits of 1, not of all: w",
         ),
         (lambda: Returning(lambda logits: None), IDS, None, "the model has to return logits: expected logits of shape"),
         (
