@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from data import errors_as_user_error
 from errors import UserError
 from model import GPT
-from model.causality import Finding, logits_of
+from model.causality import logits_of
 
 POSITIONS = 256  # logits are computed for so many positions of a sequence at a time: V numbers each
 
@@ -64,9 +65,7 @@ def read(
     handle = head.register_forward_pre_hook(cut) if head is not None else None
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     try:
-        logits = logits_of(model(idx, **options))
-    except Finding as none:
-        raise UserError(f"the model has to return logits: {none}") from none
+        output = model(idx, **options)
     except Exception as error:
         if isinstance(model, GPT):  # a fault of ours has a traceback
             raise
@@ -75,6 +74,8 @@ def read(
     finally:
         if handle is not None:
             handle.remove()
+    with errors_as_user_error("the model has to return logits"):
+        logits = logits_of(output)
     if hidden:
         return logits
     if logits.size(1) != T:

@@ -140,7 +140,7 @@ class Returning(nn.Module):
             None,
             "of 2 tokens the model returns logits of 1, not of all: w",
         ),
-        (lambda: Returning(lambda logits: None), IDS, None, "the model has to return logits: expected logits of shape"),
+        (lambda: Returning(lambda logits: None), IDS, None, "the model has to return logits: ValueError: expected"),
         (
             lambda: make_decoder("mistral", attn_implementation="sdpa"),
             [3, 99],
