@@ -44,8 +44,8 @@ import torch
 from torch import Tensor, nn
 
 IGNORE = -100  # a target that F.cross_entropy skips
-NUM_POSITIONS = 12  # the least number of positions of a strict probe, and of any in a text no longer than that
-FEW_POSITIONS = 5  # that of other probes, and one more in a strict one
+NUM_POSITIONS = {(True, False): 12, (True, True): 6, (False, False): 5, (False, True): 3}  # strict, few -> the least
+SHORT = 16  # tokens of a text in which all positions are probed
 NUM_DRAWS = 8  # texts in which a token may be seen: a layer that selects does not see each token in each text
 EXTREME = 300.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
 TINY = 1e-5  # of the size of logits: a smaller difference may be one of rounding
@@ -307,8 +307,9 @@ class Prober:
         if self.strict and not few:
             chosen |= {2**n - 1 for n in range(self.length.bit_length())}
         chosen &= set(range(self.length))
-        many = not few and (self.strict or self.length <= NUM_POSITIONS)
-        count = NUM_POSITIONS if many else FEW_POSITIONS + self.strict
+        count = NUM_POSITIONS[self.strict, few]
+        if self.length <= SHORT and not few:
+            count = self.length
         while len(chosen) < min(count, self.length):
             chosen.add(next(self.deck))
         self.probed |= chosen

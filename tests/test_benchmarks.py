@@ -85,4 +85,4 @@ def test_heads_and_ranks_are_measured(corpus_file: Path, tmp_path: Path) -> None
     heads.main(heads.Options(tiny=True, out=out))
     distributed.main(distributed.Options(config=config, nproc=(2,), steps=12, turns=1, out=out))
     ways = [json.loads(line)["way"] for line in out.read_text(encoding="utf-8").splitlines()]
-    assert ways == ["ours", "eager", "alone", "ddp, 2 ranks", "fsdp, 2 ranks"]
+    assert ways == ["ours", "theirs", "eager", "alone", "ddp, 2 ranks", "fsdp, 2 ranks"]

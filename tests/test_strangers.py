@@ -325,7 +325,7 @@ class Weak(Wrong):
 @pytest.mark.parametrize("kind, leak", [(Padded, 1.0), (Padded, 1e-4), (Growing, -1e4), (Weak, -1e4)])
 def test_nothing_large_hides_a_leak(kind: type, leak: float) -> None:
     """What is tiny is so beside the logits of its own position, and never for being large elsewhere."""
-    assert judge(kind(leak)).startswith(NO)
+    assert judge(kind(leak)).startswith("no, position ")
     if kind is not Growing:
         assert judge(kind()).startswith(YES)
 
@@ -600,7 +600,7 @@ def test_a_directory_is_judged_in_this_project(tmp_path: Path) -> None:
         words = [sys.executable, "-m", "model.causality", str(directory)]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code, done.stderr
-        assert done.stdout.startswith("yes, no position depends on a later one (15 of 64 probed)") == (code == 0)
+        assert done.stdout.startswith("yes, no position depends on a later one (9 of 64 probed)") == (code == 0)
 
 
 @pytest.mark.long
