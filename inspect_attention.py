@@ -91,6 +91,7 @@ def inspect(options: Options) -> None:
     tokenizer = open_tokenizer(newest.directory)
     device = find_device(options.device)
     text = None if options.text is None else read_prompt(options.text)
+    writes_page = ".html" in options.suffixes
     inspections = []
     for number, checkpoint in enumerate(checkpoints):
         model, precision = open_model(checkpoint, device)
@@ -99,13 +100,12 @@ def inspect(options: Options) -> None:
                 L, H, V = sizes_of(model)
                 heads = choose_heads(options.heads, L, H)
                 inputs = choose_inputs(model, V, text, tokenizer, newest)
-                if options.suffixes & {".html", ".npz"}:
-                    page.check_room(len(inputs.labels), len(heads), len(checkpoints))  # now, not after the work
+                if options.suffixes & {".html", ".npz"}:  # check now, not after the work
+                    page.check_room(len(inputs.labels), len(heads), len(checkpoints) if writes_page else 1)
                 print(visible(f"text:   {inputs.note}"))
                 if probe := inputs.probe:
                     drawn = f"{probe.repeat} random tokens of the {inputs.pool}"
                     print(f"probe:  {len(probe.repeated)} x [start, {drawn}, the same again]")
-            writes_page = ".html" in options.suffixes
             if not writes_page:
                 inspections.clear()  # only the last one is drawn, and its queries and keys are large
             name = name_of_model(checkpoint.directory)

@@ -8,7 +8,7 @@ The metrics are defined in inspection/metrics.py. Shapes are named as in model/a
 
 import math
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -189,7 +189,7 @@ def influence(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     idx is (1, T). Returns the norms of the gradients (Simonyan et al. 2014) as shares of their sum, (T, T), a row for
     each prediction; and for every position the likeliest next token, (T,), and its probability, (T,). On a CPU only as
     many rows are computed as INFLUENCE_FLOPS allow, evenly spread, the last among them; the others are nan. All are if
-    there is no gradient, as in a model whose tokens no nn.Embedding reads.
+    there is no gradient, as in a model whose tokens no nn.Embedding reads, or one with a kernel that has no derivative.
     """
     idx = idx.to(device_of(model))
     T = idx.size(1)
@@ -207,9 +207,10 @@ def influence(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         source = hidden[0] if hidden else logits  # through the head all predictions go at once
         of_source = rows.tolist() if hidden else range(num_rows)
         likeliest = logits.float().softmax(-1).max(-1).values
-        (towards,) = torch.autograd.grad(likeliest.log().sum(), source, retain_graph=True)
-        for row, place in zip(rows.tolist(), of_source, strict=True):
-            gradients = torch.autograd.grad(source[0, place], embedded, towards[0, place], retain_graph=True)
-            norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
-            shares[row] = (norms / norms.sum()).cpu()
+        with suppress(NotImplementedError):  # a kernel without a derivative
+            (towards,) = torch.autograd.grad(likeliest.log().sum(), source, retain_graph=True)
+            for row, place in zip(rows.tolist(), of_source, strict=True):
+                gradients = torch.autograd.grad(source[0, place], embedded, towards[0, place], retain_graph=True)
+                norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
+                shares[row] = (norms / norms.sum()).cpu()
     return shares, tokens, probabilities

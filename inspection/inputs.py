@@ -14,7 +14,7 @@ from data.encoding import HubTokenizer, Tokenizer
 from data.prepare import find_prepared
 from data.token_files import open_token_files
 from errors import UserError
-from inspection.decoder import device_of, read
+from inspection.decoder import device_of, evaluating, read
 from inspection.heads import PROBE_LENGTH, RepeatProbe, repeat_probe
 from inspection.terminal import label as visible_label
 from model.checkpoint import Checkpoint, nested
@@ -92,10 +92,14 @@ def choose_inputs(
 
 
 def longest_probe(model: nn.Module, least: int) -> int:
-    """Return the length of a whole probe if a model of unknown context reads so many tokens, else `least`."""
-    with suppress(UserError), torch.no_grad():
-        read(model, torch.zeros(1, PROBE_LENGTH, dtype=torch.long, device=device_of(model)))
-        return PROBE_LENGTH
+    """Return the length of a whole probe if a model of unknown context reads so many tokens, else `least`.
+
+    Only a CPU is tried: on a GPU a position beyond a table ends all work of the process.
+    """
+    if device_of(model).type == "cpu":
+        with suppress(UserError), torch.no_grad(), evaluating(model):
+            read(model, torch.zeros(1, PROBE_LENGTH, dtype=torch.long), slice(1))
+            return PROBE_LENGTH
     return least
 
 

@@ -71,14 +71,16 @@ def visible(mask: Tensor) -> Tensor:
 
 def meant_mask(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, dtype: torch.dtype) -> Tensor | None:
     """Return the mask that a call means: (..., T_query, T_key), bool or of `dtype`; None for the triangle alone."""
-    shape = (q.size(-2), k.size(-2))
-    whole = torch.ones(shape, dtype=torch.bool, device=q.device)
-    if attn_mask is None:
-        return None if is_causal else whole
-    mask = attn_mask.detach().expand(*attn_mask.shape[:-2], *shape)
-    if mask.dtype == torch.bool:
-        return mask & whole.tril() if is_causal else mask
-    return mask.to(dtype).masked_fill(whole.triu(1) & is_causal, float("-inf"))
+    if attn_mask is None and is_causal:
+        return None
+    mask = torch.ones((), dtype=torch.bool, device=q.device) if attn_mask is None else attn_mask.detach()
+    is_bool = mask.dtype == torch.bool
+    mask = mask.expand(*mask.shape[:-2], q.size(-2), k.size(-2))
+    mask = mask if is_bool else mask.to(dtype)
+    if is_causal:
+        later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        mask = mask.masked_fill(later, False if is_bool else float("-inf"))
+    return mask
 
 
 class Captured(TorchFunctionMode):
@@ -204,7 +206,7 @@ class Captured(TorchFunctionMode):
                 rows = rows.to(wide)
             with exact_products(q.device):
                 weights = attention_weights(queries.to(wide), k[:, :, : before + end].to(wide), rows, call.scale)
-            if (blind := ~visible(rows).any(-1, keepdim=True)).any():
+            if call.mask is not None and (blind := ~visible(rows).any(-1, keepdim=True)).any():
                 weights = weights.masked_fill(blind, 0.0)
             yield weights
 

@@ -3,7 +3,7 @@
     report = check_causality(model, vocab_size=50257, length=1024)
     assert report.ok, report
 
-    python -m model.causality gpt2                        a model directory or a name on the Hugging Face hub
+    python -m model.causality openai-community/gpt2       a name on the Hugging Face hub, or a model directory
     python causality.py package.module:factory            a callable that returns a model; also file.py:factory
 
 A language model is trained to predict tokens that are in its own input, one place further on. If a position can see
@@ -307,9 +307,7 @@ class Prober:
         if self.strict and not few:
             chosen |= {2**n - 1 for n in range(self.length.bit_length())}
         chosen &= set(range(self.length))
-        count = NUM_POSITIONS[self.strict, few]
-        if self.length <= SHORT and not few:
-            count = self.length
+        count = self.length if self.length <= SHORT and not few else NUM_POSITIONS[self.strict, few]
         while len(chosen) < min(count, self.length):
             chosen.add(next(self.deck))
         self.probed |= chosen

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from errors import UserError
-from model.checkpoint import Checkpoint, find_checkpoint
+from model.checkpoint import Checkpoint, find_checkpoint, read_json
+from model.huggingface import OWN_KEY
 from model.load import load_config, load_model
 
 
@@ -24,6 +25,8 @@ def load_decoder(
     try:
         load_config(checkpoint.directory)
     except UserError as ours:
+        if OWN_KEY in read_json(checkpoint.directory / "config.json"):  # `transformers` would leave out what that says
+            raise
         return load_by_transformers(checkpoint.directory, dtype, str(ours)).to(device)
     return load_model(checkpoint, device, dtype)
 

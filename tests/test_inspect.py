@@ -106,6 +106,8 @@ def test_of_many_heads_the_best_are_shown(run, straight: Path, tmp_path: Path, m
     refused = run(inspect_attention, straight / FIRST, straight / LAST, "-o", tmp_path / "a.html")
     assert refused.exit_code == 2 and not refused.out
     assert "room for 2 heads of 11 tokens in each of 2 checkpoints, not 6: give fewer --heads" in refused.err
+    of_last = ["--heads", "0.0", "0.1", "0.2", "-o", tmp_path / "a.npz"]  # which is of one checkpoint
+    assert run(inspect_attention, straight / FIRST, straight / LAST, *of_last).exit_code == 0
 
 
 def test_a_head_has_the_first_kind_that_it_shows() -> None:

@@ -1,6 +1,7 @@
 """inspect_attention.py and inspect_heads on models of others: their files, modules, texts and tokenizers; refusals."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from inspection import capture, inspect_heads
 from model import GPT
 from model.causality import check_causality
 from model.foreign import load_decoder
-from tests.conftest import make_gpt
+from tests.conftest import make_gpt, save_gpt
 from tests.decoders import make_decoder
 from tests.test_any_decoder import Book
 from tests.test_page import data_of
@@ -107,6 +108,29 @@ def test_a_model_without_gradients_has_no_influence(context, tmp_path: Path) -> 
     found = inspect_heads(model, IDS)
     assert found.influence.isnan().all() and found.scores.row_error < 1e-5
     found.save(tmp_path / "a.html")
+
+
+class Forward(torch.autograd.Function):
+    """A kernel of somebody's own, without a derivative."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+def test_a_kernel_without_a_derivative_has_no_influence() -> None:
+    model = Book().eval()
+    model.layers[1].register_forward_hook(lambda module, inputs, output: Forward.apply(output))
+    found = inspect_heads(model, IDS)
+    assert found.influence.isnan().all() and len(found.predictions) == 12
+
+
+def test_trying_the_context_of_a_model_changes_nothing_in_it() -> None:
+    model = Book().train()
+    modes = []  # a running mean changes in each forward pass of training mode
+    model.register_forward_pre_hook(lambda module, inputs: modes.append(module.training))
+    inspect_heads(model, IDS)
+    assert model.training and len(modes) > 5 and not any(modes)
 
 
 class Returning(nn.Module):
@@ -243,6 +267,19 @@ def test_a_family_of_ours_that_we_cannot_compute_is_opened_by_transformers(run, 
         GPT.from_pretrained(tmp_path / "biased")
     result = run(inspect_attention, tmp_path / "biased", "--text", TEXT)
     assert result.exit_code == 0 and "model:  biased, loss" in result.out, result.err
+
+
+def test_a_checkpoint_of_ours_with_an_option_of_another_tree_is_not_opened_by_transformers(tmp_path: Path) -> None:
+    """Which would leave the option out, and show the heads of another model."""
+    checkpoint = save_gpt(tmp_path, 1, make_gpt(family="llama", n_embd=18, bias=None), {})
+    copy = shutil.copytree(
+        checkpoint, tmp_path / "copy", ignore=shutil.ignore_patterns("manifest.json", "trainer.json")
+    )
+    config = json.loads((copy / "config.json").read_text())
+    config["tril"]["window"] = 16
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="window"):
+        load_decoder(copy)
 
 
 def test_tensors_that_are_not_used_are_named_and_recurrent_models_open_too(mistral: Path, capsys) -> None:
