@@ -19,7 +19,7 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
     """Probe the loss as it will be trained, the logits in `dtype`, and decoding with a cache; print the outcome.
 
     loss_fn: the loss of inputs and targets, both (batch_size, T). Returns a record for checkpoints. Raises UserError if
-    a position sees a token that it may not see.
+    a position sees a token that it may not see, or the loss does not use a parameter that is to be trained.
     """
     T = model.config.context_length
 
@@ -58,5 +58,13 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
     if not outcome.ok:
         meant = "; if that is meant, see `mask` in training/certificate.py" if "blind" in outcome.finding else ""
         raise UserError(f"refusing to train: {outcome.finding}{meant}")
+    # A step without its update: no optimizer could make one, or resume, without all of the gradients.
+    tokens = torch.randint(model.config.vocab_size, (batch_size, T), device=model.device)
+    loss_fn(model, tokens, tokens.clone()).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            use = "the loss does not use it; use it, or freeze it with requires_grad_(False)"
+            raise UserError(f"refusing to train: {name} gets no gradient: {use}")
+    model.zero_grad()
     print(f"causal: {outcome}, {time.perf_counter() - began:.1f} s")
     return {"causal": str(outcome), "length": T, "num_probed": outcome.num_probed}
