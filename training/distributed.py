@@ -126,6 +126,8 @@ class Ranks:
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         mesh = dist.init_device_mesh(device.type, (self.world,))
+        # The root is gathered again for the backward pass, which one could spare: but after a forward pass alone its
+        # parameters would be whole copies, and what the certificate writes to those would be lost.
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
             module.set_force_sum_reduction_for_comms(True)
@@ -179,9 +181,10 @@ class Ranks:
 
     def all_gather(self, vector: Tensor) -> Tensor:
         """Return the vectors of all ranks, equally long: (n,) -> (world, n)."""
-        vectors = vector.new_empty(self.world, len(vector))
-        dist.all_gather(list(vectors), vector)
-        return vectors
+        vectors = vector.new_empty(self.world * len(vector))
+        # PyTorch 2.13 has renamed it.
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(vectors, vector)
+        return vectors.view(self.world, -1)
 
     def any_rank(self, condition: object) -> bool:
         """Return whether the condition holds on at least one rank. Only the hosts talk; no device is waited for."""
