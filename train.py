@@ -10,7 +10,6 @@
 This file is the whole story, in the order in which it happens: the loss, then the loop.
 """
 
-import math
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -27,12 +26,11 @@ from model.device import autocast
 from training.certificate import certify
 from training.device import choose_device, environment, keep_freed_memory, set_seed
 from training.distributed import Ranks
-from training.optimizer import FiniteGuard, learning_rate_at, make_optimizer, set_schedule
+from training.optimizer import FiniteGuard, clip_gradients, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config
 from training.progress import Interrupt, Interrupted, Progress
 from training.resume import find_start, make_model, restore_state
 from training.run import Run, is_done
-from training.sharded import full
 from training.validation import Validation
 
 
@@ -105,7 +103,7 @@ def train(config: Config, ranks: Ranks) -> None:
             ranks.share_gradients(model)
             train_loss = ranks.collect(losses).sum()
             scaler.unscale_(optimizer)
-            grad_norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf))
+            grad_norm = clip_gradients(model, c.grad_clip)
             # A sum is finite only if both are. In float16 the norm may be infinite: the scaler skips that step.
             guard.watch(step, train_loss if scaler.is_enabled() else train_loss + grad_norm)
             scaler.step(optimizer)

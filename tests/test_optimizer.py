@@ -64,12 +64,22 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
 
 
 def test_gradients_are_clipped_to_their_norm(run, uncertified, corpus_file, tmp_path, monkeypatch) -> None:
-    norms, clip = [], torch.nn.utils.clip_grad_norm_
-    spy = lambda parameters, norm: norms.append(norm) or clip(parameters, norm)  # noqa: E731
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
-    for grad_clip in (0.25, 0.0):  # 0: as it is
+    clip, seen = train.clip_gradients, []
+
+    def spy(model: GPT, most: float) -> torch.Tensor:
+        gradients = [parameter.grad for parameter in model.parameters()]
+        versions = [gradient._version for gradient in gradients]
+        norm = clip(model, most)
+        written = [gradient._version for gradient in gradients] != versions
+        seen.append((norm.item(), torch.cat([*map(torch.flatten, gradients)]).norm().item(), written))
+        return norm
+
+    monkeypatch.setattr(train, "clip_gradients", spy)
+    for grad_clip in (0.25, 0.0):  # 0: as it is, without a pass over all gradients
         run(train, *tiny_run(corpus_file, tmp_path / f"{grad_clip}", train__grad_clip=grad_clip, train__max_steps=1))
-    assert norms == [0.25, math.inf]
+    (norm, clipped, written), (same, left, touched) = seen
+    assert norm == same > 0.3 and left == pytest.approx(norm) and clipped == pytest.approx(0.25)
+    assert written and not touched
 
 
 @pytest.mark.long

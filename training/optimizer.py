@@ -12,7 +12,7 @@ from model.huggingface import Tensors
 from model.load import load_tensors
 from training.config import TrainConfig
 from training.muon import Muon, momentum_at
-from training.sharded import shard_like
+from training.sharded import full, shard_like
 
 HEAD_SHARE = 1 / 3  # of Muon's learning rate, for the head, biases and norms; found by trying, and not sensitive
 
@@ -74,6 +74,14 @@ def set_schedule(optimizer: Optimizer, step: int, config: TrainConfig) -> None:
         group["lr"] = learning_rate_at(step, config) * group.get("lr_share", 1.0)
         if "momentum" in group:
             group["momentum"] = momentum_at(step)
+
+
+def clip_gradients(model: GPT, most: float) -> Tensor:
+    """Scale the gradients down to a norm of at most `most`, and return the norm that they had. 0 leaves them alone."""
+    if most:
+        return full(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return full(torch.nn.utils.get_total_norm(gradients))
 
 
 def optimizer_tensors(model: GPT, optimizer: Optimizer) -> Tensors:
