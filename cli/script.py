@@ -40,8 +40,10 @@ def run_script(main: Callable[[], None]) -> None:
         if hasattr(error, "exit_code"):
             fail(str(error), error.exit_code)
         # Python and PyTorch report in these ways that there is not enough memory.
-        if isinstance(error, MemoryError) or re.search("out of memory|DefaultCPUAllocator", str(error)):
-            fail("out of memory: docs/train.md says what needs less", 2)
+        said = str(error).replace("Tried", "tried")
+        if isinstance(error, MemoryError) or re.search("out of memory|DefaultCPUAllocator", said):
+            numbers = re.findall(r"tried to allocate [\d.]+ [KMGT]i?B|GPU \d+ has .+? free", said)
+            fail(f"{', '.join(['out of memory', *numbers])}: docs/train.md says what needs less", 2)
         raise
 
 
