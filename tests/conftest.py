@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -85,9 +86,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     figures = [text for name, text in properties if name == "figure"]
     if fuzzed := sum(number for name, number in properties if name == "fuzzed"):
         figures += [f"{fuzzed} fuzzed inputs: each used or refused in a sentence, within 10 s and 1 GiB"]
-    if figures:
-        terminalreporter.section("figures")
-        terminalreporter.write_line("\n".join(figures))
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))
+    skipped = [f"{number}: {reason.removeprefix('Skipped: ')}" for reason, number in reasons.items()]
+    for title, lines in (("figures", figures), ("skipped", skipped)):
+        if lines:
+            terminalreporter.section(title)
+            terminalreporter.write_line("\n".join(lines))
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -1,6 +1,7 @@
 """The house: the imports, no code that executes data, and commands on the pages that exist."""
 
 import ast
+import os
 import re
 import shlex
 import shutil
@@ -145,6 +146,14 @@ def counted(readme: str) -> str:
 def test_readme_counts_lines_as_they_are() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme == counted(readme), "README.md counts other lines: python -m tests.test_house writes them anew"
+
+
+@pytest.mark.long
+def test_skipped_tests_say_why() -> None:
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "tests/test_cuda.py"]
+    result = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
+    assert result.returncode == 0 and re.search(r"\d+: needs an NVIDIA GPU", result.stdout), result.stdout
 
 
 def test_configs_holds_configurations_only() -> None:
