@@ -63,6 +63,11 @@ def test_a_resumed_run_says_in_what_it_differs_from_the_first_session(run, strai
     assert f"{differs}threads 1 -> 64\n" in result.out
     result = run(train, "--resume", straight, "--train.max_steps", 15, "--train.dtype", "bfloat16")
     assert f"{differs}dtype float32 -> bfloat16\n" in result.out and result.exit_code == 0
+    try:
+        result = run(train, "--resume", straight, "--train.max_steps", 16, "--train.deterministic", "true")
+        assert f"{differs}deterministic false -> true\n" in result.out, result.err
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_second_run_does_not_overwrite_the_first(run, straight: Path, corpus_file: Path) -> None:

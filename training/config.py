@@ -19,6 +19,7 @@ MAY_CHANGE = {
     "device",
     "dtype",
     "compile",
+    "deterministic",
     "max_steps",
     "eval_every",
     "log_every",
@@ -64,7 +65,8 @@ class TrainConfig:
     compile: bool | None = None
     """Whether to torch.compile the loss. None: on CUDA, where it pays."""
     deterministic: bool = False
-    """Use kernels that give the same bits every time. They are slower on a GPU; on a CPU all kernels do."""
+    """Use kernels that give the same bits every time, as is needed for a resumed run to end in those of an unbroken
+    one. All do on a CPU; on a GPU they are slower."""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How several processes share the run: ddp divides the work; fsdp also the parameters, for large models."""

@@ -4,7 +4,8 @@ A step is a list of micro-batches, and the ranks share it out: rank r of R takes
 so on. The tokens of a step therefore do not depend on the number of ranks.
 
     ddp    every rank has the whole model; gradients are added in the order of the micro-batches, so that any number of
-           ranks ends with the bits of one; slower than DistributedDataParallel, which does not promise that
+           ranks ends with the bits of one (on GPUs only with train.deterministic); slower than
+           DistributedDataParallel, which does not promise that
     fsdp   every rank has a shard of each tensor, and gathers one block at a time (Zhao et al. 2023)
 
 If a rank dies, torchrun reports it and stops the others; with --max-restarts it starts all ranks again.
