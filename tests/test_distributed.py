@@ -66,6 +66,18 @@ def test_two_ranks_with_fsdp_train_what_one_does(
         torch.testing.assert_close(weights(two)[name], tensor, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch.compile
+def test_fsdp_compiled_trains_what_it_does_uncompiled(tmp_path: Path, corpus_file: Path) -> None:
+    options = {"train__parallel": "fsdp", "train__grad_clip": 0.0, "train__max_steps": 4, "model__n_embd": 18}
+    options |= {"model__family": "llama", "model__dropout": 0.0}  # compiled dropout draws other numbers
+    plain, compiled = (
+        trained(2, tmp_path, corpus_file, name, **options, train__compile=name) for name in ("false", "true")
+    )
+    for key in ("train_loss", "val_loss", "grad_norm"):
+        assert metrics(compiled, key) == pytest.approx(metrics(plain, key), rel=1e-4), key
+
+
 def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks()
     ranks.world = 2
