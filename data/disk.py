@@ -4,10 +4,13 @@ A file written here is on the disk when the function returns, not only in the sy
 (`append_to_file` alone does not wait for the disk.) A prepared corpus gets its name by these functions, too.
 """
 
+import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 WRITE_SIZE = 1 << 24  # bytes
+Pieces = Iterable[bytes | memoryview]  # of the content of a file, each one made when it is written
 
 
 def make_directory(path: Path) -> None:
@@ -23,33 +26,40 @@ def make_directories(path: Path) -> None:
         sync(path.parent)
 
 
-def append_to_file(path: Path, content: bytes) -> None:
-    """Append to an existing file. It may stay in the system's cache until `sync` is called."""
+def append_to_file(path: Path, pieces: Pieces) -> str:
+    """Append to an existing file, and return the SHA-256 of what was to be appended.
+
+    The file may stay in the system's cache until `sync` is called.
+    """
+    digest = hashlib.sha256()  # of the memory: the hash of a file that is read back would vouch for a disk that errs
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
-        while content:
-            content = content[os.write(descriptor, content) :]
+        for piece in pieces:
+            digest.update(piece)
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[os.write(descriptor, rest[:WRITE_SIZE]) :]  # may write less than asked
     finally:
         os.close(descriptor)
+    return digest.hexdigest()
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Create a file. Raises OSError if it exists or cannot be written, and may leave a part of it then."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[os.write(descriptor, rest[:WRITE_SIZE]) :]  # may write less than asked
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def write_file(path: Path, pieces: Pieces) -> str:
+    """Create a file, and return the SHA-256 of what was to be written.
+
+    Raises OSError if it exists or cannot be written, and may leave a part of it then.
+    """
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    digest = append_to_file(path, pieces)
+    sync(path)
+    return digest
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Create or replace a file atomically: at any time either the old content is there or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")
     remove(temporary)
-    write_file(temporary, content)
+    write_file(temporary, [content])
     rename(temporary, path)
 
 

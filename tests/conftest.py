@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
 from model.checkpoint import CARD, sha256, with_own_hash
+from model.huggingface import tensors_to_huggingface
 from training.save import checkpoint_files, save_checkpoint
 
 # Where temporary files are in memory, waiting for the disk costs nothing; a killed process loses as much, or as little.
@@ -53,7 +54,8 @@ def save_gpt(parent: Path, step: int, gpt: GPT, files: dict[str, bytes], end: in
     """Save a checkpoint of a model as a run does. `rest` may have `optimizer`, `trainer` and `about`."""
     trainer = {"step": step, **rest.get("trainer", {})}
     tokenizer = SimpleNamespace(document_start=[end], end_of_text=end, files=files)
-    contents = checkpoint_files(gpt.config, gpt.state_dict(), rest.get("optimizer", {}), tokenizer, trainer)
+    tensors = tensors_to_huggingface(gpt.config, gpt.state_dict())
+    contents = checkpoint_files(gpt.config, tensors, rest.get("optimizer", {}), tokenizer, trainer)
     return save_checkpoint(parent, step, contents, rest.get("about", {}))
 
 

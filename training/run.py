@@ -16,6 +16,7 @@ from data.corpus import Corpus
 from errors import UserError
 from model import GPT
 from model.checkpoint import step_directories
+from model.huggingface import tensors_to_huggingface
 from training.directory import best_validation, command, next_commands, read_metrics
 from training.optimizer import optimizer_tensors
 from training.options import Config, tables, to_toml
@@ -90,7 +91,7 @@ class Run:
             for name, value in values.items():
                 if isinstance(value, float) and not math.isfinite(value):
                     record[name] = None  # JSON has no such number
-            disk.append_to_file(self.metrics, (json.dumps(record) + "\n").encode())
+            disk.append_to_file(self.metrics, [(json.dumps(record) + "\n").encode()])
             self.tracker.send(record)
 
     def log_validation(self, step: int, train_seconds: float, record: dict) -> str:
@@ -110,7 +111,8 @@ class Run:
 
         Raises UserError if it cannot be written; the older ones are untouched then.
         """
-        weights = gather(model.state_dict(), keep=self.writes)
+        # Renamed before the rest is gathered: that copies matrices of a GPT-2, and frees those gathered from shards.
+        weights = tensors_to_huggingface(model.config, gather(model.state_dict(), keep=self.writes))
         moments = gather(optimizer_tensors(model, optimizer), keep=self.writes)
         if not self.writes:
             return

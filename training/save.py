@@ -1,16 +1,19 @@
 """Save checkpoints: a directory that is complete or not there at all. model/checkpoint.py says what is in it."""
 
-import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from safetensors.torch import save
+import torch
 
 from data import disk
+from data.disk import Pieces
 from data.encoding import Tokenizer
 from model import GPTConfig
 from model.checkpoint import FORMAT, TRAINER, to_json, with_own_hash
-from model.huggingface import Tensors, config_to_huggingface, tensors_to_huggingface
+from model.huggingface import Tensors, config_to_huggingface
+
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # that are read
 
 
 def checkpoint_files(
@@ -19,27 +22,49 @@ def checkpoint_files(
     optimizer: Tensors,
     tokenizer: Tokenizer,
     trainer: dict,
-) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, content) of the files of a checkpoint. A content is made when it is asked for.
+) -> Iterator[tuple[str, Pieces]]:
+    """Yield (name, pieces of the content) of the files of a checkpoint.
 
     Args:
-        weights: the state dict of the model. No tensor is sharded, here and in `optimizer`.
+        weights: the state dict of the model, as in a Hugging Face model. No tensor is sharded, here and in `optimizer`.
         optimizer: the state of the optimizer, as named tensors.
         tokenizer: gives its files, and the ids that begin and end a text.
         trainer: the rest of the state that a resumed run needs.
     """
     start = (tokenizer.document_start or [None])[-1]
-    yield "config.json", to_json(config_to_huggingface(config, start, tokenizer.end_of_text))
-    yield from tokenizer.files.items()
-    yield "model.safetensors", save(tensors_to_huggingface(config, weights), metadata={"format": "pt"})
-    yield "optimizer.safetensors", save(optimizer, metadata={"format": "pt"})
-    yield TRAINER, to_json(trainer)
+    yield "config.json", [to_json(config_to_huggingface(config, start, tokenizer.end_of_text))]
+    for name, content in tokenizer.files.items():
+        yield name, [content]
+    yield "model.safetensors", safetensors_pieces(weights)
+    yield "optimizer.safetensors", safetensors_pieces(optimizer)
+    yield TRAINER, [to_json(trainer)]
 
 
-def save_checkpoint(parent: Path, step: int, files: Iterable[tuple[str, bytes]], about: dict) -> Path:
+def safetensors_pieces(tensors: Tensors) -> Pieces:
+    """Yield the content of a safetensors file: its header, then the memory of each tensor, one at a time.
+
+    The bytes are those of `safetensors.torch.save`, which holds them all, up to three times. Its `save_file` does so
+    once before version 0.8, and since then it writes to another name first and lets only the owner read the file.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        offsets = [end, end + tensor.nbytes]
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+        end += tensor.nbytes
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)  # so that the numbers are aligned
+    yield len(content).to_bytes(8, "little") + content
+    for name in names:
+        yield tensors[name].cpu().ravel().view(torch.uint8).numpy().data
+
+
+def save_checkpoint(parent: Path, step: int, files: Iterable[tuple[str, Pieces]], about: dict) -> Path:
     """Write parent/step-00000000 and return it once it is on the disk. After an OSError nothing of it is left.
 
-    files: (name, content) of each file but the manifest. about: entries of the manifest about the session.
+    files: (name, pieces) of each file but the manifest. about: entries of the manifest about the session.
     """
     directory = parent / f"step-{step:08d}"
     temporary = parent / ".tmp"
@@ -47,11 +72,12 @@ def save_checkpoint(parent: Path, step: int, files: Iterable[tuple[str, bytes]],
     disk.remove(temporary)  # of a killed session
     disk.make_directory(temporary)
     try:
-        for name, content in files:
-            disk.write_file(temporary / name, content)
-            entries[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, pieces in files:
+            path = temporary / name
+            digest = disk.write_file(path, pieces)
+            entries[name] = {"size": path.stat().st_size, "sha256": digest}
         manifest = {"format": FORMAT, "step": step, **about, "files": entries}
-        disk.write_file(temporary / "manifest.json", with_own_hash(manifest))
+        disk.write_file(temporary / "manifest.json", [with_own_hash(manifest)])
         disk.sync(temporary)
         disk.remove(directory)  # a damaged checkpoint of this step
         disk.rename(temporary, directory)

@@ -16,7 +16,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def gather(tensors: Tensors, keep: bool) -> Tensors:
-    """Return the whole tensors on the CPU; an empty dict where `keep` is false.
+    """Return the whole tensors, those that were sharded on the CPU; an empty dict where `keep` is false.
 
     If a tensor is sharded this is a collective: every rank has to call it, with the same names in the same order.
     """
@@ -24,7 +24,7 @@ def gather(tensors: Tensors, keep: bool) -> Tensors:
     for name, tensor in tensors.items():
         whole = full(tensor)
         if keep:
-            gathered[name] = whole.cpu()
+            gathered[name] = whole.cpu() if is_sharded(tensor) else tensor
     return gathered
 
 
