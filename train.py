@@ -24,7 +24,7 @@ from data.prepare import prepare
 from model import GPT
 from model.device import autocast
 from training.certificate import certify
-from training.device import choose_device, environment, keep_freed_memory, set_seed
+from training.device import choose_compiled, choose_device, environment, keep_freed_memory, set_seed
 from training.distributed import Ranks
 from training.optimizer import FiniteGuard, clip_gradients, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config
@@ -63,7 +63,7 @@ def train(config: Config, ranks: Ranks) -> None:
     restore_state(start, model, optimizer, scaler)
 
     # 2. Compile the loss, not the model, which stays a plain GPT to save. Train nothing that sees the future.
-    compiled = c.compile if c.compile is not None else device.type == "cuda"
+    compiled = choose_compiled(c, device)
     loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
     certificate = certify(model, loss_fn, dtype, c.batch_size)
     run = Run(config, start, corpus, certificate, environment(device, dtype, compiled, ranks.order(c)), ranks.is_first)

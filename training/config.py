@@ -63,7 +63,7 @@ class TrainConfig:
     auto: bfloat16 where it is native (on a CPU if the model is at least 64 wide), else float16 on a CUDA
     GPU, else float32."""
     compile: bool | None = None
-    """Whether to torch.compile the loss. None: on CUDA, where it pays."""
+    """Whether to torch.compile the loss. None: on CUDA, in a run that is long enough to pay for it."""
     deterministic: bool = False
     """Use kernels that give the same bits every time, as is needed for a resumed run to end in those of an unbroken
     one. All do on a CPU; on a GPU they are slower."""

@@ -1,4 +1,4 @@
-"""The machine of a run: device, precision, random numbers, and memory."""
+"""The machine of a run: device, precision, compiler, random numbers, and memory."""
 
 import contextlib
 import ctypes
@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from errors import UserError
 from model.checkpoint import code_hash
 from model.device import dtype_name, find_device, has_bfloat16, is_fast, resolve_device
 from training.config import TrainConfig
@@ -13,6 +14,9 @@ from training.config import TrainConfig
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
 # narrowest width at which bfloat16 was measured, and was faster (benchmarks/results/step_cpu_2026-11-23.md).
 WIDE_ENOUGH = 64
+# Runs of fewer micro-batches are not compiled by default: that takes up to minutes, and saves a part of the time of
+# each micro-batch. The number is a judgement: on no GPU has it been measured where compiling begins to pay.
+ENOUGH_TO_COMPILE = 2000
 M_TRIM_THRESHOLD = -1  # of mallopt(3)
 M_MMAP_THRESHOLD = -3
 
@@ -38,6 +42,8 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
     else:
         dtype = torch.float32
         why = "the default"
+    if device.type != "cpu" and not config.deterministic:
+        why += "; bits may differ without --train.deterministic true"  # because a GPU adds in any order
     if cuda:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, where float32 products remain
@@ -48,6 +54,28 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
     where = torch.cuda.get_device_name(device) if cuda else f"threads: {torch.get_num_threads()}"
     print(f"device: {device} ({where}), {dtype_name(dtype)}: {why}")
     return device, dtype
+
+
+def choose_compiled(config: TrainConfig, device: torch.device) -> bool:
+    """Choose whether a run compiles its loss, by its whole length. Print a note if it would by default, but cannot.
+
+    Raises UserError if it was asked to, and cannot.
+    """
+    pays = device.type == "cuda" and config.max_steps * config.grad_accum_steps >= ENOUGH_TO_COMPILE
+    if not (pays if config.compile is None else config.compile):
+        return False
+    try:
+        torch.compile(lambda x: x + x, backend="inductor")(torch.ones(2, device=device))
+        return True
+    except Exception as error:  # of PyTorch, Triton or the system
+        reason = str(getattr(error, "inner_exception", error)).partition("\n")[0]
+    if config.compile:
+        raise UserError(
+            f"train.compile true needs a compiler that works, but PyTorch says: {reason:.100}; install g++ if it is "
+            "missing, or train with --train.compile false"
+        )
+    print(f"note: the loss is not compiled, because PyTorch says: {reason:.100}")
+    return False
 
 
 def set_seed(device: torch.device, seed: int) -> None:

@@ -1,0 +1,183 @@
+"""The compiled loss: one program for steps and one for evaluation, where it is the default, and a missing compiler."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor
+from torch._inductor.exc import TritonMissing
+
+import train
+from model.families import FAMILIES
+from tests.conftest import make_gpt, metrics, often, tiny_run
+from training.config import TrainConfig
+from training.device import ENOUGH_TO_COMPILE, choose_compiled, choose_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    """A counter of the programs that train.py compiles, in `frame_count`; they run without a code generator."""
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr("train.choose_compiled", lambda *arguments: True)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    return counter
+
+
+@pytest.mark.parametrize("backend", often("eager", "aot_eager"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n_kv_head", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_is_one_program_in_each_mode(family: str, n_kv_head: int, dtype: torch.dtype, backend: str) -> None:
+    model = make_gpt(family=family, n_embd=18, n_layer=1, n_kv_head=n_kv_head)  # with dropout
+    counter = CompileCounterWithBackend(backend)
+    loss_fn = torch.compile(train.next_token_loss, backend=counter, dynamic=False, fullgraph=True)
+    for training in (True, False, True, False):
+        model.train(training)
+        inputs, targets = torch.randint(17, (2, 3, 11))
+        losses = []
+        for function in (train.next_token_loss, loss_fn):
+            torch.manual_seed(5)
+            with torch.set_grad_enabled(training):
+                losses.append(function(model, inputs, targets, dtype))
+        torch.testing.assert_close(*losses)
+        if training:
+            losses[1].backward()
+    assert counter.frame_count == 2 and all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("family, dtype", often(*product(list(FAMILIES)[::-1], ("float32", "bfloat16"))))
+def test_a_run_compiles_two_programs_before_its_first_step_and_so_does_a_resumed_one(
+    run: Callable, corpus_file: Path, tmp_path: Path, monkeypatch, programs, family: str, dtype: str
+) -> None:
+    """They are those of the certificate. Samples, scores and a validation whose last batch is not full need no more."""
+    out, certify_it = tmp_path / "run", train.certify
+
+    def certify(*arguments: object) -> dict:
+        certificate = certify_it(*arguments)
+        assert programs.frame_count == 2
+        return certificate
+
+    monkeypatch.setattr(train, "certify", certify)
+    changes = {"model__family": family, "model__n_embd": 18, "train__dtype": dtype}
+    for arguments in (tiny_run(corpus_file, out, **changes), ["--resume", out, "--train.max_steps", 14]):
+        torch.compiler.reset()  # as in a new process
+        programs.clear()
+        result = run(train, *arguments)
+        assert result.exit_code == 0, result.err
+        assert programs.frame_count == 2
+    assert list(metrics(out, "val_loss")) == [0, 4, 8, 12, 14]
+
+
+BROKEN = {  # a compiler -> what PyTorch says of it
+    "is_missing": "No working C++ compiler found in torch._inductor.config.cpp.cxx: ",
+    "fails": "No working C++ compiler found in torch._inductor.config.cpp.cxx: ",
+    "has_a_version_and_no_more": "C++ compile error",
+}
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, str]:
+    """A broken g++, alone in its directory, and what PyTorch says of it."""
+    path = tmp_path / "bin" / "g++"
+    path.parent.mkdir()
+    if request.param != "is_missing":
+        known = "--version" if "version" in request.param else "nothing"
+        path.write_text(f'#!/bin/sh\n[ "$1" = {known} ] && exec {shutil.which("g++")} "$1"\nexit 1\n')
+        path.chmod(0o755)
+    return path, BROKEN[request.param]
+
+
+@pytest.mark.parametrize("compiler", often(*BROKEN), indirect=True)
+def test_a_broken_compiler_is_a_sentence(run: Callable, corpus_file: Path, tmp_path: Path, compiler: tuple) -> None:
+    out = tmp_path / "run"
+    path, reason = compiler
+    with inductor.patch({"cpp.cxx": (None, str(path))}):
+        result = run(train, *tiny_run(corpus_file, out, train__compile="true"))
+    assert result.exit_code == 2 and not out.exists()
+    (said,) = result.err.splitlines()
+    assert f"train.compile true needs a compiler that works, but PyTorch says: {reason}" in said
+    assert said.endswith("; install g++ if it is missing, or train with --train.compile false")
+
+
+TRIAL = "import torch; from training.device import *; choose_compiled(TrainConfig(compile=True), torch.device('cpu'))"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compiler", list(BROKEN)[-1:], indirect=True)
+def test_the_cache_on_the_disk_hides_no_broken_compiler(tmp_path: Path, monkeypatch, compiler: tuple) -> None:
+    """In new processes, because PyTorch remembers its compiler."""
+    path, reason = compiler
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # which would take longer
+    ask = partial(subprocess.run, [sys.executable, "-c", TRIAL], cwd=Path(train.__file__).parent, capture_output=True)
+    assert ask().returncode == 0
+    monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
+    assert f"UserError: train.compile true needs a compiler that works, but PyTorch says: {reason}" in str(ask().stderr)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device of type cuda on which everything compiles, on any machine."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch, "ones", lambda size, device: torch.zeros(size))
+    return torch.device("cuda")
+
+
+def test_a_long_run_on_a_gpu_is_compiled_by_default(gpu: torch.device, capsys: pytest.CaptureFixture) -> None:
+    long = TrainConfig(max_steps=ENOUGH_TO_COMPILE // 4, grad_accum_steps=4)
+    short = replace(long, max_steps=long.max_steps - 1)
+    assert choose_compiled(long, gpu) and choose_compiled(replace(short, compile=True), gpu)
+    assert not choose_compiled(short, gpu) and not choose_compiled(replace(long, compile=False), gpu)
+    assert not choose_compiled(long, CPU) and choose_compiled(replace(long, compile=True), CPU)
+    assert not capsys.readouterr().out
+    page = (Path(train.__file__).parent / "docs" / "train.md").read_text(encoding="utf-8")
+    assert f"at least {ENOUGH_TO_COMPILE:,} micro-batches" in " ".join(page.split())
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (BackendCompilerFailed(None, TritonMissing(None), None), "Cannot find a working triton installation. "),
+        (RuntimeError("Failed to find C compiler. Please specify\nit"), "Failed to find C compiler. Please specify\n"),
+        (AssertionError(), "\n"),
+    ],
+)
+def test_a_default_that_cannot_be_is_a_note(
+    gpu: torch.device, monkeypatch, capsys, error: Exception, said: str
+) -> None:
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=error))
+    assert not choose_compiled(TrainConfig(), gpu)
+    (note,) = capsys.readouterr().out.splitlines(keepends=True)
+    assert note.startswith(f"note: the loss is not compiled, because PyTorch says: {said}") and len(note) < 160
+
+
+@pytest.mark.parametrize("name, differ", [("cpu", False), ("mps", True), ("cuda", True)])
+def test_the_line_of_a_gpu_says_that_bits_may_differ(monkeypatch, capsys, name: str, differ: bool) -> None:
+    monkeypatch.setattr("training.device.find_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", print)
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    for setting in ("set_float32_matmul_precision", "use_deterministic_algorithms"):
+        monkeypatch.setattr(torch, setting, Mock())
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for deterministic in (False, True):
+        choose_device(TrainConfig(device=name, dtype="float32", deterministic=deterministic), 64)
+        said = capsys.readouterr().out.splitlines()[-1].partition("float32: as asked")[2]
+        assert said == ("; bits may differ without --train.deterministic true" if differ and not deterministic else "")
