@@ -138,7 +138,7 @@ class Captured(TorchFunctionMode):
             mask = mask[..., :num_keys]
         no_heads = query.dim() != 4 or query.size(1) % key.size(1) > 0 or num_keys > key.size(2)
         # The queries belong to the last keys.
-        if no_heads or (mask is not None and T > 1 and visible(mask).triu(num_keys - T + 1).any()):
+        if no_heads or (mask is not None and T > 1 and not (~visible(mask).triu(num_keys - T + 1)).all()):
             self.left_out.append(f"queries {tuple(query.shape)} of keys {tuple(key.shape)}")
             return output
         mask = mask if mask is None else self.shared(mask)

@@ -7,11 +7,12 @@
 layer computes the same output with PyTorch's fused kernel, which never stores the weights, or with the formula where
 that is faster. tests/test_attention.py holds the two together.
 
-Shapes, the same letters in every file:
+Shapes, in every file:
     B batch   T time (tokens)   C channels (n_embd)   H heads   D head_dim   V vocabulary   L layers
 """
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -66,28 +67,34 @@ class Attend(nn.Module):
         """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D)."""
         if formula_is_faster(q, k):
             return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_kv(v, q)
-        # With as many queries as keys the kernel's own causal flag is right, and faster than a mask. With fewer, as in
-        # decoding, its triangle would be aligned to the first key, so the mask is given instead.
-        square = q.size(-2) == k.size(-2)
+        B, H, T, D = q.shape
+        causal = T == k.size(2) > 1
+        if T == 1:  # it sees all keys; heads that share them ask as queries of one head, so that no key is repeated
+            q = q.reshape(B, k.size(1), -1, D)
+        if T == 1 or causal:
+            mask = None  # the kernel's own triangle is faster, but with fewer queries it would begin at the first key
+        if not takes_groups(q, mask):
+            k, v = repeat_kv(k, q), repeat_kv(v, q)
         grouped = q.size(1) != k.size(1)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=None if square else mask, dropout_p=dropout, is_causal=square, enable_gqa=grouped
-        )
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)
+        return y.reshape(B, H, T, -1)
 
 
 def formula_is_faster(q: Tensor, k: Tensor) -> bool:
     """Return whether the formula trains faster than the kernel, whose gradient is slow on a CPU in bfloat16."""
-    on_cpu = q.device.type == "cpu"
-    return on_cpu and q.requires_grad and q.dtype == torch.bfloat16 and k.size(-2) <= FORMULA_KEYS
+    return q.device.type == "cpu" and q.requires_grad and q.dtype == torch.bfloat16 and k.size(2) <= FORMULA_KEYS
+
+
+def takes_groups(q: Tensor, mask: Tensor | None) -> bool:
+    """Return whether a kernel takes grouped heads; where none does, PyTorch stores all T x T weights."""
+    return q.device.type != "cuda" or (mask is None and q.dtype != torch.float32)
 
 
 class Cache(Protocol):
     """The interface of a key-value cache (model/cache.py)."""
 
     length: int  # the number of positions stored
-
-    def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of one call; return those of all positions so far."""
+    store: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values of one call -> those of all so far
 
 
 class CausalSelfAttention(nn.Module):

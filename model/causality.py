@@ -36,7 +36,7 @@ import re
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from torch import Tensor, nn
 IGNORE = -100  # a target that F.cross_entropy skips
 NUM_POSITIONS = {(True, False): 12, (True, True): 6, (False, False): 5, (False, True): 3}  # strict, few -> the least
 SHORT = 16  # tokens of a text in which all positions are probed
+TOGETHER = 1024  # positions whose logits are compared at once
 NUM_DRAWS = 8  # texts in which a token may be seen: a layer that selects does not see each token in each text
 EXTREME = 300.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
 TINY = 1e-5  # of the size of logits: a smaller difference may be one of rounding
@@ -234,6 +235,8 @@ class Prober:
         self, forward: Forward, exact: Forward, decode: Forward | None, loss_fn: Loss | None, extreme: Sequence[Forward]
     ) -> None:
         """Run all probes. Without a module, run those of `forward` as it is."""
+        # In float32 a quarter of the batch needs less memory than a training step in half precision.
+        exact_size = max(1, self.batch_size // 4) if self.strict else self.batch_size
         self.module.eval()
         with torch.no_grad():
             self.where = "with the weights as they are"
@@ -242,7 +245,7 @@ class Prober:
             positions = self.hidden(forward, few=not self.is_function)
             if self.is_function:
                 self.no_derivative = "there is no module"
-                self.seen(forward, positions)
+                self.seen(forward, positions, self.batch_size)
                 return
 
         self.randomize()
@@ -254,12 +257,12 @@ class Prober:
             if decode:
                 self.where = "in decoding"
                 self.alone(decode)
-                self.seen(decode, self.hidden(decode))
+                self.seen(decode, self.hidden(decode, batch_size=exact_size), exact_size)
                 self.agrees(exact, decode)
         self.gradient(exact)
         if self.strict or self.no_derivative:
             with torch.no_grad():
-                self.seen(forward, positions)
+                self.seen(forward, positions, self.batch_size)
         self.module.train()
         self.where = "in training"
         if self.strict:
@@ -270,15 +273,16 @@ class Prober:
 
         self.enlarge()
         self.where = "in training, with extreme weights"
-        for function in (exact, *extreme):
+        self.hidden(exact, few=True, batch_size=exact_size)
+        for function in extreme:
             self.hidden(function, few=True)
         self.module.eval()
         with torch.no_grad():
             self.where = "in evaluation, with extreme weights"
-            self.hidden(exact, few=True)
+            self.hidden(exact, few=True, batch_size=exact_size)
             if decode:
                 self.where = "in decoding, with extreme weights"
-                self.hidden(decode, few=not self.strict)
+                self.hidden(decode, few=not self.strict, batch_size=exact_size)
 
     @torch.no_grad()
     def randomize(self) -> None:
@@ -333,31 +337,35 @@ class Prober:
 
     def logits(self, forward: Forward, idx: Tensor) -> Tensor:
         """Call `forward`: (B, T) -> (B, T, V)."""
-        logits = logits_of(self.call(forward, idx), (*idx.shape, self.vocab_size)).detach()
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None):  # nothing is kept for a gradient
+            logits = logits_of(self.call(forward, idx), (*idx.shape, self.vocab_size)).detach()
         if not self.is_extreme and not torch.stack(logits.aminmax()).isfinite().all():
             raise Finding(f"its logits are not finite numbers ({self.where})")
         return logits
 
     def alone(self, forward: Forward) -> tuple[Tensor, Tensor]:
-        """Run the probes "alone" and "repeatable". Return two sequences and their logits."""
-        idx = self.tokens(2)
+        """Run the probes "alone" and "repeatable". Return its sequences and their logits."""
+        idx = self.tokens(2)[-self.batch_size :]
         before = self.logits(forward, idx)
-        for kept in ([0], [1], [0, 1]):
+        for kept in ([0], [1], [0, 1]) if len(idx) > 1 else ([0],):
             changed = self.others(idx)
             changed[kept] = idx[kept]
             self.compare(forward, idx, before, changed, changed == idx)
         return idx, before
 
-    def hidden(self, forward: Forward, few: bool = False, known: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def hidden(
+        self, forward: Forward, few: bool = False, known: tuple[Tensor, Tensor] | None = None, batch_size: int = 0
+    ) -> Tensor:
         """Run the probe "hidden". Return the positions probed; each has a sequence of its own.
 
-        known: two sequences and their logits, which need not be computed again.
+        known: sequences and their logits, which need not be computed again. batch_size: another one.
         """
         positions = self.positions(few)
-        parts = positions[~self.mask[positions].all(1)].split(self.batch_size)  # nothing is hidden from the last
+        hide_from = positions[~self.mask[positions].all(1)]  # nothing is hidden from the last
+        parts = hide_from.split(batch_size or self.batch_size)
         B = len(parts[0])  # of each call: kernels may differ by batch
         if B:
-            base = known if B == 2 else None
+            base = known if known and B == len(known[0]) else None
             for part in parts:
                 if base is None or self.strict:
                     idx = self.tokens(B)
@@ -371,9 +379,10 @@ class Prober:
     def compare(self, forward: Forward, idx: Tensor, before: Tensor, changed: Tensor, same: Tensor) -> None:
         """Raise the fault if logits of `changed` differ from those before where they must be the same, (B, T) bool."""
         after = self.logits(forward, changed)
-        moved = differs(before, after) & same
-        if not moved.any():
+        kept = equals(before, after) | ~same
+        if kept.all():
             return
+        moved = ~kept
 
         def difference() -> Tensor:
             return relative(self.logits(forward, idx), self.logits(forward, changed))[moved].max()
@@ -381,7 +390,7 @@ class Prober:
         if self.vanishes(relative(before, after)[moved].max(), difference):
             return
 
-        if differs(before, self.logits(forward, idx)).any():
+        if not equals(before, self.logits(forward, idx)).all():
             raise Finding(f"the same tokens do not give the same logits again ({self.where}); is dropout still on?")
         query, row = first_true(moved.T)[0]
         own = idx.clone()
@@ -391,7 +400,7 @@ class Prober:
             return self.logits(forward, tokens)[row, query].float()
 
         logits = torch.stack((read(idx), read(own)))
-        if not differs(*logits):
+        if equals(*logits):
             raise Finding(f"a sequence changes when the others of its batch do ({self.where})")
         size, share = (numbers.diff(dim=0).abs().max() for numbers in (logits, logits.softmax(-1)))
         effect = f"moves its logits by up to {size:.2g} and a probability by up to {share:.2g}"
@@ -428,9 +437,9 @@ class Prober:
             for tensor, data in kept:
                 tensor.data = data
 
-    def seen(self, forward: Forward, positions: Tensor) -> None:
+    def seen(self, forward: Forward, positions: Tensor, batch_size: int) -> None:
         """Run the probe "seen", in several texts if need be."""
-        for keys in positions.split(self.batch_size):
+        for keys in positions.split(batch_size):
             unseen = self.mask[:, keys].T  # (B, T)
             for _ in range(1 if self.strict else NUM_DRAWS):
                 idx = self.tokens(len(keys))
@@ -438,7 +447,7 @@ class Prober:
                 if before.dtype.itemsize < 4:  # half precision rounds away one token among many
                     return
                 replaced = torch.where(self.places == keys[:, None], self.others(idx), idx)
-                unseen = unseen & ~differs(before, self.logits(forward, replaced))
+                unseen = unseen & equals(before, self.logits(forward, replaced))
                 if not unseen.any():
                     break
             for query, row in first_true(unseen.T):
@@ -446,15 +455,17 @@ class Prober:
 
     def agrees(self, exact: Forward, decode: Forward) -> None:
         """Run the probe "agrees", in float64 where that can be had, with products in full precision."""
-        idx = self.tokens(2)
+        idx = self.tokens(2)[-self.batch_size :]
 
-        def compare() -> Tensor:
-            expected = self.logits(exact, idx)
-            error = (self.logits(decode, idx) - expected).norm() / expected.norm()
+        def compare() -> float:
+            expected = self.logits(exact, idx).cpu()  # where the memory is
+            error = ((self.logits(decode, idx).cpu() - expected).norm() / expected.norm()).item()
             return error * (expected.dtype.itemsize >= 4)  # half precision rounds too much
 
         with exact_products(self.device):
-            error, most = self.in_float64(compare), 1e-6  # parts may be float32 still
+            # A GPU has no attention kernel in float64: its formula would need memory that grows with T^2.
+            error = self.in_float64(compare) if self.device.type == "cpu" else None
+            most = 1e-6  # parts may be float32 still
             if error is None:
                 error, most = compare(), 1e-3
         if not error <= most:
@@ -466,7 +477,7 @@ class Prober:
         hidden = ~self.mask[queries]
         unseen = ~hidden
         for _ in range(1 if self.strict else NUM_DRAWS):
-            idx = self.tokens(2)[1 - self.strict :]
+            idx = self.tokens(2)[1:]
             influence = self.influence(function, idx, queries)
             if influence is None:
                 return
@@ -476,20 +487,22 @@ class Prober:
                 influence = self.influence(function, idx, queries)
                 return influence[hidden].max() / influence.max()
 
-            if leaks.any() and not self.vanishes(leaks.max() / influence.max(), largest_leak, True):
+            is_zero = (leaks == 0).all()
+            if not is_zero and not self.vanishes(leaks.max() / influence.max(), largest_leak, True):
                 row, key = first_true(leaks)[0]
                 effect = f": the derivative of its logits to it is {leaks[row, key]:.2g} and must be exactly 0"
                 raise leak(queries[row].item(), key, effect)
             unseen &= influence == 0
             if not unseen.any():
                 return
-        row, key = first_true(unseen)[0]
-        raise blindness(queries[row].item(), key)
+        for row, key in first_true(unseen):
+            raise blindness(queries[row].item(), key)
 
     def influence(self, function: Forward, idx: Tensor, queries: Tensor) -> Tensor | None:
         """Return how large the derivatives of N queries' logits to each token are, (N, T); None if there are none."""
         plain = getattr(self.module, "_orig_mod", self.module)  # a compiled module would ignore new hooks
-        with watched(plain, idx) as embedded:
+        is_small = self.batch_size < 4 and self.device.type != "cpu"  # a step, which is not in float32
+        with watched(plain, idx) as embedded, torch.autograd.graph.save_on_cpu() if is_small else nullcontext():
             logits = logits_of((plain if function is self.module else function)(idx), (*idx.shape, self.vocab_size))
         if not embedded or not logits.requires_grad:
             self.no_derivative = "no nn.Embedding reads the tokens, or autograd is off"
@@ -532,18 +545,18 @@ class Prober:
 
             before = loss(idx)
             after = loss(changed)
-            if differs(before, after):
-                if differs(before, loss(idx)):
+            if not equals(before, after):
+                if not equals(before, loss(idx)):
                     raise Finding(f"the same tokens do not give the same loss again ({self.where})")
                 nothing = torch.full_like(targets, IGNORE)
                 another_start = torch.where(self.places == 0, other, idx)
-                if differs(loss(idx, nothing), loss(another_start, nothing)):
+                if not equals(loss(idx, nothing), loss(another_start, nothing)):
                     rule = f"whose target is {IGNORE} and must be skipped, as F.cross_entropy skips them"
                     raise Finding(f"the loss counts positions {rule} ({self.where})")
                 row, key = first_cause(loss, idx, changed)
                 size = (after - before).abs()
                 raise leak(positions[row].item(), key, f": the loss moves by {size:.2g} ({self.where})")
-        if self.module.training and not differs(before, loss(other)):
+        if self.module.training and not (before != loss(other)).any():
             raise Finding(f"the loss does not depend on the tokens ({self.where})")
 
     def sees_any(self, tokens: Tensor) -> Tensor:
@@ -595,9 +608,12 @@ def relative(before: Tensor, after: Tensor) -> Tensor:
     return (before - after).abs().amax(-1) / size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
-def differs(before: Tensor, after: Tensor) -> Tensor:
-    """Return whether any of V numbers differs: (..., V) twice -> (...,) bool. nan counts as equal to nan."""
-    return ((before != after) & ~(before.isnan() & after.isnan())).any(-1)
+def equals(before: Tensor, after: Tensor) -> Tensor:
+    """Return whether all of V numbers are equal: (..., V) twice -> (...,) bool. nan counts as equal to nan."""
+    V = before.size(-1) if before.dim() else 1
+    parts = zip(before.reshape(-1, V).split(TOGETHER), after.reshape(-1, V).split(TOGETHER), strict=True)
+    found = [((first == second) | (first.isnan() & second.isnan())).all(-1) for first, second in parts]
+    return torch.cat(found).view(before.shape[:-1])
 
 
 def first_true(found: Tensor) -> list[list[int]]:
@@ -636,7 +652,7 @@ def first_cause(read: Forward, idx: Tensor, changed: Tensor) -> tuple[int, int]:
     def changes(count: int) -> bool:
         """Return whether replacing the first `count` tokens changes `read`."""
         partly = torch.cat((changed.flatten()[:count], idx.flatten()[count:]))
-        return bool(differs(before, read(partly.view_as(idx))))
+        return not equals(before, read(partly.view_as(idx)))
 
     place = bisect_left(range(1, idx.numel()), True, key=changes)
     return divmod(place, idx.size(1))

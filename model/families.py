@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import GPTConfig
-from model.precision import autocast_dtype
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of matrix products under autocast on the device of x, or None if autocast is off."""
+    device = x.device.type
+    is_on = device != "meta" and torch.is_autocast_enabled(device)  # for meta, PyTorch raises
+    return torch.get_autocast_dtype(device) if is_on else None
 
 
 class MLP(nn.Module):
@@ -46,7 +52,6 @@ class SwiGLU(MLP):
         self.gate_proj = nn.Linear(config.n_embd, config.n_inner, bias=config.bias)
 
     def activate(self, x: Tensor) -> Tensor:
-        """Widen and activate: (B, T, C) -> (B, T, n_inner)."""
         return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
 
@@ -54,7 +59,6 @@ class ReLUSquared(MLP):
     """An MLP around max(0, x)^2 (So et al. 2021)."""
 
     def activate(self, x: Tensor) -> Tensor:
-        """Widen and activate: (B, T, C) -> (B, T, n_inner)."""
         y = F.relu(self.up_proj(x))
         return y * y  # under autocast on CUDA, square() would compute in float32
 

@@ -17,10 +17,7 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the fewest likeliest tokens whose probabilities sum to p or more (nucleus sampling, Holtzman et al. 2020).
-
-    (B, V) -> (B, V).
-    """
+    """Keep the fewest likeliest tokens whose probabilities sum to p (Holtzman et al. 2020). (B, V) -> (B, V)."""
     probabilities, order = logits.softmax(-1).sort(descending=True)
     before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier tokens; 0 for the likeliest
     return logits.masked_fill((before >= p).scatter(-1, order, before >= p), -math.inf)
@@ -64,8 +61,7 @@ class Sampler:
             logits = keep_min_p(logits, self.min_p)
         # The largest p / Exp(1) is a draw from p. torch.multinomial does the same, but makes the host wait for the GPU.
         probabilities = logits.softmax(-1)
-        noise = torch.empty_like(probabilities).exponential_(generator=generator)
-        return (probabilities / noise).argmax(-1, keepdim=True)
+        return (probabilities / torch.empty_like(logits).exponential_(generator=generator)).argmax(-1, keepdim=True)
 
 
 @torch.inference_mode()
@@ -76,9 +72,8 @@ def stream(
 
     The model is a `GPT`, which sees the last `context_length` tokens at most. A full context drops its older half, so
     that the cache is refilled once in half a context and not at every token. Without a cache the context is the same,
-    and so is the text, except where rounding decides between two tokens.
-
-    `seed` and `use_cache` are those of `GPT.generate`. Raises UserError if idx is empty.
+    and so is the text, except where rounding decides between two tokens. `seed` and `use_cache` are those of
+    `GPT.generate`. Raises UserError if idx is empty.
     """
     if idx.size(1) == 0:
         raise UserError("the prompt is empty: give at least one token to continue")

@@ -2,14 +2,17 @@
 
 import copy
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
 from model.families import FAMILIES
+from model.gpt import Head
 from tests.conftest import make_gpt, save_gpt
 
 
@@ -80,3 +83,25 @@ def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training() -
 def test_impossible_models_are_refused_in_the_users_words(changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         GPTConfig(**changes)
+
+
+@pytest.mark.parametrize("V", [17, 64, 257])
+@pytest.mark.parametrize("family", ["gpt2", "nanochat"])
+def test_a_padded_head_changes_no_logit_and_no_gradient(V: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_gpt(vocab_size=V, family=family, n_embd=18, dropout=0.0).double()
+    idx = torch.randint(V, (2, 11))
+
+    def logits_and_gradients() -> list[torch.Tensor]:
+        logits = model(idx)
+        return [logits, *torch.autograd.grad(logits.logsumexp(-1).sum(), [*model.parameters()])]
+
+    plain = logits_and_gradients()
+    monkeypatch.setattr(Head, "pads_on", "cpu")
+    multiply = Mock(wraps=F.linear)
+    monkeypatch.setattr(F, "linear", multiply)
+    padded = logits_and_gradients()
+    torch.testing.assert_close(padded, plain, rtol=1e-12, atol=1e-12)
+    assert len(multiply.call_args.args[1]) % 64 == 0
+    with torch.no_grad():
+        model.generate(idx, 3)  # of single tokens, where copying the rows would cost more
+    assert len(multiply.call_args.args[1]) == V

@@ -1,0 +1,242 @@
+"""The dry run on a pretended GPU: the real `train` on tensors that say cuda:0. Started by tests/test_pretended_gpu.py.
+
+python -c "import benchmarks.pretended_gpu, pytest; pytest.main(['tests/pretended.py'])"
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import train
+from benchmarks.pretended_gpu import pretended_gpu
+from inspection import capture, head_scores
+from inspection.heads import repeat_probe
+from model import GPT, GPTConfig
+from model.attention import make_causal_mask
+from model.gpt import Block
+from model.sampling import Sampler, stream
+from tests.conftest import often, write_corpus
+from training.certificate import certify
+from training.distributed import Ranks
+from training.optimizer import FiniteGuard
+from training.options import read_config
+from training.progress import Progress
+from training.run import Run
+
+FAMILIES = ("gpt2", "llama", "qwen3", "nanochat")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHAPE = {"n_layer": 2, "n_head": 6, "n_embd": 96, "context_length": 29}
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "attention", "attention_backward")
+LOSS = ("_log_softmax", "nll_loss_forward", "_log_softmax_backward_data")
+
+
+@dataclass
+class Step:
+    """What the host asked of the GPU in one step of `train`."""
+
+    operators: list[tuple[str, tuple[torch.dtype, ...]]]
+    waits: list[str]
+    mixed: list[str]
+
+
+def take_steps(directory: Path, *options: str, num: int = 4) -> list[Step]:
+    """Run `train` on the pretended GPU; return what it asked in each step but the last, which logs and evaluates.
+
+    The certificate and the files of a checkpoint are left out, and the loss is taken for finite.
+    """
+    source = write_corpus(directory)
+    shape = [f"--model.{name}={value}" for name, value in SHAPE.items()]
+    run = {"device": "cuda", "compile": "false", "max_steps": num, "log_every": 100, "sample_tokens": 0}
+    run |= {"batch_size": 5, "grad_accum_steps": 2, "out_dir": directory / "run"}
+    argv = ["configs/quickstart.toml", f"--data.source={source}", "--data.tokenizer=bytes", "--model.tied=true", *shape]
+    argv += [f"--train.{name}={value}" for name, value in run.items()]
+    config = read_config([*argv, *options])
+    steps = []
+
+    def begin(ranks: Ranks, count: int) -> range:
+        gpu.clear()
+        return range(count)
+
+    def end(progress: Progress) -> None:
+        steps.append(Step(gpu.operators, gpu.waits, gpu.mixed))
+        progress.step += 1
+
+    with (
+        mock.patch.object(Ranks, "micro_batches", begin),
+        mock.patch.object(Progress, "made_step", end),
+        mock.patch.object(Run, "save"),
+        mock.patch.object(FiniteGuard, "check"),
+        mock.patch("train.certify", lambda *arguments: {"causal": "not asked"}),
+        pretended_gpu() as gpu,
+        Ranks() as ranks,
+    ):
+        train.train(config, ranks)
+    return steps[:-1]
+
+
+def check(steps: list[Step], dtype: torch.dtype) -> None:
+    """Assert that the steps are as they have to be on a GPU. dtype: the precision of the run."""
+    for step in steps:
+        assert not step.waits, f"the host waits: {step.waits[0]}"
+        assert not step.mixed, f"not on the device: {step.mixed[0]}"
+        products = 0
+        for name, dtypes in step.operators:
+            name = name.split(".")[1]
+            assert torch.float64 not in dtypes, f"float64: {name}"
+            if name in PRODUCTS:
+                products += 1
+                floating = {each for each in dtypes if each.is_floating_point}
+                expected = {dtype} | ({torch.float32} if name == "attention_backward" else set())
+                assert floating <= expected, f"a product in {floating}: {name}"
+            if name in LOSS:
+                assert dtypes[0] == torch.float32, f"a loss in {dtypes[0]}"
+        assert products > 0
+    for number, step in enumerate(steps[2:], 3):
+        assert step.operators == steps[1].operators, f"steps 2 and {number} differ"
+
+
+FAULTS: dict[str, tuple[str, Callable]] = {}
+
+
+def fault(match: str) -> Callable:
+    """Register a fault to plant: the function gets the hidden state, (B, T, C), before each block."""
+
+    def register(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        FAULTS[function.__name__] = match, function
+        return function
+
+    return register
+
+
+@fault("the host waits: aten._local_scalar_dense")
+def an_item(x: Tensor) -> Tensor:
+    return x * max(1.0, x.abs().max().item())
+
+
+@fault("the host waits: aten.nonzero")
+def places(x: Tensor) -> Tensor:
+    (x > 3).nonzero()
+    return x
+
+
+@fault("the host waits: aten._to_copy")
+def a_copy_to_the_host(x: Tensor) -> Tensor:
+    x.detach().cpu()
+    return x
+
+
+@fault("found at least two devices, cuda:0 and cpu")
+def a_mask_made_on_the_cpu(x: Tensor) -> Tensor:
+    return x * make_causal_mask(x.size(1))[-1, :, None]
+
+
+@fault("the host waits: aten._to_copy")
+def a_mask_copied_in_each_step(x: Tensor) -> Tensor:
+    return x * make_causal_mask(x.size(1)).to(x.device)[-1, :, None]
+
+
+@fault("not on the device: aten.index")
+def places_of_the_host(x: Tensor) -> Tensor:
+    return x[:, torch.arange(x.size(1))]
+
+
+@fault("a product in {torch.float32}")
+def a_float32_product(x: Tensor) -> Tensor:
+    with torch.autocast("cuda", enabled=False):
+        return x + 0 * (x.float() @ torch.eye(x.size(-1), device=x.device)).to(x.dtype)
+
+
+@fault("float64")
+def double_precision(x: Tensor) -> Tensor:
+    return x + (0.0 * x.double()).to(x.dtype)
+
+
+calls = []  # of the next function
+
+
+@fault("steps 2 and 3 differ")
+def work_that_grows(x: Tensor) -> Tensor:
+    calls.append(x.shape)
+    return x + 0.0 if len(calls) % 8 == 0 else x  # a step calls it four times
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    match, plant = FAULTS[name]
+    forward = Block.forward
+    calls.clear()
+    monkeypatch.setattr(Block, "forward", lambda self, x, cache=None: forward(self, plant(x), cache))
+    with pytest.raises((AssertionError, RuntimeError), match=re.escape(match)):
+        check(take_steps(tmp_path), torch.bfloat16)
+
+
+@pytest.mark.parametrize("n_kv_head", often(6, 2))
+@pytest.mark.parametrize("dtype", often("bfloat16", "float32", "float16"))
+@pytest.mark.parametrize("optimizer", often("muon", "adamw"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps(family: str, optimizer: str, dtype: str, n_kv_head: int, tmp_path: Path) -> None:
+    options = [
+        f"--model.family={family}",
+        f"--model.n_kv_head={n_kv_head}",
+        f"--model.tied={str(family != 'nanochat').lower()}",
+    ]
+    dropout = ["--model.dropout=0.1"] if family == "gpt2" else []
+    steps = take_steps(tmp_path, *options, *dropout, f"--train.optimizer={optimizer}", f"--train.dtype={dtype}")
+    check(steps, DTYPES[dtype])
+
+
+def make_model(family: str, n_kv_head: int, dtype: torch.dtype = torch.float32, **changes: int) -> GPT:
+    shape = {**SHAPE, "family": family, "n_kv_head": n_kv_head, "vocab_size": 101, **changes}
+    return GPT(GPTConfig(**shape)).to("cuda", dtype)
+
+
+@pytest.mark.parametrize("n_kv_head", often(2, 6))
+@pytest.mark.parametrize("dtype", often("bfloat16", "float32", "float16"))
+@pytest.mark.parametrize("family", often("llama", "gpt2", "qwen3", "nanochat"))
+def test_certificate(family: str, dtype: str, n_kv_head: int) -> None:
+    dtype = DTYPES[dtype]
+    with pretended_gpu() as gpu:
+        record = certify(make_model(family, n_kv_head), partial(train.next_token_loss, dtype=dtype), dtype, 3)
+    assert record["causal"].startswith("yes") and not gpu.mixed
+
+
+@pytest.mark.parametrize("n_kv_head", [2, 6])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_reads_one_number_a_token(family: str, dtype: str, n_kv_head: int) -> None:
+    with pretended_gpu() as gpu, torch.no_grad():
+        model = make_model(family, n_kv_head, DTYPES[dtype], context_length=1024).eval()
+        tokens = stream(model, torch.zeros(1, 1000, dtype=torch.int64).to("cuda"), 7, Sampler(top_k=5), seed=1)
+        next(tokens).item()
+        gpu.clear()
+        before = gpu.allocated
+        for token in tokens:
+            token.item()
+        assert len(gpu.waits) == 6 and not gpu.mixed
+        cache = 2 * n_kv_head * 1007 * model.config.head_dim * DTYPES[dtype].itemsize
+        assert gpu.peak - before < cache / 4  # no token copies the keys of a layer
+
+
+@pytest.mark.parametrize("family", often("qwen3", "llama", "gpt2", "nanochat"))
+@pytest.mark.parametrize("n_kv_head", often(2, 6))
+@pytest.mark.parametrize("dtype", often("bfloat16", "float32", "float16"))
+def test_capture_scores_and_verification(family: str, dtype: str, n_kv_head: int) -> None:
+    with pretended_gpu() as gpu, torch.no_grad():
+        model = make_model(family, n_kv_head).eval()
+        text = torch.randint(101, (2, 29))
+        with torch.autocast("cuda", DTYPES[dtype], enabled=dtype != "float32"):
+            with capture(model) as att:
+                model(text.to("cuda"))
+            scores = head_scores(model, text, repeat_probe(torch.arange(101), 0, 29))
+        assert att.pattern(1, 5).shape == (2, 29, 29) and att.pattern(1, 5).device.type == "cuda"
+        assert att[0][0].dtype == DTYPES[dtype]
+        assert att.verify() == {0: 0.0, 1: 0.0}
+        assert scores.mean["induction"].shape == (2, 6)
+        assert not gpu.mixed
