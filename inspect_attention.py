@@ -28,16 +28,7 @@ from cli.script import BrokenPipeGuard, read_prompt, run_script, visible
 from errors import UserError
 from inspection import page, terminal
 from inspection.inputs import choose_inputs
-from inspection.inspection import (
-    check_output,
-    choose_heads,
-    measure,
-    name_of_model,
-    open_model,
-    open_tokenizer,
-    save,
-    sizes_of,
-)
+from inspection.inspection import check_output, measure, name_of_model, open_model, open_tokenizer, save
 from inspection.kinds import name_of
 from inspection.metrics import METRICS
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
@@ -67,11 +58,6 @@ class Options:
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
 
-    @property
-    def suffixes(self) -> set[str]:
-        """The kinds of outputs."""
-        return {path.suffix for path in self.output}
-
     def __post_init__(self) -> None:
         if not self.checkpoints:
             raise UserError("which checkpoint? It comes first: inspect_attention.py out/quickstart --heads 0.1")
@@ -91,17 +77,16 @@ def inspect(options: Options) -> None:
     tokenizer = open_tokenizer(newest.directory)
     device = find_device(options.device)
     text = None if options.text is None else read_prompt(options.text)
-    writes_page = ".html" in options.suffixes
+    suffixes = {path.suffix for path in options.output}
+    writes_page = ".html" in suffixes
     inspections = []
     for number, checkpoint in enumerate(checkpoints):
         model, precision = open_model(checkpoint, device)
         with precision:
             if number == 0:
-                L, H, V = sizes_of(model)
-                heads = choose_heads(options.heads, L, H)
-                inputs = choose_inputs(model, V, text, tokenizer, newest)
-                if options.suffixes & {".html", ".npz"}:  # check now, not after the work
-                    page.check_room(len(inputs.labels), len(heads), len(checkpoints) if writes_page else 1)
+                inputs = choose_inputs(model, text, tokenizer, options.heads, newest)
+                if suffixes & {".html", ".npz"}:  # check now, not after the work
+                    page.check_room(inputs, len(checkpoints) if writes_page else 1)
                 print(visible(f"text:   {inputs.note}"))
                 if probe := inputs.probe:
                     drawn = f"{probe.repeat} random tokens of the {inputs.pool}"
@@ -109,7 +94,7 @@ def inspect(options: Options) -> None:
             if not writes_page:
                 inspections.clear()  # only the last one is drawn, and its queries and keys are large
             name = name_of_model(checkpoint.directory)
-            found = measure(model, inputs, heads, name, options.ablate, writes_page)
+            found = measure(model, inputs, name, options.ablate, writes_page)
         inspections.append(found)
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(f"        {found.verified}", flush=True)
@@ -117,15 +102,15 @@ def inspect(options: Options) -> None:
         save(output, inspections)
 
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
+    heads = inputs.heads
     are_many = len(heads) > terminal.MOST_ROWS
     in_table = terminal.best(found.scores.mean, heads) if are_many and not options.heads else heads
-    print(terminal.table(found.scores, in_table, found.labels))
+    print(found.table(in_table))
     if len(in_table) < len(heads):
-        print(f'{len(in_table)} of {len(heads)} heads; --heads "*.*" shows all, and -o page.html draws them')
-    print(f"\n{terminal.in_words(found.scores.mean, heads, found.labels)}")
+        print(f'the table has {len(in_table)} of {len(heads)} heads; --heads "*.*" shows all, -o page.html draws them')
     for head in heads if options.heads and not are_many else []:
         print(f"\nhead {name_of(head)}: a line is a query, a character is a key, in the order of the lines")
-        print(terminal.triangle(found.pattern(*head), found.tokens, shutil.get_terminal_size().columns))
+        print(terminal.triangle(found.pattern(*head), inputs.labels, shutil.get_terminal_size().columns))
     for output in options.output:
         print(f"wrote {output}")
 

@@ -115,8 +115,10 @@ def sequence_losses(model: nn.Module, idx: Tensor) -> Tensor:
     return torch.cat(losses, dim=1).mean(1)
 
 
+@torch.no_grad()
 def predictions(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor]:
     """Return the likeliest next token at each position, and its probability: (1, T) -> (T,) twice, on the CPU."""
-    found = [logits[0].softmax(-1).max(-1) for logits in logits_in_parts(model, idx)]
+    with evaluating(model):
+        found = [logits[0].softmax(-1).max(-1) for logits in logits_in_parts(model, idx)]
     probabilities, tokens = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
     return tokens, probabilities

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cli.bars import progress_bar
 from errors import UserError
-from inspection.decoder import device_of, evaluating, predictions, read, sequence_losses
+from inspection.decoder import device_of, evaluating, read, sequence_losses
 from inspection.kinds import Head
 from inspection.metrics import Metrics
 from inspection.patterns import capture
@@ -80,11 +80,6 @@ class HeadScores:
         return {name: (x.var(0, correction=0) / (len(x) - 1)).sqrt() for name, x in self.samples.items()}
 
 
-def batches(model: nn.Module, sequences: Tensor) -> tuple[Tensor, ...]:
-    """Split sequences, (N, T), into those that are read together, on the device of the model."""
-    return sequences.to(device_of(model)).split(max(1, TOKENS_TOGETHER // sequences.size(1)))
-
-
 @torch.no_grad()
 def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None, verify: bool = True) -> HeadScores:
     """Measure every head on a text (N, T) and on a probe, in eval mode.
@@ -99,7 +94,7 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
     def measure_sequences(sequences: Tensor, repeat: int | None = None) -> Metrics:
         """Return metric -> (N, L, H), and store the errors of rows and, of a text, the losses."""
         parts = []
-        for idx in batches(model, sequences):
+        for idx in sequences.to(device_of(model)).split(max(1, TOKENS_TOGETHER // sequences.size(1))):
             with capture(model) as att:
                 if repeat is None:
                     losses.append(sequence_losses(model, idx).cpu())
@@ -183,19 +178,17 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Literal[
     return rises
 
 
-def influence(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def influence(model: nn.Module, idx: Tensor) -> Tensor:
     """Measure how much tokens influence a prediction: the gradient of its log-probability by their embeddings.
 
     idx is (1, T). Returns the norms of the gradients (Simonyan et al. 2014) as shares of their sum, (T, T), a row for
-    each prediction; and for every position the likeliest next token, (T,), and its probability, (T,). On a CPU only as
-    many rows are computed as INFLUENCE_FLOPS allow, evenly spread, the last among them; the others are nan. All are if
-    there is no gradient, as in a model whose tokens no nn.Embedding reads, or one with a kernel that has no derivative.
+    each of the `predictions`. On a CPU only as many rows are computed as INFLUENCE_FLOPS allow, evenly spread, the last
+    among them; the others are nan. All are if there is no gradient, as in a model whose tokens no nn.Embedding reads,
+    or one with a kernel that has no derivative.
     """
     idx = idx.to(device_of(model))
     T = idx.size(1)
     shares = torch.full((T, T), torch.nan)
-    with evaluating(model), torch.no_grad():
-        tokens, probabilities = predictions(model, idx)
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
     num_rows = T if idx.device.type == "cuda" else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
     rows = torch.linspace(T - 1, 0, num_rows).int()
@@ -203,7 +196,7 @@ def influence(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded:
         logits = read(model, idx, rows.to(idx.device), hidden)
         if not embedded or not logits.requires_grad:
-            return shares, tokens, probabilities
+            return shares
         source = hidden[0] if hidden else logits  # through the head all predictions go at once
         of_source = rows.tolist() if hidden else range(num_rows)
         likeliest = logits.float().softmax(-1).max(-1).values
@@ -213,4 +206,4 @@ def influence(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 gradients = torch.autograd.grad(source[0, place], embedded, towards[0, place], retain_graph=True)
                 norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
                 shares[row] = (norms / norms.sum()).cpu()
-    return shares, tokens, probabilities
+    return shares

@@ -1,5 +1,6 @@
-"""What a model reads when its heads are inspected: a text, random tokens that repeat, and a label for each token."""
+"""What is inspected: a text that a model reads, random tokens that repeat, a label for each token, and the heads."""
 
+import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from data.token_files import open_token_files
 from errors import UserError
 from inspection.decoder import device_of, evaluating, read
 from inspection.heads import PROBE_LENGTH, RepeatProbe, repeat_probe
+from inspection.kinds import Head
+from inspection.patterns import capture
 from inspection.terminal import label as visible_label
 from model.checkpoint import Checkpoint, nested
 
@@ -27,8 +30,9 @@ CONTEXTS = ("context_length", "max_position_embeddings", "n_positions", "n_ctx",
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokens that a model reads."""
+    """Tokens that a model reads, and the heads to show."""
 
+    heads: Sequence[Head]
     measured: Tensor  # (N, T), scores are means over these sequences
     shown: Tensor  # (1, T), the text of the pictures
     labels: Sequence[str]  # of the T tokens that are shown
@@ -40,18 +44,20 @@ class Inputs:
 
 def choose_inputs(
     model: nn.Module,
-    vocab_size: int,
     text: str | Sequence[int] | Tensor | None,
     tokenizer: object = None,
+    heads: Sequence[str] = (),
     checkpoint: Checkpoint | None = None,
 ) -> Inputs:
-    """Choose what a model with a vocabulary of this size reads.
+    """Choose what a model reads and which of its heads are shown.
 
-    text: a text, or its token ids; None takes the validation text of the checkpoint.
-    tokenizer: as in `inspect_heads`.
+    text, tokenizer and heads are as in `inspect_heads`. checkpoint: has the validation text that a text of None means.
 
-    Raises UserError if there is no text, if it needs a tokenizer, or if the model does not know its tokens.
+    Raises UserError if the model cannot be inspected, for a head that does not exist, if there is no text, if it needs
+    a tokenizer, or if the model does not know its tokens.
     """
+    L, H, vocab_size = sizes_of(model)
+    chosen = choose_heads(heads, L, H)
     given = tokenizer if isinstance(tokenizer, list | tuple) else ()
     tokenizer = None if given else as_tokenizer(tokenizer)
     if tokenizer and (text is None or isinstance(text, str)):
@@ -88,7 +94,33 @@ def choose_inputs(
 
     labels = given[: len(ids)] or [label(token) for token in ids]
     probe, pool = make_probe(tokenizer, vocab_size, measured, T or longest_probe(model, measured.size(1)))
-    return Inputs(measured, shown, labels, label, note, probe, pool)
+    return Inputs(chosen, measured, shown, labels, label, note, probe, pool)
+
+
+@torch.no_grad()
+def sizes_of(model: nn.Module) -> tuple[int, int, int]:
+    """Return L, H and V of a model, which reads two tokens for that. Raises UserError if it cannot be inspected."""
+    with evaluating(model), capture(model) as att:
+        logits = read(model, torch.zeros(1, 2, dtype=torch.long, device=device_of(model)))
+    L, _, H, _ = att.shape
+    return L, H, logits.size(2)
+
+
+def choose_heads(patterns: Sequence[str], L: int, H: int) -> list[Head]:
+    """List the heads that match, in the order of the patterns; without patterns all.
+
+    Raises UserError for a head that does not exist.
+    """
+    # Layers are also counted from the last, which is -1.
+    heads = {f"{layer}.{head}": (layer % L, head) for layer in range(-L, L) for head in range(H)}
+    chosen = []
+    for pattern in patterns or ("*",):
+        found = sorted({heads[name] for name in fnmatch.filter(heads, pattern)})
+        if not found:
+            shape = f"{L} layers of {H} heads, written as 0.1 0.* -1.*"
+            raise UserError(f"there is no head {pattern:.80}: the model has {shape}")
+        chosen += found
+    return list(dict.fromkeys(chosen))
 
 
 def longest_probe(model: nn.Module, least: int) -> int:

@@ -9,7 +9,6 @@
 Shapes are named as in model/attention.py.
 """
 
-import fnmatch
 import html
 import os
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from cli.script import visible
 from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.tokenizer import load_tokenizer
 from errors import UserError
-from inspection.decoder import device_of, evaluating, read
+from inspection.decoder import device_of, evaluating, predictions, read
 from inspection.heads import HeadScores, ablate, head_scores, influence
 from inspection.inputs import Inputs, as_tokenizer, choose_inputs
 from inspection.kinds import Head
@@ -47,14 +46,11 @@ class Inspection:
 
     name: str  # of the model, as "quickstart step-00000400"
     verified: str  # one line that says how the weights were verified
-    note: str  # describes the text that was measured
-    tokens: Sequence[str]  # labels of the text that is shown
-    heads: Sequence[Head]  # those to show
+    inputs: Inputs
     scores: HeadScores
     att: Captured  # queries and keys of the text that is shown, (1, T)
     influence: Tensor | None = None  # (T, T), rows of nan were not computed
     predictions: Sequence[tuple[str, float]] = ()  # at each of the T tokens the likeliest next one and its probability
-    labels: Sequence[Sequence[str]] = ()  # of `scores.tokens`
 
     @property
     def loss(self) -> float:
@@ -66,10 +62,10 @@ class Inspection:
         weights = self.att.pattern(layer, head)[0].cpu()
         return weights[:, -len(weights) :]
 
-    def table(self) -> str:
-        """Format a line for each of the heads, and one for each kind."""
-        lines = table(self.scores, self.heads, self.labels)
-        return f"{lines}\n\n{in_words(self.scores.mean, self.heads, self.labels)}"
+    def table(self, heads: Sequence[Head] = ()) -> str:
+        """Format a line for each of these heads, by default of all that are shown, and one for each kind."""
+        lines = table(self.scores, heads or self.inputs.heads, self.inputs.label)
+        return f"{lines}\n\n{in_words(self.scores, self.inputs.heads, self.inputs.label)}"
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).
@@ -97,7 +93,7 @@ def save(path: Path, inspections: Sequence[Inspection]) -> None:
         if path.suffix == ".html":
             unfinished.write_text(page.render(inspections), encoding="utf-8")
         elif path.suffix == ".npz":
-            page.check_room(len(last.tokens), len(last.heads), 1)
+            page.check_room(last.inputs, 1)
             np.savez_compressed(unfinished, **arrays(last))
         else:
             plots.draw_heads(unfinished, last)
@@ -118,12 +114,12 @@ def arrays(inspection: Inspection) -> dict[str, np.ndarray]:
     heads (n, 2): layer and head; weights (n, T, T): row = query, column = key; tokens (T,): labels; losses (N,); and
     each metric by its name, (L, H).
     """
-    weights = [inspection.pattern(*head).numpy() for head in inspection.heads]
+    weights = [inspection.pattern(*head).numpy() for head in inspection.inputs.heads]
     named = {name: values.numpy() for name, values in inspection.scores.mean.items()}
     return named | {
-        "heads": np.array(inspection.heads),
+        "heads": np.array(inspection.inputs.heads),
         "weights": np.stack(weights),
-        "tokens": np.array(inspection.tokens),
+        "tokens": np.array(inspection.inputs.labels),
         "losses": inspection.scores.losses.numpy(),
     }
 
@@ -162,15 +158,13 @@ def inspect_heads(
         model, precision = open_model(checkpoint, find_device(device))
         name = name_of_model(checkpoint.directory)
     with precision:
-        L, H, V = sizes_of(model)
-        inputs = choose_inputs(model, V, text, tokenizer, checkpoint)
-        return measure(model, inputs, choose_heads(heads, L, H), name, ablate)
+        inputs = choose_inputs(model, text, tokenizer, heads, checkpoint)
+        return measure(model, inputs, name, ablate)
 
 
 def measure(
     model: nn.Module,
     inputs: Inputs,
-    heads: Sequence[Head],
     name: str,
     ablation: Literal["zero", "mean"] | None = None,
     with_page: bool = True,
@@ -181,7 +175,7 @@ def measure(
     """
     scores = head_scores(model, inputs.measured, inputs.probe)
     if ablation:
-        scores.samples["ablation"] = ablate(model, inputs.measured, heads, ablation)
+        scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
     idx = inputs.shown.to(device_of(model))
     with evaluating(model), torch.no_grad(), capture(model) as att:
         read(model, idx, slice(1))
@@ -189,48 +183,20 @@ def measure(
     shares = None
     guesses = []
     if with_page:
-        shares, tokens, probabilities = influence(model, idx)
+        shares = influence(model, idx)
+        tokens, probabilities = predictions(model, idx)
         guesses = list(zip(map(inputs.label, tokens.tolist()), probabilities.tolist(), strict=True))
     q = att[0][0]
     where = f"{dtype_name(q.dtype)}, {q.device.type}"
     return Inspection(
         name=visible(name),
         verified=f"weights match the fused kernel: max row error {row_error:.1e} ({where})",
-        note=inputs.note,
-        tokens=inputs.labels,
-        heads=heads,
+        inputs=inputs,
         scores=scores,
         att=att,
         influence=shares,
         predictions=guesses,
-        labels=[[inputs.label(token) for token in layer] for layer in scores.tokens.tolist()],
     )
-
-
-@torch.no_grad()
-def sizes_of(model: nn.Module) -> tuple[int, int, int]:
-    """Return L, H and V of a model, which reads two tokens for that. Raises UserError if it cannot be inspected."""
-    with evaluating(model), capture(model) as att:
-        logits = read(model, torch.zeros(1, 2, dtype=torch.long, device=device_of(model)))
-    L, _, H, _ = att.shape
-    return L, H, logits.size(2)
-
-
-def choose_heads(patterns: Sequence[str], L: int, H: int) -> list[Head]:
-    """List the heads that match, in the order of the patterns; without patterns all.
-
-    Raises UserError for a head that does not exist.
-    """
-    # Layers are also counted from the last, which is -1.
-    heads = {f"{layer}.{head}": (layer % L, head) for layer in range(-L, L) for head in range(H)}
-    chosen = []
-    for pattern in patterns or ("*",):
-        found = sorted({heads[name] for name in fnmatch.filter(heads, pattern)})
-        if not found:
-            shape = f"{L} layers of {H} heads, written as 0.1 0.* -1.*"
-            raise UserError(f"there is no head {pattern:.80}: the model has {shape}")
-        chosen += found
-    return list(dict.fromkeys(chosen))
 
 
 def open_tokenizer(directory: Path) -> Tokenizer:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from cli.html import own_hash
 from errors import UserError
+from inspection.inputs import Inputs
 from inspection.inspection import Inspection
-from inspection.kinds import KINDS, Head, Heads, by_kind, kind_of, name_of, tag
+from inspection.kinds import KINDS, Head, by_kind, kind_of, name_of, tag
 from inspection.metrics import METRICS, Metrics
 from inspection.terminal import grid_columns, number
 
@@ -28,23 +29,24 @@ MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
 MOST_NAMED = 48  # the most tokens that are named beside the large picture
 
 
-def check_room(T: int, num_heads: int, num_checkpoints: int) -> None:
-    """Raise UserError if a file has no room for this many heads, of T tokens, in each of the checkpoints."""
+def check_room(inputs: Inputs, num_checkpoints: int) -> None:
+    """Raise UserError if a file has no room for the heads to show in each of the checkpoints."""
+    T = len(inputs.labels)
     weights = T * (T + 1) // 2
     most = MOST_WEIGHTS // (weights * num_checkpoints) - 1  # besides the influence
-    if num_heads > most:
+    if len(inputs.heads) > most:
         room = f"a file has room for {max(0, most)} heads of {T} tokens in each of {num_checkpoints} checkpoints"
-        raise UserError(f"{room}, not {num_heads}: give fewer --heads, a shorter --text or fewer checkpoints")
+        raise UserError(f"{room}, not {len(inputs.heads)}: give fewer --heads, a shorter --text or fewer checkpoints")
 
 
 def render(inspections: Sequence[Inspection]) -> str:
-    """Return the page of one or more checkpoints, in order, of which the last gives text and heads.
+    """Return the page of one or more checkpoints, in order, of which the last gives the text.
 
     Raises UserError if there is no room.
     """
     last = inspections[-1]
-    heads = last.heads
-    check_room(len(last.tokens), len(heads), len(inspections))
+    heads = last.inputs.heads
+    check_room(last.inputs, len(inspections))
     triangles = {}
     for checkpoint, inspection in enumerate(inspections):
         for head in heads:
@@ -56,13 +58,13 @@ def render(inspections: Sequence[Inspection]) -> str:
     return page.render(
         policy=f"script-src {own_hash(source, 'script')}; style-src {own_hash(source, 'style')}",
         title=f"Heads of {' to '.join(names)}",
-        note=f"scores of {last.note}",
-        labels=last.tokens,
+        note=f"scores of {last.inputs.note}",
+        labels=last.inputs.labels,
         metrics=METRICS.values(),
         most_named=MOST_NAMED,
         heads=[name_of(head) for head in heads],
         columns=grid_columns(heads),
-        checkpoints=[describe(inspection, heads) for inspection in inspections],
+        checkpoints=[describe(inspection) for inspection in inspections],
         triangles=triangles,
     )
 
@@ -74,8 +76,9 @@ def encode(pattern: Tensor) -> str:
     return base64.b64encode(zlib.compress(units.tobytes(), level=1)).decode()
 
 
-def describe(inspection: Inspection, heads: Heads) -> dict:
+def describe(inspection: Inspection) -> dict:
     """Return the texts about one checkpoint, its heads and its predictions, and the head and the row to open at."""
+    heads = inspection.inputs.heads
     mean = inspection.scores.mean
     first_kind = next(iter(by_kind(mean, heads).values()))
     best, _ = first_kind[0]
@@ -101,6 +104,6 @@ def describe_head(inspection: Inspection, mean: Metrics, head: Head) -> str:
     words = [] if kind == "other" else [f"looks at {KINDS[kind]}"]
     for name, (title, form, _) in METRICS.items():
         if name in mean:
-            token = f" {inspection.labels[head[0]][head[1]]}" if name == "token" else ""
+            token = f" {inspection.inputs.label(inspection.scores.tokens[head].item())}" if name == "token" else ""
             words.append(f"{title}{token} {number(mean[name][head], form) or '–'}")
     return " · ".join(words)

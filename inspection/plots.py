@@ -44,8 +44,8 @@ def draw_heads(path: Path, inspection: Inspection) -> None:
     One image for all, because hundreds of axes would take a minute. Tokens are named along the outer edges, as many as
     fit. The name of a head stands in its tile above the diagonal.
     """
-    heads = inspection.heads
-    labels = inspection.tokens
+    heads = inspection.inputs.heads
+    labels = inspection.inputs.labels
     T = len(labels)
     columns = grid_columns(heads)
     rows = math.ceil(len(heads) / columns)

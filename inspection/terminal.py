@@ -2,7 +2,7 @@
 
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -34,10 +34,10 @@ def label(token: bytes) -> str:
     return shown
 
 
-def table(scores: HeadScores, heads: Heads, labels: Sequence[Sequence[str]]) -> str:
+def table(scores: HeadScores, heads: Heads, label_of: Callable[[int], str]) -> str:
     """Format one line for each head. After ablation over several texts the rise of the loss has its standard error.
 
-    labels: (L, H), of the tokens that the metric "token" is about. After ablation there is no room for them.
+    label_of: names a token, for the metric "token". After ablation there is no room for it.
     """
     mean = scores.mean
     error = scores.error
@@ -45,10 +45,9 @@ def table(scores: HeadScores, heads: Heads, labels: Sequence[Sequence[str]]) -> 
     columns = [name for name in METRICS if name in mean and name != left_out]
     rows = [["head", *(METRICS[name][0] for name in columns)]]
     for head in heads:
-        layer, place = head
         cells = {name: number(mean[name][head], METRICS[name][1]) for name in columns}
         if "token" in cells:
-            cells["token"] = f"{labels[layer][place]:.10} {cells['token']}"
+            cells["token"] = f"{label_of(scores.tokens[head].item()):.10} {cells['token']}"
         if "ablation" in cells and not error["ablation"][head].isnan():
             cells["ablation"] += f" ± {error['ablation'][head]:.4f}"
         rows.append([name_of(head), *cells.values()])
@@ -67,17 +66,17 @@ def best(mean: Metrics, heads: Heads) -> list[Head]:
     return [head for group in by_kind(mean, heads).values() for head, _ in group[:2]]
 
 
-def in_words(mean: Metrics, heads: Heads, labels: Sequence[Sequence[str]]) -> str:
+def in_words(scores: HeadScores, heads: Heads, label_of: Callable[[int], str]) -> str:
     """Format one line for each kind: the number of its heads, and up to three of the highest scores.
 
-    mean: metric -> (L, H); labels: as in `table`.
+    label_of: as in `table`.
     """
     lines = ["heads by where they look"]
-    for kind, group in by_kind(mean, heads).items():
+    for kind, group in by_kind(scores.mean, heads).items():
         surest = []
-        for (layer, place), score in group[:3]:
-            token = f" {labels[layer][place]:.8}" if kind == "token" else ""
-            surest.append(f"{name_of((layer, place))}{token} {short(score)}")
+        for head, score in group[:3]:
+            token = f" {label_of(scores.tokens[head].item()):.8}" if kind == "token" else ""
+            surest.append(f"{name_of(head)}{token} {short(score)}")
         if len(group) > len(surest):
             surest.append("...")
         named = "" if kind == "other" else f": {', '.join(surest)}"

@@ -14,6 +14,7 @@ import inspection.decoder
 import inspection.heads
 import inspection.patterns
 from inspection import ablate, head_scores, influence, repeat_probe
+from inspection.decoder import predictions
 from inspection.heads import as_json, most_attended
 from inspection.inspection import Inspection
 from inspection.metrics import measure
@@ -181,7 +182,8 @@ def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: st
 def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Influence from the future is zero, and no gradient or hook stays behind."""
     model, idx = make_gpt(family=family, n_embd=18, bias=None, tied=False).double(), torch.randperm(V)[None, :T]
-    shares, tokens, probabilities = influence(model, idx)
+    shares = influence(model, idx)
+    tokens, probabilities = predictions(model, idx)
     assert model.training
     model.eval()
     likeliest = model(idx)[0].softmax(-1).max(-1)
@@ -193,7 +195,7 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
     assert not any(module._forward_hooks for module in model.modules())
     rows = model.token_embedding.weight  # each token is there once, so its row has the gradient of its place
     monkeypatch.setattr(inspection.heads, "INFLUENCE_FLOPS", 3.5 * 2 * T * sum(p.numel() for p in model.parameters()))
-    some, _, _ = influence(model, idx)
+    some = influence(model, idx)
     assert (~some.isnan().any(1)).nonzero().flatten().tolist() == [0, 5, 10] and torch.equal(some[5], shares[5])
 
     for position in (4, T - 1):
@@ -206,7 +208,7 @@ def test_keys_in_front_of_the_tokens_are_left_out() -> None:
     token, share = most_attended(torch.tensor([[5, 7, 5]]), torch.tensor([[[[0.4, 0.1, 0.2, 0.3]]]]))
     assert token.item() == 5 and share.item() == pytest.approx(0.4)
     att = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4))
-    found = Inspection("", "", "", [], [], None, att)
+    found = Inspection("", "", None, None, att)
     assert found.pattern(0, 0).tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
 
 

@@ -12,7 +12,7 @@ import inspect_attention
 import inspection.inspection
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
-from inspection import ablate, capture, head_scores, influence, page, terminal
+from inspection import ablate, capture, decoder, head_scores, influence, page, terminal
 from inspection.heads import HeadScores
 from inspection.inputs import choose_inputs
 from inspection.inspection import name_of_model, open_model
@@ -120,11 +120,13 @@ def test_a_head_has_the_first_kind_that_it_shows() -> None:
         "token": [0.9, 0.21, 0.9, 0.9, 0.19, 0.9],
         "entropy": [0.0, 0.9, 0.0, 0.0, 0.1, 0.96],
     }
-    mean = {name: torch.tensor([values]) for name, values in rows.items()}
+    samples = {name: torch.tensor([[values]]) for name, values in rows.items()}
+    scores = HeadScores(samples, torch.zeros(1), 0.0, torch.arange(6)[None])
+    mean = scores.mean
     heads = [(0, head) for head in range(6)]
     groups = {kind: [head for (_, head), _ in group] for kind, group in by_kind(mean, heads).items()}
     assert groups == {"induction": [0], "previous": [2], "sink": [3], "token": [1], "other": [4, 5]}
-    lines = terminal.in_words(mean, heads, [["a", "↵" * 20, "b", "c", "d", "e"]]).splitlines()
+    lines = terminal.in_words(scores, heads, ["a", "↵" * 20, "b", "c", "d", "e"].__getitem__).splitlines()
     assert [line.strip() for line in lines[1:]] == [
         "1  what followed the same token before: 0.0 .31",
         "1  the token before: 0.2 .30",
@@ -156,13 +158,12 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
         layer, head = map(int, name.split("."))
         weights = torch.from_numpy(stored(tmp_path / "a.html", f"0/{name}")).float()
         torch.testing.assert_close(weights, att.pattern(layer, head)[0], rtol=0, atol=1 / 65535)
-    shares, tokens, probabilities = influence(GPT.from_pretrained(straight), idx)
+    shares = influence(GPT.from_pretrained(straight), idx)
+    tokens, probabilities = decoder.predictions(GPT.from_pretrained(straight), idx)
     assert np.abs(stored(tmp_path / "a.html", "0/influence") - shares.numpy()).max() < 1e-4
     predictions = content["checkpoints"][0]["predictions"]
     assert [chance for _, chance in predictions] == [f"{probability:.1%}" for probability in probabilities]
-    assert predictions[0][0] == choose_inputs(GPT.from_pretrained(straight), 257, [0, 1], tokenizer).label(
-        tokens[0].item()
-    )
+    assert predictions[0][0] == choose_inputs(GPT.from_pretrained(straight), [0, 1], tokenizer).label(tokens[0].item())
 
 
 def test_ablation_stands_beside_its_error(run, straight: Path) -> None:

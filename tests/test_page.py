@@ -6,6 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from inspection import Inspection
 from inspection.heads import HeadScores
+from inspection.inputs import Inputs
 from inspection.kinds import KINDS, by_kind, kind_of, name_of, tag
 from inspection.page import render
 
@@ -32,26 +34,32 @@ def pattern(name: str, step: int = 400) -> Tensor:
     return scores.masked_fill(~torch.ones(T, T).tril().bool(), float("-inf")).softmax(-1)
 
 
-def inspected(step: int = 400, **changes: object) -> Inspection:
+def inspected(step: int = 400, name: str = "", **changes: object) -> Inspection:
     samples = {name: pattern(name, step)[None, -L:, :H] for name in ("entropy", "induction", "ablation")}
     samples["ablation"][:, 0, 1] = float("nan")
     samples["previous"] = 1 - samples["induction"]
     samples["token"] = samples["entropy"] / 2
     influence = pattern("influence", step)
     influence[[3, 9]] = float("nan")
-    fields = dict(
-        name=f"step-{step:08d}",
-        verified="weights match the kernel",
-        note="a text",
-        tokens=[f"␣w{i}" for i in range(T)],
+    inputs = Inputs(
         heads=HEADS,
-        scores=HeadScores(samples, torch.tensor([1000 / step]), 0.0, torch.zeros(L, H)),
+        measured=None,
+        shown=None,
+        labels=[f"␣w{i}" for i in range(T)],
+        label=lambda token: f"<b>{token}",
+        note="a text",
+        probe=None,
+        pool="",
+    )
+    return Inspection(
+        name=name or f"step-{step:08d}",
+        verified="weights match the kernel",
+        inputs=replace(inputs, **changes),
+        scores=HeadScores(samples, torch.tensor([1000 / step]), 0.0, torch.arange(L * H).view(L, H)),
         att=SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step)[None]),
         influence=influence,
-        labels=[[f"<b>{layer}.{head}" for head in range(H)] for layer in range(L)],
         predictions=[(f"next{i}", (i + 1) / (T + 2)) for i in range(T)],
     )
-    return Inspection(**fields | changes)
 
 
 def write(path: Path, *inspections: Inspection) -> None:
@@ -77,7 +85,7 @@ def labels_of(path: Path) -> list[str]:
 
 def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    write(path, inspected(name=HOSTILE[0], tokens=HOSTILE, note=HOSTILE[0]))
+    write(path, inspected(name=HOSTILE[0], labels=HOSTILE, note=HOSTILE[0]))
     text = path.read_text()
     policy = "content=\"default-src 'none'; script-src 'sha256-[^' ]+'; style-src 'sha256-[^' ]+'\""
     assert re.search(policy, html.unescape(text))
@@ -91,7 +99,7 @@ def test_the_scores_of_a_head_are_in_words(tmp_path: Path) -> None:
     entropy, induction = (inspected(800).scores.mean[name][0, 1] for name in ("entropy", "induction"))
     kind, _ = kind_of(inspected(800).scores.mean, (0, 1))
     scores = f"looks at {KINDS[kind]} · entropy {entropy:.2f} · prev {1 - induction:.2f} · "
-    scores += f"token <b>0.1 {entropy / 2:.2f} · ind {induction:.2f} · loss –"
+    scores += f"token <b>1 {entropy / 2:.2f} · ind {induction:.2f} · loss –"
     assert data_of(path)["checkpoints"][1]["scores"][0] == scores
 
 
@@ -204,7 +212,7 @@ def test_slider_travels_through_checkpoints(show: Callable) -> None:
 def test_hostile_tokens_are_text_on_any_screen(show: Callable) -> None:
     colours = {}
     for width, scheme in ((360, "light"), (1600, "dark")):
-        hostile = {"name": HOSTILE[0], "tokens": HOSTILE, "note": HOSTILE[0]}
+        hostile = {"name": HOSTILE[0], "labels": HOSTILE, "note": HOSTILE[0]}
         page = show(inspected(400, **hostile), inspected(800, **hostile), width=width, scheme=scheme)
         assert page.locator("h1").inner_text() == f"Heads of {HOSTILE[0]}"
         for place in ("#attention", "#queries"):
