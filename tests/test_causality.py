@@ -18,8 +18,9 @@ from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import Attend, make_causal_mask
 from model.causality import check_causality
+from model.families import FAMILIES
 from tests.conftest import make_gpt, often, tiny_run
-from training.certificate import certify
+from training.certificate import certify, compare_with_cpu
 
 V, T = 17, 11
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -310,3 +311,19 @@ def test_no_run_begins_with_a_model_that_sees_the_future(run, corpus_file: Path,
     refused = run(train, *tiny_run(corpus_file, tmp_path / "refused"))
     assert refused.exit_code == 2 and "refusing to train" in refused.err
     assert not [path for path in (tmp_path / "refused").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_device_that_computes_something_else_is_refused(family: str, dtype: torch.dtype, capsys) -> None:
+    model = make_gpt(family=family, n_embd=18, dropout=0.3).train()
+    record = compare_with_cpu(model, dtype)  # of a CPU with itself, in this precision
+    assert record["beside_cpu"].startswith("off by ") and capsys.readouterr().out.startswith("device: its kernels are")
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())
+    layer = model.blocks[1].attention
+    attend = layer.attend.forward
+    layer.attend.forward = lambda *inputs: attend(*inputs).roll(1, dims=1)  # heads in another order
+    with pytest.raises(
+        UserError, match="refusing to train: the kernels of cpu are off by .* use another device or dtype"
+    ):
+        compare_with_cpu(model, dtype)

@@ -3,9 +3,6 @@
 import json
 import math
 import socket
-from collections.abc import Callable
-from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +13,7 @@ import sample
 import train
 from cli.script import run_script, visible
 from data.batches import IGNORE
-from model.families import FAMILIES
-from tests.conftest import make_gpt, metrics, often, same_bits, tiny_run, weights
+from tests.conftest import make_gpt, metrics, same_bits, tiny_run, weights
 from training.device import set_seed
 
 
@@ -112,31 +108,6 @@ def test_deterministic_kernels_are_asked_for_and_noted(run, corpus_file: Path, t
         assert manifest["environment"]["deterministic"] == "true"
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("family, dtype", often(*product(list(FAMILIES)[::-1], ("float32", "bfloat16"))))
-def test_the_program_that_is_certified_is_the_one_that_trains(
-    run, corpus_file, tmp_path, monkeypatch, family: str, dtype: str
-) -> None:
-    graphs, certify_it = [], train.certify
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-        graphs.append(graph)
-        return graph.forward
-
-    def certify(*arguments: object) -> dict:
-        certificate = certify_it(*arguments)
-        assert len(graphs) == 2  # one with gradients and dropout, one without
-        return certificate
-
-    torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
-    monkeypatch.setattr(train, "certify", certify)
-    options = {"model__family": family, "model__n_embd": 18, "train__dtype": dtype, "train__compile": "true"}
-    options |= {"train__max_steps": 3, "train__eval_every": 2}
-    result = run(train, *tiny_run(corpus_file, tmp_path / "out", **options))
-    assert result.exit_code == 0 and f"model:  {family}, " in result.out
-    assert len(graphs) == 2  # also after evaluations between steps
 
 
 @pytest.mark.parametrize(
