@@ -28,7 +28,7 @@ from cli.script import BrokenPipeGuard, read_prompt, run_script, visible
 from errors import UserError
 from inspection import page, terminal
 from inspection.inputs import choose_inputs
-from inspection.inspection import check_output, measure, name_of_model, open_model, open_tokenizer, save
+from inspection.inspection import check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
 from inspection.metrics import METRICS
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
@@ -74,7 +74,6 @@ def inspect(options: Options) -> None:
     """Inspect the checkpoints, write the outputs, and print the heads of the last one."""
     checkpoints = find_checkpoints(options.checkpoints)
     newest = checkpoints[-1]
-    tokenizer = open_tokenizer(newest.directory)
     device = find_device(options.device)
     text = None if options.text is None else read_prompt(options.text)
     suffixes = {path.suffix for path in options.output}
@@ -84,7 +83,7 @@ def inspect(options: Options) -> None:
         model, precision = open_model(checkpoint, device)
         with precision:
             if number == 0:
-                inputs = choose_inputs(model, text, tokenizer, options.heads, newest)
+                inputs = choose_inputs(model, text, None, options.heads, newest)
                 if suffixes & {".html", ".npz"}:  # check now, not after the work
                     page.check_room(inputs, len(checkpoints) if writes_page else 1)
                 print(visible(f"text:   {inputs.note}"))

@@ -5,7 +5,7 @@ Ours, those of `transformers` and a stranger's own are run alike. Shapes are nam
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -62,18 +62,15 @@ def read(
             return (inputs[0][:, positions], *inputs[1:])
 
     head = find_head(model)
-    handle = head.register_forward_pre_hook(cut) if head is not None else None
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     try:
-        output = model(idx, **options)
+        with head.register_forward_pre_hook(cut) if head is not None else nullcontext():
+            output = model(idx, **options)
     except Exception as error:
         if isinstance(model, GPT):  # a fault of ours has a traceback
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"the model cannot read {T} tokens, given as model(idx): {reason:.200}") from error
-    finally:
-        if handle is not None:
-            handle.remove()
     with errors_as_user_error("the model has to return logits"):
         logits = logits_of(output)
     if hidden:

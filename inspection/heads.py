@@ -160,8 +160,8 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Literal[
     outputs = {}  # of each block
     with evaluating(model), ExitStack() as undo:
         for block in blocks:
-            handle = block.register_forward_hook(lambda block, inputs, output: outputs.update({block: output}))
-            undo.callback(handle.remove)
+            hook = block.register_forward_hook(lambda block, inputs, output: outputs.update({block: output}))
+            undo.enter_context(hook)
         with capture(model) as att:
             before = sequence_losses(model, text)
         undo.close()

@@ -4,6 +4,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 from data import errors_as_user_error
 from data.config import DataConfig
-from data.encoding import HubTokenizer, Tokenizer
+from data.encoding import TOKENIZER_JSON, HubTokenizer, Tokenizer
 from data.prepare import find_prepared
 from data.token_files import open_token_files
+from data.tokenizer import load_tokenizer
 from errors import UserError
 from inspection.decoder import device_of, evaluating, read
 from inspection.heads import PROBE_LENGTH, RepeatProbe, repeat_probe
@@ -45,19 +47,21 @@ class Inputs:
 def choose_inputs(
     model: nn.Module,
     text: str | Sequence[int] | Tensor | None,
-    tokenizer: object = None,
-    heads: Sequence[str] = (),
+    tokenizer: object,
+    heads: Sequence[str],
     checkpoint: Checkpoint | None = None,
 ) -> Inputs:
     """Choose what a model reads and which of its heads are shown.
 
-    text, tokenizer and heads are as in `inspect_heads`. checkpoint: has the validation text that a text of None means.
+    text, tokenizer and heads are as in `inspect_heads`. checkpoint: has what None stands for.
 
     Raises UserError if the model cannot be inspected, for a head that does not exist, if there is no text, if it needs
     a tokenizer, or if the model does not know its tokens.
     """
     L, H, vocab_size = sizes_of(model)
     chosen = choose_heads(heads, L, H)
+    if tokenizer is None and checkpoint:
+        tokenizer = open_tokenizer(checkpoint.directory)
     given = tokenizer if isinstance(tokenizer, list | tuple) else ()
     tokenizer = None if given else as_tokenizer(tokenizer)
     if tokenizer and (text is None or isinstance(text, str)):
@@ -144,6 +148,18 @@ def as_tokenizer(tokenizer: object) -> Tokenizer | None:
         raise UserError(f"expected a tokenizer: {kinds}, got {type(tokenizer).__name__}")
     content = tokenizer.backend_tokenizer.to_str().encode()
     return HubTokenizer(type(tokenizer).__name__, content, tokenizer.eos_token)
+
+
+def open_tokenizer(directory: Path) -> Tokenizer:
+    """Load the tokenizer of a model directory; one without a tokenizer.json by `transformers`, if that can read it."""
+    if (directory / TOKENIZER_JSON).is_file():
+        return load_tokenizer(directory)
+    try:
+        from transformers import AutoTokenizer
+
+        return as_tokenizer(AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
+    except Exception as error:  # of many libraries, without a common class
+        raise UserError(f"{directory} has no {TOKENIZER_JSON}, and no tokenizer that transformers can read") from error
 
 
 def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> list[int]:

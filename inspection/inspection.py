@@ -23,12 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from cli.script import visible
-from data.encoding import TOKENIZER_JSON, Tokenizer
-from data.tokenizer import load_tokenizer
 from errors import UserError
 from inspection.decoder import device_of, evaluating, predictions, read
 from inspection.heads import HeadScores, ablate, head_scores, influence
-from inspection.inputs import Inputs, as_tokenizer, choose_inputs
+from inspection.inputs import Inputs, choose_inputs
 from inspection.kinds import Head
 from inspection.patterns import Captured, capture
 from inspection.terminal import in_words, table
@@ -154,7 +152,6 @@ def inspect_heads(
         if not isinstance(model, str | Path):
             raise UserError(f"expected a module or the path of a model, got {type(model).__name__}")
         checkpoint = find_checkpoint(Path(model))
-        tokenizer = tokenizer or open_tokenizer(checkpoint.directory)
         model, precision = open_model(checkpoint, find_device(device))
         name = name_of_model(checkpoint.directory)
     with precision:
@@ -197,18 +194,6 @@ def measure(
         influence=shares,
         predictions=guesses,
     )
-
-
-def open_tokenizer(directory: Path) -> Tokenizer:
-    """Load the tokenizer of a model directory; one without a tokenizer.json by `transformers`, if that can read it."""
-    if (directory / TOKENIZER_JSON).is_file():
-        return load_tokenizer(directory)
-    try:
-        from transformers import AutoTokenizer
-
-        return as_tokenizer(AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
-    except Exception as error:  # of many libraries, without a common class
-        raise UserError(f"{directory} has no {TOKENIZER_JSON}, and no tokenizer that transformers can read") from error
 
 
 def open_model(checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module, AbstractContextManager]:

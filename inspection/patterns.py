@@ -95,11 +95,6 @@ class Captured(TorchFunctionMode):
         self.calls: list[Call] = []
         self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
 
-    def clear(self) -> None:
-        """Forget the calls, before another forward pass."""
-        self.calls.clear()
-        self.left_out.clear()
-
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         """Call a function of PyTorch; store the call, and replace its output if that was asked for, if it attends."""
         kwargs = kwargs or {}
@@ -305,15 +300,16 @@ def capture(model: nn.Module, replace: Replace | None = None) -> Iterator[Captur
     def begin(module: nn.Module, inputs: tuple) -> None:
         """Forget the forward pass before. A part may be run by itself, from tokens on, as `GPT.generate` does."""
         if module is model or not running:
-            captured.clear()
+            captured.calls.clear()
+            captured.left_out.clear()
         if module is model:
             running.append(module)
 
     with ExitStack() as stack:
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         for module in (model, *embeddings[:1]):
-            stack.callback(module.register_forward_pre_hook(begin).remove)
-        stack.callback(model.register_forward_hook(lambda *_: running.clear(), always_call=True).remove)
+            stack.enter_context(module.register_forward_pre_hook(begin))
+        stack.enter_context(model.register_forward_hook(lambda *_: running.clear(), always_call=True))
         if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield stack.enter_context(captured)

@@ -163,7 +163,8 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
     assert np.abs(stored(tmp_path / "a.html", "0/influence") - shares.numpy()).max() < 1e-4
     predictions = content["checkpoints"][0]["predictions"]
     assert [chance for _, chance in predictions] == [f"{probability:.1%}" for probability in probabilities]
-    assert predictions[0][0] == choose_inputs(GPT.from_pretrained(straight), [0, 1], tokenizer).label(tokens[0].item())
+    inputs = choose_inputs(GPT.from_pretrained(straight), [0, 1], tokenizer, [])
+    assert predictions[0][0] == inputs.label(tokens[0].item())
 
 
 def test_ablation_stands_beside_its_error(run, straight: Path) -> None:
