@@ -24,6 +24,3 @@ class Lines:
     def write(self, text: str) -> None:
         if text.strip():
             self.stream.write(f"{text.strip()}\n")
-
-    def flush(self) -> None:
-        self.stream.flush()

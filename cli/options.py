@@ -1,8 +1,8 @@
 """Options of every script: the command line, over a TOML file, over defaults.
 
 A script describes its options as frozen dataclasses with a docstring under each field. `tyro` checks types and names,
-and writes --help. The tables of a TOML file become options that stand before those of the user. So both pass the same
-checks, and of two values for one option the user's is taken.
+and writes --help. The tables of a TOML file become options, so that they pass the same checks. Their values are the
+defaults of the command line.
 """
 
 import contextlib
@@ -45,14 +45,12 @@ def parse(options: type[T], argv: list[str], file: Path | None = None, defaults:
 
     Raises UserError, in one sentence, for an unknown option, a value of the wrong type, or an unreadable file.
     """
-    from_file = []
     if file is not None:
         try:
-            from_file = options_in(file)
-            run_tyro(options, from_file, defaults)  # alone, so that a fault of the file is reported as such
+            defaults = run_tyro(options, options_in(file), defaults)
         except UserError as error:
             raise UserError(f"{file}: {error}") from error
-    return run_tyro(options, from_file + argv, defaults)
+    return run_tyro(options, argv, defaults)
 
 
 def options_in(file: Path) -> list[str]:

@@ -90,7 +90,7 @@ def files(source: str) -> list[Path]:
     elif path.is_file():  # its name may hold characters of a glob
         found = [path]
     else:
-        found = map(Path, glob.glob(str(path), recursive=True))
+        found = map(Path, glob.glob(source, recursive=True))
     found = sorted(file for file in found if file.is_file())
     if not found:
         kinds = ", ".join(f"{prefix}:NAME" for prefix in READERS)

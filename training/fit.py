@@ -80,7 +80,7 @@ def fit_to_text(config: Config, num_bytes: float, tokenizer: str | None, on_gpu:
     if not on_gpu:
         tokens = min(tokens, TOKENS_ON_CPU)
     max_steps = max(FEWEST_STEPS, round(tokens / (batch_size * grad_accum_steps * shape["context_length"])))
-    every = math.ceil(max_steps / max(1, min(EVALUATIONS, max_steps // FEWEST_STEPS)))  # the last is not a short one
+    every = math.ceil(max_steps / min(EVALUATIONS, max_steps // FEWEST_STEPS))  # the last is not a short one
     train = replace(
         config.train,
         batch_size=batch_size,

@@ -28,16 +28,11 @@ def read_config(argv: list[str]) -> Config:
 
     Raises UserError for an option that cannot be used.
     """
-    if {"-h", "--help"} & {*argv}:  # with a configuration's values as defaults
-        is_finetuning = any(word.replace("-", "_").startswith("__train.init_from") for word in argv)
-        otherwise = FINETUNE if is_finetuning else QUICKSTART
-        file = next((Path(word) for word in argv if word.endswith(".toml")), otherwise)
-        parse(Config, argv, defaults=parse(Config, [], file))
-    asked = parse(Config, argv)
+    asked = parse(Config, [word for word in argv if word not in ("-h", "--help")])
     if asked.resume:
         return read_resumed(argv, asked)
     file = asked.config or (FINETUNE if asked.train.init_from else QUICKSTART)
-    config = parse(Config, argv, file)
+    config = parse(Config, argv, file)  # --help shows the values of the file
     if config.train.init_from:
         config = fit_to_model(argv, file, config.train.init_from)
         if not asked.config:
