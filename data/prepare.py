@@ -25,7 +25,7 @@ from data.corpus import Corpus, is_prepared, open_corpus
 from data.encoding import Tokenizer
 from data.token_files import has_token_files, open_token_files
 from data.tokenise import write_corpus
-from data.tokenizer import find_tokenizer, load_tokenizer, read_files
+from data.tokenizer import find_tokenizer
 from errors import UserError
 
 FORMAT = 2
@@ -50,7 +50,10 @@ def prepare(
     if corpus is None:
         is_corpus = is_prepared(config.source)
         is_tokens = not is_corpus and has_token_files(config.source)
-        place = find_tokenizer(config.tokenizer, model)
+        if is_tokens and fingerprint is not None:
+            # The run's own copy of the tokenizer: another version of a library may write another.
+            config = replace(config, tokenizer="model")
+        tokenizer = find_tokenizer(config.tokenizer, model)
         if config.tokenizer == "model" and model is None and not is_corpus:
             raise UserError("the tokenizer 'model' is that of train.init_from, which is not given")
         if out is not None and (is_corpus or is_tokens):
@@ -58,14 +61,11 @@ def prepare(
         if config.val_source and not is_tokens:
             raise UserError(f"data.val_source is for token files, and {config.source} has none")
         if is_corpus:
-            corpus = open_source(config, place)
+            corpus = open_source(config, tokenizer)
         elif is_tokens:
-            if fingerprint is not None:  # the run's own copy: another version of a library may write another
-                config = replace(config, tokenizer="model")
-                place = model
-            corpus = open_token_files(config, place)
+            corpus = open_token_files(config, tokenizer)
         else:
-            corpus = prepare_source(config, out, place)
+            corpus = prepare_source(config, out, tokenizer)
     if fingerprint not in (None, corpus.meta["fingerprint"]):
         different = sorted(set(fingerprint.splitlines()) ^ set(corpus.meta["fingerprint"].splitlines()))
         name, colon, _ = different[0].rpartition(":")  # of token files: a line for each
@@ -74,13 +74,13 @@ def prepare(
     return corpus
 
 
-def open_source(config: DataConfig, place: Path | None) -> Corpus:
+def open_source(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
     """Open a source that is a prepared corpus. Raises UserError if it has another tokenizer than the configuration.
 
-    place: that of the configured tokenizer, as `find_tokenizer` returns it, here and in the functions below.
+    tokenizer: the configured one, as `find_tokenizer` returns it, here and in the functions below.
     """
     corpus = open_corpus(Path(config.source))
-    is_same = corpus.tokenizer.files == read_files(place) if place else corpus.meta["tokenizer"] == config.tokenizer
+    is_same = corpus.tokenizer.files == tokenizer.files if tokenizer else corpus.meta["tokenizer"] == config.tokenizer
     if not is_same:
         raise UserError(
             f"{config.source} was prepared with --data.tokenizer {corpus.meta['tokenizer']}, not {config.tokenizer}"
@@ -88,12 +88,11 @@ def open_source(config: DataConfig, place: Path | None) -> Corpus:
     return corpus
 
 
-def prepare_source(config: DataConfig, out: Path | None, place: Path | None) -> Corpus:
+def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | None) -> Corpus:
     """Open the corpus in a directory if it is there already, else write it. One process at a time; others wait.
 
     Raises UserError if the directory holds something else, or a corpus that has changed.
     """
-    tokenizer = load_tokenizer(place) if place else None  # a bad one is refused here, where its place can be named
     key = corpus_key(config, tokenizer)
     directory = (out or default_directory(config, key)).resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")

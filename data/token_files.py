@@ -21,7 +21,7 @@ from data.config import DataConfig
 from data.corpus import Corpus
 from data.encoding import Tokenizer
 from data.sources import files
-from data.tokenizer import TOKENIZER_JSON, find_tokenizer, load_tokenizer, make_tokenizer, read_files
+from data.tokenizer import TOKENIZER_JSON, find_tokenizer, make_tokenizer
 from errors import UserError
 
 SAMPLE_BYTES = 1 << 12  # of each of three samples of a file, by which a change is noticed
@@ -89,10 +89,10 @@ def has_token_files(source: str) -> bool:
     return bool(found) and not others
 
 
-def open_token_files(config: DataConfig, tokenizer_place: Path | None) -> Corpus:
+def open_token_files(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
     """Open token files as a corpus.
 
-    tokenizer_place: that of the configured tokenizer, as `find_tokenizer` returns it.
+    tokenizer: the configured one, as `find_tokenizer` returns it.
 
     The validation split is `val_source`, whose files are not trained on. Without `val_source` the split begins at the
     last end of a document within the first 1 - `val_fraction` of all tokens.
@@ -105,7 +105,7 @@ def open_token_files(config: DataConfig, tokenizer_place: Path | None) -> Corpus
     if not training:
         raise UserError(f"all token files of {config.source} are kept for validation")
     all_files = training + validation
-    tokenizer = tokenizer_of(all_files, config.tokenizer, tokenizer_place)
+    tokenizer = tokenizer_of(all_files, config.tokenizer, tokenizer)
     allow_open_files(len(all_files) + 1024)
     num_tokens = sum(file.num_tokens for file in training)
     end = min(num_tokens, config.max_tokens or num_tokens)
@@ -131,10 +131,10 @@ def open_token_files(config: DataConfig, tokenizer_place: Path | None) -> Corpus
     return Corpus(Path(config.source), meta, tokenizer, splits)
 
 
-def tokenizer_of(files: list[TokenFile], name: str, place: Path | None) -> Tokenizer:
+def tokenizer_of(files: list[TokenFile], name: str, tokenizer: Tokenizer | None) -> Tokenizer:
     """Return the tokenizer of token files: the one asked for, by default the one that wrote them.
 
-    name, place: of the one asked for; the place is None if it is to be made by its name.
+    name, tokenizer: the one asked for; None if it is to be made by its name.
 
     Raises UserError if the files disagree about it, or if the one asked for is known to be another.
     """
@@ -146,12 +146,12 @@ def tokenizer_of(files: list[TokenFile], name: str, place: Path | None) -> Token
     own = find_tokenizer(first.tokenizer, None)
     if is_default:
         name = first.tokenizer
-        place = own
+        tokenizer = own
     elif name == "chars" or name.startswith("bpe:"):
         raise UserError(f"{first.path} was written by {first.tokenizer}, so {name} cannot be learned from it")
-    tokenizer = load_tokenizer(place) if place else make_tokenizer(name, [])
-    if own and name != "model" and read_files(own)[TOKENIZER_JSON] != tokenizer.files[TOKENIZER_JSON]:
-        raise UserError(f"{first.path} was written by {own}, not by {name}")
+    tokenizer = tokenizer or make_tokenizer(name, [])
+    if own and name != "model" and own.files[TOKENIZER_JSON] != tokenizer.files[TOKENIZER_JSON]:
+        raise UserError(f"{first.path} was written by {first.tokenizer}, not by {name}")
     return tokenizer
 
 

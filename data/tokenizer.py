@@ -104,32 +104,25 @@ def bpe_sample(texts: Iterable[str]) -> Iterator[str]:
             return
 
 
-def find_tokenizer(name: str, model: Path | None) -> Path | None:
-    """Return the file or directory of a tokenizer that exists, None for one that is to be made by its name.
+def find_tokenizer(name: str, model: Path | None) -> Tokenizer | None:
+    """Load a tokenizer that exists. Return None for one that is to be made by its name. Raises as `load_tokenizer`.
 
     model: the directory of the tokenizer with the name "model".
     """
     if name == "model":
-        return model
-    return Path(name) if Path(name).is_file() else None
+        return load_tokenizer(model) if model else None
+    return load_tokenizer(Path(name)) if Path(name).is_file() else None
 
 
-def read_files(place: Path) -> dict[str, bytes]:
-    """Return the content of FILES by name. The second file may be missing.
+def load_tokenizer(place: Path) -> Tokenizer:
+    """Load the tokenizer of a corpus or checkpoint, or a tokenizer.json, with a second file beside it.
 
-    place: the directory of both files, or the path of the first.
-
-    Raises UserError if there is no tokenizer.json, or if a file is too large to be a tokenizer.
+    Raises UserError if there is no tokenizer.json, or one that cannot be read.
     """
     paths = [place, place.with_name(TOKENIZER_CONFIG)] if place.is_file() else [place / name for name in FILES]
     if not paths[0].is_file():
         raise UserError(f"{place} has no tokenizer: there is no {TOKENIZER_JSON}")
-    return {name: read_small(path) for name, path in zip(FILES, paths, strict=True) if path.is_file()}
-
-
-def load_tokenizer(place: Path) -> Tokenizer:
-    """Load the tokenizer of a corpus, checkpoint or file. Raises UserError for one that cannot be read."""
-    files = read_files(place)
+    files = {name: read_small(path) for name, path in zip(FILES, paths, strict=True) if path.is_file()}
     with errors_as_user_error(f"{place} has no tokenizer that this version can read"):
         content = files[TOKENIZER_JSON]
         config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))

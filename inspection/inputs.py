@@ -194,7 +194,8 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
     corpus = find_prepared(fingerprint, str(nested(options, "source")))
     if corpus is None and "\n" in str(fingerprint):
         with suppress(UserError, OSError, TypeError):  # token files, whose tokenizer is beside the model
-            corpus = open_token_files(DataConfig(**options | {"tokenizer": "model"}), checkpoint.directory)
+            tokenizer = load_tokenizer(checkpoint.directory)
+            corpus = open_token_files(DataConfig(**options | {"tokenizer": "model"}), tokenizer)
     if corpus is None or corpus.meta["fingerprint"] != fingerprint:
         raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]
