@@ -17,16 +17,17 @@ import shutil
 import sys
 import textwrap
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from cli.options import parse
-from cli.script import BrokenPipeGuard, read_prompt, run_script, visible
+from cli.script import BrokenPipeGuard, read_prompt, run_script
 from errors import UserError
 from inspection import page, terminal
+from inspection.heads import Ablation
 from inspection.inputs import choose_inputs
 from inspection.inspection import check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
@@ -50,7 +51,7 @@ class Options:
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""
-    ablate: Literal["zero", "mean"] | None = None
+    ablate: Ablation | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
     """A file to write, any number of times: .html, a page of all checkpoints; of the last one .png or .svg, a picture,
@@ -79,22 +80,19 @@ def inspect(options: Options) -> None:
     suffixes = {path.suffix for path in options.output}
     writes_page = ".html" in suffixes
     inspections = []
-    for number, checkpoint in enumerate(checkpoints):
+    for checkpoint in checkpoints:
         model, precision = open_model(checkpoint, device)
         with precision:
-            if number == 0:
+            if not inspections:
                 inputs = choose_inputs(model, text, None, options.heads, newest)
                 if suffixes & {".html", ".npz"}:  # check now, not after the work
                     page.check_room(inputs, len(checkpoints) if writes_page else 1)
-                print(visible(f"text:   {inputs.note}"))
+                print(f"text:   {inputs.note}")
                 if probe := inputs.probe:
                     drawn = f"{probe.repeat} random tokens of the {inputs.pool}"
                     print(f"probe:  {len(probe.repeated)} x [start, {drawn}, the same again]")
-            if not writes_page:
-                inspections.clear()  # only the last one is drawn, and its queries and keys are large
-            name = name_of_model(checkpoint.directory)
-            found = measure(model, inputs, name, options.ablate, writes_page)
-        inspections.append(found)
+            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, writes_page)
+        inspections = [*inspections, found] if writes_page else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(f"        {found.verified}", flush=True)
     for output in options.output:
@@ -123,7 +121,7 @@ def find_checkpoints(paths: tuple[Path, ...]) -> list[Checkpoint]:
     runs = {path.parent if STEP.fullmatch(path.name) else path for path in by_path}
     if len(runs) > 1:
         raise UserError("several checkpoints make a timeline, so they must be directories step-... of one run")
-    return [replace(by_path[path], directory=path) for path in sorted(by_path)]
+    return [by_path[path] for path in sorted(by_path)]
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ TOKENS_TOGETHER = 512  # short sequences are read together, up to so many tokens
 INFLUENCE_FLOPS = 5e11  # spent on influence on a CPU: about five seconds
 PROBE_LENGTH = 101  # tokens of a probe, if the context and its vocabulary allow: a start, and 50 twice
 ON_REPEATS = ("duplicate", "induction")  # the metrics that need a probe
+Ablation = Literal["zero", "mean"]  # what takes the place of a head's output
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def as_json(scores: HeadScores) -> dict[str, list[list[float | None]]]:
     return tables
 
 
-def replace_head(layer: int, output: Tensor, head: Head, mode: str) -> Tensor:
+def replace_head(layer: int, output: Tensor, head: Head, mode: Ablation) -> Tensor:
     """Replace the output of one head by zero or its mean. output: (B, H, T, D), of all heads of a layer."""
     if layer == head[0]:
         output = output.clone()
@@ -149,7 +150,7 @@ def replace_head(layer: int, output: Tensor, head: Head, mode: str) -> Tensor:
 
 
 @torch.no_grad()
-def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Literal["zero", "mean"] = "zero") -> Tensor:
+def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation = "zero") -> Tensor:
     """Measure how much each sequence's loss rises without a head: (N, L, H) nats a token, nan for heads not asked for.
 
     The head's output becomes zero, or its mean over the text (N, T) (Michel, Levy and Neubig 2019). The model was

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from cli.script import visible
 from errors import UserError
 from inspection.decoder import device_of, evaluating, predictions, read
-from inspection.heads import HeadScores, ablate, head_scores, influence
+from inspection.heads import Ablation, HeadScores, ablate, head_scores, influence
 from inspection.inputs import Inputs, choose_inputs
 from inspection.kinds import Head
 from inspection.patterns import Captured, capture
@@ -127,7 +126,7 @@ def inspect_heads(
     text: str | Sequence[int] | Tensor | None = None,
     tokenizer: object = None,
     heads: Sequence[str] = (),
-    ablate: Literal["zero", "mean"] | None = None,
+    ablate: Ablation | None = None,
     device: str = "auto",
 ) -> Inspection:
     """Measure the heads of a decoder on a text, and prove their weights.
@@ -163,7 +162,7 @@ def measure(
     model: nn.Module,
     inputs: Inputs,
     name: str,
-    ablation: Literal["zero", "mean"] | None = None,
+    ablation: Ablation | None = None,
     with_page: bool = True,
 ) -> Inspection:
     """Measure the heads of a model and capture the text that is shown; see `inspect_heads`.
@@ -216,6 +215,7 @@ def open_model(checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module,
 
 def name_of_model(directory: Path) -> str:
     """Name a model RUN step-00000400, OWNER/NAME if it came from the hub, or by its directory."""
+    directory = directory.resolve()
     if directory.parent.name == "snapshots":  # in the hub's cache
         return directory.parts[-3].removeprefix("models--").replace("--", "/")
     return " ".join(directory.parts[-3::2]) if STEP.fullmatch(directory.name) else directory.name
