@@ -26,7 +26,6 @@ from inspection.terminal import grid_columns, number
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
-MOST_NAMED = 48  # the most tokens that are named beside the large picture
 
 
 def check_room(inputs: Inputs, num_checkpoints: int) -> None:
@@ -58,10 +57,8 @@ def render(inspections: Sequence[Inspection]) -> str:
     return page.render(
         policy=f"script-src {own_hash(source, 'script')}; style-src {own_hash(source, 'style')}",
         title=f"Heads of {' to '.join(names)}",
-        note=f"scores of {last.inputs.note}",
-        labels=last.inputs.labels,
+        inputs=last.inputs,
         metrics=METRICS.values(),
-        most_named=MOST_NAMED,
         heads=[name_of(head) for head in heads],
         columns=grid_columns(heads),
         checkpoints=[describe(inspection) for inspection in inspections],
