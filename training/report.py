@@ -21,13 +21,6 @@ from training.directory import best_validation, next_commands, read_metrics
 
 SOURCE = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
 TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: visible(str(value)), trim_blocks=True)
-FIGURES = {
-    "val_loss": ("Validation loss, nats a token", "{:.4f}"),
-    "val_bits_per_byte": ("Validation, bits a byte", "{:.4f}"),
-    "train_seconds": ("Training time, without evaluations", "{:,.0f} s"),
-    "tokens_per_second": ("Latest speed, tokens a second", "{:,.0f}"),
-    "best": ("Best checkpoint", "step {:,}"),
-}
 # The norm can show trouble before the loss does. The configuration determines the learning rate, one number the speed.
 CHARTS = {
     "Loss, nats a token": {"training": "train_loss", "validation": "val_loss"},
@@ -77,7 +70,7 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "saved": saved,
         "finished": finished,
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "figures": [(name, form.format(latest[key])) for key, (name, form) in FIGURES.items() if key in latest],
+        "latest": latest,
         "charts": {
             title: draw_chart(keys, lines, step) for title, keys in CHARTS.items() if latest.keys() & keys.values()
         },
