@@ -1,29 +1,30 @@
-"""Count the memory of a GPU that training needs, on a pretended one (benchmarks/pretended_gpu.py).
+"""Count the memory that training needs on a GPU, on a pretended one (benchmarks/pretended_gpu.py).
 
 Ways to run:
-    python benchmarks/memory.py                                      the table of docs/train.md
-    python benchmarks/memory.py configs/tinystories.toml ...         these configurations
-    python benchmarks/memory.py --measure                            beside it, what this machine's GPU needs
+    python benchmarks/memory.py                                  the table of docs/train.md
+    python benchmarks/memory.py --configs configs/my.toml        of other configurations
+    python benchmarks/memory.py --measured true                  beside it, what the GPU of this machine needs
 
-Counted are the tensors of the certificate and of one step of train.py. A real GPU needs more: its context, workspaces of
-libraries, and gaps between tensors. RESERVE is for these.
+Counted are the tensors of the certificate and of one step of train.py, as each configuration has it. A real GPU needs
+more: a context, workspaces of libraries, and gaps between tensors. RESERVE is for these.
 
 A compiled step is counted in the two graphs that torch.compile makes of the loss. A tensor has memory there if a matrix
 product, the attention kernel or a reduction makes or reads it, or if the backward pass needs it. All others are taken
 to be fused.
 """
 
-import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.pretended_gpu import PretendedGPU, named_cuda, pretended_gpu  # before torch
+from benchmarks.pretended_gpu import named_cuda, pretended_gpu  # before torch
 
 # isort: split
 import torch
@@ -33,15 +34,20 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._inductor.decomposition import select_decomp_table
 
+from cli.options import parse
+from cli.script import run_script
 from model import GPT, GPTConfig
+from model.device import find_device
 from train import next_token_loss
 from training.certificate import certify
-from training.config import TrainConfig
+from training.config import Config, TrainConfig
 from training.optimizer import clip_gradients, make_optimizer
 
+ROOT = Path(__file__).parent.parent
 GIB = 2**30
 RESERVE = GIB
-CARDS = (8, 16, 24, 80)  # GB
+CARDS = (8, 16, 24, 80)  # GB, of which a GiB has more
+VOCABULARIES = {"chars": 65, "bytes": 257, "gpt2": 50257, "model": 50257}  # Tiny Shakespeare has 65 characters
 VIEWS = ("view", "permute", "alias", "slice", "expand", "squeeze", "unsqueeze", "t", "transpose", "detach", "select")
 KERNELS = ("mm", "addmm", "bmm", "baddbmm", "attention", "attention_backward", "_unsafe_masked_index_put_accumulate")
 REDUCTIONS = ("sum", "amax", "var_mean", "mean", "gather", "argmax", "prod")
@@ -60,56 +66,75 @@ class Loss(nn.Module):
 
 
 def make_model(config: GPTConfig) -> GPT:
-    """Return a model on the pretended GPU, without ever having its weights on the host."""
+    """Return a model on the GPU, without ever having its weights on the host."""
     with torch.device("cuda"):
         return GPT(config).train()
 
 
-def make_batch(config: GPTConfig, batch_size: int) -> Tensor:
+def make_batch(B: int, T: int) -> Tensor:
     """Return tokens, (B, T)."""
-    return torch.zeros(batch_size, config.context_length, dtype=torch.int64, device="cuda")
+    return torch.zeros(B, T, dtype=torch.int64, device="cuda")
+
+
+def measure_certificate(config: GPTConfig, train: TrainConfig, dtype: torch.dtype, loss_fn: Callable) -> int:
+    """Return the most bytes on the GPU during the certificate of a run, with all that is there beside it."""
+    model = make_model(config)
+    optimizer = make_optimizer(model, train, dtype)  # Muon's momentum is there from the start
+    torch.cuda.reset_peak_memory_stats()
+    with redirect_stdout(StringIO()):
+        certify(model, loss_fn, dtype, train.batch_size)
+    del optimizer
+    return torch.cuda.max_memory_allocated()
+
+
+def measure_step(config: GPTConfig, train: TrainConfig, dtype: torch.dtype, loss_fn: Callable, batch: Tensor) -> int:
+    """Return the most bytes on the GPU during a step, with all that is there beside it."""
+    model = make_model(config)
+    optimizer = make_optimizer(model, train, dtype)
+    for _ in range(2):  # the first one makes the state of AdamW
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(min(2, train.grad_accum_steps)):
+            loss_fn(model, batch, batch).backward()
+        clip_gradients(model, train.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cuda.max_memory_allocated()
 
 
 def count_certificate(config: GPTConfig, train: TrainConfig, dtype: torch.dtype, compiled: bool) -> int:
-    """Count the most bytes that the certificate of a run needs, with all that is on the GPU beside it."""
-    with pretended_gpu() as gpu:
-        model = make_model(config)
-        weights = gpu.allocated
-        optimizer = make_optimizer(model, train, dtype)  # Muon's momentum is there from the start
-        at_rest = gpu.allocated + weights  # of which the certificate keeps a copy
-        loss_fn = partial(next_token_loss, dtype=dtype)
-        gpu.clear()
-        if compiled:
-            certify(model, lambda *_: sum(parameter.sum() for parameter in model.parameters()), dtype, train.batch_size)
-        else:
-            certify(model, loss_fn, dtype, train.batch_size)
-        peak = gpu.peak
-        del optimizer
-    return max(peak, at_rest + count_graph(trace(config, train.batch_size, dtype)[0])) if compiled else peak
+    """Count what `measure_certificate` returns."""
+    loss_fn = partial(next_token_loss, dtype=dtype)
+
+    def use_all(model: GPT, *batch: Tensor) -> Tensor:
+        """Stand for a compiled loss, whose memory is counted in its graph."""
+        return sum(parameter.sum() for parameter in model.parameters())
+
+    with pretended_gpu():
+        peak = measure_certificate(config, train, dtype, use_all if compiled else loss_fn)
+    if not compiled:
+        return peak
+    at_rest = count_weights(config, copies=2)  # of which the certificate has one
+    return max(peak, at_rest + count_graph(trace(config, train.batch_size, dtype)[0]))
 
 
 def count_step(config: GPTConfig, train: TrainConfig, dtype: torch.dtype, compiled: bool) -> int:
-    """Count the most bytes that a step of a run needs, with all that is on the GPU beside it."""
-    with pretended_gpu() as gpu:
-        model = make_model(config)
-        optimizer = make_optimizer(model, train, dtype)
-        batch = make_batch(config, train.batch_size)[: 1 if compiled else None, : 2 if compiled else None]
-        for step in range(2):
-            if step == 1:  # the first one makes the state of AdamW
-                gpu.clear()
-            for _ in range(min(2, train.grad_accum_steps)):
-                next_token_loss(model, batch, batch, dtype).backward()
-            at_rest = gpu.allocated  # weights, gradients and optimizer
-            clip_gradients(model, train.grad_clip)
-            optimizer.step()
-            optimizer.zero_grad()
-        peak = gpu.peak
-        gradients = at_rest - gpu.allocated
+    """Count what `measure_step` returns."""
+    loss_fn = partial(next_token_loss, dtype=dtype)
+    B, T = (1, 2) if compiled else (train.batch_size, config.context_length)
+    with pretended_gpu():
+        peak = measure_step(config, train, dtype, loss_fn, make_batch(B, T))
     if not compiled:
         return peak
-    forward, backward = trace(config, train.batch_size, dtype)
-    before = at_rest if train.grad_accum_steps > 1 else at_rest - gradients
-    return max(peak, before + count_graph(forward), before + count_graph(backward))
+    copies = 4 if train.optimizer == "adamw" else 3  # weights and moments, and gradients of other micro-batches
+    at_rest = count_weights(config, copies - (train.grad_accum_steps == 1))
+    return max(peak, at_rest + max(map(count_graph, trace(config, train.batch_size, dtype))))
+
+
+def count_weights(config: GPTConfig, copies: int) -> int:
+    """Count the bytes of so many copies of the weights, and of the masks."""
+    with pretended_gpu() as gpu:
+        model = make_model(config)
+        return gpu.allocated + (copies - 1) * sum(parameter.nbytes for parameter in model.parameters())
 
 
 def trace(config: GPTConfig, batch_size: int, dtype: torch.dtype) -> tuple[fx.Graph, fx.Graph]:
@@ -122,7 +147,7 @@ def trace(config: GPTConfig, batch_size: int, dtype: torch.dtype) -> tuple[fx.Gr
 
     with pretended_gpu() as gpu:
         model = make_model(config)
-        batch = make_batch(config, batch_size)
+        batch = make_batch(batch_size, config.context_length)
     compiling = mock.patch("torch.compiler.is_compiling", lambda: True)
     with named_cuda(), compiling, tracing(TracingContext(gpu.fake)):
         compiled = aot_module_simplified(
@@ -150,12 +175,11 @@ def num_bytes(node: fx.Node) -> int:
 
 
 def count_graph(graph: fx.Graph) -> int:
-    """Count the most bytes that a graph needs beside its weights: what it makes, and what the forward pass has saved."""
+    """Count the most bytes that a graph needs beside its weights: what it makes, and what was saved for it."""
     nodes = list(graph.nodes)
     returned = {node for node in nodes[-1].all_input_nodes}
     memory: dict[fx.Node, set[fx.Node]] = {}  # node -> the nodes whose memory it is, or is computed from
     made = {}  # the nodes that have memory of their own -> its bytes
-    reads = []  # (node, the nodes whose memory it reads), in order
 
     def give_memory(node: fx.Node) -> None:
         """Give a node memory of its own, or its source if it is a view."""
@@ -184,3 +208,79 @@ def count_graph(graph: fx.Graph) -> int:
         peak = max(peak, live)
         live -= sum(made[source] for source in made if last.get(source) == place)
     return peak
+
+
+def gpt_config(config: Config) -> GPTConfig:
+    """Return the model of a run, with the vocabulary of its tokenizer."""
+    tokenizer = config.data.tokenizer
+    size = VOCABULARIES.get(tokenizer) or int(tokenizer.removeprefix("bpe:"))
+    return GPTConfig(**asdict(config.model), vocab_size=size)
+
+
+def largest_batch(model: GPTConfig, train: TrainConfig, compiled: bool, num_bytes: float) -> int:
+    """Return the most sequences of a micro-batch whose step fits into so many bytes, which grow evenly with them."""
+    small, large = 8, 16
+    less, more = (
+        count_step(model, replace(train, batch_size=size), torch.bfloat16, compiled) for size in (small, large)
+    )
+    return max(0, small + int((num_bytes - less) * (large - small) / (more - less)))
+
+
+def measure(config: GPTConfig, train: TrainConfig, dtype: torch.dtype) -> str:
+    """Return what the certificate and a step need on this machine's GPU, compiled / eager, in words."""
+    measured = []
+    for loss_fn in (torch.compile(next_token_loss, dynamic=False), next_token_loss):
+        loss_fn = partial(loss_fn, dtype=dtype)
+        batch = make_batch(train.batch_size, config.context_length)
+        for work in (measure_certificate, partial(measure_step, batch=batch)):
+            try:
+                measured.append(f"{work(config, train, dtype, loss_fn) / GIB:.1f}")
+            except torch.OutOfMemoryError:
+                measured.append("more than there is")
+            torch.cuda.empty_cache()
+    return f"certificate {measured[0]} / {measured[2]}, a step {measured[1]} / {measured[3]}"
+
+
+def count(config: GPTConfig, train: TrainConfig, dtype: torch.dtype) -> list[str]:
+    """Return the cells of a row of the table."""
+    cells = []
+    for work in (count_certificate, count_step):
+        cells.append(" / ".join(f"{work(config, train, dtype, compiled) / GIB:.1f}" for compiled in (True, False)))
+    for size in CARDS:
+        room = size * 1e9 - RESERVE
+        cells.append(" / ".join(f"{largest_batch(config, train, compiled, room):,}" for compiled in (True, False)))
+    return cells
+
+
+@dataclass(frozen=True)
+class Options:
+    __doc__ = __doc__
+
+    configs: tuple[Path, ...] = tuple(
+        ROOT / "configs" / f"{name}.toml" for name in ("shakespeare_char", "tinystories", "finetune", "fineweb_edu")
+    )
+    """The configurations. finetune is taken for GPT-2 small."""
+    measured: bool = False
+    """Whether to measure each on the GPU of this machine, too."""
+
+
+def main(options: Options) -> None:
+    if options.measured:
+        find_device("cuda")  # raises UserError if there is none
+    print("GiB, and sequences in a micro-batch, each compiled / eager, in bfloat16: counted, not measured\n")
+    print(f"| configuration | certificate | a step | {' | '.join(f'{size} GB hold' for size in CARDS)} |")
+    print(f"|---|---:|---:|{'---:|' * len(CARDS)}")
+    notes = []
+    for path in options.configs:
+        config = parse(Config, [], path)
+        model = gpt_config(config)
+        shape = f"{path.stem}, {config.train.batch_size} x {model.context_length:,}"
+        print(f"| {shape} | {' | '.join(count(model, config.train, torch.bfloat16))} |", flush=True)
+        if options.measured:
+            notes.append(f"{shape}: {measure(model, config.train, torch.bfloat16)}")
+    if notes:
+        print("\n".join([f"\nmeasured on {torch.cuda.get_device_name()}, torch {torch.__version__}, GiB:", *notes]))
+
+
+if __name__ == "__main__":
+    run_script(lambda: main(parse(Options, sys.argv[1:])))

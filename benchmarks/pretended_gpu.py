@@ -266,8 +266,7 @@ def named_cuda() -> Iterator[None]:
         "torch.cuda.manual_seed": lambda seed: None,
         "torch.cuda.get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "torch.cuda.set_rng_state": lambda state, device=None: None,
-        "torch.cuda.reset_peak_memory_stats": lambda device=None: None,
-        "torch.cuda.max_memory_allocated": lambda device=None: 0,
+        "torch.cuda.empty_cache": lambda: None,
         "torch.nn.functional.scaled_dot_product_attention": scaled_dot_product_attention,
         "torch.Generator": HostGenerator,
     }
@@ -282,5 +281,8 @@ def named_cuda() -> Iterator[None]:
 @contextmanager
 def pretended_gpu() -> Iterator[PretendedGPU]:
     """Pretend inside of the `with` block that there is a GPU, and yield it."""
-    with named_cuda(), PretendedGPU() as gpu:
+    gpu = PretendedGPU()
+    peak = mock.patch("torch.cuda.max_memory_allocated", lambda device=None: gpu.peak)
+    reset = mock.patch("torch.cuda.reset_peak_memory_stats", lambda device=None: gpu.clear())
+    with named_cuda(), peak, reset, gpu:
         yield gpu
