@@ -63,14 +63,11 @@ def read(
 
     head = find_head(model)
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    try:
-        with head.register_forward_pre_hook(cut) if head is not None else nullcontext():
-            output = model(idx, **options)
-    except Exception as error:
-        if isinstance(model, GPT):  # a fault of ours has a traceback
-            raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"the model cannot read {T} tokens, given as model(idx): {reason:.200}") from error
+    guard = errors_as_user_error(f"the model cannot read {T} tokens, given as model(idx)")
+    if isinstance(model, GPT):  # a fault of ours has a traceback
+        guard = nullcontext()
+    with guard, head.register_forward_pre_hook(cut) if head is not None else nullcontext():
+        output = model(idx, **options)
     with errors_as_user_error("the model has to return logits"):
         logits = logits_of(output)
     if hidden:

@@ -154,12 +154,10 @@ def open_tokenizer(directory: Path) -> Tokenizer:
     """Load the tokenizer of a model directory; one without a tokenizer.json by `transformers`, if that can read it."""
     if (directory / TOKENIZER_JSON).is_file():
         return load_tokenizer(directory)
-    try:
+    with errors_as_user_error(f"{directory} has no {TOKENIZER_JSON}, and no tokenizer that transformers can read"):
         from transformers import AutoTokenizer
 
         return as_tokenizer(AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
-    except Exception as error:  # of many libraries, without a common class
-        raise UserError(f"{directory} has no {TOKENIZER_JSON}, and no tokenizer that transformers can read") from error
 
 
 def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> list[int]:
