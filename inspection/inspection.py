@@ -111,11 +111,10 @@ def arrays(inspection: Inspection) -> dict[str, np.ndarray]:
     heads (n, 2): layer and head; weights (n, T, T): row = query, column = key; tokens (T,): labels; losses (N,); and
     each metric by its name, (L, H).
     """
-    weights = [inspection.pattern(*head).numpy() for head in inspection.inputs.heads]
     named = {name: values.numpy() for name, values in inspection.scores.mean.items()}
     return named | {
         "heads": np.array(inspection.inputs.heads),
-        "weights": np.stack(weights),
+        "weights": np.stack([inspection.pattern(*head).numpy() for head in inspection.inputs.heads]),
         "tokens": np.array(inspection.inputs.labels),
         "losses": inspection.scores.losses.numpy(),
     }

@@ -123,7 +123,7 @@ class Captured(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Store a call of the kernel. Return its output, or what replaces it."""
-        dtype = output.dtype if torch.is_autocast_enabled(query.device.type) else query.dtype  # autocast casts all
+        dtype = output.dtype  # of the inputs, or that to which autocast casts them
         T = query.size(-2)
         mask = meant_mask(query, key, attn_mask, is_causal, dtype)
         num_keys = T
