@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from data import errors_as_user_error
 from data.config import DataConfig
 from data.encoding import TOKENIZER_JSON, HubTokenizer, Tokenizer
-from data.prepare import find_prepared
-from data.token_files import open_token_files
+from data.prepare import find_prepared, prepare
 from data.tokenizer import load_tokenizer
 from errors import UserError
 from inspection.decoder import device_of, evaluating, read
@@ -192,9 +191,8 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
     corpus = find_prepared(fingerprint, str(nested(options, "source")))
     if corpus is None and "\n" in str(fingerprint):
         with suppress(UserError, OSError, TypeError):  # token files, whose tokenizer is beside the model
-            tokenizer = load_tokenizer(checkpoint.directory)
-            corpus = open_token_files(DataConfig(**options | {"tokenizer": "model"}), tokenizer)
-    if corpus is None or corpus.meta["fingerprint"] != fingerprint:
+            corpus = prepare(DataConfig(**options), fingerprint=fingerprint, model=checkpoint.directory)
+    if corpus is None:
         raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]
     T = min(T, len(tokens))
