@@ -17,7 +17,7 @@ from model.checkpoint import step_directories
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.directory import best_validation
 from training.options import to_toml
-from training.report import BOTTOM, LEFT, RIGHT, TOP, draw_chart, read_run, write_report
+from training.report import read_run, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img onerror=alert(1) src=x><!--\x1b[31m\x00\u202e{{ name }}{% %}'\"\\&lt;"
 SEEN = HOSTILE.replace("\x1b", "\\x1b").replace("\x00", "\\x00")  # control characters as escapes
@@ -108,16 +108,25 @@ def test_text_of_the_run_stays_text(tmp_path: Path) -> None:
     assert page.tags[3] == ("meta", {"http-equiv": "Content-Security-Policy", "content": policy})
 
 
-def test_curves_and_labels_are_where_their_values_are() -> None:
+def test_curves_and_labels_are_where_their_values_are(tmp_path: Path) -> None:
     lines = [{"step": step, "train_loss": loss} for step, loss in [(3, 2.0), (5, None), (7, 12.0), (14, 7.0)]]
-    chart = draw_chart({"training": "train_loss", "validation": "val_loss"}, lines, 14)
-    *others, left = chart["curves"]["training"]
-    assert left == (LEFT + round(3 / 14 * (RIGHT - LEFT), 1), BOTTOM)
-    assert others == [(RIGHT, (TOP + BOTTOM) / 2), ((LEFT + RIGHT) / 2, TOP)] and chart["curves"]["validation"] == []
-    assert chart["rows"][0] == (BOTTOM, "2") and chart["rows"][-1] == (TOP, "12")
-    assert [label for _, label in chart["columns"]] == ["0", "5", "10"]
-    constant = draw_chart({"norm": "grad_norm"}, [{"step": 1, "grad_norm": 0.0}], 1)
-    assert constant["curves"]["norm"][0][1] == BOTTOM and len(constant["columns"]) == 6
+    left, right, top, bottom = 50, 460, 10, 214  # the edges of the plot
+
+    def drawn(directory: Path, lines: list[dict]) -> tuple[dict[str, str], list[str], list[str]]:
+        """Return the points of the curves, the places of the lines of the grid, and the labels."""
+        page = Page(make_run(directory, lines))
+        points = {given["class"]: given["points"] for tag, given in page.tags if tag == "polyline"}
+        return points, [given["d"] for tag, given in page.tags if tag == "path"], page.texts["text"]
+
+    points, grid, labels = drawn(tmp_path / "loss", lines)
+    first = round(left + 3 / 14 * (right - left), 1)
+    middle = f"{(left + right) / 2},{top}.0"
+    assert points["training"].split() == [f"{right}.0,{(top + bottom) / 2}", middle, f"{first},{bottom}.0"]
+    assert points["validation"] == ""
+    assert grid[0] == f"M{left} {bottom}.0H{right}" and grid[-1] == f"M{left} {top}.0H{right}"
+    assert labels == ["2", "4", "6", "8", "10", "12", "0", "5", "10", "training", "validation"]
+    points, _, labels = drawn(tmp_path / "constant", [{"step": 1, "grad_norm": 0.0}])
+    assert points["norm"].endswith(f",{bottom}.0 ") and labels[-7:] == ["0", "1", "2", "3", "4", "5", "norm"]
 
 
 def test_it_is_written_when_something_is_new_and_its_failure_costs_a_line(

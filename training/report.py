@@ -26,10 +26,6 @@ CHARTS = {
     "Loss, nats a token": {"training": "train_loss", "validation": "val_loss"},
     "Gradient norm": {"norm": "grad_norm"},
 }
-LEFT = 50  # the edges of the plot in a chart of 480 x 240; the labels of the axes are outside
-RIGHT = 460
-TOP = 10
-BOTTOM = 214
 MOST_POINTS = 5000  # of a curve
 MOST_EVALUATIONS = 30
 MOST_LETTERS = 2000  # of a sample
@@ -95,7 +91,7 @@ def read_evaluations(lines: list[dict]) -> list[tuple[str, str]]:
 
 
 def draw_chart(keys: dict[str, str], lines: list[dict], last_step: int) -> dict[str, object]:
-    """Return the places of labels and curves in a chart from step 0 to `last_step`.
+    """Return the curves, the axes and their ticks of a chart from step 0 to `last_step`.
 
     keys: {name of a curve: its key in metrics.jsonl}. At least one line has a number under one of them.
     """
@@ -107,17 +103,13 @@ def draw_chart(keys: dict[str, str], lines: list[dict], last_step: int) -> dict[
     values = [value for points in curves.values() for _, value in points]
     low = min(values)
     height = max(values) - low or abs(low) or 1
-
-    def x(step: float) -> float:
-        return round(LEFT + step / width * (RIGHT - LEFT), 1)
-
-    def y(value: float) -> float:
-        return round(BOTTOM - (value - low) / height * (BOTTOM - TOP), 1)
-
     return {
-        "rows": [(y(tick), f"{tick:,.6g}") for tick in ticks(low, low + height)],
-        "columns": [(x(tick), f"{tick:,.6g}") for tick in ticks(0, width)],
-        "curves": {name: [(x(step), y(value)) for step, value in points] for name, points in curves.items()},
+        "curves": curves,
+        "width": width,
+        "low": low,
+        "height": height,
+        "columns": ticks(0, width),
+        "rows": ticks(low, low + height),
     }
 
 
