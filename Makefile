@@ -3,6 +3,7 @@
 # make test-long  the exhaustive tests
 # make bench      set up, measure this machine in minutes, write benchmarks/results/<device>_<date>.jsonl
 #                 TEXT=input.txt: on this text; STAGES="step decode": only these stages
+# make gpu        on the first day with an NVIDIA GPU: its tests, make bench, memory; a report, in 25 minutes at most
 
 PYTHON ?= python3
 BIN = .venv/bin
@@ -10,7 +11,7 @@ EVERY_CORE = -n auto --dist worksteal  # pytest-xdist
 RUN = out/quickstart
 CODE = train.py sample.py inspect_attention.py errors.py model data training inspection cli benchmarks tests docs
 
-.PHONY: train test test-long bench
+.PHONY: train test test-long bench gpu
 
 train: .venv/train.installed
 	$(BIN)/python train.py $(if $(wildcard $(RUN)/checkpoints/step-*),--resume $(RUN),configs/quickstart.toml)
@@ -27,6 +28,9 @@ test-long: .venv/model.installed
 
 bench: .venv/test.installed  # which has transformers, to compare with
 	$(BIN)/python benchmarks/bench.py $(if $(TEXT),--text $(TEXT)) $(if $(STAGES),--stages $(STAGES)) --out benchmarks/results
+
+gpu: .venv/test.installed
+	$(BIN)/python benchmarks/gpu.py
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tril needs Python 3.11: make PYTHON=python3.11 ...")'

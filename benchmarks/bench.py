@@ -49,7 +49,7 @@ from model.device import find_device, has_bfloat16
 from train import next_token_loss
 from training.config import TrainConfig
 from training.device import set_seed
-from training.optimizer import FiniteGuard, make_optimizer, set_schedule
+from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
 
 # name: shape, and batch sizes, of which the first is nanoGPT's
 Sizes = dict[str, tuple[nanogpt.Config, tuple[int, ...]]]
@@ -216,7 +216,7 @@ def steps(bench: Bench, model: GPT, config: TrainConfig, batches: Callable[..., 
         inputs, targets = batches(step, bench.device)
         loss = loss_fn(model, inputs, targets, bench.dtype) / targets.numel()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        norm = clip_gradients(model, config.grad_clip)
         guard.watch(step, loss.detach() + norm)
         optimizer.step()
         optimizer.zero_grad()

@@ -217,13 +217,13 @@ def gpt_config(config: Config) -> GPTConfig:
     return GPTConfig(**asdict(config.model), vocab_size=size)
 
 
-def largest_batch(model: GPTConfig, train: TrainConfig, compiled: bool, num_bytes: float) -> int:
-    """Return the most sequences of a micro-batch whose step fits into so many bytes, which grow evenly with them."""
-    small, large = 8, 16
-    less, more = (
-        count_step(model, replace(train, batch_size=size), torch.bfloat16, compiled) for size in (small, large)
-    )
-    return max(0, small + int((num_bytes - less) * (large - small) / (more - less)))
+def largest_batches(config: GPTConfig, train: TrainConfig, dtype: torch.dtype, compiled: bool) -> list[int]:
+    """Return the most sequences of a micro-batch whose step fits each of CARDS. Its memory grows evenly with them."""
+    small = 8
+    large = 16
+    less, more = (count_step(config, replace(train, batch_size=size), dtype, compiled) for size in (small, large))
+    of_one = (more - less) / (large - small)
+    return [max(0, small + int((size * 1e9 - RESERVE - less) // of_one)) for size in CARDS]
 
 
 def measure(config: GPTConfig, train: TrainConfig, dtype: torch.dtype) -> str:
@@ -246,10 +246,8 @@ def count(config: GPTConfig, train: TrainConfig, dtype: torch.dtype) -> list[str
     cells = []
     for work in (count_certificate, count_step):
         cells.append(" / ".join(f"{work(config, train, dtype, compiled) / GIB:.1f}" for compiled in (True, False)))
-    for size in CARDS:
-        room = size * 1e9 - RESERVE
-        cells.append(" / ".join(f"{largest_batch(config, train, compiled, room):,}" for compiled in (True, False)))
-    return cells
+    fitting = (largest_batches(config, train, dtype, compiled) for compiled in (True, False))
+    return cells + [f"{most:,} / {most_eager:,}" for most, most_eager in zip(*fitting, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,10 @@ def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:
     for found, expected in zip(compute(model, idx, dtype), compute(on_cpu, idx, torch.float32), strict=True):
         largest = max(largest, ((found - expected).norm() / expected.norm()).item())
     most = ROUNDING[dtype]
-    sentence = f"off by {largest:.1e} from a CPU in float32 (at most {most:g} is rounding in {dtype_name(dtype)})"
+    sentence = f"off by {largest:.1e} from a CPU in float32 (at most {most:g} in {dtype_name(dtype)})"
     if not largest <= most:
         raise UserError(f"refusing to train: the kernels of {model.device} are {sentence}: use another device or dtype")
-    print(f"device: its kernels are {sentence}")
+    print(f"device: {sentence}")
     return {"beside_cpu": sentence}
 
 
