@@ -110,9 +110,11 @@ def sequence_losses(model: nn.Module, idx: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def predictions(model: nn.Module, idx: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the likeliest next token at each position, and its probability: (1, T) -> (T,) twice, on the CPU."""
+def predictions(model: nn.Module, idx: Tensor) -> list[tuple[int, float]]:
+    """Return the likeliest next token at each position of a text (1, T), and its probability."""
+    found = []
     with evaluating(model):
-        found = [logits[0].softmax(-1).max(-1) for logits in logits_in_parts(model, idx)]
-    probabilities, tokens = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
-    return tokens, probabilities
+        for logits in logits_in_parts(model, idx):
+            probabilities, tokens = logits[0].softmax(-1).max(-1)
+            found += zip(tokens.tolist(), probabilities.tolist(), strict=True)
+    return found

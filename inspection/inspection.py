@@ -179,8 +179,7 @@ def measure(
     guesses = []
     if with_page:
         shares = influence(model, idx)
-        tokens, probabilities = predictions(model, idx)
-        guesses = list(zip(map(inputs.label, tokens.tolist()), probabilities.tolist(), strict=True))
+        guesses = [(inputs.label(token), probability) for token, probability in predictions(model, idx)]
     q = att[0][0]
     where = f"{dtype_name(q.dtype)}, {q.device.type}"
     return Inspection(

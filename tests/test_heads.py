@@ -183,7 +183,7 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
     """Influence from the future is zero, and no gradient or hook stays behind."""
     model, idx = make_gpt(family=family, n_embd=18, bias=None, tied=False).double(), torch.randperm(V)[None, :T]
     shares = influence(model, idx)
-    tokens, probabilities = predictions(model, idx)
+    tokens, probabilities = map(torch.tensor, zip(*predictions(model, idx), strict=True))
     assert model.training
     model.eval()
     likeliest = model(idx)[0].softmax(-1).max(-1)

@@ -159,12 +159,12 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
         weights = torch.from_numpy(stored(tmp_path / "a.html", f"0/{name}")).float()
         torch.testing.assert_close(weights, att.pattern(layer, head)[0], rtol=0, atol=1 / 65535)
     shares = influence(GPT.from_pretrained(straight), idx)
-    tokens, probabilities = decoder.predictions(GPT.from_pretrained(straight), idx)
+    expected = decoder.predictions(GPT.from_pretrained(straight), idx)
     assert np.abs(stored(tmp_path / "a.html", "0/influence") - shares.numpy()).max() < 1e-4
     predictions = content["checkpoints"][0]["predictions"]
-    assert [chance for _, chance in predictions] == [f"{probability:.1%}" for probability in probabilities]
+    assert [chance for _, chance in predictions] == [f"{probability:.1%}" for _, probability in expected]
     inputs = choose_inputs(GPT.from_pretrained(straight), [0, 1], tokenizer, [])
-    assert predictions[0][0] == inputs.label(tokens[0].item())
+    assert predictions[0][0] == inputs.label(expected[0][0])
 
 
 def test_ablation_stands_beside_its_error(run, straight: Path) -> None:
