@@ -113,8 +113,10 @@ def count_certificate(config: GPTConfig, train: TrainConfig, dtype: torch.dtype,
         peak = measure_certificate(config, train, dtype, use_all if compiled else loss_fn)
     if not compiled:
         return peak
-    at_rest = count_weights(config, copies=2)  # of which the certificate has one
-    return max(peak, at_rest + count_graph(trace(config, train.batch_size, dtype)[0]))
+    forward, backward = map(count_graph, trace(config, train.batch_size, dtype))
+    copies = 1 if train.optimizer == "adamw" else 2  # weights, and Muon's momentum
+    probed = count_weights(config, copies + 1) + forward  # beside a copy of the weights
+    return max(peak, probed, count_weights(config, copies) + max(forward, backward))
 
 
 def count_step(config: GPTConfig, train: TrainConfig, dtype: torch.dtype, compiled: bool) -> int:

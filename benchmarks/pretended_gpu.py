@@ -35,7 +35,8 @@ def load_guard() -> None:
     if "torch" in sys.modules:
         raise RuntimeError("benchmarks/pretended_gpu.py has to be imported before torch")
     key = importlib.metadata.version("torch").encode() + SOURCE.read_bytes()
-    library = Path(tempfile.gettempdir()) / f"pretended_gpu_{hashlib.sha256(key).hexdigest()[:16]}.so"
+    library = SOURCE.parent / "__pycache__" / f"pretended_gpu_{hashlib.sha256(key).hexdigest()[:16]}.so"
+    library.parent.mkdir(exist_ok=True)
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as directory:
             built = Path(directory) / library.name
@@ -154,7 +155,7 @@ def scaled_dot_product_attention(
 class PretendedGPU(TorchDispatchMode):
     """A GPU that is pretended, and notes what a program asks of it.
 
-    operators: (name, dtypes of the tensors that it read, without scalars) of each operator on the GPU, in their order.
+    operators: (name, dtypes of what it reads and makes, without scalars) of each operator on the GPU, in their order.
     waits: descriptions of the operators that would make the host wait for the GPU.
     mixed: descriptions of the operators that read tensors of the host beside those of the GPU.
     allocated, peak: bytes of the tensors on the GPU, now and at most.
@@ -192,7 +193,9 @@ class PretendedGPU(TorchDispatchMode):
         devices = [tensor.device.type for tensor in tensors]
         if "cuda" in (to, *devices):
             text = describe(func, tensors)
-            self.operators.append((str(func), tuple(tensor.dtype for tensor in tensors if tensor.dim() > 0)))
+            made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            dtypes = tuple(tensor.dtype for tensor in tensors + made if tensor.dim() > 0)
+            self.operators.append((str(func), dtypes))
             source = tensors[-1] if tensors else None
             if is_question or (func in COPIES and self.waits_for_copy(source, outputs, kwargs.get("non_blocking"))):
                 self.waits.append(text)
@@ -225,7 +228,9 @@ class PretendedGPU(TorchDispatchMode):
         kwargs.pop("generator", None)  # fake tensors draw nothing
         with self.fake:
             outputs = func(*args, **kwargs)
-        return outputs, False
+        places = args[1] if func in (aten.index_put.default, aten.index_put_.default) else ()
+        by_mask = any(place is not None and place.dtype == torch.bool for place in places)
+        return outputs, by_mask or func is aten.multinomial.default
 
     def make_fake(self, tensor: Tensor) -> FakeTensor:
         """Return a tensor of the host without its numbers; a fake one as it is."""

@@ -55,7 +55,7 @@ def repeat_kv(k: Tensor, q: Tensor) -> Tensor:
 
 
 class Attend(nn.Module):
-    """Weighted sums of the values, by the kernel or the formula."""
+    """Weighted sums of the values, by the formula or a kernel, which needs no mask for a whole text or one query."""
 
     def __call__(self, *inputs: Tensor | float) -> Tensor:
         """Run `forward`. Inspection, a TorchFunctionMode, sees the call as it sees those of PyTorch's functions."""
@@ -73,7 +73,7 @@ class Attend(nn.Module):
             q = q.reshape(B, k.size(1), -1, D)
         if T == 1 or causal:
             mask = None  # the kernel's own triangle is faster, but with fewer queries it would begin at the first key
-        if not takes_groups(q, mask):
+        if q.device.type == "cuda":  # of its kernels few take grouped heads, and on older GPUs none
             k, v = repeat_kv(k, q), repeat_kv(v, q)
         grouped = q.size(1) != k.size(1)
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)
@@ -83,11 +83,6 @@ class Attend(nn.Module):
 def formula_is_faster(q: Tensor, k: Tensor) -> bool:
     """Return whether the formula trains faster than the kernel, whose gradient is slow on a CPU in bfloat16."""
     return q.device.type == "cpu" and q.requires_grad and q.dtype == torch.bfloat16 and k.size(2) <= FORMULA_KEYS
-
-
-def takes_groups(q: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a kernel takes grouped heads; where none does, PyTorch stores all T x T weights."""
-    return q.device.type != "cuda" or (mask is None and q.dtype != torch.float32)
 
 
 class Cache(Protocol):

@@ -337,17 +337,23 @@ class Prober:
 
     def logits(self, forward: Forward, idx: Tensor) -> Tensor:
         """Call `forward`: (B, T) -> (B, T, V)."""
-        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None):  # nothing is kept for a gradient
-            logits = logits_of(self.call(forward, idx), (*idx.shape, self.vocab_size)).detach()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda _: None, lambda _: None
+            ):  # keep nothing for a gradient
+                output = self.call(forward, idx)
+        except (RuntimeError, TypeError):  # the forward pass needs gradients of its own
+            output = self.call(forward, idx)
+        logits = logits_of(output, (*idx.shape, self.vocab_size)).detach()
         if not self.is_extreme and not torch.stack(logits.aminmax()).isfinite().all():
             raise Finding(f"its logits are not finite numbers ({self.where})")
         return logits
 
     def alone(self, forward: Forward) -> tuple[Tensor, Tensor]:
-        """Run the probes "alone" and "repeatable". Return its sequences and their logits."""
-        idx = self.tokens(2)[-self.batch_size :]
+        """Run the probes "alone" and "repeatable". Return two sequences and their logits."""
+        idx = self.tokens(2)
         before = self.logits(forward, idx)
-        for kept in ([0], [1], [0, 1]) if len(idx) > 1 else ([0],):
+        for kept in ([0], [1], [0, 1]):
             changed = self.others(idx)
             changed[kept] = idx[kept]
             self.compare(forward, idx, before, changed, changed == idx)
@@ -358,14 +364,14 @@ class Prober:
     ) -> Tensor:
         """Run the probe "hidden". Return the positions probed; each has a sequence of its own.
 
-        known: sequences and their logits, which need not be computed again. batch_size: another one.
+        known: two sequences and their logits, which need not be computed again. batch_size: another one.
         """
         positions = self.positions(few)
         hide_from = positions[~self.mask[positions].all(1)]  # nothing is hidden from the last
         parts = hide_from.split(batch_size or self.batch_size)
         B = len(parts[0])  # of each call: kernels may differ by batch
         if B:
-            base = known if known and B == len(known[0]) else None
+            base = known if B == 2 else None
             for part in parts:
                 if base is None or self.strict:
                     idx = self.tokens(B)
@@ -501,8 +507,9 @@ class Prober:
     def influence(self, function: Forward, idx: Tensor, queries: Tensor) -> Tensor | None:
         """Return how large the derivatives of N queries' logits to each token are, (N, T); None if there are none."""
         plain = getattr(self.module, "_orig_mod", self.module)  # a compiled module would ignore new hooks
-        is_small = self.batch_size < 4 and self.device.type != "cpu"  # a step, which is not in float32
-        with watched(plain, idx) as embedded, torch.autograd.graph.save_on_cpu() if is_small else nullcontext():
+        # A training step of so few sequences, in half precision, would need less memory of a GPU.
+        on_host = self.strict and self.batch_size < 4 and self.device.type != "cpu"
+        with watched(plain, idx) as embedded, torch.autograd.graph.save_on_cpu() if on_host else nullcontext():
             logits = logits_of((plain if function is self.module else function)(idx), (*idx.shape, self.vocab_size))
         if not embedded or not logits.requires_grad:
             self.no_derivative = "no nn.Embedding reads the tokens, or autograd is off"

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import train
@@ -87,18 +88,19 @@ def check(steps: list[Step], dtype: torch.dtype) -> None:
     for step in steps:
         assert not step.waits, f"the host waits: {step.waits[0]}"
         assert not step.mixed, f"not on the device: {step.mixed[0]}"
-        products = 0
+        products = losses = 0
         for name, dtypes in step.operators:
             name = name.split(".")[1]
             assert torch.float64 not in dtypes, f"float64: {name}"
             if name in PRODUCTS:
                 products += 1
                 floating = {each for each in dtypes if each.is_floating_point}
-                expected = {dtype} | ({torch.float32} if name == "attention_backward" else set())
+                expected = {dtype} | ({torch.float32} if name.startswith("attention") else set())  # a number of a row
                 assert floating <= expected, f"a product in {floating}: {name}"
             if name in LOSS:
+                losses += 1
                 assert dtypes[0] == torch.float32, f"a loss in {dtypes[0]}"
-        assert products > 0
+        assert products > 0 and losses > 0
     for number, step in enumerate(steps[2:], 3):
         assert step.operators == steps[1].operators, f"steps 2 and {number} differ"
 
@@ -148,6 +150,13 @@ def places_of_the_host(x: Tensor) -> Tensor:
     return x[:, torch.arange(x.size(1))]
 
 
+@fault("the host waits: aten.index_put_")
+def a_mask_to_write_by(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[y > 3] = 3.0 * torch.ones(0, device=x.device, dtype=x.dtype)
+    return y
+
+
 @fault("a product in {torch.float32}")
 def a_float32_product(x: Tensor) -> Tensor:
     with torch.autocast("cuda", enabled=False):
@@ -175,6 +184,18 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest
     calls.clear()
     monkeypatch.setattr(Block, "forward", lambda self, x, cache=None: forward(self, plant(x), cache))
     with pytest.raises((AssertionError, RuntimeError), match=re.escape(match)):
+        check(take_steps(tmp_path), torch.bfloat16)
+
+
+@pytest.mark.long
+def test_a_planted_loss_in_half_precision_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        with torch.autocast("cuda", dtype):
+            logits = model(inputs)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+    monkeypatch.setattr(train, "next_token_loss", loss)
+    with pytest.raises(AssertionError, match="a loss in torch.bfloat16"):
         check(take_steps(tmp_path), torch.bfloat16)
 
 
@@ -206,7 +227,7 @@ def test_certificate(family: str, dtype: str, n_kv_head: int) -> None:
         model = make_model(family, n_kv_head, n_layer=1, context_length=17)
         record = certify(model, partial(train.next_token_loss, dtype=dtype), dtype, 5)
     assert record["causal"].startswith("yes") and not gpu.mixed
-    assert record["beside_cpu"].startswith("off by 0.0e+00 from a CPU")
+    assert record["agrees_with_cpu"].startswith("to 0.0e+00 ")
 
 
 @pytest.mark.parametrize("n_kv_head", often(2, 6))

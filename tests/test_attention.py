@@ -88,13 +88,11 @@ def test_in_bfloat16_a_gradient_goes_through_the_formula_up_to_a_length(
     assert kernel.call_count == (2 if T <= FORMULA_KEYS else 3)  # nothing to train: the kernel
 
 
-@pytest.mark.parametrize("takes_groups", [True, False])
 @pytest.mark.parametrize("n_kv_head", [1, 2, 6])
 @pytest.mark.parametrize("T_query, T_key", [(1, 1), (1, 7), (3, 7), (7, 7)])
-def test_keys_are_repeated_only_where_no_kernel_takes_grouped_heads(
-    T_query: int, T_key: int, n_kv_head: int, takes_groups: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_single_query_and_a_whole_text_need_no_mask(
+    T_query: int, T_key: int, n_kv_head: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.attention.takes_groups", lambda q, mask: takes_groups or q.size(1) == n_kv_head)
     q = torch.randn(B, 6, T_query, D, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(B, n_kv_head, T_key, D, dtype=torch.float64, requires_grad=True) for _ in range(2))
     mask = make_causal_mask(T_key)[-T_query:]
@@ -105,8 +103,9 @@ def test_keys_are_repeated_only_where_no_kernel_takes_grouped_heads(
     dy = torch.randn_like(y)
     gradients = [torch.autograd.grad(output, (q, k, v), dy) for output in (y, expected)]
     torch.testing.assert_close((y, *gradients[0]), (expected, *gradients[1]), rtol=1e-12, atol=1e-12)
-    heads = n_kv_head if takes_groups or T_query == 1 else 6
-    assert kernel.call_args.args[1].size(1) == heads and kernel.call_args.args[3] is (None if T_query != 3 else mask)
+    own_q, own_k, _, own_mask = kernel.call_args.args[:4]
+    assert own_k is k and own_mask is (mask if T_query == 3 else None)
+    assert own_q.size(1) == (n_kv_head if T_query == 1 else 6)  # heads that share keys ask as queries of one head
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -20,7 +20,7 @@ from model.attention import Attend, make_causal_mask
 from model.causality import check_causality
 from model.families import FAMILIES
 from tests.conftest import make_gpt, often, tiny_run
-from training.certificate import certify, compare_with_cpu
+from training.certificate import certify, compare_with_cpu, find_untrained
 
 V, T = 17, 11
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -318,12 +318,25 @@ def test_no_run_begins_with_a_model_that_sees_the_future(run, corpus_file: Path,
 def test_a_device_that_computes_something_else_is_refused(family: str, dtype: torch.dtype, capsys) -> None:
     model = make_gpt(family=family, n_embd=18, dropout=0.3).train()
     record = compare_with_cpu(model, dtype)  # of a CPU with itself, in this precision
-    assert record["beside_cpu"].startswith("off by ") and capsys.readouterr().out.startswith("device: off by ")
+    assert record["agrees_with_cpu"].startswith("to ") and capsys.readouterr().out.startswith(
+        "kernels: agree with a CPU in float32 to "
+    )
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
+    weight = model.blocks[0].attention.o_proj.weight
+    with torch.no_grad():
+        weight[0] *= 1e3  # as in trained models, which round more
+    compare_with_cpu(model, dtype)
     layer = model.blocks[1].attention
     attend = layer.attend.forward
     layer.attend.forward = lambda *inputs: attend(*inputs).roll(1, dims=1)  # heads in another order
     with pytest.raises(
-        UserError, match="refusing to train: the kernels of cpu are off by .* use another device or dtype"
+        UserError, match="refusing to train: cpu agrees with a CPU in float32 only to .* use another device or dtype"
     ):
         compare_with_cpu(model, dtype)
+
+
+def test_a_certificate_changes_no_buffer() -> None:
+    model = make_gpt().train()
+    model.blocks[0].norm = nn.BatchNorm1d(11, affine=False)  # its running means are buffers
+    find_untrained(model, lambda model, inputs, targets: model.blocks[0].norm(model.hidden(inputs)).sum(), 5)
+    assert not model.blocks[0].norm.running_mean.any()
