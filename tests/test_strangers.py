@@ -207,6 +207,35 @@ def test_a_forward_without_autograd_is_judged_by_its_bits(context: Callable) -> 
     assert judge(Inference(1e-3)).startswith(NO)
 
 
+class Energy(Stranger):
+    """A layer that goes down the gradient of an energy, in its forward pass."""
+
+    def __init__(self, leak: float, how: str) -> None:
+        super().__init__(leak)
+        self.how = how
+
+    def mix(self, x: Tensor) -> Tensor:
+        def energy(y: Tensor) -> Tensor:
+            return (y * super(Energy, self).mix(x)).square().sum()
+
+        if self.how == "autograd.grad":
+            with torch.enable_grad():
+                y = x.detach().requires_grad_()
+                return torch.autograd.grad(energy(y), y, create_graph=True)[0]
+        if self.how == "func.grad":
+            return torch.func.grad(energy)(x)
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            return energy(x) * x
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("how", ["autograd.grad", "func.grad", "no hooks"])
+def test_a_forward_with_gradients_of_its_own_is_judged(how: str, strict: bool) -> None:
+    leaks = how == "no hooks"  # an energy is a sum over positions
+    assert judge(Energy(0.0, how), strict=strict).startswith("no" if leaks else "yes")
+    assert judge(Energy(1e-2, how), strict=strict).startswith("no")
+
+
 def test_reentrant_checkpoints_leave_the_derivative_out() -> None:
     class Checkpointed(Stranger):
         def mix(self, x: Tensor) -> Tensor:
