@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import often
-
 ROOT = Path(__file__).parent.parent
 GROUPS = ("planted", "steps and gpt2", "steps and llama", "steps and qwen3", "steps and nanochat", "memory")
-GROUPS += ("certificate", "capture or decoding")
+GROUPS += ("certificate", "capture or decoding or measurement")
 
 pytestmark = [
     pytest.mark.skipif(
@@ -22,11 +20,21 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("group, marks", [("not certificate", "not long"), *often(*((g, "long") for g in GROUPS))])
-def test_dry_run(group: str, marks: str) -> None:
+def dry_run(tests: str, marks: str) -> None:
+    """Run the tests of tests/pretended.py with these words in their names, in a process of their own."""
     start = "import benchmarks.pretended_gpu, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
-    options = ["-x", "-p", "no:cacheprovider", "-k", group, "-m", marks]
+    options = ["-x", "-p", "no:cacheprovider", "-k", tests, "-m", marks]
     done = subprocess.run(
         [sys.executable, "-c", start, "tests/pretended.py", *options], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+def test_some_of_the_dry_run() -> None:
+    dry_run("not certificate", "not long")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tests", GROUPS)
+def test_all_of_the_dry_run(tests: str) -> None:
+    dry_run(tests, "long or not long")
