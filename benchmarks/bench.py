@@ -33,8 +33,6 @@ import torch
 import tyro
 from torch import Tensor
 
-from errors import UserError
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import nanogpt
@@ -43,6 +41,7 @@ from cli.options import parse
 from cli.script import run_script
 from data.batches import Batches, seed_for
 from data.prepare import DataConfig, prepare
+from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import Attend, attention_weights, make_causal_mask
 from model.device import find_device, has_bfloat16

@@ -20,13 +20,12 @@ from tempfile import TemporaryDirectory
 
 import tyro
 
-from errors import UserError
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.loss import ROOT, run
 from cli.options import parse
 from cli.script import run_script
+from errors import UserError
 from training.directory import read_metrics
 
 # Student's t for a two-sided confidence of 95 %, by degrees of freedom: 1, 2, 3, ...

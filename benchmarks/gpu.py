@@ -15,14 +15,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from cli.script import fail, run_script
-from model.device import find_device
+from errors import UserError
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COMMANDS = {  # command -> most minutes
     "-m pytest -m cuda": 8,
     "benchmarks/bench.py --device cuda --out benchmarks/results": 10,
-    "benchmarks/memory.py --measured true": 7,
+    "benchmarks/memory.py --measured --configs configs/shakespeare_char.toml configs/fineweb_edu.toml": 7,
 }
 
 
@@ -43,7 +43,8 @@ def run(command: str, minutes: float) -> tuple[str, bool]:
 
 
 def main() -> None:
-    find_device("cuda")  # raises UserError if there is none
+    if not torch.cuda.is_available():
+        raise UserError(f"PyTorch {torch.__version__} sees no NVIDIA GPU: look at nvidia-smi; a +cpu build sees none")
     name = torch.cuda.get_device_name()
     date = time.strftime("%Y-%m-%d")
     report = RESULTS / f"gpu_{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}_{date}.md"

@@ -3,10 +3,10 @@
 Ways to run:
     python benchmarks/memory.py                                  the table of docs/train.md
     python benchmarks/memory.py --configs configs/my.toml        of other configurations
-    python benchmarks/memory.py --measured true                  beside it, what the GPU of this machine needs
+    python benchmarks/memory.py --measured                       beside it, what the GPU of this machine needs
 
-Counted are the tensors of the certificate and of one step of train.py, as each configuration has it. A real GPU needs
-more: a context, workspaces of libraries, and gaps between tensors. RESERVE is for these.
+Counted are the tensors of the certificate and of one step of train.py, in bfloat16. A configuration takes a minute or
+two. A real GPU needs more: a context, workspaces of libraries, and gaps between tensors. RESERVE is for these.
 
 A compiled step is counted in the two graphs that torch.compile makes of the loss. A tensor has memory there if a matrix
 product, the attention kernel or a reduction makes or reads it, or if the backward pass needs it. All others are taken
@@ -15,7 +15,7 @@ to be fused.
 
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from io import StringIO
@@ -28,6 +28,7 @@ from benchmarks.pretended_gpu import named_cuda, pretended_gpu  # before torch
 
 # isort: split
 import torch
+import tyro
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -36,6 +37,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from cli.options import parse
 from cli.script import run_script
+from errors import UserError
 from model import GPT, GPTConfig
 from model.device import find_device
 from train import next_token_loss
@@ -81,7 +83,7 @@ def measure_certificate(config: GPTConfig, train: TrainConfig, dtype: torch.dtyp
     model = make_model(config)
     optimizer = make_optimizer(model, train, dtype)  # Muon's momentum is there from the start
     torch.cuda.reset_peak_memory_stats()
-    with redirect_stdout(StringIO()):
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         certify(model, loss_fn, dtype, train.batch_size)
     del optimizer
     return torch.cuda.max_memory_allocated()
@@ -215,8 +217,10 @@ def count_graph(graph: fx.Graph) -> int:
 def gpt_config(config: Config) -> GPTConfig:
     """Return the model of a run, with the vocabulary of its tokenizer."""
     tokenizer = config.data.tokenizer
-    size = VOCABULARIES.get(tokenizer) or int(tokenizer.removeprefix("bpe:"))
-    return GPTConfig(**asdict(config.model), vocab_size=size)
+    size = VOCABULARIES.get(tokenizer) or tokenizer.removeprefix("bpe:")
+    if not str(size).isdigit():
+        raise UserError(f"the vocabulary of {tokenizer!r} is not known here: give bpe:N, or {', '.join(VOCABULARIES)}")
+    return GPTConfig(**asdict(config.model), vocab_size=int(size))
 
 
 def largest_batches(config: GPTConfig, train: TrainConfig, dtype: torch.dtype, compiled: bool) -> list[int]:
@@ -260,21 +264,21 @@ class Options:
         ROOT / "configs" / f"{name}.toml" for name in ("shakespeare_char", "tinystories", "finetune", "fineweb_edu")
     )
     """The configurations. finetune is taken for GPT-2 small."""
-    measured: bool = False
+    measured: tyro.conf.FlagCreatePairsOff[bool] = False
     """Whether to measure each on the GPU of this machine, too."""
 
 
 def main(options: Options) -> None:
     if options.measured:
         find_device("cuda")  # raises UserError if there is none
-    print("GiB, and sequences in a micro-batch, each compiled / eager, in bfloat16: counted, not measured\n")
+    runs = [(path.stem, parse(Config, [], path)) for path in options.configs]
+    models = [gpt_config(config) for _, config in runs]
+    print("GiB, and sequences in a micro-batch, each compiled / uncompiled: counted, not measured\n")
     print(f"| configuration | certificate | a step | {' | '.join(f'{size} GB hold' for size in CARDS)} |")
     print(f"|---|---:|---:|{'---:|' * len(CARDS)}")
     notes = []
-    for path in options.configs:
-        config = parse(Config, [], path)
-        model = gpt_config(config)
-        shape = f"{path.stem}, {config.train.batch_size} x {model.context_length:,}"
+    for (name, config), model in zip(runs, models, strict=True):
+        shape = f"{name}, {config.train.batch_size} x {model.context_length:,}"
         print(f"| {shape} | {' | '.join(count(model, config.train, torch.bfloat16))} |", flush=True)
         if options.measured:
             notes.append(f"{shape}: {measure(model, config.train, torch.bfloat16)}")

@@ -1,6 +1,6 @@
 """The dry run on a pretended GPU: the real `train` on tensors that say cuda:0. Started by tests/test_pretended_gpu.py.
 
-python -c "import benchmarks.pretended_gpu, pytest; pytest.main(['tests/pretended.py'])"
+python -c "import benchmarks.pretended_gpu, pytest; pytest.main(['tests/pretended.py'])"  # takes minutes
 """
 
 import re
@@ -96,6 +96,8 @@ def check(steps: list[Step], dtype: torch.dtype) -> None:
                 products += 1
                 floating = {each for each in dtypes if each.is_floating_point}
                 expected = {dtype} | ({torch.float32} if name.startswith("attention") else set())  # a number of a row
+                if dtype == torch.float16 and name in ("bmm", "baddbmm"):
+                    expected = {torch.float32}  # Muon's iteration, to which float16 is too small (training/muon.py)
                 assert floating <= expected, f"a product in {floating}: {name}"
             if name in LOSS:
                 losses += 1

@@ -1,6 +1,8 @@
 """The benchmarks run in tiny sizes, and their baseline, nanoGPT, learns what our GPT-2 learns."""
 
 import json
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -86,3 +88,12 @@ def test_heads_and_ranks_are_measured(corpus_file: Path, tmp_path: Path) -> None
     distributed.main(distributed.Options(config=config, nproc=(2,), steps=12, turns=1, out=out))
     ways = [json.loads(line)["way"] for line in out.read_text(encoding="utf-8").splitlines()]
     assert ways == ["ours", "theirs", "eager", "alone", "ddp, 2 ranks", "fsdp, 2 ranks"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["bench", "compare", "distributed", "heads", "memory"])
+def test_each_script_starts_from_the_command_line(script: str) -> None:
+    """Where nothing has made the modules of this project known before."""
+    command = [sys.executable, f"benchmarks/{script}.py", "--help"]
+    ran = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert ran.returncode == 0 and "usage: " in ran.stdout, ran.stderr

@@ -19,7 +19,7 @@ from training.certificate import certify
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: run pytest -m cuda"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, as make gpu does"),
 ]
 DEVICE = "cuda"
 ROUNDING = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative; float32 products are in TF32

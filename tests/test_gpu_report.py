@@ -1,8 +1,11 @@
 """`make gpu`: one command writes one report, also of what fails."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks import gpu
@@ -10,9 +13,9 @@ from benchmarks import gpu
 
 def test_the_report_has_what_each_command_prints(run: Callable, tmp_path: Path, monkeypatch) -> None:
     result = run(gpu)  # other tests see no GPU
-    assert result.exit_code == 2 and "device 'cuda' cannot be used here" in result.err
+    assert result.exit_code == 2 and "sees no NVIDIA GPU" in result.err
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H900 80GB")
-    monkeypatch.setattr(gpu, "find_device", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setattr(gpu, "RESULTS", tmp_path)
     commands = {"-c print(6*7)": 1, "-c import(time)": 1, "-c input();": 1, "-c while(1):0": 0.02}
@@ -23,3 +26,10 @@ def test_the_report_has_what_each_command_prints(run: Callable, tmp_path: Path, 
     assert "`python -c print(6*7)`\n\n```text\n42\nexit code 0" in text and "SyntaxError" in text
     assert "stopped after 0.02 minutes" in text and result.out.startswith("42\n")
     assert result.exit_code == 1 and "failed, as the report says: -c import(time), " in result.err
+
+
+@pytest.mark.parametrize("command", [command for command in gpu.COMMANDS if command.startswith("benchmarks")])
+def test_each_command_can_be_read(command: str) -> None:
+    """Without a GPU it comes as far as asking for one."""
+    ran = subprocess.run([sys.executable, *command.split()], cwd=gpu.ROOT, capture_output=True, text=True)
+    assert ran.returncode == 2 and "device 'cuda' cannot be used here" in ran.stderr, ran.stderr
