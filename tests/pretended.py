@@ -201,8 +201,7 @@ def test_a_planted_loss_in_half_precision_is_found(tmp_path: Path, monkeypatch: 
         check(take_steps(tmp_path), torch.bfloat16)
 
 
-@pytest.mark.parametrize("n_kv_head", often(6, 2))
-@pytest.mark.parametrize("dtype", often("bfloat16", "float32", "float16"))
+@pytest.mark.parametrize("dtype, n_kv_head", often(("bfloat16", 6), ("bfloat16", 2), ("float32", 2), ("float16", 3)))
 @pytest.mark.parametrize("optimizer", often("muon", "adamw"))
 @pytest.mark.parametrize("family", often("qwen3", "gpt2", "llama", "nanochat"))
 def test_steps(family: str, optimizer: str, dtype: str, n_kv_head: int, tmp_path: Path) -> None:
@@ -221,13 +220,21 @@ def make_model(family: str, n_kv_head: int, dtype: torch.dtype = torch.float32, 
     return GPT(GPTConfig(**shape)).to("cuda", dtype)
 
 
-@pytest.mark.parametrize("dtype", often("bfloat16", "float32", "float16"))
-@pytest.mark.parametrize("family, n_kv_head", often(("llama", 2), ("gpt2", 6), ("qwen3", 3), ("nanochat", 1)))
+@pytest.mark.parametrize(
+    "family, dtype, n_kv_head",
+    often(
+        ("llama", "bfloat16", 2),
+        ("gpt2", "float32", 6),
+        ("qwen3", "float16", 3),
+        ("nanochat", "bfloat16", 1),
+        ("llama", "float32", 2),
+    ),
+)
 def test_certificate(family: str, dtype: str, n_kv_head: int) -> None:
     dtype = DTYPES[dtype]
     with pretended_gpu() as gpu:
-        model = make_model(family, n_kv_head, n_layer=1, context_length=17)
-        record = certify(model, partial(train.next_token_loss, dtype=dtype), dtype, 5)
+        model = make_model(family, n_kv_head, n_layer=1, context_length=7)
+        record = certify(model, partial(train.next_token_loss, dtype=dtype), dtype, 4)
     assert record["causal"].startswith("yes") and not gpu.mixed
     assert record["agrees_with_cpu"].startswith("to 0.0e+00 ")
 

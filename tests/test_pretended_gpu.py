@@ -10,7 +10,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 GROUPS = ("planted", "steps and gpt2", "steps and llama", "steps and qwen3", "steps and nanochat", "memory")
-GROUPS += ("certificate", "capture or decoding or measurement")
+GROUPS += ("test_certificate", "capture or decoding or measurement")
 
 pytestmark = [
     pytest.mark.skipif(
