@@ -28,7 +28,10 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def load_guard() -> None:
-    """Give a build of PyTorch without CUDA a device of that name. Raises RuntimeError if torch is imported already."""
+    """Give a build of PyTorch without CUDA a device of that name. Exits with 2 and a sentence if g++ fails.
+
+    Raises RuntimeError if torch is imported already.
+    """
     package = Path(importlib.util.find_spec("torch").origin).parent
     if (package / "lib" / "libc10_cuda.so").exists():
         return
@@ -41,7 +44,11 @@ def load_guard() -> None:
         with tempfile.TemporaryDirectory(dir=library.parent) as directory:
             built = Path(directory) / library.name
             flags = ["-shared", "-fPIC", "-std=c++20", f"-I{package / 'include'}"]
-            subprocess.run(["g++", *flags, str(SOURCE), "-o", str(built)], check=True)
+            try:
+                subprocess.run(["g++", *flags, str(SOURCE), "-o", str(built)], check=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                print(f"to pretend a GPU, PyTorch without CUDA needs g++, which failed: {error}", file=sys.stderr)
+                sys.exit(2)
             built.rename(library)
     for path in (package / "lib" / "libc10.so", package / "lib" / "libtorch_cpu.so", library):
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -335,8 +335,15 @@ def test_a_device_that_computes_something_else_is_refused(family: str, dtype: to
         compare_with_cpu(model, dtype)
 
 
+def test_a_head_that_begins_at_zero_is_compared_too() -> None:
+    model = make_gpt(family="nanochat", n_embd=18)
+    torch.nn.init.zeros_(model.lm_head.weight)  # so that all logits and gradients are zero
+    assert compare_with_cpu(model, torch.bfloat16)["agrees_with_cpu"].startswith("to 0.0e+00 ")
+
+
 def test_a_certificate_changes_no_buffer() -> None:
     model = make_gpt().train()
     model.blocks[0].norm = nn.BatchNorm1d(11, affine=False)  # its running means are buffers
+    model.register_buffer("expanded", torch.zeros(1).expand(3), persistent=False)
     find_untrained(model, lambda model, inputs, targets: model.blocks[0].norm(model.hidden(inputs)).sum(), 5)
     assert not model.blocks[0].norm.running_mean.any()

@@ -1,5 +1,6 @@
 """`make gpu`: one command writes one report, also of what fails."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,5 +32,16 @@ def test_the_report_has_what_each_command_prints(run: Callable, tmp_path: Path, 
 @pytest.mark.parametrize("command", [command for command in gpu.COMMANDS if command.startswith("benchmarks")])
 def test_each_command_can_be_read(command: str) -> None:
     """Without a GPU it comes as far as asking for one."""
+    if "memory" in command and not (torch.backends.cuda.is_built() or shutil.which("g++")):
+        pytest.skip("needs g++ to pretend a GPU")
     ran = subprocess.run([sys.executable, *command.split()], cwd=gpu.ROOT, capture_output=True, text=True)
     assert ran.returncode == 2 and "device 'cuda' cannot be used here" in ran.stderr, ran.stderr
+
+
+def test_without_a_compiler_no_gpu_is_pretended(tmp_path: Path) -> None:
+    shutil.copytree(gpu.ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-c", "import benchmarks.pretended_gpu"]
+    if torch.backends.cuda.is_built():
+        pytest.skip("this PyTorch knows a device named CUDA, and needs no compiler")
+    ran = subprocess.run(command, cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stderr.startswith("to pretend a GPU, PyTorch without CUDA needs g++")
