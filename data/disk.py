@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 WRITE_SIZE = 1 << 24  # bytes
+JOINED_SIZE = 1 << 20  # bytes
 Pieces = Iterable[bytes | memoryview]  # of the content of a file, each one made when it is written
 
 
@@ -34,7 +35,7 @@ def append_to_file(path: Path, pieces: Pieces) -> str:
     digest = hashlib.sha256()  # of the memory: the hash of a file that is read back would vouch for a disk that errs
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
-        for piece in pieces:
+        for piece in join_small(pieces):
             digest.update(piece)
             rest = memoryview(piece)
             while rest:
@@ -42,6 +43,20 @@ def append_to_file(path: Path, pieces: Pieces) -> str:
     finally:
         os.close(descriptor)
     return digest.hexdigest()
+
+
+def join_small(pieces: Pieces) -> Pieces:
+    """Yield pieces with the same content, the small ones joined: a checkpoint has hundreds of small tensors."""
+    small = bytearray()
+    for piece in pieces:
+        if len(small) + len(piece) > JOINED_SIZE:
+            yield small
+            small = bytearray()
+        if len(piece) > JOINED_SIZE:
+            yield piece
+        else:
+            small += piece
+    yield small
 
 
 def write_file(path: Path, pieces: Pieces) -> str:

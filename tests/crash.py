@@ -66,7 +66,7 @@ def path_of(descriptor: int) -> Path:
 
 
 def fork(work: Callable[[], object], out: Path | str, err: Path | str) -> int:
-    """Call `work` in a new process, which prints to these files and ends after 100 s; return the id of the process."""
+    """Call `work` in a new process, which prints to these files and ends after 600 s; return the id of the process."""
     child = os.fork()
     if child:
         return child
@@ -77,7 +77,7 @@ def fork(work: Callable[[], object], out: Path | str, err: Path | str) -> int:
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
         sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
         tqdm.set_lock(threading.RLock())  # its own is shared by all processes: a killed one would hold it for ever
-        signal.alarm(100)  # what hangs fails
+        signal.alarm(600)  # what hangs fails; two ranks that compile take minutes on a slow machine
         work()
         code = 0
     except SystemExit as stop:

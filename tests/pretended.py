@@ -274,7 +274,7 @@ def test_capture_scores_and_verification(family: str, dtype: str, n_kv_head: int
         assert not gpu.mixed
 
 
-SMALL = {"n_layer": 3, "n_head": 12, "n_embd": 384, "vocab_size": 8209}
+SMALL = {"n_layer": 2, "n_head": 12, "n_embd": 384, "vocab_size": 8209}
 
 
 @pytest.mark.long
@@ -283,7 +283,7 @@ SMALL = {"n_layer": 3, "n_head": 12, "n_embd": 384, "vocab_size": 8209}
     [
         ("gpt2", 12, 509, 31, "bfloat16", "adamw", True),
         ("llama", 4, 2039, 7, "bfloat16", "adamw", True),
-        ("llama", 4, 2039, 3, "float32", "muon", True),
+        ("llama", 4, 1021, 5, "float32", "muon", True),
         ("qwen3", 6, 1021, 13, "float16", "muon", False),
     ],
 )
