@@ -16,7 +16,6 @@ import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -24,14 +23,14 @@ import tyro
 from tqdm import tqdm
 
 from cli.options import parse
-from cli.script import read_prompt, run_script, visible
+from cli.script import exact_stdout, read_prompt, run_script, visible
 from data.encoding import TextStream
 from data.tokenizer import Tokenizer, load_tokenizer
-from errors import UserError
+from errors import UserError, check_ranges
 from model.checkpoint import find_checkpoint
 from model.device import dtype_name, find_device
 from model.load import load_model
-from model.sampling import Sampler, stream
+from model.sampling import RANGES, Sampler, stream
 from training.device import weights_dtype
 
 
@@ -39,7 +38,7 @@ from training.device import weights_dtype
 class Options:
     __doc__ = __doc__
 
-    checkpoint: tyro.conf.Positional[Path]
+    checkpoint: tyro.conf.Positional[str]
     """A checkpoint, a run directory (its newest checkpoint), or a model OWNER/NAME of the Hugging Face hub."""
     prompt: str = ""
     """Text to continue; @FILE reads a file, - standard input. An empty text begins a document. Names of special tokens
@@ -68,11 +67,8 @@ class Options:
     """Precision of the weights. auto: bfloat16 if the machine computes it natively, else float32."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "num_samples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise UserError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
+        own = {"max_new_tokens": (1, 10**12), "num_samples": (1, 2**16), "seed": (0, 2**63 - 1)}
+        check_ranges(self, RANGES | own)
 
 
 class Text:
@@ -103,20 +99,22 @@ class Text:
 
     def extend(self, text: str) -> None:
         """Append text, and cut it before the stop text."""
+        searched = max(0, len(self.text) - len(self.stop))
         self.text += text
-        if self.stop and self.stop in self.text:
-            self.text = self.text.partition(self.stop)[0]
+        if self.stop and (place := self.text.find(self.stop, searched)) >= 0:
+            self.text = self.text[:place]
             self.finish = "stop"
 
     @property
-    def certain(self) -> str:
-        """The text without the last characters, with which the stop text may begin."""
-        return self.text if self.finish else self.text[: max(0, len(self.text) - len(self.stop))]
+    def num_certain(self) -> int:
+        """The number of characters without the last ones, with which the stop text may begin."""
+        return len(self.text) if self.finish else max(0, len(self.text) - len(self.stop))
 
 
 def show(text: str) -> None:
     """Print at once. On a terminal, control characters are made visible and have no effect."""
-    print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
+    out = exact_stdout()
+    print(visible(text) if out.isatty() else text, end="", flush=True, file=out)
 
 
 def main() -> None:
@@ -139,10 +137,10 @@ def main() -> None:
     tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
     certificate = "unknown, there is no certificate"
     if checkpoint.causal:
-        certificate = f"{checkpoint.causal}, when it was trained"
+        certificate = f"{checkpoint.causal!s:.200}, says the manifest of its training"
         if checkpoint.code_has_changed:
             certificate += ", by other code in model/"
-    print(f"causal: {visible(certificate)}", file=sys.stderr)
+    print(f"causal: {certificate}", file=sys.stderr)
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
     T = model.config.context_length
     if len(ids) > T:
@@ -157,8 +155,9 @@ def main() -> None:
         for text, token in zip(texts, column.flatten().tolist(), strict=True):
             text.add(token)
         if grows:
-            show(texts[0].certain[num_shown:])
-            num_shown = len(texts[0].certain)
+            num_certain = texts[0].num_certain
+            show(texts[0].text[num_shown:num_certain])
+            num_shown = num_certain
         if all(text.finish for text in texts):
             break
     for number, text in enumerate(texts):

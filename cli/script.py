@@ -3,12 +3,20 @@
 import contextlib
 import os
 import re
+import shlex
+import shutil
 import sys
+import unicodedata
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TextIO
 
 from errors import UserError
+
+MOST_LETTERS = 500  # of a message
+# Unicode's categories of controls, formats (as writing from right to left), surrogates, ends of lines and paragraphs.
+HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -21,7 +29,8 @@ def run_script(main: Callable[[], None]) -> None:
         75    interrupted, with nothing lost
         130   interrupted
 
-    An exception that has an `exit_code` prints its message, one sentence, without a traceback.
+    An exception that has an `exit_code` prints its message, one sentence, without a traceback. Whatever main prints is
+    made `visible`.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed before Python started
@@ -29,7 +38,8 @@ def run_script(main: Callable[[], None]) -> None:
     # A character that the terminal cannot show becomes "?". Output to a file or a pipe is flushed after every line.
     sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
-        main()
+        with redirect_stdout(Screen(sys.stdout)), redirect_stderr(Screen(sys.stderr)):
+            main()
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         discard(sys.stdout)
     except KeyboardInterrupt as stop:
@@ -48,9 +58,12 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def fail(message: str, exit_code: int) -> None:
-    """Print a message on stderr and exit."""
+    """Print a message on stderr and exit. A long one loses its middle: the end has the advice."""
+    text = f"{Path(sys.argv[0]).name}: {visible(message)}"
+    if len(text) > MOST_LETTERS:
+        text = f"{text[: MOST_LETTERS // 2]} ... {text[5 - MOST_LETTERS // 2 :]}"
     with contextlib.suppress(OSError):  # the terminal may be gone
-        print(f"{Path(sys.argv[0]).name}: {visible(message)}", file=sys.stderr)
+        print(text, file=sys.stderr)
     sys.exit(exit_code)
 
 
@@ -82,25 +95,68 @@ class BrokenPipeGuard:
             discard(self.stream)
 
 
+class Screen:
+    """An output stream that shows text as `visible` returns it. `exact` is the stream itself."""
+
+    def __init__(self, exact: TextIO):
+        self.exact = exact
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.exact, name)
+
+    def write(self, text: str) -> int:
+        moves = re.match(r"\r|(\x1b\[A)+$|", text)[0]  # a progress bar goes to the start of its line, or a line up
+        self.exact.write(moves + visible(text.removeprefix(moves)))
+        return len(text)
+
+
+def exact_stdout() -> TextIO:
+    """Return standard output for text that has to stay as it is: a sample in a file, or the colours of --help."""
+    return getattr(sys.stdout, "exact", sys.stdout)
+
+
+def how_to_run(script: str, launcher: str = "") -> str:
+    """Return the beginning of a command line that runs a script of this project from here.
+
+    It also works where no environment is activated. launcher: options of Python in front of the script.
+    """
+
+    def from_here(path: str) -> str:
+        return shlex.quote(min(path, os.path.relpath(path), key=len))
+
+    is_on_path = Path(shutil.which("python") or "").parent == Path(sys.executable).parent
+    python = "python" if is_on_path else from_here(sys.executable)
+    return f"{python} {launcher}{from_here(str(Path(__file__).parent.parent / script))}"
+
+
 def visible(text: str) -> str:
-    """Return the text with its control characters as escapes, because a terminal would obey them."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    """Return the text with escapes for characters that nobody sees, or that a terminal would obey."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in HIDDEN and letter not in "\n\t"
+        else letter
+        for letter in text
+    )
 
 
 def read_prompt(prompt: str) -> str:
     """Return the prompt itself, the text in a file (@FILE), or standard input (-).
 
-    Raises OSError if there is no such file, UserError if the text is not UTF-8.
+    Raises UserError if there is no such file, or if the text is not UTF-8.
     """
     try:
         if prompt == "-":
             if sys.stdin is None:
                 raise UserError("there is no standard input to read a text from")
-            return sys.stdin.buffer.read().decode()
-        if prompt.startswith("@"):
-            return Path(prompt[1:]).read_text(encoding="utf-8")
-        if os.path.isfile(prompt):
-            print(f"note: the text is {prompt!r} itself; @{prompt} reads the file", file=sys.stderr)
-        return prompt
-    except ValueError as error:  # not UTF-8, or a name that no file can have
-        raise UserError(f"{prompt!r} cannot be read: {error}") from None
+            content = sys.stdin.buffer.read()
+        elif prompt.startswith("@"):
+            content = Path(os.path.expanduser(prompt[1:])).read_bytes()
+        else:
+            if os.path.isfile(prompt):
+                print(f"note: the text is {prompt!r:.60} itself; @ before it reads the file", file=sys.stderr)
+            return prompt
+        return content.decode("utf-8-sig")  # without a byte order mark, and with its line ends, as training reads it
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
+        raise UserError(f"{prompt!r:.60} cannot be read as text: {getattr(error, 'strerror', None) or error}") from None

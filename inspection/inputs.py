@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data import errors_as_user_error
+from data import errors_as_user_error, read_small
 from data.config import DataConfig
 from data.encoding import TOKENIZER_JSON, HubTokenizer, Tokenizer
 from data.prepare import find_prepared, prepare
 from data.tokenizer import load_tokenizer
+from data.wishes import WISHES, seal
 from errors import UserError
 from inspection.decoder import device_of, evaluating, read
 from inspection.heads import PROBE_LENGTH, RepeatProbe, repeat_probe
@@ -146,7 +147,7 @@ def as_tokenizer(tokenizer: object) -> Tokenizer | None:
         kinds = "one of tril, a fast one of transformers, or a list with a label for each token"
         raise UserError(f"expected a tokenizer: {kinds}, got {type(tokenizer).__name__}")
     content = tokenizer.backend_tokenizer.to_str().encode()
-    return HubTokenizer(type(tokenizer).__name__, content, tokenizer.eos_token)
+    return HubTokenizer(type(tokenizer).__name__, content, [tokenizer.eos_token])
 
 
 def open_tokenizer(directory: Path) -> Tokenizer:
@@ -186,12 +187,17 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
 
     Raises UserError if they are not on this machine.
     """
-    fingerprint = checkpoint.trainer.get("fingerprint")
-    options = nested(checkpoint.trainer, "config", "data")
-    corpus = find_prepared(fingerprint, str(nested(options, "source")))
-    if corpus is None and "\n" in str(fingerprint):
-        with suppress(UserError, OSError, TypeError):  # token files, whose tokenizer is beside the model
-            corpus = prepare(DataConfig(**options), fingerprint=fingerprint, model=checkpoint.directory)
+    trainer = checkpoint.trainer
+    fingerprint = trainer.get("fingerprint")
+    wishes = [nested(trainer, "config", *wish) for wish in WISHES]
+    corpus = find_prepared(fingerprint)
+    with suppress(UserError, OSError, TypeError):
+        # A checkpoint from elsewhere may name any folder.
+        if corpus is None and seal(wishes) in read_small(checkpoint.directory.resolve().parents[1] / "config.toml"):
+            options = nested(trainer, "config", "data")
+            corpus = find_prepared(fingerprint, options["source"])
+            if corpus is None and "\n" in fingerprint:  # token files, whose tokenizer is beside the model
+                corpus = prepare(DataConfig(**options), fingerprint=fingerprint, model=checkpoint.directory)
     if corpus is None:
         raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]

@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 from cli.script import visible
 from data import disk
 from data.corpus import Corpus
+from data.wishes import seal
 from errors import UserError
 from model import GPT
 from model.checkpoint import step_directories
 from model.huggingface import tensors_to_huggingface
 from training.directory import best_validation, command, next_commands, read_metrics
 from training.optimizer import optimizer_tensors
-from training.options import Config, tables, to_toml
+from training.options import Config, tables, to_toml, wishes_of
 from training.report import write_report
 from training.resume import Start
 from training.save import checkpoint_files, keep_newest, save_checkpoint
@@ -76,7 +77,8 @@ class Run:
             raise UserError(f"{self.directory} is in use by another training process") from None
         if self.checkpoints != self.start.checkpoints:
             raise UserError(f"another training process has written to {self.directory} meanwhile")
-        disk.replace_file(self.directory / "config.toml", to_toml(self.config).encode())
+        content = to_toml(self.config).encode() + seal(wishes_of(self.config))
+        disk.replace_file(self.directory / "config.toml", content)
         # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
         lines = read_metrics(self.directory, self.start.step) if self.checkpoints else []
         disk.replace_file(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
@@ -154,7 +156,7 @@ class Run:
     def how_to_continue(self, step: int) -> str:
         """Return a sentence for an interrupted run: the step that is saved, and the command that continues."""
         saved = f"saved step {step}" if step else "there was nothing to save yet"
-        return f"{saved}; continue with: {command('train.py --resume', self.directory)}"
+        return f"{saved}; continue with: {command('train.py', self.directory)}"
 
     def print_next(self, step: int) -> None:
         """Print what to do with the finished run."""
