@@ -1,13 +1,18 @@
 """The options of train.py: the command line, over a configuration file, over defaults that fit the text."""
 
 import os
+import re
+import shlex
 from dataclasses import asdict, fields
+from itertools import chain
 from pathlib import Path
 
 import tomli_w
 
 from cli.options import parse
+from data import read_small
 from data.config import DataConfig
+from data.wishes import WISHES, seal
 from errors import UserError
 from model import GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint
@@ -48,14 +53,37 @@ def read_config(argv: list[str]) -> Config:
 
 
 def read_resumed(argv: list[str], asked: Config) -> Config:
-    """Read the configuration of the run that --resume names. Raises UserError if that is no run."""
+    """Read the configuration of the run that --resume names.
+
+    Raises UserError if that is no run, or one from elsewhere with links, or with wishes that argv does not repeat.
+    """
     directory = asked.resume
     if asked.config or asked.train.out_dir != TrainConfig.out_dir:
         raise UserError("--resume takes configuration and directory from the run: give no other with it")
     if not (directory / "config.toml").is_file():
         is_step = "; of a run with such a checkpoint, give the directory" if STEP.fullmatch(directory.name) else ""
         raise UserError(f"{directory} is not the directory of a run: it has no config.toml{is_step}")
-    return parse(Config, [*argv, "--train.out_dir", str(directory)], directory / "config.toml")
+    file = directory / "config.toml"
+    content = read_small(file)  # raises UserError if it is too large to be parsed
+    config = parse(Config, [*argv, "--train.out_dir", str(directory)], file)
+    if seal(wishes_of(parse(Config, [], file))) not in content:
+        for path in chain(directory.iterdir(), directory.glob("checkpoints/*")):
+            if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                raise UserError(f"{directory} was not begun on this machine, and {path} is not a file in it: remove it")
+        options = [
+            f"--{table}.{name} {shlex.quote(str(value))}"
+            for (table, name), value, given in zip(WISHES, wishes_of(config), wishes_of(asked), strict=True)
+            if value != given and not (name == "tokenizer" and re.fullmatch(r"bytes|chars|model|bpe:\d+", value))
+        ]
+        if options:
+            asks = "was not begun on this machine, and its config.toml asks for what is not in it"
+            raise UserError(f"{directory} {asks}: to allow it, add {' '.join(options)}")
+    return config
+
+
+def wishes_of(config: Config) -> list[str | None]:
+    """Return the values of WISHES."""
+    return [getattr(getattr(config, table), name) for table, name in WISHES]
 
 
 def read_fitted(argv: list[str], config: Config) -> Config:
@@ -74,7 +102,7 @@ def fit_to_model(argv: list[str], file: Path, init_from: str) -> Config:
 
     Raises UserError if there is no such model, or if argv or the file ask for another shape or tokenizer.
     """
-    known = load_config(find_checkpoint(Path(init_from)).directory)
+    known = load_config(find_checkpoint(init_from).directory)
     shape = {field.name: getattr(known, field.name) for field in fields(ModelConfig)}
     shape["context_length"] = min(known.context_length, FINETUNE_CONTEXT)
     config = parse(Config, argv, file, Config(model=ModelConfig(**shape), data=DataConfig(tokenizer="model")))
