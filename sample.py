@@ -106,9 +106,9 @@ class Text:
             self.finish = "stop"
 
     @property
-    def num_certain(self) -> int:
-        """The number of characters without the last ones, with which the stop text may begin."""
-        return len(self.text) if self.finish else max(0, len(self.text) - len(self.stop))
+    def certain(self) -> str:
+        """The text without the last characters, with which the stop text may begin."""
+        return self.text if self.finish else self.text[: max(0, len(self.text) - len(self.stop))]
 
 
 def show(text: str) -> None:
@@ -137,7 +137,7 @@ def main() -> None:
     tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
     certificate = "unknown, there is no certificate"
     if checkpoint.causal:
-        certificate = f"{checkpoint.causal!s:.200}, says the manifest of its training"
+        certificate = f"{' '.join(str(checkpoint.causal).split()):.200}, says the manifest of its training"
         if checkpoint.code_has_changed:
             certificate += ", by other code in model/"
     print(f"causal: {certificate}", file=sys.stderr)
@@ -155,9 +155,8 @@ def main() -> None:
         for text, token in zip(texts, column.flatten().tolist(), strict=True):
             text.add(token)
         if grows:
-            num_certain = texts[0].num_certain
-            show(texts[0].text[num_shown:num_certain])
-            num_shown = num_certain
+            show(texts[0].certain[num_shown:])
+            num_shown = len(texts[0].certain)
         if all(text.finish for text in texts):
             break
     for number, text in enumerate(texts):

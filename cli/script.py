@@ -58,8 +58,8 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def fail(message: str, exit_code: int) -> None:
-    """Print a message on stderr and exit. A long one loses its middle: the end has the advice."""
-    text = f"{Path(sys.argv[0]).name}: {visible(message)}"
+    """Print a message on stderr, on one line, and exit. A long one loses its middle: the end has the advice."""
+    text = f"{Path(sys.argv[0]).name}: {visible(message)}".replace("\n", "\\n")
     if len(text) > MOST_LETTERS:
         text = f"{text[: MOST_LETTERS // 2]} ... {text[5 - MOST_LETTERS // 2 :]}"
     with contextlib.suppress(OSError):  # the terminal may be gone

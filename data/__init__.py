@@ -26,7 +26,7 @@ def errors_as_user_error(problem: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{problem}: {reason:.300}") from error
+        raise UserError(f"{problem}: {reason:.160}") from error
 
 
 def read_small(path: Path) -> bytes:

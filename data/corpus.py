@@ -32,8 +32,8 @@ class Corpus:
         train = self.meta["train"]
         val = self.meta["val"]
         return (
-            f"{self.meta['source']}, {train['tokens']:,} tokens, {val['tokens']:,} to validate "
-            f"({self.tokenizer.name}, {val['bytes'] / val['tokens']:.2f} bytes each)"
+            f"{self.meta['source']:.200}, {train['tokens']:,} tokens, {val['tokens']:,} to validate "
+            f"({self.tokenizer.name:.60}, {val['bytes'] / val['tokens']:.2f} bytes each)"
         )
 
 

@@ -10,8 +10,10 @@ import torch
 
 import inspect_attention
 import sample
+import train
 from data.tokenizer import make_tokenizer
 from sample import Text
+from tests.conftest import metrics, tiny_run
 from training.device import weights_dtype
 
 
@@ -29,7 +31,7 @@ def test_prompts_from_argument_file_and_standard_input(run, straight: Path, tmp_
     assert results[0] == results[1] == results[2]
     name = str(tmp_path / "prompt.txt")
     said = run(sample, straight, "--prompt", name, "--max_new_tokens", 1).err
-    assert said.startswith(f"note: the text is {name!r} itself; @{name} reads the file\n")
+    assert said.startswith(f"note: the text is {name!r:.60} itself; @ before it reads the file\n")
 
 
 def test_a_long_prompt_is_said(run, straight: Path) -> None:
@@ -45,7 +47,7 @@ def test_other_code_than_that_of_the_training_is_said(run, straight: Path, monke
     assert "other code" not in "".join(said())
     monkeypatch.setattr("model.checkpoint.code_hash", lambda: "another")
     by_sample, by_inspect = said()
-    assert by_sample.endswith("when it was trained, by other code in model/")
+    assert by_sample.endswith("probed), says the manifest of its training, by other code in model/")
     assert "step-00000012 was trained by other code in model/; here it may be another model\n" in by_inspect
 
 
@@ -105,11 +107,25 @@ def test_a_terminal_is_not_commanded(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().out == "a\\x1b]0;evil\\x07b\n\tc\\x9b"
 
 
+@pytest.mark.parametrize("prompt, begins", [("1 is ß", ""), ("1 is", "1 is")])
+def test_a_prompt_that_cannot_be_read_stops_no_training(
+    run, corpus_file: Path, tmp_path: Path, prompt: str, begins: str
+) -> None:
+    few = {"train__max_steps": 1, "train__sample_prompt": prompt, "data__tokenizer": "chars"}
+    result = run(train, *tiny_run(corpus_file, tmp_path / "out", **few))
+    note = (
+        "note: samples do not begin with train.sample_prompt: the chars tokenizer never saw the character 'ß' (U+00DF)"
+    )
+    assert result.exit_code == 0 and (f"{note}\n" in result.out) == (not begins), result.err
+    samples = metrics(tmp_path / "out", "sample").values()
+    assert samples and all(text.startswith(begins) for text in samples)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["{run}x"], "x: give a run, a checkpoint, or OWNER/NAME of the Hugging Face hub"),
-        (["{run}", "--num_samples", "0"], "num_samples must be at least 1, got 0"),
+        (["{run}", "--num_samples", "0"], "num_samples must be a whole number from 1 to 65,536, got 0"),
         (["{run}", "--prompt", "@{tmp}/latin1.txt"], "can't decode byte 0xe9 in position 3"),
     ],
 )

@@ -7,9 +7,9 @@ import json
 import math
 import os
 import shlex
-import shutil
-import sys
 from pathlib import Path
+
+from cli.script import how_to_run
 
 
 def read_metrics(directory: Path, step: float = math.inf) -> list[dict]:
@@ -23,9 +23,9 @@ def read_metrics(directory: Path, step: float = math.inf) -> list[dict]:
     for number, text in enumerate(content.split(b"\n")[:-1]):
         try:
             line = json.loads(text)
-            if line["step"] <= step:
+            if line["step"] <= step and math.isfinite(line.get("val_loss") or 0):
                 lines.append(line)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             print(f"{path} is damaged after its line {number}: the rest is left out")
             break
     return lines
@@ -42,12 +42,12 @@ def best_validation(lines: list[dict], checkpoints: list[Path]) -> dict | None:
 
 
 def command(script: str, directory: Path) -> str:
-    """Return a command line that runs a script on a run directory, also where no environment is activated."""
-    is_on_path = Path(shutil.which("python") or "").parent == Path(sys.executable).parent
-    python = "python" if is_on_path else os.path.relpath(sys.executable)
-    if script.startswith("train.py") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        python = f"{python} -m torch.distributed.run --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 'gpu')}"
-    return f"{python} {script} {shlex.quote(str(directory))}"
+    """Return a command line that runs a script on a run directory; train.py goes on with the run."""
+    launcher = ""
+    if script == "train.py" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        launcher = f"-m torch.distributed.run --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 'gpu')} "
+    option = " --resume" if script == "train.py" else ""
+    return f"{how_to_run(script, launcher)}{option} {shlex.quote(str(directory))}"
 
 
 def next_commands(directory: Path, saved: int, best: dict | None, finished: bool) -> list[tuple[str, str]]:
@@ -58,7 +58,7 @@ def next_commands(directory: Path, saved: int, best: dict | None, finished: bool
     """
     loss_rose = finished and best and best["step"] < saved  # after the best checkpoint
     checkpoint = directory / "checkpoints" / f"step-{best['step']:08d}" if loss_rose else directory
-    commands = [] if finished else [(f"Go on from step {saved:,}", command("train.py --resume", directory))]
+    commands = [] if finished else [(f"Go on from step {saved:,}", command("train.py", directory))]
     if saved:
         inspect = command("inspect_attention.py", checkpoint)
         page = shlex.quote(str(directory / "heads.html"))

@@ -10,7 +10,6 @@ from pathlib import Path
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from cli.script import visible
 from data import disk
 from data.corpus import Corpus
 from data.wishes import seal
@@ -64,9 +63,9 @@ class Run:
         """
         before = self.start.environment  # empty for a new run
         now = self.environment
-        changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
+        changed = [f"{key} {before[key]!s:.60} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
         if changed:
-            print(visible(f"note: the numbers may differ from those of an unbroken run: {', '.join(changed)}"))
+            print(f"note: the numbers may differ from those of an unbroken run: {', '.join(changed)}")
         if not self.writes:
             return
         disk.make_directories(self.directory / "checkpoints")
@@ -104,7 +103,7 @@ class Run:
         text += f" | trained {train_seconds:8.1f} s"
         if sample is not None:
             self.log(step, sample=sample)
-            text += f"\n{'':12} | {visible(' '.join(sample.split()))[:SAMPLE_WIDTH]}"
+            text += f"\n{'':12} | {' '.join(sample.split())[:SAMPLE_WIDTH]}"
         self.report()
         return text
 
