@@ -10,8 +10,8 @@ words, or Unigram, may know such a name as a word nevertheless.)
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
 from typing import Self
 
 import numpy as np
@@ -20,12 +20,15 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from data import errors_as_user_error
+from data.sources import cut
 from errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+OTHER_ENDS = ("</s>", "<eos>", "<|end_of_text|>")  # in use elsewhere
 FILES = ("tokenizer.json", "tokenizer_config.json")
 TOKENIZER_JSON, TOKENIZER_CONFIG = FILES
 REPLACEMENT = "\ufffd"  # the character that stands for bytes that are not UTF-8
+CONTEXT = 64  # tokens that a stream decodes together, at most; a character or word is shorter
 
 # A byte-level tokenizer.json spells each byte as a printable character, as GPT-2 did (Radford et al. 2019): a byte that
 # is printable as itself, and the others in their order as the characters from U+0100 on.
@@ -56,21 +59,24 @@ class Tokenizer(ABC):
     name: str
     vocab_size: int
     """One more than the largest id of a text, its start or its end. Some smaller ids may be unused."""
-    end_of_text: int | None
-    """The id that is written before each document, and at which a sample ends. None if the tokenizer has none."""
-    ends: set[int]
-    """The ids at which a sample ends: end_of_text, and the end of an answer in models that answer questions."""
+    ends: list[int]
+    """The ids at which a sample ends: end_of_text, then others, as the end of an answer in models that answer."""
     start_of_text: list[int]
     """The id with which a prompt has to begin (often called BOS); empty if the tokenizer puts none there."""
     special_tokens: dict[str, int]
     """The special tokens: name -> id."""
     files: dict[str, bytes]
-    """The content of FILES by name, as it was read or is to be written. The second file may be missing."""
+    """The content of the tokenizer's files by name, as it was read or is to be written."""
 
     def check_fits(self, rows: int) -> None:
         """Raise UserError if a text can have an id that a model with this many embeddings has no embedding for."""
         if self.vocab_size > rows:
             raise UserError(f"the tokenizer {self.name!r} has {self.vocab_size} tokens, the model {rows}")
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that is written before each document. None if the tokenizer has none."""
+        return self.ends[0] if self.ends else None
 
     @property
     def document_start(self) -> list[int]:
@@ -109,15 +115,18 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self.tokenizer = tokenizer
-        self.returned = list(before)
+        self.returned = list(before[-CONTEXT:])
         self.waiting = []
+        while self.returned and tokenizer.decode(self.returned).startswith(REPLACEMENT):
+            del self.returned[0]  # the rest of a character
 
     def add(self, token: int) -> str:
         """Add an id, and return the text that is now certain: "" while a character may be incomplete."""
         self.waiting.append(token)
         text = self.end()
         is_written = self.tokenizer.token_bytes(token).endswith(REPLACEMENT.encode())  # as a character of its own
-        if not text or (text.endswith(REPLACEMENT) and not is_written):
+        is_uncertain = not text or (text.endswith(REPLACEMENT) and not is_written)
+        if is_uncertain and len(self.waiting) < CONTEXT:
             return ""
         self.returned = self.waiting
         self.waiting = []
@@ -139,8 +148,7 @@ class TiktokenTokenizer(Tokenizer):
         self.name = encoding.name
         self.vocab_size = encoding.n_vocab
         self.special_tokens = dict(encoding._special_tokens)
-        self.end_of_text = self.special_tokens.get(END_OF_TEXT)
-        self.ends = {self.end_of_text} - {None}
+        self.ends = [id for name, id in self.special_tokens.items() if name == END_OF_TEXT]
         self.ordinary = {rank: token for token, rank in encoding._mergeable_ranks.items()}
         self.characters = {token.decode() for token in self.ordinary.values()} if self.name == "chars" else None
 
@@ -184,10 +192,11 @@ class TiktokenTokenizer(Tokenizer):
         return {TOKENIZER_JSON: copy.to_str().encode(), TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode()}
 
     def encode_unicode(self, text: str) -> np.ndarray:
-        if self.characters is not None and (unknown := set(text) - self.characters):
-            character = min(unknown, key=text.index)  # the first in the text
+        if self.characters is not None and not self.characters.issuperset(text):
+            character = next(character for character in text if character not in self.characters)
             raise UserError(f"the chars tokenizer never saw the character {character!r} (U+{ord(character):04X})")
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
+        encode = self.encoding.encode_to_numpy
+        return np.concatenate([encode(piece, disallowed_special=()) for piece in cut([text])])
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(self.ordinary.get(token, b"") for token in ids).decode(errors="replace")
@@ -208,12 +217,13 @@ class HubTokenizer(Tokenizer):
     Args:
         name: for messages.
         content: of tokenizer.json.
-        end: the name of the token that ends a text, if tokenizer_config.json gives one. "<|endoftext|>" is preferred.
+        ends: the ids or names of the tokens that end a text, as far as they exist. "<|endoftext|>" is preferred. If
+            there is none, a special token of OTHER_ENDS is taken.
 
     Raises any exception for a bad file.
     """
 
-    def __init__(self, name: str, content: bytes, end: str | None):
+    def __init__(self, name: str, content: bytes, ends: Iterable[int | str | None]):
         library = tokenizers.Tokenizer.from_buffer(content)
         library.no_truncation()
         library.no_padding()
@@ -222,23 +232,40 @@ class HubTokenizer(Tokenizer):
             raise ValueError("it draws ids at random")
         self.library = library
         self.name = name
+        self.added = library.get_added_tokens_decoder()
+        self.special_tokens = {token.content: number for number, token in self.added.items() if token.special}
         vocabulary = library.get_vocab()
-        self.end_of_text = vocabulary.get(END_OF_TEXT, vocabulary.get(end))
-        self.ends = {self.end_of_text, vocabulary.get(end)} - {None}
+        numbers = vocabulary | {number: number for number in vocabulary.values()}
+        found = [numbers[end] for end in (END_OF_TEXT, *ends) if end in numbers]
+        usual = [self.special_tokens[end] for end in OTHER_ENDS if end in self.special_tokens]
+        self.ends = list(dict.fromkeys(found or usual[:1]))
         # The library adds a start, if the file asks for one, to the ids of any text: here to those of a word.
         word = tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a")).encode("a")
         framed = library.post_process(word)
         self.start_of_text = framed.ids[:1] if framed.special_tokens_mask[:1] == [1] else []
-        self.added = library.get_added_tokens_decoder()
-        self.special_tokens = {token.content: number for number, token in self.added.items() if token.special}
         # Some models have no row for special tokens that are only added, to fill texts for example. No text has them.
         ids = list(library.get_vocab(with_added_tokens=False).values())
         ids += [number for number, token in self.added.items() if not token.special]
         self.vocab_size = max([max(ids), *self.document_start]) + 1
         self.decoder = repr(library.decoder)
+        if isinstance(library.model, models.BPE) and library.model.unk_token is None:
+            library.model.unk_token = "a name without a token"  # else what is unknown is left out, without an error
 
     def encode_unicode(self, text: str) -> np.ndarray:
-        return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        encode = partial(self.library.encode, add_special_tokens=False)
+        try:
+            return np.array(encode(text).ids, dtype=np.uint32)
+        except Exception:  # the library has no other for what is unknown
+            knows_words = isinstance(self.library.model, models.WordLevel | models.WordPiece)
+            for part in text.split() if knows_words else dict.fromkeys(text):
+                try:
+                    encode(part)
+                except Exception as error:
+                    raise UserError(
+                        f"the tokenizer {self.name!r} has no token for {part!r:.60}, nor an unknown token: take it out "
+                        "of the text, or give another tokenizer"
+                    ) from error
+            raise
 
     def decode(self, ids: Sequence[int]) -> str:
         with errors_as_user_error(f"the tokenizer {self.name!r} cannot decode its ids"):

@@ -21,7 +21,6 @@ from tokenizers import models, pre_tokenizers, trainers
 from data import errors_as_user_error, read_small
 from data.encoding import (
     END_OF_TEXT,
-    FILES,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
     HubTokenizer,
@@ -32,6 +31,14 @@ from data.encoding import (
 )
 from errors import UserError
 
+GENERATION_CONFIG = "generation_config.json"
+# The files in which publishers say what ends a text, in the order in which they count, and their keys for it.
+END_KEYS = {
+    "config.json": "eos_token_id",
+    GENERATION_CONFIG: "eos_token_id",
+    TOKENIZER_CONFIG: "eos_token",
+    "special_tokens_map.json": "eos_token",
+}
 BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
 ANY_CHARACTER = r"[\s\S]"  # means the same to every regex engine
 # GPT-4's way to cut text into words, without possessive quantifiers, which regex engines disagree about.
@@ -115,25 +122,41 @@ def find_tokenizer(name: str, model: Path | None) -> Tokenizer | None:
 
 
 def load_tokenizer(place: Path) -> Tokenizer:
-    """Load the tokenizer of a corpus or checkpoint, or a tokenizer.json, with a second file beside it.
+    """Load the tokenizer of a corpus or checkpoint, or a tokenizer.json, with the files of END_KEYS beside it.
 
-    Raises UserError if there is no tokenizer.json, or one that cannot be read.
+    Raises UserError if there is no tokenizer.json, or for a file that cannot be read.
     """
-    paths = [place, place.with_name(TOKENIZER_CONFIG)] if place.is_file() else [place / name for name in FILES]
-    if not paths[0].is_file():
-        raise UserError(f"{place} has no tokenizer: there is no {TOKENIZER_JSON}")
-    files = {name: read_small(path) for name, path in zip(FILES, paths, strict=True) if path.is_file()}
+    path = place if place.is_file() else place / TOKENIZER_JSON
+    if not path.is_file():
+        old = [name for name in ("vocab.json", "vocab.txt", "tokenizer.model") if (place / name).is_file()]
+        make = f"AutoTokenizer.from_pretrained({str(place)!r}).save_pretrained({str(place)!r})"
+        advice = f', only {old[0]}: python -c "from transformers import AutoTokenizer; {make}" makes one' if old else ""
+        raise UserError(f"{place} has no tokenizer: there is no {TOKENIZER_JSON}{advice}")
+    content = read_small(path)
+    files = {name: read_small(path.with_name(name)) for name in END_KEYS if path.with_name(name).is_file()}
+    described = {}
+    ends = []
+    for name, text in files.items():
+        with errors_as_user_error(f"{path.with_name(name)} cannot be read"):
+            described[name] = dict(json.loads(text))
+        end = described[name].get(END_KEYS[name])
+        if isinstance(end, dict):  # some files wrap it
+            end = end.get("content")
+        ends += end if isinstance(end, list) else [end]
+    own_name = described.get(TOKENIZER_CONFIG, {}).get("tril_name")
     with errors_as_user_error(f"{place} has no tokenizer that this version can read"):
-        content = files[TOKENIZER_JSON]
-        config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
-        if "tril_name" in config:
-            tokenizer = TiktokenTokenizer.from_json(str(config["tril_name"]), content)
-        else:
-            end = config.get("eos_token")
-            if isinstance(end, dict):  # some files wrap it
-                end = end["content"]
-            tokenizer = HubTokenizer(f"{TOKENIZER_JSON} of {place.name}", content, end)
-    tokenizer.files = files
+        if own_name is not None:
+            tokenizer = TiktokenTokenizer.from_json(str(own_name), content)
+            tokenizer.files = {TOKENIZER_JSON: content, TOKENIZER_CONFIG: files[TOKENIZER_CONFIG]}
+            return tokenizer
+        tokenizer = HubTokenizer(f"{TOKENIZER_JSON} of {place.name}", content, ends)
+    files.pop("config.json", None)  # is the model's
+    if tokenizer.ends:
+        # Kept with the tokenizer, this file alone says all ends, in a corpus as in a checkpoint.
+        generation = {"bos_token_id": tokenizer.document_start[-1], **described.get(GENERATION_CONFIG, {})}
+        generation["eos_token_id"] = tokenizer.ends
+        files[GENERATION_CONFIG] = f"{json.dumps(generation, indent=2)}\n".encode()
+    tokenizer.files = {TOKENIZER_JSON: content, **files}
     return tokenizer
 
 

@@ -5,16 +5,18 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import transformers
 
 import sample
 import train
+from data.encoding import FILES
 from data.prepare import DataConfig, prepare
-from data.tokenizer import FILES
+from data.tokenizer import load_tokenizer
 from model import GPT
 from tests.conftest import metrics, same_bits, tiny_run, weights
-from tests.test_hub_tokenizer import KINDS, put_model
+from tests.test_hub_tokenizer import put_model
 from tests.test_huggingface import SHAPES, make
 from tests.test_huggingface import save as save_model
 
@@ -64,12 +66,30 @@ def test_a_model_of_others_is_tuned_resumed_and_sampled(run, name: str, corpus_f
     assert run(sample, tmp_path / "broken", "--prompt", "1", "--seed", 1).exit_code == 0
 
 
-def test_a_checkpoint_knows_how_a_text_begins_and_ends(run, corpus_file: Path, tmp_path: Path) -> None:
-    base, theirs = put_model("llama", tmp_path), KINDS["llama"]
-    assert run(train, *options(base, corpus_file, tmp_path / "out", train__max_steps=1)).exit_code == 0
-    begin, end = (theirs.token_to_id(token) for token in ("<s>", "</s>"))
-    saved = json.loads((tmp_path / "out" / "checkpoints" / "step-00000001" / "config.json").read_text())
-    assert (saved["bos_token_id"], saved["eos_token_id"]) == (begin, end)
+@pytest.mark.parametrize("others, ends", [((), 2), ((0, 7), [2, 0, 7])])
+def test_a_checkpoint_knows_how_a_text_begins_and_ends(
+    run, corpus_file: Path, tmp_path: Path, others: tuple[int, ...], ends: int | list[int]
+) -> None:
+    """Also one of a model that was tuned twice."""
+    base = put_model("llama", tmp_path, eos_token="</s>")
+    if others:
+        (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, *others], "top_k": 13}))
+    files = []
+    for out in ("once", "twice"):
+        result = run(train, *options(base, corpus_file, tmp_path / out, train__max_steps=1))
+        assert result.exit_code == 0, result.err
+        base = tmp_path / out / "checkpoints" / "step-00000001"
+        files.append(load_tokenizer(base).files)
+    assert files[0] == files[1]
+    config, generation, theirs = (
+        kind.from_pretrained(base)
+        for kind in (transformers.AutoConfig, transformers.GenerationConfig, transformers.AutoTokenizer)
+    )
+    assert (config.bos_token_id, config.eos_token_id, theirs.eos_token_id) == (1, ends, 2)
+    assert (generation.bos_token_id, generation.eos_token_id) == (1, [2, *others])
+    assert not others or generation.top_k == 13
+    corpora = sorted((tmp_path / "prepared").glob("*/train.bin"))
+    assert corpora and all(np.fromfile(path, "<u2")[:2].tolist() == [2, 1] for path in corpora)
 
 
 @pytest.mark.parametrize(

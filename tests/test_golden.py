@@ -30,7 +30,8 @@ def test_the_present_format_is_among_them() -> None:
 if __name__ == "__main__":
     from tempfile import TemporaryDirectory
 
-    from data.tokenizer import FILES, make_tokenizer, save_tokenizer
+    from data.encoding import FILES
+    from data.tokenizer import make_tokenizer, save_tokenizer
     from tests.conftest import save_gpt
 
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Any tokenizer.json is used as it is: the ids of `transformers`, and the text that its own decoder writes."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,9 @@ import inspect_attention
 import sample
 import train
 from data import prepare, sources
-from data.encoding import HubTokenizer, TextStream
+from data.encoding import FILES, HubTokenizer, TextStream
 from data.prepare import DataConfig
-from data.tokenizer import END_OF_TEXT, FILES, load_tokenizer
+from data.tokenizer import END_KEYS, END_OF_TEXT, load_tokenizer, save_tokenizer
 from errors import UserError
 from model import GPT
 from tests.test_huggingface import make, save_foreign
@@ -88,7 +89,9 @@ def ours(kind: str, tmp_path: Path) -> HubTokenizer:
 def test_ids_are_theirs(kind: str, ours: HubTokenizer, tmp_path: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer", split_special_tokens=True)
 
-    @given(text=st.text() | st.text(sorted(set(KNOWN))).map("{}<s> </s>".format))
+    any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+
+    @given(text=any_text | st.text(sorted(set(KNOWN))).map("{}<s> </s>".format))
     @settings(deadline=None, max_examples=20)
     def check(text: str) -> None:
         start, ids = ours.document_start[1:], ours.encode(text).tolist()
@@ -122,27 +125,82 @@ def test_tokens_have_labels(tmp_path: Path) -> None:
         assert spelled == start + b"the cat"
         assert [ours[name].token_bytes(token) for token in (1, 2, 10**6)] == [b"<s>", b"</s>", b""]
     assert b"".join(map(ours["digits"].token_bytes, ours["digits"].encode("é").tolist())) == "é".encode()
-    assert ours["digits"].decode(ours["digits"].encode("a\0b").tolist()) == "ab"  # without a token for the byte 0
 
 
 @pytest.mark.parametrize(
-    "change, end", [({"eos_token": {"content": "</s>"}}, 2), ({"eos_token": "<none>"}, None), (None, None)]
+    "config, generation, names, special, ends",
+    [
+        ({}, {}, {}, {}, [2]),  # </s> is a well-known name
+        ({"eos_token_id": 1}, {}, {}, {}, [1]),
+        ({"eos_token_id": None}, {"eos_token_id": [0, 7]}, {"eos_token": {"content": "<s>"}}, {}, [0, 7, 1]),
+        (
+            {"eos_token_id": [7, 2]},
+            {"eos_token_id": [2, 1]},
+            {"eos_token": "<unk>"},
+            {"eos_token": "<s>"},
+            [7, 2, 1, 0],
+        ),
+        ({}, {}, {}, {"eos_token": "<unk>"}, [0]),
+        ({"eos_token_id": 10**6}, {"eos_token_id": -1}, {"eos_token": "<none>"}, {"eos_token": None}, [2]),
+    ],
 )
-def test_the_end_of_a_text_may_be_unknown(change: dict | None, end: int | None, tmp_path: Path) -> None:
-    directory = put(KINDS["digits"], tmp_path / "tokenizer", **(change or {}))
-    if change is None:
-        (directory / FILES[1]).unlink()
+def test_a_text_ends_where_a_publisher_says(
+    config: dict, generation: dict, names: dict, special: dict, ends: list[int], tmp_path: Path
+) -> None:
+    directory = put(KINDS["digits"], tmp_path / "theirs")
+    for name, content in zip(END_KEYS, (config, generation, names, special), strict=True):
+        (directory / name).write_text(json.dumps(content | {"more": "kept"}))
     ours = load_tokenizer(directory)
-    assert ours.end_of_text == end and ours.document_start == ([] if end is None else [end])
+    assert ours.ends == ends and ours.document_start == [ours.end_of_text] == ends[:1]
+    (tmp_path / "corpus").mkdir()
+    save_tokenizer(ours, tmp_path / "corpus")
+    again = load_tokenizer(tmp_path / "corpus")
+    assert again.ends == ends and again.files == ours.files
+    kept = json.loads(again.files["generation_config.json"])
+    assert kept == {"bos_token_id": ends[0], "more": "kept", "eos_token_id": ends}
+    (directory / "config.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"config\.json cannot be read: TypeError"):
+        load_tokenizer(directory / "tokenizer.json")
+
+
+BARE = {"</s>": 0, "the": 1, "t": 2, "h": 3, "e": 4}
+
+
+@pytest.mark.parametrize(
+    "theirs, unknown",
+    [
+        (models.BPE(BARE, []), "ö"),
+        (models.BPE(BARE | {"ther": 5}, [], ignore_merges=True, unk_token="<none>"), "ö"),
+        (models.WordLevel(BARE, "<none>"), "öther"),
+        (models.WordPiece(BARE, unk_token="<none>"), "öther"),
+        (models.Unigram([(name, -1.0) for name in BARE]), "ö"),
+        (KINDS["digits"], "\0"),
+    ],
+)
+def test_what_a_tokenizer_would_lose_is_named(theirs: object, unknown: str, tmp_path: Path) -> None:
+    """These have no unknown token."""
+    if not isinstance(theirs, tokenizers.Tokenizer):
+        theirs = tokenizers.Tokenizer(theirs)
+        theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    ours = load_tokenizer(put(theirs, tmp_path))
+    assert ours.encode("the\nthe").tolist() == theirs.encode("the\nthe").ids
+    with pytest.raises(UserError, match=re.escape(f"has no token for {unknown!r}, nor an unknown token:")):
+        ours.encode("the öther \0" + "the " * 9)
 
 
 def put_model(kind: str, tmp_path: Path, **changes: object) -> Path:
     """A model from elsewhere with a tokenizer of theirs. It has ids to spare, as some do."""
     config = replace(make("llama").config, vocab_size=KINDS[kind].get_vocab_size() + 2)
-    return put(KINDS[kind], save_foreign(GPT(config), tmp_path / "made"), **changes)
+    directory = put(KINDS[kind], save_foreign(GPT(config), tmp_path / "made"), **changes)
+    described = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(described | {"eos_token_id": None}))
+    return directory
 
 
-def test_without_an_end_or_a_start_only_a_prompt_can_be_continued(run, tmp_path: Path) -> None:
+def test_without_an_end_or_a_start_only_a_prompt_can_be_continued(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.encoding.OTHER_ENDS", ())
     model = put_model("digits", tmp_path, eos_token=None)
     result = run(sample, model)
     assert result.exit_code == 2 and result.err.count("\n") == 1, result.err
@@ -200,7 +258,8 @@ def test_a_document_has_the_ids_of_the_whole(
     assert ids == ours.document_start + KINDS[kind].encode(text, add_special_tokens=False).ids
     assert corpus.meta["train"]["bytes"] + corpus.meta["val"]["bytes"] == len(text.encode())
     assert 0.07 < corpus.meta["val"]["bytes"] / len(text.encode()) < 0.13
-    assert corpus.tokenizer.files == {file: (tmp_path / "tokenizer" / file).read_bytes() for file in FILES}
+    assert corpus.tokenizer.files == ours.files
+    assert all(ours.files[file] == (tmp_path / "tokenizer" / file).read_bytes() for file in FILES)
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,14 @@ class Validation:
         val = corpus.meta["val"]
         self.bits_per_byte_per_nat = val["tokens"] / val["bytes"] / math.log(2)
         start = self.tokenizer.document_start
-        self.prompt = [*start, *self.tokenizer.encode(config.sample_prompt).tolist()]
-        if config.sample_tokens and not self.prompt:
-            raise UserError("this tokenizer has no token that begins a text: give a --train.sample_prompt")
+        try:
+            self.prompt = [*start, *self.tokenizer.encode(config.sample_prompt).tolist()]
+            if not self.prompt:
+                raise UserError("this tokenizer has no token that begins a text")
+        except UserError as error:
+            self.prompt = start or self.tokens[:1].tolist()
+            if config.sample_tokens and ranks.is_first:
+                print(visible(f"note: samples do not begin with train.sample_prompt: {error}"))
         text = self.tokens[: min(context_length, MOST_SCORED)]
         self.text = torch.from_numpy(text.astype(np.int64))[None]
         words = torch.from_numpy(np.setdiff1d(self.tokens, start)).long()
