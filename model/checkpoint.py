@@ -9,6 +9,7 @@ People may add a README.md, the model card of the Hugging Face hub, and edit it:
 
 import hashlib
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from model.elsewhere import HUB_NAME, download, parse_json, read_small, refuse_others
 
 FORMAT = 3
-MOST_JSON = 1 << 24  # bytes; trainer.json may name a hundred thousand token files
 TRAINER = "trainer.json"
 CARD = "README.md"
 STEP = re.compile(r"step-\d{8}")
@@ -50,41 +51,32 @@ class Checkpoint:
         return nested(self.manifest, "environment", "code of model/") not in (None, code_hash())
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
+def find_checkpoint(place: str | Path) -> Checkpoint:
     """Find a checkpoint and verify it.
 
-    `path` is a checkpoint, a run directory (its newest intact checkpoint is taken), a Hugging Face model directory, or
-    the name OWNER/NAME of a model on the Hugging Face hub. That model is downloaded unless it is in the cache; a
-    directory OWNER takes precedence.
+    `place` is a checkpoint, a run directory (its newest intact checkpoint is taken), a Hugging Face model directory, or
+    the name OWNER/NAME of a model on the Hugging Face hub. A directory OWNER takes precedence, but never over
+    hf:OWNER/NAME or hf:OWNER/NAME@REVISION.
 
     Raises UserError if there is none.
     """
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
-        return Checkpoint(download(str(path)))
-    if (path / "config.json").is_file():
-        return verify(path)
-    for directory in step_directories(path / "checkpoints"):
-        try:
-            return verify(directory)
-        except (UserError, OSError) as error:
-            print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
-    if not path.exists():
-        raise UserError(f"there is no {path}: give a run, a checkpoint, or OWNER/NAME of the Hugging Face hub")
-    raise UserError(f"{path} is no intact checkpoint, nor a run that has one: a run saves each train.checkpoint_every")
-
-
-def download(name: str) -> Path:
-    """Return a directory with a model of the Hugging Face hub. Raises UserError if it cannot be downloaded."""
-    from huggingface_hub import snapshot_download  # slow to import, and seldom needed
-
-    files = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
-    files += ["tokenizer*.json", "vocab.json", "merges.txt"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=files))
-    except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        message = f"{name} was not found locally, and the download from the Hugging Face hub failed: {reason:.200}"
-        raise UserError(message) from error
+    name = str(place)
+    path = Path(os.path.expanduser(name))
+    of_hub, _, revision = name.removeprefix("hf:").partition("@")
+    if HUB_NAME.fullmatch(of_hub) and (name.startswith("hf:") or name == of_hub and not path.parent.exists()):
+        return Checkpoint(download(of_hub, revision or None))
+    if not os.path.exists(path) or not name:
+        advice = "give a run, a checkpoint, or OWNER/NAME of the Hugging Face hub"
+        if HUB_NAME.fullmatch(name):
+            advice = f"the directory {path.parent} hides such a name of the Hugging Face hub, which hf:{name} asks for"
+        raise UserError(f"there is no {name!r}: {advice}")
+    if not (path / "config.json").is_file():
+        for directory in step_directories(path / "checkpoints"):
+            try:
+                return verify(directory)
+            except (UserError, OSError) as error:
+                print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
+    return verify(path)
 
 
 def step_directories(parent: Path) -> list[Path]:
@@ -102,12 +94,13 @@ def verify(directory: Path) -> Checkpoint:
     if not path.is_file():
         if STEP.fullmatch(directory.name):
             raise UserError(f"{directory} has no manifest.json: it was not written to the end")
+        refuse_others(directory, str(directory))
         trainer = directory / TRAINER
         return Checkpoint(directory, {}, read_small(trainer) if trainer.is_file() else b"{}")
     content = read_small(path)
     manifest = parse_json(path, content)
     if manifest.get("format") != FORMAT:
-        raise UserError(f"{directory} has format {manifest.get('format')!r}, this version reads {FORMAT}")
+        raise UserError(f"{directory} has format {manifest.get('format')!r:.60}, this version reads {FORMAT}")
     own_hash = manifest.pop("sha256", None)
     if not own_hash or with_own_hash(manifest) != content:
         raise UserError(f"{path} is damaged: its SHA-256 is not the one in it")
@@ -120,11 +113,11 @@ def verify(directory: Path) -> Checkpoint:
     for name in sorted((found | files.keys()) - hidden):
         path = directory / name  # which is only opened if it was found in the directory
         if name not in files:
-            raise UserError(f"{directory} has {name!r}, which is not in the manifest: it does not belong there")
+            raise UserError(f"{directory} has {name!r:.60}, which is not in the manifest: it does not belong there")
         if name not in found:
-            raise UserError(f"{directory} has no {name!r}, which is in the manifest")
+            raise UserError(f"{directory} has no {name!r:.60}, which is in the manifest")
         if path.is_symlink() or not path.is_file():
-            raise UserError(f"{directory} has {name!r}, which is not a file of this directory")
+            raise UserError(f"{directory} has {name!r:.60}, which is not a file of this directory")
         if name == TRAINER:  # read once, for its hash and its content
             trainer = read_small(path)
             digest = hashlib.sha256(trainer).hexdigest()
@@ -133,33 +126,6 @@ def verify(directory: Path) -> Checkpoint:
         if {"size": path.stat().st_size, "sha256": digest} != files[name]:
             raise UserError(f"{name!r} in {directory} is damaged: its size or SHA-256 is not the one in the manifest")
     return Checkpoint(directory, manifest, trainer)
-
-
-def read_json(path: Path) -> dict:
-    """Return the JSON object in a file. Raises UserError if the file cannot be read or holds something else."""
-    return parse_json(path, read_small(path))
-
-
-def read_small(path: Path) -> bytes:
-    """Return the content of a file. Raises UserError if it cannot be read, or has more than MOST_JSON bytes."""
-    try:
-        if path.is_file() and path.stat().st_size <= MOST_JSON:
-            return path.read_bytes()
-        reason = f"it is not a file of at most {MOST_JSON} bytes"
-    except OSError as error:
-        reason = error
-    raise UserError(f"{path} cannot be read: {reason}")
-
-
-def parse_json(path: Path, content: bytes) -> dict:
-    """Return the JSON object that a file contains. Raises UserError if its content is something else."""
-    try:
-        parsed = json.loads(content.decode())
-        if not isinstance(parsed, dict):
-            raise ValueError("it does not hold a JSON object")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    return parsed
 
 
 def nested(content: object, *keys: str) -> Any:

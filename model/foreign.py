@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from errors import UserError
-from model.checkpoint import Checkpoint, find_checkpoint, read_json
+from model.checkpoint import Checkpoint, find_checkpoint
+from model.elsewhere import read_json, refuse_others
 from model.huggingface import OWN_KEY
-from model.load import load_config, load_model
+from model.load import load_config, load_model, tensor_files
 
 
 def load_decoder(
@@ -21,7 +22,7 @@ def load_decoder(
     path, device and dtype are those of `load_model`; the model may be of any type. Raises UserError if there is none,
     or if it is of another type and `transformers` is not installed or cannot open it without running code of its own.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(Path(path))
+    checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path)
     try:
         load_config(checkpoint.directory)
     except UserError as ours:
@@ -36,14 +37,14 @@ def load_by_transformers(directory: Path, dtype: torch.dtype | None, ours: str) 
 
     ours: the reason why it is none of our families. Raises UserError as `load_decoder` does.
     """
+    refuse_others(directory, str(directory))  # an adapter of peft would open another model, which it names
+    tensor_files(directory, "model")  # the index may name files elsewhere
     try:
         import transformers  # an extra, and slow to import
     except ImportError as error:
         raise UserError(f"{ours}; for all other decoders: pip install -e '.[any]'") from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if (directory / "adapter_config.json").exists():  # peft would open another model, which that file names
-        raise UserError(f"{directory} is an adapter of peft: merge it into its model by merge_and_unload() first")
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
@@ -57,9 +58,10 @@ def load_by_transformers(directory: Path, dtype: torch.dtype | None, ours: str) 
             model.set_attn_implementation("sdpa")
     except Exception as error:  # of many libraries, without a common class
         reason = " ".join(str(error).split()).split(". ")[0]
-        raise UserError(f"{directory} cannot be opened by transformers: {reason:.300}") from error
+        raise UserError(f"{directory} cannot be opened by transformers: {reason:.300}; {ours}") from error
     if found["missing_keys"]:
         raise UserError(f"{directory} has no tensor {min(found['missing_keys'])}, which its config.json asks for")
     if found["unexpected_keys"]:
-        print(f"note: {directory} has tensors that are not used, as {min(found['unexpected_keys'])}", file=sys.stderr)
+        name = min(found["unexpected_keys"])
+        print(f"note: {directory} has tensors that are not used, as {name!r:.60}", file=sys.stderr)
     return model.eval()

@@ -17,8 +17,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from errors import UserError
-from model.checkpoint import Checkpoint, find_checkpoint, read_json
+from model.checkpoint import Checkpoint, find_checkpoint
 from model.config import GPTConfig
+from model.elsewhere import read_json
 from model.gpt import GPT
 from model.huggingface import Tensors, config_from_huggingface, tensors_from_huggingface, tensors_to_huggingface
 
@@ -56,7 +57,7 @@ def load_model(
 
     Raises UserError if there is no intact checkpoint.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(Path(path))
+    checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path)
     stored = load_config(checkpoint.directory)
     tensors = load_weights(checkpoint.directory, stored)
     dtype = dtype or tensors["token_embedding.weight"].dtype
@@ -114,22 +115,27 @@ def load_tensors(directory: Path, stem: str, shapes: Shapes) -> Tensors:
 
 
 def tensor_files(directory: Path, stem: str) -> list[Path]:
-    """Return the safetensors file of a "model" or an "optimizer", or the several files that an index names."""
+    """Return the safetensors file of a "model" or an "optimizer", or the several files that an index names.
+
+    Raises UserError for an index that names something else, or a file that is not there.
+    """
     single = directory / f"{stem}.safetensors"
     index = directory / f"{stem}.safetensors.index.json"
-    if single.is_file() or not index.is_file():
-        return [single]
-    places = read_json(index).get("weight_map")
-    names = {str(name) for name in places.values()} if isinstance(places, dict) else {""}
-    if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
-        raise UserError(f"{index} names a file that is not a safetensors file beside it")
-    return [directory / name for name in sorted(names)]
+    paths = [single]
+    if index.is_file() and not single.is_file():
+        places = read_json(index).get("weight_map")
+        names = {str(name) for name in places.values()} if isinstance(places, dict) else {""}
+        if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
+            raise UserError(f"{index} names a file that is not a safetensors file beside it")
+        paths = [directory / name for name in sorted(names)]
+    for path in paths:
+        if not path.is_file():  # a pipe would be waited for
+            raise UserError(f"{path} is not a file, and {directory} needs it: fetch all its files again")
+    return paths
 
 
 def read_file(path: Path, shapes: Shapes) -> Tensors:
     """Return the tensors of one safetensors file; see `load_tensors`. Shapes are checked before memory is allocated."""
-    if not path.is_file():  # a pipe would be waited for
-        raise UserError(f"{path} is not a file")
     tensors = {}
     try:
         with safe_open(path, "pt") as file:
@@ -139,17 +145,17 @@ def read_file(path: Path, shapes: Shapes) -> Tensors:
                 if name is None:
                     if UNUSED.search(stored):
                         continue
-                    raise UserError(f"{path} has a tensor that is not expected: {stored}")
+                    raise UserError(f"{path} has a tensor that is not expected: {stored!s:.60}")
                 header = file.get_slice(stored)
                 shape = tuple(header.get_shape())
                 kind = header.get_dtype()
                 if shape != shapes[name]:
-                    raise UserError(f"{path}: {name} is {shape}, expected {shapes[name]}")
+                    raise UserError(f"{path}: {name} is {shape!s:.60}, expected {shapes[name]}")
                 if kind not in ("F64", "F32", "F16", "BF16"):
                     raise UserError(f"{path}: {name} holds {kind}, expected floating-point numbers")
                 tensors[name] = file.get_tensor(stored)
                 if not tensors[name].isfinite().all():
                     raise UserError(f"{path}: {name} holds numbers that are not finite")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error!s:.200}") from error
     return tensors

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -15,7 +16,8 @@ from torch import Tensor
 
 import sample
 import train
-from data.tokenizer import FILES, make_tokenizer, save_tokenizer
+from data.encoding import FILES
+from data.tokenizer import make_tokenizer, save_tokenizer
 from errors import UserError
 from inspection import capture
 from model import GPT, GPTConfig
@@ -118,16 +120,23 @@ def test_the_model_is_the_same_there_and_back(name: str, tmp_path: Path) -> None
 def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, asked = save_foreign(make("llama"), tmp_path), []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def ask(name: str, revision: str | None) -> SimpleNamespace:
         asked.append(name)
         if name != "somebody/tiny-llama":
             raise ConnectionError("no route\nto that host")
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=path.name) for path in directory.iterdir()])
+
+    def download(name: str, local_files_only: bool, **options: object) -> str:
+        if local_files_only:
+            raise FileNotFoundError("not in the cache")
         return str(directory)
 
+    monkeypatch.setattr(huggingface_hub, "model_info", ask)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     result = run(sample, "somebody/tiny-llama", "--prompt", "hey", "--max_new_tokens", "5", "--seed", "1")
     assert result.exit_code == 0 and result.out.startswith("hey"), result.err
+    assert result.err.startswith("asking the hub for somebody/tiny-llama\n")
     assert GPT.from_pretrained("somebody/tiny-llama").config.family == "llama"
     result = run(sample, "nobody/nothing")
     assert result.exit_code == 2
@@ -137,7 +146,10 @@ def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypa
     )
     asked.clear()
     (tmp_path / "out").mkdir()
-    assert run(sample, "out/quickstrat").exit_code == 2 and not asked  # a slip, and no name of the hub
+    result = run(sample, "out/quickstrat")  # a slip, and no name of the hub
+    assert result.exit_code == 2 and not asked
+    assert "the directory out hides such a name of the Hugging Face hub, which hf:out/quickstrat asks for" in result.err
+    assert run(sample, "hf:out/quickstrat").exit_code == 2 and asked == ["out/quickstrat"]
 
 
 @pytest.mark.parametrize(

@@ -244,10 +244,10 @@ REFUSED = {
     without_transformers: "for all other decoders: pip install -e '.[any]'",
     without_a_tensor: "has no tensor model.layers.1.self_attn.q_proj.weight",
     with_code: "cannot be opened by transformers: ",
-    with_pickle: "cannot be opened by transformers: ",
+    with_pickle: "has its weights in pytorch_model.bin, a pickle, which can run code: ",
     without_tokenizer: "has no tokenizer.json, and no tokenizer that transformers can read",
     written_out: "attention that is written out, or computed by another kernel, cannot be shown",
-    adapter: "is an adapter of peft: merge it into its model by merge_and_unload() first",
+    adapter: "is an adapter of peft: merge it into its model, 'somebody/elses', by merge_and_unload() first",
 }
 
 
@@ -286,7 +286,7 @@ def test_tensors_that_are_not_used_are_named_and_recurrent_models_open_too(mistr
     tensors = load_file(mistral / "model.safetensors")
     save_file(tensors | {"model.layers.7.q": torch.ones(3)}, mistral / "model.safetensors", {"format": "pt"})
     load_decoder(mistral)
-    assert "has tensors that are not used, as model.layers.7.q\n" in capsys.readouterr().err
+    assert "has tensors that are not used, as 'model.layers.7.q'\n" in capsys.readouterr().err
     make_decoder("mamba").save_pretrained(mistral)
     assert check_causality(load_decoder(mistral), V, T).ok
     with pytest.raises(UserError, match="no call of torch.nn.functional.scaled_dot_product_attention with a causal"):
