@@ -32,12 +32,12 @@ from data.encoding import (
 from errors import UserError
 
 GENERATION_CONFIG = "generation_config.json"
-# The files in which publishers say what ends a text, in the order in which they count, and their keys for it.
+# Where publishers say what ends a text, in the order in which it counts: file -> key, and type of an end.
 END_KEYS = {
-    "config.json": "eos_token_id",
-    GENERATION_CONFIG: "eos_token_id",
-    TOKENIZER_CONFIG: "eos_token",
-    "special_tokens_map.json": "eos_token",
+    "config.json": ("eos_token_id", int),
+    GENERATION_CONFIG: ("eos_token_id", int),
+    TOKENIZER_CONFIG: ("eos_token", str),
+    "special_tokens_map.json": ("eos_token", str),
 }
 BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
 ANY_CHARACTER = r"[\s\S]"  # means the same to every regex engine
@@ -139,10 +139,7 @@ def load_tokenizer(place: Path) -> Tokenizer:
     for name, text in files.items():
         with errors_as_user_error(f"{path.with_name(name)} cannot be read"):
             described[name] = dict(json.loads(text))
-        end = described[name].get(END_KEYS[name])
-        if isinstance(end, dict):  # some files wrap it
-            end = end.get("content")
-        ends += end if isinstance(end, list) else [end]
+        ends += read_ends(path.with_name(name), described[name])
     own_name = described.get(TOKENIZER_CONFIG, {}).get("tril_name")
     with errors_as_user_error(f"{place} has no tokenizer that this version can read"):
         if own_name is not None:
@@ -158,6 +155,18 @@ def load_tokenizer(place: Path) -> Tokenizer:
         files[GENERATION_CONFIG] = f"{json.dumps(generation, indent=2)}\n".encode()
     tokenizer.files = {TOKENIZER_JSON: content, **files}
     return tokenizer
+
+
+def read_ends(path: Path, content: dict) -> list[int | str]:
+    """Return the tokens that end a text, as a file of END_KEYS has them. Raises UserError for another type."""
+    key, kind = END_KEYS[path.name]
+    value = content.get(key)
+    if isinstance(value, dict):  # some files wrap it
+        value = value.get("content")
+    ends = [end for end in (value if isinstance(value, list) else [value]) if end is not None]
+    if any(type(end) is not kind for end in ends):
+        raise UserError(f"{path} has {key} = {value!r:.60}: expected one {kind.__name__}, or a list")
+    return ends
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

@@ -158,9 +158,13 @@ def test_a_text_ends_where_a_publisher_says(
     assert again.ends == ends and again.files == ours.files
     kept = json.loads(again.files["generation_config.json"])
     assert kept == {"bos_token_id": ends[0], "more": "kept", "eos_token_id": ends}
-    (directory / "config.json").write_text("[1]")
-    with pytest.raises(UserError, match=r"config\.json cannot be read: TypeError"):
-        load_tokenizer(directory / "tokenizer.json")
+    for bad, message in (
+        ("[1]", "cannot be read: TypeError"),
+        ('{"eos_token_id": ["2"]}', r"has eos_token_id = \['2'\]"),
+    ):
+        (directory / "config.json").write_text(bad)
+        with pytest.raises(UserError, match=rf"config\.json {message}"):
+            load_tokenizer(directory / "tokenizer.json")
 
 
 BARE = {"</s>": 0, "the": 1, "t": 2, "h": 3, "e": 4}
