@@ -7,34 +7,42 @@ A source is local files, or PREFIX:NAME with a prefix in READERS. For a new kind
 it in READERS (docs/data.md).
 """
 
+import bz2
+import csv
 import glob
+import gzip
 import hashlib
+import io
+import json
+import lzma
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import BinaryIO, TextIO
 
 from data import errors_as_user_error
 from errors import UserError
-
-if TYPE_CHECKING:
-    import pyarrow
 
 PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of stack
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
 # too, so that the pieces of a document have the tokens of the whole.
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
 HIDDEN = re.compile(r"\..*|__pycache__")
+NOTHING = re.compile("(?!)")
 NOT_STDLIB = re.compile(r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*")
 GENERATED = re.compile(rb"(?i)auto-?generated")
 CODES = re.compile(rb"(?:0x|\\[xuU]|U\+)[0-9a-fA-F]+|[0-9]+")
 MOST_CODES = 0.08  # of a file; what people write has less
-BATCH = 100  # rows of a table that are read at once
-BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # of `datasets`, by suffix
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+BATCH = 100  # rows of Parquet and hub data sets that are read at once
+LONGEST_FIELD = 1 << 28  # characters; a quote that is never closed is read no further
+MARKS = " \t\r\n,["  # what may be in front of a row of JSON
+AT_ROW = re.compile(f"[^{re.escape(MARKS)}]|\\Z")
+LONGEST_SIGN = 16  # characters: an error of JSON that is farther from the end of what has been read stays one
+LINE_END = "\n"
 
 Document = str | Iterable[str]  # the text, or its parts one after the other, each of any size
 
@@ -42,10 +50,10 @@ Document = str | Iterable[str]  # the text, or its parts one after the other, ea
 def documents(source: str, text_column: str) -> Iterator[Iterator[str]]:
     """Yield the documents of a source in a fixed order, each in pieces. Read each one before asking for the next.
 
-    source: "stdlib"; a file, folder or glob of text or tables (JSON lines, Parquet, CSV); or PREFIX:NAME.
-    text_column: the column that holds the text, in tables and hub data sets.
+    source: "stdlib"; a file, folder or glob of text or tables (JSON, CSV, TSV, Parquet); or PREFIX:NAME.
+    text_column: the column that holds the text, in tables and hub data sets. A row without text is an empty document.
 
-    Raises UserError if there is no such source, or for a file that holds no text.
+    Raises UserError if there is no such source, or for a file or row that cannot be read or holds no text.
     """
     prefix, name = split_prefix(source)
     read = READERS.get(prefix, read_files)
@@ -79,30 +87,78 @@ def files(source: str) -> list[Path]:
 
     Raises UserError if there is no such source.
     """
+    return find(source)[0]
+
+
+def find(source: str) -> tuple[list[Path], str]:
+    """Return what `files` does, and how many other files and folders are left out and why, "" for none."""
     if split_prefix(source)[0]:
-        return []
+        return [], ""
+    left_out = Counter()
     path = Path(source)
     if source == "stdlib":
-        modules = walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB)
-        found = [path for path in modules if path.suffix == ".py" and not is_table(path)]
+        modules = walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB, Counter())
+        picked = [path for path in modules if path.suffix == ".py" and not is_table(path)]
     elif path.is_dir():
-        found = walk(path, HIDDEN)
+        picked = walk(path, HIDDEN, left_out)
     elif path.is_file():  # its name may hold characters of a glob
-        found = [path]
+        picked = [path]
     else:
-        found = map(Path, glob.glob(source, recursive=True))
-    found = sorted(file for file in found if file.is_file())
+        picked = list(pick(expand(source), NOTHING, set(), left_out))
+        if "**" not in source:  # which finds what is in the folders, too
+            left_out["folder"] = sum(path.is_dir() for path in picked)
+    found = sorted(path for path in picked if path.is_file())
+    reasons = ", ".join(f"{number} {reason}" for reason, number in (+left_out).items())
     if not found:
         kinds = ", ".join(f"{prefix}:NAME" for prefix in READERS)
-        raise UserError(f"no text found at {source!r}: give a file, a folder, a glob, {kinds} or stdlib")
-    return found
+        reasons = reasons and f" (left out: {reasons})"
+        raise UserError(f"no text found at {source!r}{reasons}: give a file, a folder, a glob, {kinds} or stdlib")
+    return found, reasons
 
 
-def walk(root: Path, skip: re.Pattern) -> Iterator[Path]:
-    """Yield all files below a folder, except those with a name to skip on the way."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not skip.fullmatch(name)]  # os.walk enters only these
-        yield from (Path(folder, name) for name in names if not skip.fullmatch(name))
+def expand(pattern: str) -> Iterator[Path]:
+    """Yield what a glob finds. It enters a folder once, where `glob` follows links in circles."""
+    top, stars, rest = pattern.partition("**")
+    if not stars:
+        yield from map(Path, glob.glob(pattern))
+    for start in glob.glob(top or ".") if stars else []:
+        for path in walk(Path(start), HIDDEN, Counter()):
+            if path.is_dir():
+                yield from expand(glob.escape(str(path)) + (rest or "/*"))
+
+
+def walk(root: Path, hidden: re.Pattern, left_out: Counter) -> Iterator[Path]:
+    """Yield a folder, and the folders and files below it that `pick` picks."""
+    seen = set()
+    for top in pick([root], NOTHING, seen, left_out):
+        for folder, folders, names in os.walk(top, followlinks=True):
+            inner = pick((Path(folder, name) for name in folders), hidden, seen, left_out)
+            folders[:] = [path.name for path in inner]  # os.walk enters only these
+            yield Path(folder)
+            yield from pick((Path(folder, name) for name in names), hidden, seen, left_out)
+
+
+def pick(paths: Iterable[Path], hidden: re.Pattern, seen: set, left_out: Counter) -> Iterator[Path]:
+    """Yield the files and folders that can be read, in order, and count the others by the reason why they are left out.
+
+    hidden: the names to leave out. seen: devices and inodes of what was yielded before, which is yielded once.
+    """
+    for path in sorted(paths):
+        if hidden.fullmatch(path.name):
+            reason = "hidden"
+        elif not (path.is_file() or path.is_dir()):
+            reason = "not a file (broken link, pipe, socket)"
+        elif not os.access(path, os.R_OK):
+            reason = "without permission to read"
+        else:
+            status = path.stat()
+            inode = status.st_dev, status.st_ino
+            if inode not in seen:
+                seen.add(inode)
+                yield path
+                continue
+            reason = "found under another name"
+        left_out[reason] += 1
 
 
 @cache
@@ -126,32 +182,137 @@ def signature(source: str) -> str:
 
 
 def read_files(source: str, text_column: str) -> Iterator[Document]:
-    """Yield the documents of local files: each row of a table, compressed or not, and each other file as a whole.
+    """Yield the documents of local files: each row of a table, and each other file as a whole.
 
-    The name of a file says whether it is a table.
+    The name of a file says whether it is a table (TABLES), and how it is compressed (COMPRESSED).
     """
     for path in map(str, files(source)):
-        name = Path(path.lower())
-        builder = BUILDERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
-        if builder is None:
-            yield read_text(path)
-        elif name.suffix == ".parquet":
-            yield from read_parquet(path, text_column)
-        elif os.path.getsize(path):  # `datasets` cannot read an empty one
-            yield from read_table(path, text_column, builder, data_files=[glob.escape(path)])
+        name, suffix = os.path.splitext(path.lower())
+        open_file = COMPRESSED.get(suffix, partial(open, mode="rb"))
+        kind = os.path.splitext(name)[1] if suffix in COMPRESSED else suffix
+        if kind == ".tar":
+            raise UserError(f"{path} is an archive: unpack it, or leave it out by a glob in quotes")
+        if os.path.getsize(path):
+            parts = read_file(path, open_file, TABLES.get(kind, read_text), text_column)
+            yield from parts if kind in TABLES else [parts]
 
 
-def read_text(path: str) -> Iterator[str]:
-    """Yield a UTF-8 file in parts. Raises UserError if it is not UTF-8."""
-    with open(path, encoding="utf-8-sig", newline="") as file:
+def read_file(path: str, open_file: Callable, read: Callable, text_column: str) -> Iterator[str]:
+    """Yield what a function of TABLES, or `read_text`, finds in a file. Raises UserError if it cannot be read."""
+    with (
+        errors_as_user_error(f"cannot read {path}"),
+        io.TextIOWrapper(open_file(path), "utf-8-sig", newline="") as file,
+    ):
         try:
-            while part := file.read(PIECE):
-                yield part
+            yield from read(path, file, text_column)
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{path} is not UTF-8 ({error.reason}): convert or decompress it; if it is no text, leave it out by a "
                 "glob in quotes, such as 'src/**/*.py'"
             ) from None
+
+
+def open_zstandard(path: str) -> BinaryIO:
+    """Open a file that Zstandard has compressed."""
+    import pyarrow  # slow to import; comes with `datasets`
+
+    return pyarrow.CompressedInputStream(open(path, "rb"), "zstd")
+
+
+def read_text(path: str, file: TextIO, text_column: str) -> Iterator[str]:
+    """Yield a text in parts."""
+    return iter(partial(file.read, PIECE), "")
+
+
+def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
+    """Yield the texts of JSON: of objects one after the other, or of an array of them, on as many lines as they like.
+
+    Raises UserError for a row that is no object, and if no row has the column.
+    """
+    names = None  # of the first row, until one has the column
+    for where, row in json_rows(path, file):
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: expected an object with the column {text_column!r}, got {row!r:.60}")
+        if text_column in row:
+            names = []
+        elif names is None:
+            names = list(row)
+        yield text_of(where, row.get(text_column))
+    if names:
+        check_column(path, text_column, names)
+
+
+def json_rows(path: str, file: TextIO) -> Iterator[tuple[str, object]]:
+    """Yield where each row is, for messages, and the row. Raises UserError for one that is not JSON."""
+    parse = json.JSONDecoder().raw_decode
+    rest = file.read(PIECE)
+    bracket = "]" if rest.lstrip().startswith("[") else ""
+    line, place = 1, 0
+    while True:
+        start = AT_ROW.search(rest, place).start()
+        where = f"{path}, line {line + rest.count(LINE_END, place, start)}"
+        try:
+            row, end = parse(rest, start)
+        except (ValueError, RecursionError) as error:  # the row is wrong, or cut off by the end of `rest`
+            is_string = str(error).startswith("Unterminated")  # with the place where it begins
+            is_cut = is_string or getattr(error, "pos", 0) > len(rest.rstrip()) - LONGEST_SIGN
+            rest = rest[place:]
+            more = is_cut and file.read(max(PIECE, len(rest)))  # twice as much, for a large row in linear time
+            if not more:
+                break
+            rest += more
+            place = 0
+        else:
+            yield where, row
+            line += rest.count(LINE_END, place, end)
+            place = end
+    rest = rest.strip(MARKS)
+    if rest != bracket:
+        raise UserError(f"{where}: expected a row of JSON, got {rest!r:.60}")
+
+
+def read_csv(path: str, file: TextIO, text_column: str, delimiter: str = ",") -> Iterator[str]:
+    """Yield the texts of a CSV file, whose first row names the columns. Raises UserError for a row unlike it."""
+    csv.field_size_limit(LONGEST_FIELD)
+    rows = csv.reader(file, delimiter=delimiter, strict=True)
+    names, line = [], 1
+    try:
+        for row in rows:
+            if not names:
+                names = row
+                if names:
+                    check_column(path, text_column, names)
+            elif row:
+                if len(row) != len(names):
+                    raise csv.Error(f"{len(row)} fields instead of {len(names)}")
+                yield text_of(f"{path}, line {line}", row[names.index(text_column)])
+            line = rows.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{path}, line {line}: {error} (is there a quote that never closes?)") from None
+
+
+def read_parquet(path: str, file: BinaryIO, text_column: str) -> Iterator[str]:
+    """Yield the texts of a Parquet file.
+
+    It is read by `pyarrow`, because streaming by `datasets` may abort the process in the end (apache/arrow#45214).
+    """
+    import pyarrow.parquet  # slow to import
+
+    table = pyarrow.parquet.ParquetFile(file)
+    columns = [text_column] if text_column in table.schema_arrow.names else None
+    yield from texts(path, text_column, table.iter_batches(BATCH, columns=columns))
+
+
+# The kinds of files that are tables: TABLES[SUFFIX](PATH, OPEN FILE, text_column) yields the text of each row.
+TABLES = {
+    ".jsonl": read_json,
+    ".ndjson": read_json,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": partial(read_csv, delimiter="\t"),
+    ".parquet": lambda path, file, text_column: read_parquet(path, file.buffer, text_column),
+}
+COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstandard}  # by suffix
 
 
 def read_hub(name: str, text_column: str) -> Iterator[str]:
@@ -167,58 +328,45 @@ def read_hub(name: str, text_column: str) -> Iterator[str]:
     name, config, revision = parts.groups()
     with errors_as_user_error(f"cannot read {name}"):
         splits = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
-    paths = [str(path) for path in splits.get("train", ())]
-    if paths and all(path.endswith(".parquet") for path in paths):
-        for path in paths:
-            yield from read_parquet(path, text_column)
-    else:
-        yield from read_table(name, text_column, name, name=config, revision=revision)
+        paths = [str(path) for path in splits.get("train", ())]
+        if paths and all(path.endswith(".parquet") for path in paths):
+            import fsspec
+
+            for path in paths:
+                with fsspec.open(path, "rb") as file:
+                    yield from read_parquet(path, file, text_column)
+        else:
+            datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would report an error a second time
+            rows = datasets.load_dataset(name, config, split="train", streaming=True, revision=revision)
+            yield from texts(name, text_column, rows.with_format("arrow").iter(BATCH))
 
 
-def read_parquet(path: str, text_column: str) -> Iterator[str]:
-    """Yield the text column of a Parquet file, local or on the hub.
-
-    It is read by `pyarrow`, because streaming by `datasets` may abort the process in the end (apache/arrow#45214).
-    """
-    import fsspec  # slow to import, like the next one
-    import pyarrow.parquet
-
-    with (
-        errors_as_user_error(f"cannot read {path}"),
-        fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file,
-    ):
-        table = pyarrow.parquet.ParquetFile(file)
-        for batch in table.iter_batches(BATCH, columns=[text_column]):
-            yield from texts(path, text_column, table.schema_arrow.names, batch)
+def texts(where: str, text_column: str, batches: Iterable) -> Iterator[str]:
+    """Yield the texts of a table that `pyarrow` reads. Raises UserError if it has no such column."""
+    number = 0
+    for batch in batches:
+        check_column(where, text_column, batch.schema.names)
+        for value in batch.column(text_column).to_pylist():
+            number += 1
+            yield text_of(f"{where}, row {number}", value)
 
 
-def read_table(where: str, text_column: str, table: str, **options: object) -> Iterator[str]:
-    """Yield the text column of a table that `datasets` streams.
-
-    where: the name of the table in messages. table, options: the arguments of `load_dataset`.
-    """
-    import datasets
-
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would report an error a second time
-    with errors_as_user_error(f"cannot read {where}"):
-        rows = datasets.load_dataset(table, split="train", streaming=True, **options)
-        for batch in rows.with_format("arrow").iter(BATCH):
-            yield from texts(where, text_column, batch.column_names, batch)
+def check_column(where: str, text_column: str, names: list[str]) -> None:
+    """Raise UserError if the columns of a table have no such name, or two."""
+    if names.count(text_column) != 1:
+        raise UserError(f"{where}: expected a column {text_column!r} (text_column), got {', '.join(names):.60}")
 
 
-def texts(
-    where: str, text_column: str, names: list[str], batch: "pyarrow.Table | pyarrow.RecordBatch"
-) -> Iterator[str]:
-    """Yield the texts of some rows of a table. A null is an empty text.
-
-    names: the columns of the whole table. Raises UserError if the text column is not among them, or holds another type.
-    """
-    if text_column not in names:
-        raise UserError(f"{where} has no column {text_column!r}; it has {', '.join(names)}")
-    for text in batch.column(text_column).to_pylist():
-        if not isinstance(text, str | None):
-            raise UserError(f"{where}: the column {text_column!r} holds no text, but {type(text).__name__}")
-        yield text or ""
+def text_of(where: str, value: object) -> str:
+    """Return the text in a row, "" for null. Raises UserError if it is no text, or one that UTF-8 cannot hold."""
+    if not isinstance(value, str | None):
+        raise UserError(f"{where}: expected a text, got {type(value).__name__} {value!r:.60}")
+    text = value or ""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: the text has {text[error.start]!r}, which is half a character") from None
+    return text
 
 
 # The kinds of source that are not files: READERS[PREFIX](NAME, text_column) yields the documents of PREFIX:NAME.

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from cli.bars import progress_bar
+from cli.script import visible
 from data.config import DataConfig
 from data.corpus import SPLITS, dtype_of, fingerprint, sha256
-from data.encoding import HubTokenizer, Tokenizer
-from data.sources import documents
+from data.encoding import END_OF_TEXT, HubTokenizer, Tokenizer
+from data.sources import documents, find
 from data.tokenizer import make_tokenizer, save_tokenizer
 from errors import UserError
 
@@ -44,7 +46,7 @@ def write_corpus(config: DataConfig, key: dict, directory: Path, tokenizer: Toke
     Raises UserError if there is not enough text.
     """
     if tokenizer is None:
-        texts = (piece.text for piece in pieces(config))
+        texts = (piece.text for piece in pieces(config, Counter()))
         desc = f"learning {config.tokenizer}"
         with progress_bar(iterable=texts, desc=desc, unit=" pieces", leave=False, delay=1) as shown:
             tokenizer = make_tokenizer(config.tokenizer, shown)
@@ -79,12 +81,15 @@ def write_corpus(config: DataConfig, key: dict, directory: Path, tokenizer: Toke
 def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> Counter:
     """Write the ids of all documents to train.bin and val.bin, each document after the tokens that start one.
 
-    Returns how many bytes of text, in UTF-8, each split has.
+    Notes what is left out, and what a reader may have meant otherwise.
+
+    Returns how many bytes of text, in UTF-8, each split has. Where max_tokens cuts a text, they are those of its
+    decoded tokens, and may be wrong by part of a character.
     """
-    num_tokens = 0
-    num_bytes = Counter()
+    room = config.max_tokens or math.inf
+    num_bytes, seen = Counter(), Counter()
     start = np.array(tokenizer.document_start, dtype_of(tokenizer))
-    found = pieces(config, whole=isinstance(tokenizer, HubTokenizer))
+    found = pieces(config, seen, whole=isinstance(tokenizer, HubTokenizer))
     progress = progress_bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
     with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val, progress:
         files = {"train": train, "val": val}
@@ -92,29 +97,48 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
             ids = ids.astype(start.dtype)
             if piece.is_start:
                 ids = np.concatenate((start, ids))
+            text = piece.text
+            if len(ids) > room:
+                ids = ids[:room]
+                text = tokenizer.decode(ids.tolist())
             files[piece.split].write(ids.data)
-            num_tokens += len(ids)
-            size = len(piece.text.encode())
+            size = len(text.encode())
             num_bytes[piece.split] += size
             progress.update(size)
-            if num_tokens >= (config.max_tokens or math.inf):
+            room -= len(ids)
+            if not room:
                 break
+    notes = []
+    if left_out := find(config.source)[1]:
+        notes.append(f"left out {left_out}")
+    if seen["empty"]:
+        notes.append(f"{seen['empty']} of {seen['all']} rows or files have no text")
+    if seen["ends"]:
+        notes.append(f"{END_OF_TEXT} in it is ordinary text; give each document a row of its own, as in JSON lines")
+    for note in notes:
+        print(visible(f"note: {config.source}: {note}"), file=sys.stderr)
     return num_bytes
 
 
-def pieces(config: DataConfig, whole: bool = False) -> Iterator[Piece]:
+def pieces(config: DataConfig, seen: Counter, whole: bool = False) -> Iterator[Piece]:
     """Yield the source piece by piece, or document by document if they are to be whole.
+
+    seen: counts documents, those without text, and pieces with END_OF_TEXT.
 
     A document goes to validation by a hash of its first piece, so that equal documents are in the same split, unless
     `cut_tail` makes another validation split.
     """
     for document in documents(config.source, config.text_column):
         texts = ["".join(document)] if whole else document
+        number = -1
+        seen["all"] += 1
         for number, text in enumerate(filter(None, texts)):
+            seen["ends"] += END_OF_TEXT in text
             if number == 0:
                 hashed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
                 split = "val" if hashed < config.val_fraction * 2**64 else "train"
             yield Piece(text, split, number == 0)
+        seen["empty"] += number < 0
 
 
 def encode_in_parallel(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, np.ndarray]]:

@@ -1,0 +1,193 @@
+"""Tables and folders: each row is read as it is written, and whatever is not read is named."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data import prepare, sources
+from data.config import DataConfig
+from errors import UserError
+from tests.test_prepare import documents_of, in_tmp, make, read  # noqa: F401
+
+ROWS = ["eins", "zwei\n\tund", 'dr"ei', "猫 vier", "NA", "007", "2024-02-30", "true", "nan"]
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as file:
+        file.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+PACK = {"": bytes, ".GZ": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+
+
+def as_csv(rows: list[str], mark: str = ",") -> str:
+    return f"id{mark}text\r\n" + "".join(
+        f'{row!r}{mark}"{text.replace(chr(34), chr(34) * 2)}"\r\n' for row, text in enumerate(rows)
+    )
+
+
+def as_lines(rows: list[object]) -> str:
+    """Rows whose other fields come late and have another type each time."""
+    return "\n".join(json.dumps({"text": text, f"n{n % 3}": [n, "n", None, {}][n % 4]}) for n, text in enumerate(rows))
+
+
+KINDS: dict[str, Callable] = {
+    "t.jsonl": as_lines,
+    "T.NDJSON": lambda rows: as_lines(rows).replace("\n", "\r\n\r\n"),
+    "lines.json": as_lines,
+    "array.json": lambda rows: json.dumps([{"n": 10**99, "text": row} for row in rows], indent=3, ensure_ascii=False),
+    "dense.json": lambda rows: json.dumps([{"text": row} for row in rows]),
+    "t.csv": as_csv,
+    "t.tsv": lambda rows: as_csv(rows, "\t"),
+}
+
+
+@pytest.mark.parametrize("packed", PACK)
+@pytest.mark.parametrize("name", KINDS)
+def test_each_row_is_read_as_it_is_written(name: str, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # which needs a home, and guesses types
+    content = ("\ufeff" + KINDS[name](ROWS)).encode()
+    Path(f"a::{name}{packed}").write_bytes(PACK[packed](content[:41]) + PACK[packed](content[41:]))
+    for size in (7, sources.PIECE):  # rows end anywhere in what is read at a time
+        monkeypatch.setattr(sources, "PIECE", size)
+        assert read(f"a::{name}{packed}") == ROWS
+
+
+def test_a_large_row_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["a" * 300_001, "b", "c" * 70_001]
+    sizes, parse = [], json.JSONDecoder.raw_decode
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", lambda *words: (sizes.append(len(words[1])), parse(*words))[1])
+    monkeypatch.setattr(sources, "PIECE", 101)
+    Path("t.json").write_text(json.dumps([{"text": text} for text in texts]))
+    assert read("t.json") == texts
+    assert sum(sizes) < 10 * 370_000
+    Path("t.csv").write_text("text\n" + "\n".join(texts))
+    assert read("t.csv") == texts
+
+
+@pytest.mark.parametrize(
+    "name, content, sentence",
+    [
+        ("t.jsonl", '{"text": "a"}\n\n{"text": 5}', "t.jsonl, line 3: expected a text, got int 5"),
+        ("t.jsonl", '{"text": "a"}\n{"text": ["b"]}', r"t.jsonl, line 2: expected a text, got list \['b'\]"),
+        ("t.jsonl", '{"text": "a"}\n[1]', r"t.jsonl, line 2: expected .*, got"),
+        ("t.jsonl", '"text"', "t.jsonl, line 1: expected an object with the column 'text', got 'text'"),
+        (
+            "t.jsonl",
+            '{"text": "a"}\n{"text": "b\n{"text": "c"}',
+            "t.jsonl, line 2: expected a row of JSON, got '{\"text",
+        ),
+        (
+            "t.jsonl",
+            '{"text": "a"}\n{"text": "b", "n": 1' + 5000 * "0" + "}",
+            "t.jsonl, line 2: expected a row of JSON",
+        ),
+        ("t.jsonl", '{"n": ' + "[" * 99_999, "t.jsonl, line 1: expected a row of JSON, got"),
+        ("t.jsonl", r'{"text": "a\ud83d"}', r"t.jsonl, line 1: the text has '\\ud83d', which is half a character"),
+        ("t.jsonl", '{"a": "b"}\n{"c": 1}', r"t.jsonl: expected a column 'text' \(text_column\), got a$"),
+        ("t.json", '[\n{"text": "a"},', "t.json, line 2: expected a row of JSON, got ''"),
+        ("t.json", '[{"text": "a"}]\n{"text": "b"}', "t.json, line 1: expected a row of JSON, got ']"),
+        ("t.csv", "a,b\n1,2\n", r"t.csv: expected a column 'text' \(text_column\), got a, b$"),
+        ("t.csv", "text,text\n1,2\n", "t.csv: expected a column 'text' .*, got text, text$"),
+        ("t.csv", ",".join(map(str, range(9999))), "t.csv: expected a column 'text' .{1,80}$"),
+        ("t.csv", 'n,text\n1,"a\nb"\n\n2\n', r"t.csv, line 5: 1 fields instead of 2"),
+        (
+            "t.csv",
+            'n,text\n1,a\n2,"b\n3,c\n',
+            "t.csv, line 3: unexpected end of data .is there a quote that never closes",
+        ),
+        ("t.csv", 'n,text\n1,"b"c\n', "t.csv, line 2: ',' expected"),
+        ("t.csv", b"text\n\xff\xfea", "t.csv is not UTF-8 .invalid start byte.: convert or decompress it"),
+        ("t.jsonl.gz", '{"text": "a"}', "cannot read t.jsonl.gz: BadGzipFile: Not a gzipped file"),
+        ("t.txt.gz", gzip.compress(b"a" * 99)[:-9], "cannot read t.txt.gz: EOFError: Compressed file ended before"),
+        ("t.csv.zst", zstd(b"text\na")[:-3], "cannot read t.csv.zst: OSError: Truncated compressed stream"),
+        ("t.tar.xz", lzma.compress(b"a"), "t.tar.xz is an archive: unpack it"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_file_and_line(name: str, content: str | bytes, sentence: str) -> None:
+    Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=sentence) as error:
+        make(name)
+    assert len(str(error.value)) < 200 and not list(Path("prepared").glob("[!.]*"))
+
+
+def test_a_row_without_text_is_left_out_and_counted(capsys: pytest.CaptureFixture) -> None:
+    values = ["a", None, "b", "", "c"]
+    Path("t.jsonl").write_text(as_lines(values) + '\n{"other": 1}')
+    Path("t.csv").write_text("n,text\n" + "".join(f"{value},{value or ''}\n" for value in values))
+    Path("lines.csv").write_text('text\n\na\n""\nb\n\nc\n')  # of one column, in which an empty line may be either
+    pyarrow.parquet.write_table(pyarrow.table({"text": values, "n": range(5)}), "t.parquet")
+    for name, note in (("t.jsonl", "3 of 6"), ("t.csv", "2 of 5"), ("lines.csv", "1 of 4"), ("t.parquet", "2 of 5")):
+        assert sorted(documents_of(make(name, "chars", val_fraction=0.4))) == [
+            "a",
+            "b",
+            "c",
+        ]  # which reads everything twice
+        assert capsys.readouterr().err == f"note: {name}: {note} rows or files have no text\n"
+    with pytest.raises(UserError, match="t.parquet, row 1: expected a text, got int 0"):
+        make("t.parquet", text_column="n")
+    for name in ("t.parquet", "t.csv"):
+        with pytest.raises(UserError, match=f"{name}: expected a column 'body' .text_column., got .*text"):
+            make(name, text_column="body")
+
+
+def test_the_sign_of_an_end_in_a_text_is_text(capsys: pytest.CaptureFixture) -> None:
+    text = "one<|endoftext|>two<|endoftext|>"
+    Path("a.txt").write_text(text)
+    assert documents_of(make("a.txt", "bpe:300", val_fraction=0.4)) == [text]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("note: a.txt: <|endoftext|> in it is ordinary text; ")
+
+
+def test_links_are_followed_once_and_nothing_is_left_out_in_silence(capsys: pytest.CaptureFixture) -> None:
+    for name in ("d/sub/b.txt", "elsewhere/c.txt", "d/.git/config", "d/__pycache__/a.pyc", "d/.x", "d/sub/empty.md"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("" if "empty" in name else name)
+    Path("d/linked").symlink_to("../elsewhere")
+    Path("d/sub/round").symlink_to("..")
+    Path("elsewhere/round").symlink_to("../d/sub")
+    Path("d/c2.txt").symlink_to("linked/c.txt")
+    Path("d/broken").symlink_to("nowhere")
+    os.mkfifo("d/pipe")
+    Path("d/latin\udcff.txt").write_text("name")
+    expected = ["elsewhere/c.txt", "name", "d/sub/b.txt"]
+    assert documents_of(make("d", "chars")) == expected
+    said = capsys.readouterr().err
+    assert said == (
+        "note: d: left out 3 hidden, 2 not a file (broken link, pipe, socket), 3 found under another name\n"
+    )
+    assert sorted(read("d/**/*.txt")) == sorted(expected)
+    make("d/s*/../*")
+    assert re.search(r"left out 2 not a file .broken link, pipe, socket., 3 folder\n", capsys.readouterr().err)
+    with pytest.raises(UserError, match=r"no text found at 'd/\.gi\*' \(left out: 1 folder\): give"):
+        sources.files("d/.gi*")
+
+
+def test_a_folder_of_which_nothing_can_be_read_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("d/.a").mkdir(parents=True)
+    Path("d/b.txt").write_text("b")
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "b.txt")
+    with pytest.raises(
+        UserError, match="no text found at 'd' .left out: 1 hidden, 1 without permission to read.: give"
+    ):
+        make("d")
+
+
+def test_a_place_that_cannot_be_written_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("a.txt").write_text("text " * 99)
+    monkeypatch.setattr(prepare, "PREPARED", Path("a.txt/prepared"))
+    with pytest.raises(UserError, match="cannot write a corpus to a.txt/prepared: .*--out DIR writes elsewhere"):
+        make("a.txt")
+    assert prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine")).directory.name == "mine"
