@@ -688,7 +688,7 @@ def main(load_decoder: Callable[[str], nn.Module]) -> bool:
     options = parser.parse_args()
     size = options.vocab_size
     try:
-        model = make_model(options.model) if ":" in options.model else load_decoder(options.model)
+        model = make_model(options.model) if ":" in options.model.removeprefix("hf:") else load_decoder(options.model)
         if size is None:
             with torch.no_grad():
                 size = logits_of(model(torch.zeros(1, options.length, dtype=torch.int64))).size(-1)

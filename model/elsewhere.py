@@ -5,10 +5,9 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from concurrent.futures import Future
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
-from threading import Thread
 
 from errors import UserError
 
@@ -26,12 +25,12 @@ HUB_ERRORS = {  # names of classes, which are slow to import
 ADAPTER = "adapter_config.json"
 POINTER = b"version https://git-lfs"
 POINTERS = re.compile(r".+\.(json|txt)|tokenizer\.model|model.*\.safetensors")
-PICKLE = "has its weights in {1}, a pickle, which can run code: "
-CONVERT = (
-    'if you trust it, convert it by python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+PICKLE = "has its weights in {1:.60}, a pickle, which can run code: if you trust it, "
+CONVERT = PICKLE + (
+    'convert it by python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
     "[c.from_pretrained('{0}').save_pretrained('NEW') for c in (M, T)]\""
 )
-BY_ITS_TOOL = "if you trust it, save it in safetensors by the tool that it is of"
+PICKLE += "save it in safetensors by the tool that it is of"
 NO_STEP = "is a run without an intact checkpoint: a run saves each train.checkpoint_every"
 # What a place may hold in place of weights in safetensors -> what the place is, and what to do.
 # {0} is its name, {1} is the file that was found.
@@ -47,11 +46,11 @@ KINDS = {
     "*.h5": "holds weights of TensorFlow: convert them by transformers 4, from_pretrained('{0}', from_tf=True)",
     "*.msgpack": "holds weights of Flax: convert them by transformers 4, from_pretrained('{0}', from_flax=True)",
     "*.onnx": "is a model for ONNX: give the model that it was made of",
-    "*.bin": PICKLE + CONVERT,
-    "*.pt": PICKLE + BY_ITS_TOOL,
-    "*.pth": PICKLE + BY_ITS_TOOL,
-    "*.ckpt": PICKLE + BY_ITS_TOOL,
-    "*.pkl": PICKLE + BY_ITS_TOOL,
+    "*.bin": CONVERT,
+    "*.pt": PICKLE,
+    "*.pth": PICKLE,
+    "*.ckpt": PICKLE,
+    "*.pkl": PICKLE,
 }
 
 
@@ -64,32 +63,22 @@ def download(name: str, revision: str | None) -> Path:
     from huggingface_hub import model_info, snapshot_download  # slow to import, and seldom needed
 
     print(f"asking the hub for {name}", file=sys.stderr)
-    answer = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result([file.rfilename for file in model_info(name, revision=revision).siblings])
-        except Exception as error:
-            answer.set_exception(error)
-
-    Thread(target=ask, daemon=True).start()  # whose wait, for names or for bytes, may have no end
-    names = unanswered = None
+    fetch = partial(snapshot_download, name, revision=revision, allow_patterns=FETCHED)
+    names = None
     try:
-        names = answer.result(PATIENCE)
+        asked = ThreadPoolExecutor(1).submit(model_info, name, revision=revision, timeout=PATIENCE)
+        names = [file.rfilename for file in asked.result(PATIENCE).siblings]  # the timeout above is of each address
+        directory = fetch()
     except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
-        unanswered = error
-    try:
-        directory = snapshot_download(
-            name, revision=revision, allow_patterns=FETCHED, local_files_only=unanswered is not None
-        )
-    except Exception as error:
-        found = unanswered or error
-        said = f"{type(found).__name__}: {found}".splitlines()[0]
-        reason = HUB_ERRORS.get(type(found).__name__, f"{said:.200}")
-        message = f"{name} was not found locally, and the download from the Hugging Face hub failed: {reason}"
-        raise UserError(message) from error
-    if unanswered:
-        print(f"note: the hub does not give {name} now, so this is the copy in the cache", file=sys.stderr)
+        kind = type(error).__name__
+        said = f"{kind}: {error}".splitlines()[0]
+        reason = HUB_ERRORS.get(kind, f"{said:.200}")
+        try:
+            directory = fetch(local_files_only=True)
+        except Exception:
+            message = f"{name} was not found locally, and the download from the Hugging Face hub failed: {reason}"
+            raise UserError(message) from error
+        print(f"note: {name} is the copy in the cache, because the hub failed: {reason}", file=sys.stderr)
     refuse_others(Path(directory), name, names)
     return Path(directory)
 
@@ -105,15 +94,15 @@ def refuse_others(path: Path, name: str, names: Iterable[str] | None = None) -> 
             with open(file, "rb") as content:
                 if content.read(len(POINTER)) == POINTER:
                     raise UserError(f"{file} is a pointer of Git LFS, not the file itself: fetch that by git lfs pull")
-    hides = f"; hf:{name} asks the hub" if names is None and HUB_NAME.fullmatch(name) else ""
     names = names or [file.name for file in files]
-    if ADAPTER in names:
+    if ADAPTER in names and not path.is_file():
         base = read_json(path / ADAPTER).get("base_model_name_or_path")
         raise UserError(
             f"{name} is an adapter of peft: merge it into its model, {base!r:.60}, by merge_and_unload() first"
         )
     has_weights = fnmatch.filter(names, "model.safetensors*")
-    if has_weights and "config.json" in names and not path.is_file():
+    if has_weights and "config.json" in names:
+        tensor_files(path, "model")
         return
     for pattern, kind in KINDS.items():
         found = fnmatch.filter(names, pattern)
@@ -123,7 +112,27 @@ def refuse_others(path: Path, name: str, names: Iterable[str] | None = None) -> 
         raise UserError(f"{name} is a file: give the directory of the model, which it is in")
     missing = "config.json" if has_weights else "model.safetensors"
     listed = ", ".join(names) or "nothing"
-    raise UserError(f"{name} has no {missing}, so it is no model: it holds {listed:.60}{hides}")
+    raise UserError(f"{name} has no {missing}, it holds {listed:.60}: give a model, or ask the hub as hf:OWNER/NAME")
+
+
+def tensor_files(directory: Path, stem: str) -> list[Path]:
+    """Return the safetensors file of a "model" or an "optimizer", or the several files that an index names.
+
+    Raises UserError for an index that names something else, or a file that is not there.
+    """
+    single = directory / f"{stem}.safetensors"
+    index = directory / f"{stem}.safetensors.index.json"
+    paths = [single]
+    if index.is_file() and not single.is_file():
+        places = read_json(index).get("weight_map")
+        names = {str(name) for name in places.values()} if isinstance(places, dict) else {""}
+        if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
+            raise UserError(f"{index} names a file that is not a safetensors file beside it")
+        paths = [directory / name for name in sorted(names)]
+    for path in paths:
+        if not path.is_file():  # a pipe would be waited for
+            raise UserError(f"{path} is not a file, and {directory} needs it: fetch all its files again")
+    return paths
 
 
 def read_json(path: Path) -> dict:

@@ -11,7 +11,7 @@ from errors import UserError
 from model.checkpoint import Checkpoint, find_checkpoint
 from model.elsewhere import read_json, refuse_others
 from model.huggingface import OWN_KEY
-from model.load import load_config, load_model, tensor_files
+from model.load import load_config, load_model
 
 
 def load_decoder(
@@ -37,8 +37,7 @@ def load_by_transformers(directory: Path, dtype: torch.dtype | None, ours: str) 
 
     ours: the reason why it is none of our families. Raises UserError as `load_decoder` does.
     """
-    refuse_others(directory, str(directory))  # an adapter of peft would open another model, which it names
-    tensor_files(directory, "model")  # the index may name files elsewhere
+    refuse_others(directory, str(directory))  # an adapter or an index would make `transformers` open what it names
     try:
         import transformers  # an extra, and slow to import
     except ImportError as error:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from errors import UserError
 from model.checkpoint import Checkpoint, find_checkpoint
 from model.config import GPTConfig
-from model.elsewhere import read_json
+from model.elsewhere import read_json, tensor_files
 from model.gpt import GPT
 from model.huggingface import Tensors, config_from_huggingface, tensors_from_huggingface, tensors_to_huggingface
 
@@ -112,26 +112,6 @@ def load_tensors(directory: Path, stem: str, shapes: Shapes) -> Tensors:
         if name not in tensors and name != HEAD:
             raise UserError(f"{directory} has no tensor {name}")
     return tensors
-
-
-def tensor_files(directory: Path, stem: str) -> list[Path]:
-    """Return the safetensors file of a "model" or an "optimizer", or the several files that an index names.
-
-    Raises UserError for an index that names something else, or a file that is not there.
-    """
-    single = directory / f"{stem}.safetensors"
-    index = directory / f"{stem}.safetensors.index.json"
-    paths = [single]
-    if index.is_file() and not single.is_file():
-        places = read_json(index).get("weight_map")
-        names = {str(name) for name in places.values()} if isinstance(places, dict) else {""}
-        if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
-            raise UserError(f"{index} names a file that is not a safetensors file beside it")
-        paths = [directory / name for name in sorted(names)]
-    for path in paths:
-        if not path.is_file():  # a pipe would be waited for
-            raise UserError(f"{path} is not a file, and {directory} needs it: fetch all its files again")
-    return paths
 
 
 def read_file(path: Path, shapes: Shapes) -> Tensors:

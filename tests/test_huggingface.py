@@ -120,13 +120,13 @@ def test_the_model_is_the_same_there_and_back(name: str, tmp_path: Path) -> None
 def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, asked = save_foreign(make("llama"), tmp_path), []
 
-    def ask(name: str, revision: str | None) -> SimpleNamespace:
+    def ask(name: str, revision: str | None, timeout: float) -> SimpleNamespace:
         asked.append(name)
         if name != "somebody/tiny-llama":
             raise ConnectionError("no route\nto that host")
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename=path.name) for path in directory.iterdir()])
 
-    def download(name: str, local_files_only: bool, **options: object) -> str:
+    def download(name: str, local_files_only: bool = False, **options: object) -> str:
         if local_files_only:
             raise FileNotFoundError("not in the cache")
         return str(directory)
