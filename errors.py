@@ -1,7 +1,20 @@
-"""The one exception for what a user can mend. Every room may raise it."""
+"""The one exception for what a user can mend, and the check that most numbers need. Every room may use it."""
 
 
 class UserError(ValueError):
     """A mistake that the user can mend. The message is one sentence for the user: expected, got, what to do."""
 
     exit_code = 2
+
+
+def check_ranges(options: object, ranges: dict[str, tuple[float, float]]) -> None:
+    """Raise UserError unless these fields of a dataclass have their default or a number in their range, ends included.
+
+    A range that ends with an int is one of whole numbers.
+    """
+    for name, (least, most) in ranges.items():
+        value = getattr(options, name)
+        is_number = type(value) is int or type(value) is type(most)
+        if value is not getattr(type(options), name) and not (is_number and least <= value <= most):
+            kind = "whole number" if isinstance(most, int) else "number"
+            raise UserError(f"{name} must be a {kind} from {least:,} to {most:,}, got {value!r:.60}")

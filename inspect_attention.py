@@ -13,6 +13,7 @@ First of all: --text, --heads, -o, --ablate, --device.
 Without --text it reads the validation text, if that is on this machine.
 """
 
+import logging
 import shutil
 import sys
 import textwrap
@@ -43,7 +44,7 @@ class Options:
         for name, (title, _, meaning) in METRICS.items()
     )
 
-    checkpoints: tyro.conf.Positional[tuple[Path, ...]]
+    checkpoints: tyro.conf.Positional[tuple[str, ...]]
     """A run (its newest checkpoint), a checkpoint, or a model OWNER/NAME of the Hugging Face hub; several checkpoints
     of one run make a timeline."""
     text: str | None = None
@@ -67,6 +68,7 @@ class Options:
 
 
 def main() -> None:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where no home can be written to
     with redirect_stdout(BrokenPipeGuard(sys.stdout)):  # files are written also if `head` has seen enough
         inspect(parse(Options, sys.argv[1:]))
 
@@ -77,7 +79,7 @@ def inspect(options: Options) -> None:
     newest = checkpoints[-1]
     device = find_device(options.device)
     text = None if options.text is None else read_prompt(options.text)
-    suffixes = {path.suffix for path in options.output}
+    suffixes = {path.suffix.lower() for path in options.output}
     writes_page = ".html" in suffixes
     inspections = []
     for checkpoint in checkpoints:
@@ -112,7 +114,7 @@ def inspect(options: Options) -> None:
         print(f"wrote {output}")
 
 
-def find_checkpoints(paths: tuple[Path, ...]) -> list[Checkpoint]:
+def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:
     """Find checkpoints, and return them by step, each once.
 
     Raises UserError if one is not found, or if there are several that are not of one run.

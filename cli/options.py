@@ -7,15 +7,19 @@ defaults of the command line.
 
 import contextlib
 import io
+import os
 import re
+import shlex
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from cli.script import exact_stdout
 from errors import UserError
 
 T = TypeVar("T")
@@ -38,6 +42,40 @@ def booleans_as_in_toml(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | N
     )
 
 
+def rule(metavar: str, convert: Callable[[str], object]) -> PrimitiveConstructorSpec:
+    """Return a rule for one word of the command line. `convert` may raise ValueError."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda values: convert(values[0]),
+        is_instance=lambda value: isinstance(value, str | Path | None),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def expand(path: str) -> str:
+    """Return a path with the home folder in place of ~. Raises ValueError if it is empty."""
+    if not path:
+        raise ValueError(f"no path: {path!r}")
+    return os.path.expanduser(path)
+
+
+PathText = Annotated[str, rule("PATH", expand)]
+"""A path that is compared or written as text, or a text that may be a path, such as a source."""
+
+
+@REGISTRY.primitive_rule
+def paths(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Return the rule for a Path."""
+    return rule("PATH", lambda path: Path(expand(path))) if info.type is Path else None
+
+
+@REGISTRY.primitive_rule
+def texts(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Return the rule for a text that is None by default: as a word, None is a text of four letters."""
+    return rule("STR", str) if info.type == str | None else None
+
+
 def parse(options: type[T], argv: list[str], file: Path | None = None, defaults: T | None = None) -> T:
     """Return `options`, a dataclass, with the values of a TOML file and a command line. --help prints and exits.
 
@@ -55,18 +93,23 @@ def parse(options: type[T], argv: list[str], file: Path | None = None, defaults:
 
 def options_in(file: Path) -> list[str]:
     """Return the tables of a TOML file as command line options."""
+    if file.suffix.lower() != ".toml" or file.is_dir():
+        raise UserError(f"a configuration is a .toml file; to train on a text: --data.source {shlex.quote(str(file))}")
     try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        tables = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError("no such file") from None
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or a number of thousands of digits
-        hint = "" if file.suffix == ".toml" else f"; if it is a text to train on: --data.source {file}"
-        raise UserError(f"not a TOML file: {error}{hint}") from None
+        raise UserError(f"not a TOML file in UTF-8: {error!s:.100}") from None
+    if not tables:  # perhaps the rest of a file that was lost: the defaults would be a large model
+        raise UserError("no options in it: leave it out, or give it a table such as [train]")
     options = []
     for table, content in tables.items():
         if not isinstance(content, dict):
-            raise UserError(f"{table} must be inside a table such as [train]")
+            raise UserError(f"{table:.60} must be inside a table such as [train]")
         for key, value in content.items():
+            if not isinstance(value, str | int | float):
+                raise UserError(f"{table:.60}.{key:.60} must be a text, a number, true or false, got {value!r:.60}")
             text = str(value).lower() if isinstance(value, bool) else value
             options.append(f"--{table}.{key}={text}")
     return options
@@ -79,7 +122,7 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
     name = Path(sys.argv[0]).name
     page = io.StringIO()
     try:
-        with contextlib.redirect_stderr(page):
+        with contextlib.redirect_stderr(page), contextlib.redirect_stdout(exact_stdout()):  # --help may have colours
             return tyro.cli(options, prog=name, args=argv, default=defaults, use_underscores=True, registry=REGISTRY)
     except SystemExit as stop:
         if not stop.code:
@@ -95,11 +138,17 @@ def summarize(page: str) -> str:
     """Return the one sentence of a page of tyro: a frame with a message, and paragraphs that explain it."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", page)  # on a terminal it has colours
     lines = "\n".join(line.strip("│| ") for line in plain.splitlines()[1:])  # without title and frame
-    message, *more = filter(str.strip, re.split(r"\n\W*\n", f"\n{lines}\n"))
+    message, *more = filter(str.strip, re.split(r"\n[^\w'\"]*\n", f"\n{lines}\n"))
     message = re.sub(r"^Error parsing (\w+: )?", "", " ".join(message.split()))
-    option = re.search(r"(?:meant|helptext):\s+(--\S+) ?(\S*)", " ".join(more))  # the name and type of an option
+    option = re.search(r"(?:meant|helptext):\s+(-\S+) ?([^\s,]*)", " ".join(more))  # the name and type of an option
+    if missing := re.match(r"Missing value for argument '(?:-\w/)?(\S+)'", message):
+        return f"{missing[1]} needs a value; write {missing[1]}=--x if it begins with a dash"
+    if choice := re.match(r"invalid choice (.*) for argument '(\S+)'\. Expected (.*)\.$", message):
+        return f"{choice[2]}: expected {choice[3]}, got {choice[1]:.60}"
+    if option and message.startswith(option[1]):
+        given = re.search("['\"].*|$", message)[0].removesuffix("].")
+        return f"{option[1]}: expected {option[2]}, got {given:.60}"
+    message = f"{message:.100}"
     if option and message.startswith("Unrecognized"):
         message += f"; did you mean {option[1]}? (--help lists all)"
-    elif option and message.startswith(option[1]):
-        message += f"; expected {option[2]}"
     return message

@@ -8,6 +8,7 @@ another corpus is prepared, in a directory of its own.
 """
 
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -28,7 +29,7 @@ from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer
 from errors import UserError
 
-FORMAT = 2
+FORMAT = 3  # of what a source is read as; a corpus of another version is not used again
 PREPARED = Path(__file__).parent / "prepared"
 
 
@@ -43,8 +44,8 @@ def prepare(
             if its source has changed since.
         model: the directory whose tokenizer has the name "model".
 
-    Raises UserError if the source cannot be used, if `out` holds something other than this corpus, or if the corpus has
-    another fingerprint.
+    Raises UserError if the source cannot be used, if `out` holds something other than this corpus or cannot be written,
+    or if the corpus has another fingerprint.
     """
     corpus = find_prepared(fingerprint, config.source)
     if corpus is None:
@@ -65,11 +66,15 @@ def prepare(
         elif is_tokens:
             corpus = open_token_files(config, tokenizer)
         else:
-            corpus = prepare_source(config, out, tokenizer)
+            try:
+                corpus = prepare_source(config, out, tokenizer)
+            except OSError as error:
+                advice = "python -m data.prepare SOURCE --out DIR writes elsewhere"
+                raise UserError(f"cannot write a corpus to {out or PREPARED}: {error}; {advice}") from None
     if fingerprint not in (None, corpus.meta["fingerprint"]):
         different = sorted(set(fingerprint.splitlines()) ^ set(corpus.meta["fingerprint"].splitlines()))
         name, colon, _ = different[0].rpartition(":")  # of token files: a line for each
-        changed = f" ({name} differs, or is missing)" if colon else ""
+        changed = f" ({name:.60} differs, or is missing)" if colon else ""
         raise UserError(f"{config.source} is not the text this run began with{changed}: put that back to go on")
     return corpus
 
@@ -82,9 +87,8 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
     corpus = open_corpus(Path(config.source))
     is_same = corpus.tokenizer.files == tokenizer.files if tokenizer else corpus.meta["tokenizer"] == config.tokenizer
     if not is_same:
-        raise UserError(
-            f"{config.source} was prepared with --data.tokenizer {corpus.meta['tokenizer']}, not {config.tokenizer}"
-        )
+        was = f"was prepared with --data.tokenizer {corpus.meta['tokenizer']:.60}"
+        raise UserError(f"{config.source} {was}, not {config.tokenizer:.60}")
     return corpus
 
 
@@ -135,39 +139,36 @@ def default_directory(config: DataConfig, key: dict) -> Path:
     return PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
 
 
-def find_prepared(fingerprint: str | None, source: str) -> Corpus | None:
-    """Return the prepared corpus with this fingerprint, None if it is neither the source nor in PREPARED."""
-    if not isinstance(fingerprint, str):  # a file that is not ours may hold anything
-        return None
-    for directory in (Path(source), *sorted(PREPARED.glob("*"))):
-        with suppress(UserError, OSError, ValueError):
-            if fingerprint in read_small(directory / "meta.json").decode():  # quicker than opening every corpus
-                corpus = open_corpus(directory)
-                if corpus.meta["fingerprint"] == fingerprint:
-                    return corpus
+def find_prepared(fingerprint: object, *elsewhere: str) -> Corpus | None:
+    """Return the prepared corpus with this fingerprint; None if it is neither in PREPARED nor one of `elsewhere`."""
+    for directory in (*map(Path, elsewhere), *sorted(PREPARED.glob("*"))):
+        with suppress(UserError, OSError, ValueError, TypeError, KeyError):
+            if json.loads(read_small(directory / "meta.json"))["fingerprint"] == fingerprint:
+                return open_corpus(directory)
     return None
 
 
 if __name__ == "__main__":
     import tyro
 
-    from cli.options import parse
-    from cli.script import run_script, visible
+    from cli.options import PathText, parse
+    from cli.script import how_to_run, run_script
 
     @dataclass(frozen=True)
     class Arguments(DataConfig):
         """Prepare a corpus: read text, tokenise it, split it, write flat files of ids."""
 
-        source: tyro.conf.Positional[str] = "stdlib"
+        source: tyro.conf.Positional[PathText] = "stdlib"
         out: Path | None = None
         """The directory to write. None: one in data/prepared/."""
 
     def main() -> None:
         arguments = parse(Arguments, sys.argv[1:])
         corpus = prepare(arguments, arguments.out)
-        print(visible(f"{corpus.directory}: {corpus}"))
+        print(f"{corpus.directory}: {corpus}")
         source = shlex.quote(str(corpus.directory))
         options = f"--data.source {source} --data.tokenizer {shlex.quote(corpus.meta['tokenizer'])}"
-        print(f"next: python train.py {options} --train.out_dir out/{corpus.directory.name}")
+        out_dir = shlex.quote(f"out/{corpus.directory.name}")
+        print(f"next: {how_to_run('train.py')} {options} --train.out_dir {out_dir}")
 
     run_script(main)

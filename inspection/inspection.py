@@ -86,10 +86,10 @@ def save(path: Path, inspections: Sequence[Inspection]) -> None:
     last = inspections[-1]
     path = path.resolve()  # behind a link
     with TemporaryDirectory(prefix=".tril-", dir=path.parent) as directory:
-        unfinished = Path(directory, path.name)
-        if path.suffix == ".html":
+        unfinished = Path(directory, f"output{path.suffix.lower()}")
+        if unfinished.suffix == ".html":
             unfinished.write_text(page.render(inspections), encoding="utf-8")
-        elif path.suffix == ".npz":
+        elif unfinished.suffix == ".npz":
             page.check_room(last.inputs, 1)
             np.savez_compressed(unfinished, **arrays(last))
         else:
@@ -99,7 +99,7 @@ def save(path: Path, inspections: Sequence[Inspection]) -> None:
 
 def check_output(path: Path) -> None:
     """Raise UserError unless a file of this name can be written, and its suffix is one of FORMATS."""
-    if path.suffix not in FORMATS:
+    if path.suffix.lower() not in FORMATS:
         raise UserError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
     if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
         raise UserError(f"cannot write {path}: it is a directory, or in none that can be written to")
@@ -149,7 +149,7 @@ def inspect_heads(
     if not isinstance(model, nn.Module):
         if not isinstance(model, str | Path):
             raise UserError(f"expected a module or the path of a model, got {type(model).__name__}")
-        checkpoint = find_checkpoint(Path(model))
+        checkpoint = find_checkpoint(model)
         model, precision = open_model(checkpoint, find_device(device))
         name = name_of_model(checkpoint.directory)
     with precision:

@@ -7,18 +7,21 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from errors import UserError
+from errors import UserError, check_ranges
 
 # Larger than any real model, so that a damaged or hostile config.json is refused before memory is allocated.
-LARGEST = {
-    "n_layer": 2**9,
-    "n_head": 2**16,
-    "n_kv_head": 2**16,
-    "n_embd": 2**20,
-    "head_dim": 2**20,
-    "n_inner": 2**22,
-    "vocab_size": 2**24,
-    "context_length": 2**15,  # the mask takes its square in bytes, 1 GiB
+RANGES = {
+    "n_layer": (1, 2**9),
+    "n_head": (1, 2**16),
+    "n_kv_head": (1, 2**16),
+    "n_embd": (1, 2**20),
+    "head_dim": (1, 2**20),
+    "n_inner": (1, 2**22),
+    "vocab_size": (1, 2**24),
+    "context_length": (1, 2**15),  # the mask takes its square in bytes, 1 GiB
+    "dropout": (0, 0.99),
+    "rope_theta": (1, 1e30),
+    "norm_eps": (0, 1.0),
 }
 
 
@@ -70,7 +73,7 @@ class GPTConfig(ModelConfig):
         families = get_args(ModelConfig.__annotations__["family"])
         if family not in families:
             raise UserError(f"family must be one of {', '.join(families)}, got {family!r}")
-        self.check_whole("n_layer", "n_head", "n_embd", "context_length", "vocab_size")
+        check_ranges(self, RANGES)
         if self.n_embd % self.n_head != 0 and (self.head_dim is None or family != "qwen3"):
             raise UserError(f"n_embd must be a multiple of n_head, got n_embd={self.n_embd} and n_head={self.n_head}")
         gated_width = 64 * math.ceil(self.n_embd / 24)  # 8/3 n_embd, rounded up to a multiple of 64
@@ -85,15 +88,10 @@ class GPTConfig(ModelConfig):
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        self.check_whole("n_kv_head", "head_dim", "n_inner")
-        numbers = [self.dropout, self.rope_theta, self.norm_eps, *(self.rope_scaling or ())]
-        if not all(type(number) in (int, float) and 0 <= number < 1e30 for number in numbers):
-            raise UserError(f"dropout, rope_theta, norm_eps and rope_scaling must be numbers from 0, got {numbers}")
-        factor, low, high, _ = self.rope_scaling or (1, 0, 1, 1)
-        if not (self.rope_theta > 0 and factor > 0 and low < high):
-            raise UserError(f"no rotary positions with rope_theta {self.rope_theta}, scaling {self.rope_scaling}")
-        if self.dropout >= 1:
-            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        factor, low, high, _ = scaling = self.rope_scaling or (1, 0, 1, 1)
+        are_numbers = all(type(number) in (int, float) and 0 <= number < 1e30 for number in scaling)
+        if not (are_numbers and factor > 0 and low < high):
+            raise UserError(f"rope_scaling must be numbers from 0, the second below the third, got {scaling!r:.60}")
         if self.bias and family != "gpt2":
             raise UserError(f"a {family} has no biases, got bias=True")
         if self.head_dim != self.n_embd // self.n_head and family in ("gpt2", "nanochat"):
@@ -104,11 +102,3 @@ class GPTConfig(ModelConfig):
             raise UserError(
                 f"n_head must be a multiple of n_kv_head, got n_head={self.n_head} and n_kv_head={self.n_kv_head}"
             )
-
-    def check_whole(self, *names: str) -> None:
-        """Raise UserError unless these fields are whole numbers from 1 to `LARGEST`."""
-        for name in names:
-            value = getattr(self, name)
-            most = LARGEST[name]
-            if type(value) is not int or not 1 <= value <= most:
-                raise UserError(f"{name} must be a whole number from 1 to {most:,}, got {value!r}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from model.config import LARGEST, GPTConfig
+from model.config import RANGES, GPTConfig
 from model.families import FAMILIES
 
 Tensors = dict[str, Tensor]  # by name, as a state dict
@@ -132,7 +132,7 @@ EXPORTS = {
 }
 
 
-def config_to_huggingface(config: GPTConfig, start_of_text: int, end_of_text: int) -> dict:
+def config_to_huggingface(config: GPTConfig, start_of_text: int | None, end_of_text: int | list[int] | None) -> dict:
     """Return config.json for the model type with the family's name.
 
     Fields without a key in `transformers` are under OWN_KEY. Raises UserError for a family without an export.
@@ -174,19 +174,22 @@ def rope_to_huggingface(config: GPTConfig) -> dict:
 
 def config_from_huggingface(content: dict) -> GPTConfig:
     """Return the configuration in a config.json, ours or foreign. Raises UserError if no family computes the same."""
-    family = content.get("model_type")
+    family = content.get("model_type", content.get("_class_name"))  # the latter in a config.json of diffusers
     if not isinstance(family, str) or family not in EXPORTS:
-        raise UserError(f"config.json has model_type {family!r}, this version reads {', '.join(EXPORTS)}")
+        raise UserError(f"config.json has model_type {family!r:.60}, this version reads {', '.join(EXPORTS)}")
+    if quantized := content.get("quantization_config"):
+        raise UserError(f"config.json has quantized weights, {quantized!r:.60}: give the model that they were made of")
     export = EXPORTS[family]
     for key, accepted in export.accepted.items():
-        if content.get(key, accepted[0]) not in accepted:
-            raise UserError(f"config.json has {key} = {content[key]!r}, a {family} of ours computes {accepted[0]!r}")
+        value = content.get(key, accepted[0])
+        if value not in accepted:
+            raise UserError(f"config.json has {key} = {value!r:.60}, a {family} of ours computes {accepted[0]!r}")
     try:
         known = export.defaults | content
         values = {"family": family, **{name: known[key] for name, key in export.fields.items()}}
         if FAMILIES[family].rotary:
             values |= rope_from_huggingface(content)
-            if values["context_length"] > LARGEST["context_length"]:
+            if values["context_length"] > RANGES["context_length"][1]:
                 values["context_length"] = CUT_CONTEXT
         for name, value in content.get(OWN_KEY, {}).items():
             if name not in GPTConfig.__dataclass_fields__:
@@ -197,7 +200,7 @@ def config_from_huggingface(content: dict) -> GPTConfig:
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"config.json does not describe a GPT: {error}") from error
+        raise UserError(f"config.json does not describe a GPT: {error!s:.60}") from error
 
 
 def rope_from_huggingface(content: dict) -> dict[str, object]:
@@ -207,7 +210,7 @@ def rope_from_huggingface(content: dict) -> dict[str, object]:
         rope = rope | {"original_max_position_embeddings": content["original_max_position_embeddings"]}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
-        raise UserError(f"config.json has rotary positions of the type {kind!r}, this version reads llama3")
+        raise UserError(f"config.json has rotary positions of the type {kind!r:.60}, this version reads llama3")
     return {
         "rope_theta": rope.get("rope_theta", content.get("rope_theta", 10_000.0)),
         "rope_scaling": tuple(rope[key] for key in SCALING) if kind == "llama3" else None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from errors import UserError
+from errors import UserError, check_ranges
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -29,6 +29,9 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), -math.inf)
 
 
+RANGES = {"temperature": (0, 1e30), "top_k": (1, 2**31), "top_p": (1e-9, 1.0), "min_p": (0, 1.0)}
+
+
 @dataclass(frozen=True)
 class Sampler:
     """Choice of the next token; `GPT.generate` describes the options. Raises UserError if one is out of range."""
@@ -39,18 +42,11 @@ class Sampler:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:  # below, logits would become infinite
-            raise UserError(f"temperature must be 0, or finite and at least 1e-6, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k must be at least 1, got {self.top_k}")
-        for name in ("top_p", "min_p"):
-            p = getattr(self, name)
-            if p is not None and not 0 < p <= 1:
-                raise UserError(f"{name} must be above 0 and at most 1, got {p}")
+        check_ranges(self, RANGES)
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose one token per row: (B, V) -> (B, 1)."""
-        if self.temperature == 0:
+        if self.temperature < 1e-6:  # logits divided by it might be infinite
             return logits.argmax(-1, keepdim=True)
         logits = logits.float() / self.temperature
         if self.top_k is not None:

@@ -70,14 +70,14 @@ def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training() -
     [
         ({"n_embd": 10, "n_head": 3}, "n_embd must be a multiple of n_head, got n_embd=10 and n_head=3"),
         ({"n_head": 6, "n_embd": 6, "n_kv_head": 4}, "n_head must be a multiple of n_kv_head"),
-        ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
+        ({"dropout": 1.0}, "dropout must be a number from 0 to 0.99, got 1.0"),
         ({"n_layer": 0}, "n_layer must be a whole number from 1 to 512, got 0"),
         ({"context_length": 11.0}, "context_length must be a whole number from 1 to 32,768, got 11.0"),
         ({"family": "mamba"}, f"family must be one of {', '.join(FAMILIES)}, got 'mamba'"),
         ({"family": "llama", "n_head": 3, "n_embd": 15}, "head_dim must be even, got 5"),
         ({"family": "llama", "bias": True}, "a llama has no biases"),
         ({"family": "nanochat", "head_dim": 4}, "head_dim is n_embd / n_head in a nanochat, got 4"),
-        ({"family": "llama", "rope_theta": -1.0}, "must be numbers from 0"),
+        ({"family": "llama", "rope_scaling": (8.0, 4.0, 1.0, 11)}, "rope_scaling must be numbers from 0, the second below"),
     ],
 )
 def test_impossible_models_are_refused_in_the_users_words(changes: dict, message: str) -> None:

@@ -1,14 +1,14 @@
 """The options of train.py."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from cli.options import PathText
 from data.config import DataConfig
-from errors import UserError
+from errors import check_ranges
 from model import ModelConfig
 
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
@@ -31,18 +31,24 @@ MAY_CHANGE = {
     "parallel",
 }
 
-AT_LEAST = {
-    1: (
-        "batch_size",
-        "grad_accum_steps",
-        "max_steps",
-        "log_every",
-        "eval_every",
-        "eval_tokens",
-        "checkpoint_every",
-        "keep_checkpoints",
-    ),
-    0: ("warmup_steps", "weight_decay", "grad_clip", "sample_tokens"),
+RANGES = {
+    "seed": (0, 2**63 - 1),
+    "batch_size": (1, 2**20),
+    "grad_accum_steps": (1, 2**20),
+    "max_steps": (1, 10**8 - 1),  # eight digits in the name of a checkpoint
+    "learning_rate": (1e-30, 1e30),
+    "warmup_steps": (0, 10**12),
+    "decay_fraction": (0, 1.0),
+    "final_lr_fraction": (0, 1.0),
+    "weight_decay": (0, 1e30),
+    "beta2": (0, 0.9999999),
+    "grad_clip": (0, 1e30),
+    "log_every": (1, 10**12),
+    "eval_every": (1, 10**12),
+    "eval_tokens": (1, 10**12),
+    "checkpoint_every": (1, 10**12),
+    "keep_checkpoints": (1, 10**12),
+    "sample_tokens": (0, 2**20),
 }
 
 
@@ -50,9 +56,9 @@ AT_LEAST = {
 class TrainConfig:
     """Options of training."""
 
-    out_dir: str = "out/run"
+    out_dir: PathText = "out/run"
     """Run directory: configuration, metrics and checkpoints."""
-    init_from: str | None = None
+    init_from: PathText | None = None
     """Fine-tune this model: a checkpoint, a run, or OWNER/NAME of the Hugging Face hub. None: random weights."""
     seed: int = 1337
     """Decides the first weights, the order of the text and the dropout."""
@@ -115,17 +121,7 @@ class TrainConfig:
     """Whether Weights & Biases gets the metrics too."""
 
     def __post_init__(self) -> None:
-        for least, names in AT_LEAST.items():
-            for name in names:
-                if getattr(self, name) < least:
-                    raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("decay_fraction", "final_lr_fraction", "beta2"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
-        if not self.out_dir:
-            raise UserError("out_dir must name a directory, got an empty text")
-        if not 0 < self.learning_rate < math.inf:
-            raise UserError(f"learning_rate must be above 0 and finite, got {self.learning_rate}")
+        check_ranges(self, RANGES)
 
 
 @dataclass(frozen=True)
