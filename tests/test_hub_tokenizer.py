@@ -116,6 +116,8 @@ def test_a_stream_gives_the_text_that_their_decoder_writes(kind: str, ours: HubT
         assert KINDS[kind].decode(before) + continued == KINDS[kind].decode(before + ids)
 
     check()
+    ids = ours.encode("€" * 97).tolist()  # three bytes each, of which a long prompt's end may begin with the second
+    assert "".join(map(TextStream(ours, ids).add, ids[-3:])) == "€"
 
 
 def test_tokens_have_labels(tmp_path: Path) -> None:
