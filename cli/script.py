@@ -14,7 +14,7 @@ from typing import TextIO
 
 from errors import UserError
 
-MOST_LETTERS = 500  # of a message
+MOST_LETTERS = 480  # of a message
 # Unicode's categories of controls, formats (as writing from right to left), surrogates, ends of lines and paragraphs.
 HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 

@@ -29,8 +29,8 @@ def errors_as_user_error(problem: str) -> Iterator[None]:
         raise UserError(f"{problem}: {reason:.160}") from error
 
 
-def read_small(path: Path) -> bytes:
-    """Return the content of a file. Raises UserError if it has more than MOST_BYTES."""
-    if path.stat().st_size > MOST_BYTES:
-        raise UserError(f"{path} has more than {MOST_BYTES} bytes")
+def read_small(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a file. Raises UserError if it has more than `most` bytes."""
+    if path.stat().st_size > most:
+        raise UserError(f"{path} has more than {most:,} bytes")
     return path.read_bytes()

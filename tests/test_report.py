@@ -20,7 +20,7 @@ from training.options import to_toml
 from training.report import read_run, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img onerror=alert(1) src=x><!--\x1b[31m\x00\u202e{{ name }}{% %}'\"\\&lt;"
-SEEN = HOSTILE.replace("\x1b", "\\x1b").replace("\x00", "\\x00")  # control characters as escapes
+SEEN = HOSTILE.replace("\x1b", "\\x1b").replace("\x00", "\\x00").replace("\u202e", "\\u202e")  # as escapes
 TAGS = "html head meta title style body h1 h2 p dl div dt dd main figure svg marker circle path polyline text"
 
 

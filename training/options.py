@@ -25,6 +25,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKSTART = CONFIGS / "quickstart.toml"
 FINETUNE = CONFIGS / "finetune.toml"
 FINETUNE_CONTEXT = 1024  # tokens, unless asked for: long contexts need much memory in training
+MOST_CONFIG = 1 << 16  # bytes of a run's config.toml
 MAY_DIFFER = {"dropout", "context_length"}  # from the model that is fine-tuned
 
 
@@ -64,12 +65,12 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
         is_step = "; of a run with such a checkpoint, give the directory" if STEP.fullmatch(directory.name) else ""
         raise UserError(f"{directory} is not the directory of a run: it has no config.toml{is_step}")
     file = directory / "config.toml"
-    content = read_small(file)  # raises UserError if it is too large to be parsed
+    content = read_small(file, MOST_CONFIG)
     config = parse(Config, [*argv, "--train.out_dir", str(directory)], file)
     if seal(wishes_of(parse(Config, [], file))) not in content:
         for path in chain(directory.iterdir(), directory.glob("checkpoints/*")):
             if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                raise UserError(f"{directory} was not begun on this machine, and {path} is not a file in it: remove it")
+                raise UserError(f"{path} is a link, or no file, in a run that was not begun on this machine: remove it")
         options = [
             f"--{table}.{name} {shlex.quote(str(value))}"
             for (table, name), value, given in zip(WISHES, wishes_of(config), wishes_of(asked), strict=True)

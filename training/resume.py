@@ -9,7 +9,6 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from cli.script import visible
 from data import errors_as_user_error
 from data.batches import seed_for
 from data.corpus import Corpus
@@ -80,7 +79,7 @@ def find_start(config: Config, may_resume: bool) -> Start:
         return read_start(find_checkpoint(directory), checkpoints, config)
     if config.resume:
         print(f"note: {directory} has no checkpoint yet, so it begins again")
-    return Start(find_checkpoint(Path(config.train.init_from)) if config.train.init_from else None)
+    return Start(find_checkpoint(config.train.init_from) if config.train.init_from else None)
 
 
 def read_start(checkpoint: Checkpoint, checkpoints: list[Path], config: Config) -> Start:
@@ -98,7 +97,7 @@ def read_start(checkpoint: Checkpoint, checkpoints: list[Path], config: Config) 
         planned = int(state["config"]["train"]["max_steps"])
     if config.train.max_steps > planned:
         print(
-            f"note: planned for {planned} steps, now {config.train.max_steps}: the learning rate may jump "
+            f"note: planned for {planned!s:.60} steps, now {config.train.max_steps}: the learning rate may jump "
             "(docs/train.md)"
         )
     return start
@@ -122,7 +121,7 @@ def make_model(config: Config, corpus: Corpus, start: Start) -> GPT:
     Raises UserError for a configuration or a parameter that no checkpoint could hold (now, not when it is to be saved),
     or if the tokenizer has more tokens than the model.
     """
-    print(f"data:   {visible(str(corpus))}")
+    print(f"data:   {corpus}")
     shape = asdict(config.model)
     if start.base:
         gpt_config = replace(load_config(start.base.directory), **shape)
