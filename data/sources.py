@@ -33,6 +33,7 @@ PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
 HIDDEN = re.compile(r"\..*|__pycache__")
 NOTHING = re.compile("(?!)")
+ANY_DEPTH = re.compile(r"(?<![^/])\*\*(?![^/])")  # the ** of a glob
 NOT_STDLIB = re.compile(r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*")
 GENERATED = re.compile(rb"(?i)auto-?generated")
 CODES = re.compile(rb"(?:0x|\\[xuU]|U\+)[0-9a-fA-F]+|[0-9]+")
@@ -105,7 +106,7 @@ def find(source: str) -> tuple[list[Path], str]:
         picked = [path]
     else:
         picked = list(pick(expand(source), NOTHING, set(), left_out))
-        if "**" not in source:  # which finds what is in the folders, too
+        if not ANY_DEPTH.search(source):  # which finds what is in the folders, too
             left_out["folder"] = sum(path.is_dir() for path in picked)
     found = sorted(path for path in picked if path.is_file())
     reasons = ", ".join(f"{number} {reason}" for reason, number in (+left_out).items())
@@ -118,13 +119,13 @@ def find(source: str) -> tuple[list[Path], str]:
 
 def expand(pattern: str) -> Iterator[Path]:
     """Yield what a glob finds. It enters a folder once, where `glob` follows links in circles."""
-    top, stars, rest = pattern.partition("**")
-    if not stars:
+    top, *rest = ANY_DEPTH.split(pattern, maxsplit=1)
+    if not rest:
         yield from map(Path, glob.glob(pattern))
-    for start in glob.glob(top or ".") if stars else []:
+    for start in glob.glob(top or ".") if rest else []:
         for path in walk(Path(start), HIDDEN, Counter()):
             if path.is_dir():
-                yield from expand(glob.escape(str(path)) + (rest or "/*"))
+                yield from expand(glob.escape(str(path)) + (rest[0] or "/*"))
 
 
 def walk(root: Path, hidden: re.Pattern, left_out: Counter) -> Iterator[Path]:

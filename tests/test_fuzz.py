@@ -23,6 +23,7 @@ import sample
 from cli.options import parse
 from cli.script import read_prompt, run_script
 from data.corpus import open_corpus
+from data.sources import COMPRESSED, TABLES, documents
 from data.tokenizer import load_tokenizer, make_tokenizer
 from model import GPT
 from model.checkpoint import find_checkpoint, with_own_hash
@@ -272,6 +273,19 @@ def test_any_prompt(number: int) -> None:
         for tokenizer in tokenizers:
             used_or_refused(partial(tokenizer.encode, prompt))
         used_or_refused(lambda: read_prompt("@" + prompt))
+
+    with_inputs(number, test)
+
+
+@fuzz(1000)
+def test_any_content_of_a_text_or_table(number: int, tmp_path: Path) -> None:
+    bits = st.sampled_from(['{"text": "a"}', "text", "\n", ",", '"', "[", "]", "\t", "\\ud83d", "\0", "5", "null"])
+
+    @given(st.sampled_from([*TABLES, ".txt"]), st.sampled_from(["", *COMPRESSED]), st.binary() | st.lists(bits))
+    def test(kind: str, packed: str, content: bytes | list[str]) -> None:
+        path = tmp_path / f"t{kind}{packed}"
+        path.write_bytes(content if isinstance(content, bytes) else "".join(content).encode())
+        used_or_refused(lambda: ["".join(document) for document in documents(str(path), "text")])
 
     with_inputs(number, test)
 

@@ -168,7 +168,9 @@ def test_links_are_followed_once_and_nothing_is_left_out_in_silence(capsys: pyte
     assert said == (
         "note: d: left out 3 hidden, 2 not a file (broken link, pipe, socket), 3 found under another name\n"
     )
-    assert sorted(read("d/**/*.txt")) == sorted(expected)
+    for pattern in ("d/**/*.txt", "**/*.txt", "d/**", "d/../d/**/*t"):
+        assert sorted(read(pattern)) == sorted(expected), pattern
+    assert read("d/c**.txt") == read("d/**/sub/../c2.txt") == ["elsewhere/c.txt"]
     make("d/s*/../*")
     assert re.search(r"left out 2 not a file .broken link, pipe, socket., 3 folder\n", capsys.readouterr().err)
     with pytest.raises(UserError, match=r"no text found at 'd/\.gi\*' \(left out: 1 folder\): give"):
