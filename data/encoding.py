@@ -59,8 +59,11 @@ class Tokenizer(ABC):
     name: str
     vocab_size: int
     """One more than the largest id of a text, its start or its end. Some smaller ids may be unused."""
+    end_of_text: int | None
+    """The id that is written before each document. None if the tokenizer has none."""
     ends: list[int]
-    """The ids at which a sample ends: end_of_text, then others, as the end of an answer in models that answer."""
+    """The ids at which a sample ends: end_of_text, then others, as the end of an answer in models that answer. A model
+    may have some of them that the tokenizer has not."""
     start_of_text: list[int]
     """The id with which a prompt has to begin (often called BOS); empty if the tokenizer puts none there."""
     special_tokens: dict[str, int]
@@ -72,11 +75,6 @@ class Tokenizer(ABC):
         """Raise UserError if a text can have an id that a model with this many embeddings has no embedding for."""
         if self.vocab_size > rows:
             raise UserError(f"the tokenizer {self.name!r} has {self.vocab_size} tokens, the model {rows}")
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The id that is written before each document. None if the tokenizer has none."""
-        return self.ends[0] if self.ends else None
 
     @property
     def document_start(self) -> list[int]:
@@ -148,7 +146,8 @@ class TiktokenTokenizer(Tokenizer):
         self.name = encoding.name
         self.vocab_size = encoding.n_vocab
         self.special_tokens = dict(encoding._special_tokens)
-        self.ends = [id for name, id in self.special_tokens.items() if name == END_OF_TEXT]
+        self.end_of_text = self.special_tokens.get(END_OF_TEXT)
+        self.ends = [] if self.end_of_text is None else [self.end_of_text]
         self.ordinary = {rank: token for token, rank in encoding._mergeable_ranks.items()}
         self.characters = {token.decode() for token in self.ordinary.values()} if self.name == "chars" else None
 
@@ -217,8 +216,8 @@ class HubTokenizer(Tokenizer):
     Args:
         name: for messages.
         content: of tokenizer.json.
-        ends: the ids or names of the tokens that end a text, as far as they exist. "<|endoftext|>" is preferred. If
-            there is none, a special token of OTHER_ENDS is taken.
+        ends: the ids or names of the tokens that end a text. The first that exists is end_of_text, unless there is
+            "<|endoftext|>". If none exists, a special token of OTHER_ENDS is.
 
     Raises any exception for a bad file.
     """
@@ -238,7 +237,9 @@ class HubTokenizer(Tokenizer):
         numbers = vocabulary | {number: number for number in vocabulary.values()}
         found = [numbers[end] for end in (END_OF_TEXT, *ends) if end in numbers]
         usual = [self.special_tokens[end] for end in OTHER_ENDS if end in self.special_tokens]
-        self.ends = list(dict.fromkeys(found or usual[:1]))
+        known = found or usual[:1]
+        self.end_of_text = known[0] if known else None
+        self.ends = list(dict.fromkeys([*known, *(end for end in ends if isinstance(end, int))]))
         # The library adds a start, if the file asks for one, to the ids of any text: here to those of a word.
         word = tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a")).encode("a")
         framed = library.post_process(word)

@@ -150,7 +150,7 @@ def load_tokenizer(place: Path) -> Tokenizer:
     files.pop("config.json", None)  # is the model's
     if tokenizer.ends:
         # Kept with the tokenizer, this file alone says all ends, in a corpus as in a checkpoint.
-        generation = {"bos_token_id": tokenizer.document_start[-1], **described.get(GENERATION_CONFIG, {})}
+        generation = {"bos_token_id": (tokenizer.document_start or [None])[-1], **described.get(GENERATION_CONFIG, {})}
         generation["eos_token_id"] = tokenizer.ends
         files[GENERATION_CONFIG] = f"{json.dumps(generation, indent=2)}\n".encode()
     tokenizer.files = {TOKENIZER_JSON: content, **files}

@@ -143,7 +143,7 @@ def test_tokens_have_labels(tmp_path: Path) -> None:
             [7, 2, 1, 0],
         ),
         ({}, {}, {}, {"eos_token": "<unk>"}, [0]),
-        ({"eos_token_id": 10**6}, {"eos_token_id": -1}, {"eos_token": "<none>"}, {"eos_token": None}, [2]),
+        ({"eos_token_id": 10**6}, {"eos_token_id": -1}, {"eos_token": "<none>"}, {"eos_token": None}, [2, 10**6, -1]),
     ],
 )
 def test_a_text_ends_where_a_publisher_says(

@@ -32,7 +32,7 @@ def checkpoint_files(
         trainer: the rest of the state that a resumed run needs.
     """
     start = (tokenizer.document_start or [None])[-1]
-    end = tokenizer.ends if len(tokenizer.ends) > 1 else tokenizer.end_of_text
+    end = tokenizer.ends[0] if len(tokenizer.ends) == 1 else tokenizer.ends or None
     yield "config.json", [to_json(config_to_huggingface(config, start, end))]
     for name, content in tokenizer.files.items():
         yield name, [content]
