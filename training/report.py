@@ -3,7 +3,7 @@
 Training writes report.html at its start, at each evaluation and checkpoint, and at its end. Nothing reads it back.
 
 The page has no script, and its policy forbids every request. All values reach it through one template, in which Jinja
-escapes markup and `visible` escapes control characters: samples, names and options stay text.
+escapes markup and `visible` escapes hidden characters: samples, names and options stay text.
 """
 
 import math
@@ -74,7 +74,7 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
             "Next": next_commands(directory, saved, best, finished),
             "Evaluations": read_evaluations(lines),
             "Configuration": [("config.toml", config)],
-            "Certificate and environment": session.items(),
+            "Certificate and environment, as the session recorded them": session.items(),
         },
     }
 
