@@ -87,8 +87,8 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
     corpus = open_corpus(Path(config.source))
     is_same = corpus.tokenizer.files == tokenizer.files if tokenizer else corpus.meta["tokenizer"] == config.tokenizer
     if not is_same:
-        was = f"was prepared with --data.tokenizer {corpus.meta['tokenizer']:.60}"
-        raise UserError(f"{config.source} {was}, not {config.tokenizer:.60}")
+        was = f"was prepared with --data.tokenizer {corpus.meta['tokenizer']:.200}"
+        raise UserError(f"{config.source} {was}, not {config.tokenizer}")
     return corpus
 
 

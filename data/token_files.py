@@ -148,10 +148,10 @@ def tokenizer_of(files: list[TokenFile], name: str, tokenizer: Tokenizer | None)
         name = first.tokenizer
         tokenizer = own
     elif name == "chars" or name.startswith("bpe:"):
-        raise UserError(f"{first.path} was written by {first.tokenizer:.60}, so {name} cannot be learned from it")
+        raise UserError(f"{first.path} was written by {first.tokenizer:.200}, so {name} cannot be learned from it")
     tokenizer = tokenizer or make_tokenizer(name, [])
     if own and name != "model" and own.files[TOKENIZER_JSON] != tokenizer.files[TOKENIZER_JSON]:
-        raise UserError(f"{first.path} was written by {first.tokenizer:.60}, not by {name:.60}")
+        raise UserError(f"{first.path} was written by {first.tokenizer:.200}, not by {name}")
     return tokenizer
 
 
