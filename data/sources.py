@@ -32,14 +32,14 @@ PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of
 # too, so that the pieces of a document have the tokens of the whole.
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
 HIDDEN = re.compile(r"\..*|__pycache__")
-NOTHING = re.compile("(?!)")
+NOTHING = re.compile("(?!)")  # matches no name
 ANY_DEPTH = re.compile(r"(?<![^/])\*\*(?![^/])")  # the ** of a glob
 NOT_STDLIB = re.compile(r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*")
 GENERATED = re.compile(rb"(?i)auto-?generated")
 CODES = re.compile(rb"(?:0x|\\[xuU]|U\+)[0-9a-fA-F]+|[0-9]+")
 MOST_CODES = 0.08  # of a file; what people write has less
 BATCH = 100  # rows of Parquet and hub data sets that are read at once
-LONGEST_FIELD = 1 << 28  # characters; a quote that is never closed is read no further
+LONGEST_FIELD = 1 << 27  # characters; a quote that is never closed is read no further
 MARKS = " \t\r\n,["  # what may be in front of a row of JSON
 AT_ROW = re.compile(f"[^{re.escape(MARKS)}]|\\Z")
 LONGEST_SIGN = 16  # characters: an error of JSON that is farther from the end of what has been read stays one
