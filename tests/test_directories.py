@@ -73,6 +73,10 @@ def writes(name: str, content: str) -> Callable[[Path], None]:
     return lambda directory: (directory / name).write_text(content) and None
 
 
+def renames(name: str, other: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).rename(directory / other) and None
+
+
 def pipes(name: str) -> Callable[[Path], None]:
     def change(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
@@ -87,6 +91,7 @@ BAD = [
     (only("pytorch_model.bin"), "theirs", "theirs has its weights in pytorch_model.bin, a pickle, which can run code"),
     (only("pytorch_model-00001-of-00002.bin"), "theirs", "in pytorch_model-00001-of-00002.bin, a pickle"),
     (only("consolidated.00.pth"), "theirs", "in consolidated.00.pth, a pickle, which can run code: if you trust it"),
+    (only("pytorch_model.bin"), "theirs/pytorch_model.bin", "[c.from_pretrained('theirs').save_pretrained('NEW') for"),
     (only("ckpt.pt"), "theirs/ckpt.pt", "theirs/ckpt.pt has its weights in ckpt.pt, a pickle"),
     (only("tf_model.h5"), "theirs", "theirs holds weights of TensorFlow: convert them by transformers 4"),
     (only("flax_model.msgpack"), "theirs", "theirs holds weights of Flax"),
@@ -97,12 +102,13 @@ BAD = [
     (only(), "theirs", "theirs has no model.safetensors, it holds config.json, tokenizer.json: give"),
     (only(INDEX, content=json.dumps({"weight_map": {"a": SHARD}})), "theirs", f"theirs/{SHARD} is not a file"),
     (only(INDEX, content='{"weight_map": {"a": "../b.safetensors"}}'), "theirs", "names a file that is not a safetens"),
-    (writes("adapter_config.json", PEFT), "theirs", f"merge it into its model, 'somebody/{50 * 'x'}"),
+    (writes("adapter_config.json", PEFT), "theirs", f"merge it into its model, 'somebody/{50 * 'x'}, by m"),
     (writes("adapter_config.json", PEFT), "theirs/adapter_config.json", "is a file: give the directory of the model"),
     (writes("model.safetensors", POINTER), "theirs", "theirs/model.safetensors is a pointer of Git LFS, not the file"),
     (writes("tokenizer.json", POINTER), "theirs", "theirs/tokenizer.json is a pointer of Git LFS"),
     (writes("config.json", POINTER), "theirs", "theirs/config.json is a pointer of Git LFS"),
     (writes("a.json", "{}"), "theirs/config.json", "theirs/config.json is a file: give the directory of the model"),
+    (renames("config.json", "pytorch_model.bin"), "theirs", "theirs has no config.json, it holds model.safetensors"),
     (nothing_but(), "theirs", "theirs has no model.safetensors, it holds nothing: give a model, or ask the hub as hf:"),
     (nothing_but("checkpoint-7"), "theirs", "give one of them, as theirs/checkpoint-500"),
     (nothing_but("refs", "snapshots"), "theirs", "theirs is a folder of the hub's cache: give the name OWNER/NAME, or"),
@@ -209,7 +215,7 @@ def test_the_hub_may_be_silent_or_refuse(run, here, monkeypatch, name: str, name
 
     def ask(name: str, revision: str | None, timeout: float) -> SimpleNamespace:
         if not names:
-            stop.wait()
+            stop.wait(5)
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
 
     def fetch(name: str, local_files_only: bool = False, **rest: object) -> str:

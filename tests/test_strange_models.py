@@ -243,7 +243,7 @@ def adapter(directory: Path, patch: pytest.MonkeyPatch) -> None:
 REFUSED = {
     without_transformers: "for all other decoders: pip install -e '.[any]'",
     without_a_tensor: "has no tensor model.layers.1.self_attn.q_proj.weight",
-    with_code: "cannot be opened by transformers: ",
+    with_code: "; config.json has model_type 'theirs', this version reads gpt2",
     with_pickle: "has its weights in pytorch_model.bin, a pickle, which can run code: ",
     without_tokenizer: "has no tokenizer.json, and no tokenizer that transformers can read",
     written_out: "attention that is written out, or computed by another kernel, cannot be shown",
