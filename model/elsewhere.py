@@ -5,8 +5,8 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from errors import UserError
@@ -66,8 +66,9 @@ def download(name: str, revision: str | None) -> Path:
     fetch = partial(snapshot_download, name, revision=revision, allow_patterns=FETCHED)
     names = None
     try:
-        asked = ThreadPoolExecutor(1).submit(model_info, name, revision=revision, timeout=PATIENCE)
-        names = [file.rfilename for file in asked.result(PATIENCE).siblings]  # the timeout above is of each address
+        with ThreadPool(1) as pool:  # the library waits longer: for each address, and for its own news
+            asked = pool.apply_async(model_info, [name], {"revision": revision, "timeout": PATIENCE})
+            names = [file.rfilename for file in asked.get(PATIENCE).siblings]
         directory = fetch()
     except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
         kind = type(error).__name__
