@@ -48,7 +48,7 @@ class Options:
     """A run (its newest checkpoint), a checkpoint, or a model OWNER/NAME of the Hugging Face hub; several checkpoints
     of one run make a timeline."""
     text: str | None = None
-    """Text to read; @FILE reads a file, - standard input. None: the model's validation text."""
+    """Text to read; @FILE reads a file, - standard input. Left out: the model's validation text."""
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""

@@ -27,30 +27,23 @@ T = TypeVar("T")
 REGISTRY = ConstructorRegistry()
 
 
-@REGISTRY.primitive_rule
-def booleans_as_in_toml(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Return the rule for a bool: true or false, as a TOML file spells them."""
-    if info.type is not bool:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{true,false}",
-        instance_from_str=lambda values: values[0] == "true",  # one of the choices
-        is_instance=lambda value: isinstance(value, bool),
-        str_from_instance=lambda value: [str(value).lower()],
-        choices=("true", "false"),
-    )
-
-
-def rule(metavar: str, convert: Callable[[str], object]) -> PrimitiveConstructorSpec:
+def rule(
+    metavar: str, convert: Callable[[str], object], choices: tuple[str, ...] | None = None
+) -> PrimitiveConstructorSpec:
     """Return a rule for one word of the command line. `convert` may raise ValueError."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
         instance_from_str=lambda values: convert(values[0]),
-        is_instance=lambda value: isinstance(value, str | Path | None),
-        str_from_instance=lambda value: [str(value)],
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [as_word(value)],
+        choices=choices,
     )
+
+
+def as_word(value: object) -> str:
+    """Return a value as the command line has it: true and false are spelled as in TOML."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def expand(path: str) -> str:
@@ -60,20 +53,24 @@ def expand(path: str) -> str:
     return os.path.expanduser(path)
 
 
-PathText = Annotated[str, rule("PATH", expand)]
+PATH_TEXT = rule("PATH", expand)
+PathText = Annotated[str, PATH_TEXT]
 """A path that is compared or written as text, or a text that may be a path, such as a source."""
+PATH = rule("PATH", lambda text: Path(expand(text)))
+# A path or text that is None by default is a word like any other when it is given: a folder may have the name None.
+WORDS = {
+    bool: rule("{true,false}", "true".__eq__, ("true", "false")),
+    Path: PATH,
+    Path | None: PATH,
+    PathText | None: PATH_TEXT,
+    str | None: rule("STR", str),
+}
 
 
 @REGISTRY.primitive_rule
-def paths(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Return the rule for a Path."""
-    return rule("PATH", lambda path: Path(expand(path))) if info.type is Path else None
-
-
-@REGISTRY.primitive_rule
-def texts(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Return the rule for a text that is None by default: as a word, None is a text of four letters."""
-    return rule("STR", str) if info.type == str | None else None
+def words(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Return the rule for a type that tyro reads otherwise."""
+    return WORDS.get(info.type)
 
 
 def parse(options: type[T], argv: list[str], file: Path | None = None, defaults: T | None = None) -> T:
@@ -110,8 +107,7 @@ def options_in(file: Path) -> list[str]:
         for key, value in content.items():
             if not isinstance(value, str | int | float):
                 raise UserError(f"{table:.60}.{key:.60} must be a text, a number, true or false, got {value!r:.60}")
-            text = str(value).lower() if isinstance(value, bool) else value
-            options.append(f"--{table}.{key}={text}")
+            options.append(f"--{table}.{key}={as_word(value)}")
     return options
 
 
@@ -145,10 +141,10 @@ def summarize(page: str) -> str:
         return f"{missing[1]} needs a value; write {missing[1]}=--x if it begins with a dash"
     if choice := re.match(r"invalid choice (.*) for argument '(\S+)'\. Expected (.*)\.$", message):
         return f"{choice[2]}: expected {choice[3]}, got {choice[1]:.60}"
-    if option and message.startswith(option[1]):
-        given = re.search("['\"].*|$", message)[0].removesuffix("].")
-        return f"{option[1]}: expected {option[2]}, got {given:.60}"
-    message = f"{message:.100}"
-    if option and message.startswith("Unrecognized"):
-        message += f"; did you mean {option[1]}? (--help lists all)"
+    if typed := re.match(r"(\S+): .*?(['\"].*)", message):
+        given = "an empty text" if typed[2].startswith("''") else typed[2].removesuffix("].")
+        expected = option[2] if option else "PATH"  # the words without an option are paths
+        return f"{typed[1]}: expected {expected}, got {given:.60}"
+    if message.startswith("Unrecognized"):
+        return f"{message:.100}" + (f"; did you mean {option[1]}? (--help lists all)" if option else "")
     return message

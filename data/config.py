@@ -24,7 +24,7 @@ class DataConfig:
     val_fraction: float = 0.1
     """Share of the documents that is kept for validation. Of one document, or of token files, it is the end."""
     val_source: PathText | None = None
-    """Token files to validate on. None: the end of those of the source."""
+    """Token files to validate on. Left out: the end of those of the source."""
 
     def __post_init__(self) -> None:
         check_ranges(self, {"max_tokens": (1, 10**15), "val_fraction": (1e-9, 0.999999)})

@@ -160,7 +160,7 @@ if __name__ == "__main__":
 
         source: tyro.conf.Positional[PathText] = "stdlib"
         out: Path | None = None
-        """The directory to write. None: one in data/prepared/."""
+        """The directory to write. Left out: one in data/prepared/."""
 
     def main() -> None:
         arguments = parse(Arguments, sys.argv[1:])

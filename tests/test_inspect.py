@@ -30,7 +30,7 @@ from tests.test_page import data_of, labels_of, stored
 
 FIRST, LAST = "checkpoints/step-00000004", "checkpoints/step-00000012"
 TEXT = "12 is even.\n1"
-WRITTEN = ("a.png", "a.svg", "a.html")
+WRITTEN = ("a.PNG", "a.svg", "a.html")
 
 
 def texts_of(run_directory: Path) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_of_many_heads_the_best_are_shown(run, straight: Path, tmp_path: Path, m
     refused = run(inspect_attention, straight / FIRST, straight / LAST, "-o", tmp_path / "a.html")
     assert refused.exit_code == 2 and not refused.out
     assert "room for 2 heads of 11 tokens in each of 2 checkpoints, not 6: give fewer --heads" in refused.err
-    of_last = ["--heads", "0.0", "0.1", "0.2", "-o", tmp_path / "a.npz"]  # which is of one checkpoint
+    of_last = ["--heads", "0.0", "0.1", "0.2", "-o", tmp_path / "a.NPZ"]  # which is of one checkpoint
     assert run(inspect_attention, straight / FIRST, straight / LAST, *of_last).exit_code == 0
 
 
@@ -147,7 +147,7 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
     assert wrote == [f"wrote {tmp_path / name}" for name in WRITTEN]
     assert "the first 11 of 13 tokens, which fill the context\n" in result.out
     assert "head 1.1: a line is a query, a character is a key" in result.out
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "a.svg").read_text()
+    assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "a.svg").read_text()
 
     tokenizer, names = load_tokenizer(straight / LAST), ["1.0", "1.1", "1.2", "0.2"]
     idx = torch.tensor([tokenizer.encode(TEXT)[:11].tolist()])

@@ -3,6 +3,7 @@
 import copy
 import fcntl
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from errors import UserError
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.config import MAY_CHANGE, TrainConfig
 from training.device import environment
-from training.directory import next_commands
+from training.directory import command, next_commands
 from training.options import tables
 from training.resume import refuse_changes
 
@@ -158,3 +159,12 @@ def test_what_to_do_next(saved: int, best: int | None, finished: bool, looked_at
     looks = [f'sample.py {looked_at} --prompt "..."', f"inspect_attention.py {looked_at} --ablate zero"]
     looks += [f"inspect_attention.py {looked_at} -o out/a/heads.html"]
     assert commands == ["train.py --resume out/a"] * (not finished) + looks * bool(looked_at)
+
+
+def test_a_printed_command_runs_from_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep" / "folder").mkdir(parents=True)
+    for folder in (Path(train.__file__).parent, tmp_path, tmp_path / "deep" / "folder"):
+        monkeypatch.chdir(folder)
+        python, script, run = shlex.split(command("sample.py", Path("a run")))
+        assert Path(script).samefile(Path(train.__file__).with_name("sample.py")) and run == "a run"
+        assert shutil.which(python)

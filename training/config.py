@@ -59,7 +59,7 @@ class TrainConfig:
     out_dir: PathText = "out/run"
     """Run directory: configuration, metrics and checkpoints."""
     init_from: PathText | None = None
-    """Fine-tune this model: a checkpoint, a run, or OWNER/NAME of the Hugging Face hub. None: random weights."""
+    """Fine-tune this model: a checkpoint, a run, or OWNER/NAME of the Hugging Face hub. Left out: random weights."""
     seed: int = 1337
     """Decides the first weights, the order of the text and the dropout."""
     device: str = "auto"
