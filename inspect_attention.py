@@ -17,7 +17,6 @@ import logging
 import shutil
 import sys
 import textwrap
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +24,7 @@ from typing import Annotated
 import tyro
 
 from cli.options import parse
-from cli.script import BrokenPipeGuard, read_prompt, run_script
+from cli.script import read_prompt, run_script
 from errors import UserError
 from inspection import page, terminal
 from inspection.heads import Ablation
@@ -69,8 +68,7 @@ class Options:
 
 def main() -> None:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where no home can be written to
-    with redirect_stdout(BrokenPipeGuard(sys.stdout)):  # files are written also if `head` has seen enough
-        inspect(parse(Options, sys.argv[1:]))
+    inspect(parse(Options, sys.argv[1:]))
 
 
 def inspect(options: Options) -> None:
@@ -127,4 +125,4 @@ def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, outlives_reader=True)  # files are written also if `head` has seen enough

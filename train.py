@@ -11,14 +11,13 @@ This file is the whole story, in the order in which it happens: the loss, then t
 """
 
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cli.script import BrokenPipeGuard, run_script
+from cli.script import run_script
 from data.batches import IGNORE, Batches, seed_for
 from data.prepare import prepare
 from model import GPT
@@ -124,9 +123,9 @@ def train(config: Config, ranks: Ranks) -> None:
 
 
 def main() -> None:
-    with redirect_stdout(BrokenPipeGuard(sys.stdout)), redirect_stderr(BrokenPipeGuard(sys.stderr)), Ranks() as ranks:
+    with Ranks() as ranks:
         train(read_config(sys.argv[1:]), ranks)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, outlives_reader=True)

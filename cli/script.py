@@ -19,7 +19,7 @@ MOST_LETTERS = 480  # of a message
 HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
-def run_script(main: Callable[[], None]) -> None:
+def run_script(main: Callable[[], None], outlives_reader: bool = False) -> None:
     """Run the main function of a script, and exit with the code that says how it ended.
 
         0     done
@@ -30,7 +30,7 @@ def run_script(main: Callable[[], None]) -> None:
         130   interrupted
 
     An exception that has an `exit_code` prints its message, one sentence, without a traceback. Whatever main prints is
-    made `visible`.
+    made `visible`. outlives_reader: whether main goes on when the reader of its output, such as `head`, has ended.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed before Python started
@@ -38,7 +38,7 @@ def run_script(main: Callable[[], None]) -> None:
     # A character that the terminal cannot show becomes "?". Output to a file or a pipe is flushed after every line.
     sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
-        with redirect_stdout(Screen(sys.stdout)), redirect_stderr(Screen(sys.stderr)):
+        with redirect_stdout(Screen(sys.stdout, outlives_reader)), redirect_stderr(Screen(sys.stderr, outlives_reader)):
             main()
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         discard(sys.stdout)
@@ -72,42 +72,35 @@ def discard(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class BrokenPipeGuard:
-    """An output stream that can be written to after its reader has ended, such as a `tee` that Ctrl-C has killed."""
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            return self.stream.write(text)
-        except OSError:
-            discard(self.stream)
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self.stream.flush()
-        except OSError:
-            discard(self.stream)
-
-
 class Screen:
-    """An output stream that shows text as `visible` returns it. `exact` is the stream itself."""
+    """An output stream that shows text as `visible` returns it. `exact` is the stream itself.
 
-    def __init__(self, exact: TextIO):
+    outlives_reader: whether it can be written to after its reader has ended, such as a `tee` that Ctrl-C has killed.
+    """
+
+    def __init__(self, exact: TextIO, outlives_reader: bool):
         self.exact = exact
+        self.outlives_reader = outlives_reader
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.exact, name)
 
     def write(self, text: str) -> int:
         moves = re.match(r"\r|(\x1b\[A)+$|", text)[0]  # a progress bar goes to the start of its line, or a line up
-        self.exact.write(moves + visible(text.removeprefix(moves)))
+        self.attempt(self.exact.write, moves + visible(text.removeprefix(moves)))
         return len(text)
+
+    def flush(self) -> None:
+        self.attempt(self.exact.flush)
+
+    def attempt(self, method: Callable, *arguments: str) -> None:
+        """Call a method of the stream. If its reader has ended, everything is discarded from now on."""
+        try:
+            method(*arguments)
+        except OSError:
+            if not self.outlives_reader:
+                raise
+            discard(self.exact)
 
 
 def exact_stdout() -> TextIO:

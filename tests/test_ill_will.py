@@ -129,7 +129,7 @@ def test_a_certificate_is_a_claim(run, straight: Path) -> None:
     ],
 )
 def test_nothing_that_is_printed_is_hidden(text: str, shown: str) -> None:
-    stream = Screen(io.StringIO())
+    stream = Screen(io.StringIO(), outlives_reader=False)
     print(text, end="", file=stream)
     assert stream.getvalue() == shown
 

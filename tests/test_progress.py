@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from cli.bars import progress_bar
-from cli.script import BrokenPipeGuard
+from cli.script import Screen
 from tests.conftest import often, tiny_run
 from training.progress import Progress
 
@@ -78,7 +78,7 @@ def test_nobody_has_to_read_what_a_training_says(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as pipe:
-        stream = BrokenPipeGuard(pipe)
+        stream = Screen(pipe, outlives_reader=True)
         for _ in range(3):
             stream.write("step\n")
             stream.flush()
