@@ -111,7 +111,7 @@ def test_a_large_row_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
         ("t.csv", 'n,text\n1,"b"c\n', "t.csv, line 2: ',' expected"),
         ("t.csv", b"text\n\xff\xfea", "t.csv is not UTF-8 .invalid start byte.: convert or decompress it"),
         ("t.jsonl.gz", '{"text": "a"}', "cannot read t.jsonl.gz: BadGzipFile: Not a gzipped file"),
-        ("t.txt.gz", gzip.compress(b"a" * 99)[:-9], "cannot read t.txt.gz: EOFError: Compressed file ended before"),
+        ("t.txt.gz", gzip.compress(b"a" * 99, mtime=0)[:-9], "cannot read t.txt.gz: EOFError: Compressed file ended"),
         ("t.csv.zst", zstd(b"text\na")[:-3], "cannot read t.csv.zst: OSError: Truncated compressed stream"),
         ("t.tar.xz", lzma.compress(b"a"), "t.tar.xz is an archive: unpack it"),
     ],

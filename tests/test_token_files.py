@@ -74,7 +74,7 @@ def test_many_files_are_one_array(token_size: int, tmp_path_factory: pytest.Temp
     check()
 
 
-@pytest.mark.parametrize("val_fraction", [0.1, 0.5, 0.9, 1e-17])
+@pytest.mark.parametrize("val_fraction", [0.1, 0.5, 0.9, 1e-9])
 def test_validation_begins_with_a_document(folder: Path, val_fraction: float) -> None:
     ends = np.cumsum([len(ids) for ids in DOCUMENTS])
     corpus = open_bytes(folder, val_fraction=val_fraction)
