@@ -1,4 +1,6 @@
-"""The one exception for what a user can mend, and the check that most numbers need. Every room may use it."""
+"""The one exception for what a user can mend, and two checks that every room needs: of numbers, and of small files."""
+
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -18,3 +20,10 @@ def check_ranges(options: object, ranges: dict[str, tuple[float, float]]) -> Non
         if value is not getattr(type(options), name) and not (is_number and least <= value <= most):
             kind = "whole number" if isinstance(most, int) else "number"
             raise UserError(f"{name} must be a {kind} from {least:,} to {most:,}, got {value!r:.60}")
+
+
+def read_small(path: Path, most: int = 1 << 26) -> bytes:
+    """Return the content of a file. Raises UserError if it is no regular file, or has more than `most` bytes."""
+    if not path.is_file() or path.stat().st_size > most:  # a pipe would be waited for
+        raise UserError(f"{path} cannot be read: it is not a file of at most {most:,} bytes")
+    return path.read_bytes()

@@ -7,11 +7,8 @@ writes what has to survive a power cut. The command is prepare.py, with the opti
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from errors import UserError
-
-MOST_BYTES = 1 << 26  # of a file that is read at once, such as meta.json
 
 
 @contextmanager
@@ -27,10 +24,3 @@ def errors_as_user_error(problem: str) -> Iterator[None]:
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"{problem}: {reason:.160}") from error
-
-
-def read_small(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a file. Raises UserError if it has more than `most` bytes."""
-    if path.stat().st_size > most:
-        raise UserError(f"{path} has more than {most:,} bytes")
-    return path.read_bytes()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data import errors_as_user_error, read_small
+from data import errors_as_user_error
 from data.encoding import Tokenizer
 from data.tokenizer import TOKENIZER_JSON, load_tokenizer
-from errors import UserError
+from errors import UserError, read_small
 
 SPLITS = ("train", "val")
 

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from data import disk, read_small, sources
+from data import disk, sources
 from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
 from data.encoding import Tokenizer
 from data.token_files import has_token_files, open_token_files
 from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer
-from errors import UserError
+from errors import UserError, read_small
 
 FORMAT = 3  # of what a source is read as; a corpus of another version is not used again
 PREPARED = Path(__file__).parent / "prepared"

@@ -12,13 +12,14 @@ tokenizer.json of their own, by the name "model". Such a file is used unchanged 
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import tiktoken
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from data import errors_as_user_error, read_small
+from data import errors_as_user_error
 from data.encoding import (
     END_OF_TEXT,
     TOKENIZER_CONFIG,
@@ -29,15 +30,15 @@ from data.encoding import (
     split_into_bytes,
     to_bytes,
 )
-from errors import UserError
+from errors import UserError, read_small
 
 GENERATION_CONFIG = "generation_config.json"
-# Where publishers say what ends a text, in the order in which it counts: file -> key, and type of an end.
+# Where publishers say what ends a text, in the order in which it counts: file -> key.
 END_KEYS = {
-    "config.json": ("eos_token_id", int),
-    GENERATION_CONFIG: ("eos_token_id", int),
-    TOKENIZER_CONFIG: ("eos_token", str),
-    "special_tokens_map.json": ("eos_token", str),
+    "config.json": "eos_token_id",
+    GENERATION_CONFIG: "eos_token_id",
+    TOKENIZER_CONFIG: "eos_token",
+    "special_tokens_map.json": "eos_token",
 }
 BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
 ANY_CHARACTER = r"[\s\S]"  # means the same to every regex engine
@@ -129,7 +130,7 @@ def load_tokenizer(place: Path) -> Tokenizer:
     path = place if place.is_file() else place / TOKENIZER_JSON
     if not path.is_file():
         old = [name for name in ("vocab.json", "vocab.txt", "tokenizer.model") if (place / name).is_file()]
-        make = f"AutoTokenizer.from_pretrained({str(place)!r}).save_pretrained({str(place)!r})"
+        make = "AutoTokenizer.from_pretrained('DIRECTORY').save_pretrained('DIRECTORY')"
         advice = f', only {old[0]}: python -c "from transformers import AutoTokenizer; {make}" makes one' if old else ""
         raise UserError(f"{place} has no tokenizer: there is no {TOKENIZER_JSON}{advice}")
     content = read_small(path)
@@ -137,9 +138,18 @@ def load_tokenizer(place: Path) -> Tokenizer:
     described = {}
     ends = []
     for name, text in files.items():
-        with errors_as_user_error(f"{path.with_name(name)} cannot be read"):
+        # A config.json may be of something else. That of a model is read once more, and then its errors are shown.
+        refusal = errors_as_user_error(f"{path.with_name(name)} cannot be read")
+        with suppress(Exception) if name == "config.json" else refusal:
             described[name] = dict(json.loads(text))
-        ends += read_ends(path.with_name(name), described[name])
+            end = described[name].get(END_KEYS[name])
+            if isinstance(end, dict):  # some files wrap it
+                end = end.get("content")
+            ends += [
+                one
+                for one in (end if isinstance(end, list) else [end])
+                if type(one) is str or type(one) is int and one >= 0
+            ]
     own_name = described.get(TOKENIZER_CONFIG, {}).get("tril_name")
     with errors_as_user_error(f"{place} has no tokenizer that this version can read"):
         if own_name is not None:
@@ -155,18 +165,6 @@ def load_tokenizer(place: Path) -> Tokenizer:
         files[GENERATION_CONFIG] = f"{json.dumps(generation, indent=2)}\n".encode()
     tokenizer.files = {TOKENIZER_JSON: content, **files}
     return tokenizer
-
-
-def read_ends(path: Path, content: dict) -> list[int | str]:
-    """Return the tokens that end a text, as a file of END_KEYS has them. Raises UserError for another type."""
-    key, kind = END_KEYS[path.name]
-    value = content.get(key)
-    if isinstance(value, dict):  # some files wrap it
-        value = value.get("content")
-    ends = [end for end in (value if isinstance(value, list) else [value]) if end is not None]
-    if any(type(end) is not kind for end in ends):
-        raise UserError(f"{path} has {key} = {value!r:.60}: expected one {kind.__name__}, or a list")
-    return ends
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

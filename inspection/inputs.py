@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data import errors_as_user_error, read_small
+from data import errors_as_user_error
 from data.config import DataConfig
 from data.encoding import TOKENIZER_JSON, HubTokenizer, Tokenizer
 from data.prepare import find_prepared, prepare
 from data.tokenizer import load_tokenizer
 from data.wishes import WISHES, seal
-from errors import UserError
+from errors import UserError, read_small
 from inspection.decoder import device_of, evaluating, read
 from inspection.heads import PROBE_LENGTH, RepeatProbe, repeat_probe
 from inspection.kinds import Head

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
-from model.elsewhere import HUB_NAME, download, parse_json, read_small, refuse_others
+from errors import UserError, read_small
+from model.elsewhere import HUB_NAME, download, parse_json, refuse_others
 
 FORMAT = 3
 TRAINER = "trainer.json"
@@ -63,7 +63,7 @@ def find_checkpoint(place: str | Path) -> Checkpoint:
     name = str(place)
     path = Path(os.path.expanduser(name))
     of_hub, _, revision = name.removeprefix("hf:").partition("@")
-    if HUB_NAME.fullmatch(of_hub) and (name.startswith("hf:") or name == of_hub and not path.parent.exists()):
+    if HUB_NAME.fullmatch(of_hub) and (name.startswith("hf:") or name == of_hub and not os.path.exists(path.parent)):
         return Checkpoint(download(of_hub, revision or None))
     if not os.path.exists(path) or not name:
         advice = "give a run, a checkpoint, or OWNER/NAME of the Hugging Face hub"

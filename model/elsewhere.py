@@ -9,9 +9,8 @@ from functools import cache, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from errors import UserError
+from errors import UserError, read_small
 
-MOST_JSON = 1 << 24  # bytes; trainer.json may name a hundred thousand token files
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 PATIENCE = 10  # seconds that the hub has for its first answer
 FETCHED = ("*config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -25,38 +24,24 @@ HUB_ERRORS = {  # names of classes, which are slow to import
 ADAPTER = "adapter_config.json"
 POINTER = b"version https://git-lfs"
 POINTERS = re.compile(r".+\.(json|txt)|tokenizer\.model|model.*\.safetensors")
-PICKLE = "has its weights in {1:.60}, a pickle, which can run code: if you trust it, "
-CONVERT = PICKLE + (
-    'convert it by python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
-    "[c.from_pretrained('{0}').save_pretrained('NEW') for c in (M, T)]\""
-)
-PICKLE += "save it in safetensors by the tool that it is of"
-NO_STEP = "is a run without an intact checkpoint: a run saves each train.checkpoint_every"
-# What a place may hold in place of weights in safetensors -> what the place is, and what to do.
-# {0} is its name, {1} is the file that was found.
+# What a place may hold in place of weights in safetensors -> what that is, and what to do.
 KINDS = {
-    "model_index.json": "is a pipeline of diffusers, and no language model",
-    "modules.json": "is a model of sentence-transformers, and no language model",
-    "step-*": "holds the checkpoints of a run: give the run, or one of them",
-    "checkpoints": NO_STEP,
-    "config.toml": NO_STEP,
-    "checkpoint-*": "holds the checkpoints of a Trainer of transformers: give one of them, as {0}/checkpoint-500",
-    "snapshots": "is a folder of the hub's cache: give the name OWNER/NAME, or a folder in {0}/snapshots",
-    "*.gguf": "is a GGUF, for llama.cpp: docs/other_tools.md says how to make a model directory of it",
-    "*.h5": "holds weights of TensorFlow: convert them by transformers 4, from_pretrained('{0}', from_tf=True)",
-    "*.msgpack": "holds weights of Flax: convert them by transformers 4, from_pretrained('{0}', from_flax=True)",
-    "*.onnx": "is a model for ONNX: give the model that it was made of",
-    "*.bin": CONVERT,
-    "*.pt": PICKLE,
-    "*.pth": PICKLE,
-    "*.ckpt": PICKLE,
-    "*.pkl": PICKLE,
+    r"step-\d+|checkpoints|config\.toml": "part of a run, without an intact checkpoint there: give a checkpoint, which a "
+    "run saves each train.checkpoint_every, or the run",
+    r".+\.gguf": "a GGUF, for llama.cpp: docs/other_tools.md says how to make a model directory of it",
+    r".+\.(h5|msgpack)": "weights of TensorFlow or Flax: convert them by transformers 4",
+    r".+\.(bin|pt|pth|ckpt|pkl)": "a pickle, which can run code: if you trust it, save it in safetensors by the tool "
+    'that wrote it, or by python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+    "[c.from_pretrained('DIRECTORY').save_pretrained('NEW') for c in (M, T)]\"",
 }
 
 
 @cache
 def download(name: str, revision: str | None) -> Path:
     """Return a directory with a model of the Hugging Face hub. It is the copy in the cache if the hub does not answer.
+
+    The list of its files and config.json have to come within PATIENCE. For the weights, the library gives up a silent
+    hub after 10 seconds too, but tries again.
 
     Raises UserError if there is none, or if it is no model that can be opened.
     """
@@ -66,9 +51,11 @@ def download(name: str, revision: str | None) -> Path:
     fetch = partial(snapshot_download, name, revision=revision, allow_patterns=FETCHED)
     names = None
     try:
-        with ThreadPool(1) as pool:  # the library waits longer: for each address, and for its own news
-            asked = pool.apply_async(model_info, [name], {"revision": revision, "timeout": PATIENCE})
-            names = [file.rfilename for file in asked.get(PATIENCE).siblings]
+        with ThreadPool(1) as pool:  # the library waits longer: for each address, and it tries again
+            asked = pool.apply_async(
+                lambda: (model_info(name, revision=revision), fetch(allow_patterns=["config.json"]))
+            )
+            names = [file.rfilename for file in asked.get(PATIENCE)[0].siblings]
         directory = fetch()
     except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
         kind = type(error).__name__
@@ -96,19 +83,19 @@ def refuse_others(path: Path, name: str, names: Iterable[str] | None = None) -> 
                 if content.read(len(POINTER)) == POINTER:
                     raise UserError(f"{file} is a pointer of Git LFS, not the file itself: fetch that by git lfs pull")
     names = names or [file.name for file in files]
+    has_weights = fnmatch.filter(names, "model.safetensors*")
+    if has_weights and "config.json" in names:
+        tensor_files(path, "model")
+        return
     if ADAPTER in names and not path.is_file():
         base = read_json(path / ADAPTER).get("base_model_name_or_path")
         raise UserError(
             f"{name} is an adapter of peft: merge it into its model, {base!r:.60}, by merge_and_unload() first"
         )
-    has_weights = fnmatch.filter(names, "model.safetensors*")
-    if has_weights and "config.json" in names:
-        tensor_files(path, "model")
-        return
     for pattern, kind in KINDS.items():
-        found = fnmatch.filter(names, pattern)
-        if found and not has_weights:
-            raise UserError(f"{name} {kind.format(path.parent if path.is_file() else name, found[0])}")
+        for found in names:
+            if re.fullmatch(pattern, found) and not has_weights:
+                raise UserError(f"{path.parent if path.is_file() else name} holds {found:.60}, {kind}")
     if path.is_file():
         raise UserError(f"{name} is a file: give the directory of the model, which it is in")
     missing = "config.json" if has_weights else "model.safetensors"
@@ -139,17 +126,6 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
 def read_json(path: Path) -> dict:
     """Return the JSON object in a file. Raises UserError if the file cannot be read or holds something else."""
     return parse_json(path, read_small(path))
-
-
-def read_small(path: Path) -> bytes:
-    """Return the content of a file. Raises UserError if it cannot be read, or has more than MOST_JSON bytes."""
-    try:
-        if path.is_file() and path.stat().st_size <= MOST_JSON:
-            return path.read_bytes()
-        reason = f"it is not a file of at most {MOST_JSON} bytes"
-    except OSError as error:
-        reason = error
-    raise UserError(f"{path} cannot be read: {reason}")
 
 
 def parse_json(path: Path, content: bytes) -> dict:

@@ -9,7 +9,7 @@ from torch import nn
 
 from errors import UserError
 from model.checkpoint import Checkpoint, find_checkpoint
-from model.elsewhere import read_json, refuse_others
+from model.elsewhere import ADAPTER, read_json, refuse_others
 from model.huggingface import OWN_KEY
 from model.load import load_config, load_model
 
@@ -37,7 +37,9 @@ def load_by_transformers(directory: Path, dtype: torch.dtype | None, ours: str) 
 
     ours: the reason why it is none of our families. Raises UserError as `load_decoder` does.
     """
-    refuse_others(directory, str(directory))  # an adapter or an index would make `transformers` open what it names
+    refuse_others(directory, str(directory))  # an index would make `transformers` open what it names
+    if (directory / ADAPTER).exists():  # and so would this
+        raise UserError(f"{directory} has an {ADAPTER} beside its weights: take it out if they are merged")
     try:
         import transformers  # an extra, and slow to import
     except ImportError as error:

@@ -10,10 +10,9 @@ from pathlib import Path
 import tomli_w
 
 from cli.options import parse
-from data import read_small
 from data.config import DataConfig
 from data.wishes import WISHES, seal
-from errors import UserError
+from errors import UserError, read_small
 from model import GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint
 from model.device import resolve_device
