@@ -29,7 +29,7 @@ from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer
 from errors import UserError, read_small
 
-FORMAT = 3  # of what a source is read as; a corpus of another version is not used again
+FORMAT = 3  # raised when a source is read in another way than before: then it is prepared again
 PREPARED = Path(__file__).parent / "prepared"
 
 
@@ -66,11 +66,7 @@ def prepare(
         elif is_tokens:
             corpus = open_token_files(config, tokenizer)
         else:
-            try:
-                corpus = prepare_source(config, out, tokenizer)
-            except OSError as error:
-                advice = "python -m data.prepare SOURCE --out DIR writes elsewhere"
-                raise UserError(f"cannot write a corpus to {out or PREPARED}: {error}; {advice}") from None
+            corpus = prepare_source(config, out, tokenizer)
     if fingerprint not in (None, corpus.meta["fingerprint"]):
         different = sorted(set(fingerprint.splitlines()) ^ set(corpus.meta["fingerprint"].splitlines()))
         name, colon, _ = different[0].rpartition(":")  # of token files: a line for each
@@ -95,36 +91,44 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
 def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | None) -> Corpus:
     """Open the corpus in a directory if it is there already, else write it. One process at a time; others wait.
 
-    Raises UserError if the directory holds something else, or a corpus that has changed.
+    Raises UserError if the directory holds something else, or a corpus that has changed, or cannot be written.
     """
-    key = corpus_key(config, tokenizer)
+    files, left_out = sources.find_files(config.source)
+    key = corpus_key(config, files, tokenizer)
     directory = (out or default_directory(config, key)).resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both work.
-    with FileLock(directory.with_name(f".{directory.name}.lock")):
-        if directory.exists() and os.listdir(directory):
-            with suppress(UserError):
-                corpus = open_corpus(directory)
-                if key.items() <= corpus.meta.items():
-                    return corpus
-            mend = "remove it, or give another --out" if out else "remove it"
-            raise UserError(f"{directory} is not the corpus of this text, or is damaged: {mend}")
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
-        temporary.mkdir()
-        try:
-            write_corpus(config, key, temporary, tokenizer)
-            for path in (*temporary.iterdir(), temporary):
-                disk.sync(path)
-            disk.rename(temporary, directory)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both
+        # work.
+        with FileLock(directory.with_name(f".{directory.name}.lock")):
+            if directory.exists() and os.listdir(directory):
+                with suppress(UserError):
+                    corpus = open_corpus(directory)
+                    if key.items() <= corpus.meta.items():
+                        return corpus
+                mend = "remove it, or give another --out" if out else "remove it"
+                raise UserError(f"{directory} is not the corpus of this text, or is damaged: {mend}")
+            if left_out:
+                print(f"note: {config.source}: left out {left_out}", file=sys.stderr)
+            shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+            temporary.mkdir()
+            try:
+                write_corpus(config, key, temporary, tokenizer)
+                for path in (*temporary.iterdir(), temporary):
+                    disk.sync(path)
+                disk.rename(temporary, directory)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        advice = "python -m data.prepare SOURCE --out DIR writes elsewhere"
+        raise UserError(f"cannot write a corpus to {out or PREPARED}: {error}; {advice}") from None
     return open_corpus(directory)
 
 
-def corpus_key(config: DataConfig, tokenizer: Tokenizer | None) -> dict:
+def corpus_key(config: DataConfig, files: list[Path], tokenizer: Tokenizer | None) -> dict:
     """Return everything that a corpus depends on, by name. meta.json repeats it."""
-    key = {"format": FORMAT, **vars(config), "signature": sources.signature(config.source), "vocabulary": None}
+    key = {"format": FORMAT, **vars(config), "signature": sources.signature(files), "vocabulary": None}
     key.pop("val_source")  # of token files
     key.pop("out", None)  # of the command line
     if tokenizer:
@@ -141,6 +145,8 @@ def default_directory(config: DataConfig, key: dict) -> Path:
 
 def find_prepared(fingerprint: object, *elsewhere: str) -> Corpus | None:
     """Return the prepared corpus with this fingerprint; None if it is neither in PREPARED nor one of `elsewhere`."""
+    if fingerprint is None:
+        return None
     for directory in (*map(Path, elsewhere), *sorted(PREPARED.glob("*"))):
         with suppress(UserError, OSError, ValueError, TypeError, KeyError):
             if json.loads(read_small(directory / "meta.json"))["fingerprint"] == fingerprint:

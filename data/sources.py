@@ -32,17 +32,15 @@ PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of
 # too, so that the pieces of a document have the tokens of the whole.
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
 HIDDEN = re.compile(r"\..*|__pycache__")
-NOTHING = re.compile("(?!)")  # matches no name
-ANY_DEPTH = re.compile(r"(?<![^/])\*\*(?![^/])")  # the ** of a glob
+NO_ENTRY = "without permission to enter"
 NOT_STDLIB = re.compile(r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*")
 GENERATED = re.compile(rb"(?i)auto-?generated")
 CODES = re.compile(rb"(?:0x|\\[xuU]|U\+)[0-9a-fA-F]+|[0-9]+")
 MOST_CODES = 0.08  # of a file; what people write has less
 BATCH = 100  # rows of Parquet and hub data sets that are read at once
-LONGEST_FIELD = 1 << 27  # characters; a quote that is never closed is read no further
-MARKS = " \t\r\n,["  # what may be in front of a row of JSON
-AT_ROW = re.compile(f"[^{re.escape(MARKS)}]|\\Z")
-LONGEST_SIGN = 16  # characters: an error of JSON that is farther from the end of what has been read stays one
+LONGEST = 1 << 27  # characters of a field of CSV or a row of JSON; a quote that is never closed is read no further
+BETWEEN_ROWS = " \t\r\n,"  # of JSON
+ROW_START = re.compile(f"[^{BETWEEN_ROWS}]|\\Z")
 LINE_END = "\n"
 
 Document = str | Iterable[str]  # the text, or its parts one after the other, each of any size
@@ -83,83 +81,70 @@ def split_prefix(source: str) -> tuple[str, str]:
     return (prefix, name) if colon and prefix in READERS else ("", source)
 
 
-def files(source: str) -> list[Path]:
-    """Return the files of a local source, sorted, and none for a source with a prefix in READERS.
+def find_files(source: str) -> tuple[list[Path], str]:
+    """Return the files of a local source, sorted, and in words how many others are left out and why.
 
-    Raises UserError if there is no such source.
+    Both are empty for a source with a prefix in READERS. Raises UserError if there is no such source.
     """
-    return find(source)[0]
-
-
-def find(source: str) -> tuple[list[Path], str]:
-    """Return what `files` does, and how many other files and folders are left out and why, "" for none."""
+    left_out, seen = Counter(), set()
     if split_prefix(source)[0]:
         return [], ""
-    left_out = Counter()
-    path = Path(source)
     if source == "stdlib":
-        modules = walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB, Counter())
-        picked = [path for path in modules if path.suffix == ".py" and not is_table(path)]
-    elif path.is_dir():
-        picked = walk(path, HIDDEN, left_out)
-    elif path.is_file():  # its name may hold characters of a glob
-        picked = [path]
+        modules = walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB, seen, Counter())
+        found = [path for path in modules if path.suffix == ".py" and not is_table(path)]
+    elif os.path.exists(source):  # its name may hold characters of a glob
+        found = walk(Path(source), HIDDEN, seen, left_out)
     else:
-        picked = list(pick(expand(source), NOTHING, set(), left_out))
-        if not ANY_DEPTH.search(source):  # which finds what is in the folders, too
-            left_out["folder"] = sum(path.is_dir() for path in picked)
-    found = sorted(path for path in picked if path.is_file())
+        found = [path for path in sorted(matches(source, left_out)) if is_usable(path, seen, left_out)]
+    files = sorted(filter(Path.is_file, found))
     reasons = ", ".join(f"{number} {reason}" for reason, number in (+left_out).items())
-    if not found:
+    if not files:
         kinds = ", ".join(f"{prefix}:NAME" for prefix in READERS)
         reasons = reasons and f" (left out: {reasons})"
         raise UserError(f"no text found at {source!r}{reasons}: give a file, a folder, a glob, {kinds} or stdlib")
-    return found, reasons
+    return files, reasons
 
 
-def expand(pattern: str) -> Iterator[Path]:
-    """Yield what a glob finds. It enters a folder once, where `glob` follows links in circles."""
-    top, *rest = ANY_DEPTH.split(pattern, maxsplit=1)
+def matches(pattern: str, left_out: Counter) -> Iterator[Path]:
+    """Yield what a glob matches. Its ** enters each folder once, where `glob` follows links in circles."""
+    top, *rest = re.split(r"(?<![^/])\*\*(?:/|$)", pattern, maxsplit=1)
+    starts = map(Path, glob.glob(top or "."))
     if not rest:
-        yield from map(Path, glob.glob(pattern))
-    for start in glob.glob(top or ".") if rest else []:
-        for path in walk(Path(start), HIDDEN, Counter()):
-            if path.is_dir():
-                yield from expand(glob.escape(str(path)) + (rest[0] or "/*"))
+        yield from starts
+        return
+    for start in starts:
+        skipped = Counter()
+        for folder in filter(Path.is_dir, walk(start, HIDDEN, set(), skipped)):
+            yield from matches(f"{glob.escape(str(folder))}/{rest[0] or '*'}", left_out)
+        left_out[NO_ENTRY] += skipped[NO_ENTRY]
 
 
-def walk(root: Path, hidden: re.Pattern, left_out: Counter) -> Iterator[Path]:
-    """Yield a folder, and the folders and files below it that `pick` picks."""
-    seen = set()
-    for top in pick([root], NOTHING, seen, left_out):
-        for folder, folders, names in os.walk(top, followlinks=True):
-            inner = pick((Path(folder, name) for name in folders), hidden, seen, left_out)
-            folders[:] = [path.name for path in inner]  # os.walk enters only these
-            yield Path(folder)
-            yield from pick((Path(folder, name) for name in names), hidden, seen, left_out)
-
-
-def pick(paths: Iterable[Path], hidden: re.Pattern, seen: set, left_out: Counter) -> Iterator[Path]:
-    """Yield the files and folders that can be read, in order, and count the others by the reason why they are left out.
-
-    hidden: the names to leave out. seen: devices and inodes of what was yielded before, which is yielded once.
-    """
-    for path in sorted(paths):
-        if hidden.fullmatch(path.name):
-            reason = "hidden"
-        elif not (path.is_file() or path.is_dir()):
-            reason = "not a file (broken link, pipe, socket)"
-        elif not os.access(path, os.R_OK):
-            reason = "without permission to read"
+def walk(path: Path, hidden: re.Pattern, seen: set, left_out: Counter) -> Iterator[Path]:
+    """Yield a file, or a folder and what is in it at any depth, but no hidden names and nothing twice."""
+    if not is_usable(path, seen, left_out):
+        return
+    yield path
+    for inner in sorted(path.iterdir()) if path.is_dir() else ():
+        if hidden.fullmatch(inner.name):
+            left_out["hidden"] += 1
         else:
-            status = path.stat()
-            inode = status.st_dev, status.st_ino
-            if inode not in seen:
-                seen.add(inode)
-                yield path
-                continue
-            reason = "found under another name"
-        left_out[reason] += 1
+            yield from walk(inner, hidden, seen, left_out)
+
+
+def is_usable(path: Path, seen: set, left_out: Counter) -> bool:
+    """Return whether a file or folder can be read and is not `seen` yet. If not, count the reason."""
+    is_folder = os.path.isdir(path)
+    if not is_folder and not os.path.isfile(path):
+        reason = "not a file (broken link, pipe, socket)"
+    elif not os.access(path, os.R_OK | is_folder * os.X_OK):
+        reason = NO_ENTRY if is_folder else "without permission to read"
+    elif (place := os.path.realpath(path)) in seen:
+        reason = "found under another name"
+    else:
+        seen.add(place)
+        return True
+    left_out[reason] += 1
+    return False
 
 
 @cache
@@ -170,13 +155,10 @@ def is_table(path: Path) -> bool:
     return bool(GENERATED.search(content[:256])) or codes > MOST_CODES * len(content)
 
 
-def signature(source: str) -> str:
-    """Return a hash of the names, sizes and times of the files of a source, or the source itself if it has no files."""
-    found = files(source)
-    if not found:
-        return source
+def signature(files: list[Path]) -> str:
+    """Return a hash of the names, sizes and times of files."""
     stamps = []
-    for path in found:
+    for path in files:
         stat = path.stat()
         stamps.append(f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}")
     return hashlib.sha256("\n".join(stamps).encode(errors="surrogateescape")).hexdigest()
@@ -187,15 +169,14 @@ def read_files(source: str, text_column: str) -> Iterator[Document]:
 
     The name of a file says whether it is a table (TABLES), and how it is compressed (COMPRESSED).
     """
-    for path in map(str, files(source)):
+    for path in map(str, find_files(source)[0]):
         name, suffix = os.path.splitext(path.lower())
         open_file = COMPRESSED.get(suffix, partial(open, mode="rb"))
         kind = os.path.splitext(name)[1] if suffix in COMPRESSED else suffix
         if kind == ".tar":
             raise UserError(f"{path} is an archive: unpack it, or leave it out by a glob in quotes")
-        if os.path.getsize(path):
-            parts = read_file(path, open_file, TABLES.get(kind, read_text), text_column)
-            yield from parts if kind in TABLES else [parts]
+        parts = read_file(path, open_file, TABLES.get(kind, read_text), text_column)
+        yield from parts if kind in TABLES else [parts]
 
 
 def read_file(path: str, open_file: Callable, read: Callable, text_column: str) -> Iterator[str]:
@@ -246,43 +227,38 @@ def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
 def json_rows(path: str, file: TextIO) -> Iterator[tuple[str, object]]:
     """Yield where each row is, for messages, and the row. Raises UserError for one that is not JSON."""
     parse = json.JSONDecoder().raw_decode
-    rest = file.read(PIECE)
-    bracket = "]" if rest.lstrip().startswith("[") else ""
+    rest, arrays = re.subn(r"\A(\s*)\[", r"\1 ", file.read(PIECE))
     line, place = 1, 0
     while True:
-        start = AT_ROW.search(rest, place).start()
+        start = ROW_START.search(rest, place).start()
         where = f"{path}, line {line + rest.count(LINE_END, place, start)}"
         try:
             row, end = parse(rest, start)
-        except (ValueError, RecursionError) as error:  # the row is wrong, or cut off by the end of `rest`
-            is_string = str(error).startswith("Unterminated")  # with the place where it begins
-            is_cut = is_string or getattr(error, "pos", 0) > len(rest.rstrip()) - LONGEST_SIGN
-            rest = rest[place:]
-            more = is_cut and file.read(max(PIECE, len(rest)))  # twice as much, for a large row in linear time
+        except (ValueError, RecursionError):  # the row is wrong, or cut off by the end of `rest`
+            rest, place = rest[place:], 0
+            more = len(rest) < LONGEST and file.read(max(PIECE, len(rest)))  # twice as much, to take linear time
             if not more:
                 break
             rest += more
-            place = 0
         else:
             yield where, row
             line += rest.count(LINE_END, place, end)
             place = end
-    rest = rest.strip(MARKS)
-    if rest != bracket:
+    rest = rest.strip(BETWEEN_ROWS)
+    if rest != "]" * arrays:
         raise UserError(f"{where}: expected a row of JSON, got {rest!r:.60}")
 
 
 def read_csv(path: str, file: TextIO, text_column: str, delimiter: str = ",") -> Iterator[str]:
     """Yield the texts of a CSV file, whose first row names the columns. Raises UserError for a row unlike it."""
-    csv.field_size_limit(LONGEST_FIELD)
+    csv.field_size_limit(LONGEST)
     rows = csv.reader(file, delimiter=delimiter, strict=True)
     names, line = [], 1
     try:
         for row in rows:
-            if not names:
+            if row and not names:
                 names = row
-                if names:
-                    check_column(path, text_column, names)
+                check_column(path, text_column, names)
             elif row:
                 if len(row) != len(names):
                     raise csv.Error(f"{len(row)} fields instead of {len(names)}")

@@ -20,7 +20,7 @@ from data import errors_as_user_error
 from data.config import DataConfig
 from data.corpus import Corpus
 from data.encoding import Tokenizer
-from data.sources import files
+from data.sources import find_files
 from data.tokenizer import TOKENIZER_JSON, find_tokenizer, make_tokenizer
 from errors import UserError
 
@@ -82,7 +82,7 @@ def map_file(file: TokenFile) -> np.ndarray:
 
 def has_token_files(source: str) -> bool:
     """Return whether a source is token files. Raises UserError if there is no such source, or text beside them."""
-    found = files(source)
+    found, _ = find_files(source)
     others = [path for path in found if ".ds" not in path.suffixes]
     if others and any(path.suffix == ".ds" for path in found):
         raise UserError(f"{source} holds token files (.ds), and {others[0]}: give files of one kind, as by a glob")
@@ -157,7 +157,7 @@ def tokenizer_of(files: list[TokenFile], name: str, tokenizer: Tokenizer | None)
 
 def find_token_files(source: str) -> list[TokenFile]:
     """Return the token files of a source. Raises UserError if there are none, or one is unlike its metadata."""
-    paths = [path for path in files(source) if path.suffix == ".ds"]
+    paths = [path for path in find_files(source)[0] if path.suffix == ".ds"]
     unfinished = [path for path in paths if path.stem.endswith("_unshuffled")]
     if unfinished and any(path.stem.endswith("_shuffled") for path in paths):
         raise UserError(f"{unfinished[0]} is to be shuffled by datatrove, which has not finished: run it again")

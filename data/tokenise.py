@@ -16,11 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from cli.bars import progress_bar
-from cli.script import visible
 from data.config import DataConfig
 from data.corpus import SPLITS, dtype_of, fingerprint, sha256
 from data.encoding import END_OF_TEXT, HubTokenizer, Tokenizer
-from data.sources import documents, find
+from data.sources import documents
 from data.tokenizer import make_tokenizer, save_tokenizer
 from errors import UserError
 
@@ -81,7 +80,7 @@ def write_corpus(config: DataConfig, key: dict, directory: Path, tokenizer: Toke
 def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> Counter:
     """Write the ids of all documents to train.bin and val.bin, each document after the tokens that start one.
 
-    Notes what is left out, and what a reader may have meant otherwise.
+    Notes rows and files without text, and ends of texts that are written in the text.
 
     Returns how many bytes of text, in UTF-8, each split has. Where max_tokens cuts a text, they are those of its
     decoded tokens, and may be wrong by part of a character.
@@ -108,15 +107,11 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
             room -= len(ids)
             if not room:
                 break
-    notes = []
-    if left_out := find(config.source)[1]:
-        notes.append(f"left out {left_out}")
-    if seen["empty"]:
-        notes.append(f"{seen['empty']} of {seen['all']} rows or files have no text")
-    if seen["ends"]:
-        notes.append(f"{END_OF_TEXT} in it is ordinary text; give each document a row of its own, as in JSON lines")
-    for note in notes:
-        print(visible(f"note: {config.source}: {note}"), file=sys.stderr)
+    empty = f"{seen['empty']} of {seen['all']} rows or files have no text"
+    ends = f"{END_OF_TEXT} in it is ordinary text; give each document a row of its own, as in JSON lines"
+    for number, note in ((seen["empty"], empty), (seen["ends"], ends)):
+        if number:
+            print(f"note: {config.source}: {note}", file=sys.stderr)
     return num_bytes
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data.config import DataConfig
 from data.corpus import is_prepared, open_corpus
-from data.sources import COMPRESSED, files, split_prefix
+from data.sources import COMPRESSED, find_files, split_prefix
 from data.token_files import find_token_files, has_token_files
 from training.config import Config
 
@@ -49,7 +49,7 @@ def size_of(data: DataConfig) -> tuple[float, str | None]:
         tokenizer = token_files[0].tokenizer
         return sum(file.num_tokens for file in token_files) * BYTES_PER_TOKEN.get(tokenizer, 3.5), tokenizer
     packed = (".parquet", *COMPRESSED)
-    found = files(data.source)
+    found, _ = find_files(data.source)
     sizes = [path.stat().st_size * (COMPRESSION if path.suffix.lower() in packed else 1) for path in found]
     return sum(sizes) if found else math.nan, None
 
