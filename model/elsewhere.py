@@ -26,8 +26,8 @@ POINTER = b"version https://git-lfs"
 POINTERS = re.compile(r".+\.(json|txt)|tokenizer\.model|model.*\.safetensors")
 # What a place may hold in place of weights in safetensors -> what that is, and what to do.
 KINDS = {
-    r"step-\d+|checkpoints|config\.toml": "part of a run, without an intact checkpoint there: give a checkpoint, which a "
-    "run saves each train.checkpoint_every, or the run",
+    r"step-\d+|checkpoints|config\.toml": "part of a run: give a run with an intact checkpoint, or the checkpoint; one "
+    "is saved each train.checkpoint_every",
     r".+\.gguf": "a GGUF, for llama.cpp: docs/other_tools.md says how to make a model directory of it",
     r".+\.(h5|msgpack)": "weights of TensorFlow or Flax: convert them by transformers 4",
     r".+\.(bin|pt|pth|ckpt|pkl)": "a pickle, which can run code: if you trust it, save it in safetensors by the tool "
@@ -40,22 +40,21 @@ KINDS = {
 def download(name: str, revision: str | None) -> Path:
     """Return a directory with a model of the Hugging Face hub. It is the copy in the cache if the hub does not answer.
 
-    The list of its files and config.json have to come within PATIENCE. For the weights, the library gives up a silent
-    hub after 10 seconds too, but tries again.
+    The hub has PATIENCE for the list of its files, and for a word about one of them. If it falls silent later, the
+    library gives up after 10 seconds too, but tries again a few times.
 
     Raises UserError if there is none, or if it is no model that can be opened.
     """
-    from huggingface_hub import model_info, snapshot_download  # slow to import, and seldom needed
+    from huggingface_hub import file_exists, list_repo_files, snapshot_download  # slow to import, and seldom needed
 
     print(f"asking the hub for {name}", file=sys.stderr)
     fetch = partial(snapshot_download, name, revision=revision, allow_patterns=FETCHED)
     names = None
     try:
         with ThreadPool(1) as pool:  # the library waits longer: for each address, and it tries again
-            asked = pool.apply_async(
-                lambda: (model_info(name, revision=revision), fetch(allow_patterns=["config.json"]))
-            )
-            names = [file.rfilename for file in asked.get(PATIENCE)[0].siblings]
+            of_hub = {"repo_id": name, "revision": revision}
+            asked = pool.apply_async(lambda: (list_repo_files(**of_hub), file_exists(**of_hub, filename="config.json")))
+            names, _ = asked.get(PATIENCE)
         directory = fetch()
     except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
         kind = type(error).__name__
