@@ -1,5 +1,6 @@
 """The one exception for what a user can mend, and two checks that every room needs: of numbers, and of small files."""
 
+from numbers import Integral, Real
 from pathlib import Path
 
 
@@ -12,13 +13,13 @@ class UserError(ValueError):
 def check_ranges(options: object, ranges: dict[str, tuple[float, float]]) -> None:
     """Raise UserError unless these fields of a dataclass have their default or a number in their range, ends included.
 
-    A range that ends with an int is one of whole numbers.
+    A range that ends with an int is one of whole numbers. Numbers of numpy count too.
     """
     for name, (least, most) in ranges.items():
         value = getattr(options, name)
-        is_number = type(value) is int or type(value) is type(most)
+        kind, type_of = ("whole number", Integral) if isinstance(most, int) else ("number", Real)
+        is_number = isinstance(value, type_of) and not isinstance(value, bool)
         if value is not getattr(type(options), name) and not (is_number and least <= value <= most):
-            kind = "whole number" if isinstance(most, int) else "number"
             raise UserError(f"{name} must be a {kind} from {least:,} to {most:,}, got {value!r:.60}")
 
 

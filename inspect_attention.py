@@ -23,7 +23,7 @@ from typing import Annotated
 
 import tyro
 
-from cli.options import parse
+from cli.options import PathText, parse
 from cli.script import read_prompt, run_script
 from errors import UserError
 from inspection import page, terminal
@@ -43,7 +43,7 @@ class Options:
         for name, (title, _, meaning) in METRICS.items()
     )
 
-    checkpoints: tyro.conf.Positional[tuple[str, ...]]
+    checkpoints: tyro.conf.Positional[tuple[PathText, ...]]
     """A run (its newest checkpoint), a checkpoint, or a model OWNER/NAME of the Hugging Face hub; several checkpoints
     of one run make a timeline."""
     text: str | None = None

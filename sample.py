@@ -22,7 +22,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from cli.options import parse
+from cli.options import PathText, parse
 from cli.script import exact_stdout, read_prompt, run_script, visible
 from data.encoding import TextStream
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +38,7 @@ from training.device import weights_dtype
 class Options:
     __doc__ = __doc__
 
-    checkpoint: tyro.conf.Positional[str]
+    checkpoint: tyro.conf.Positional[PathText]
     """A checkpoint, a run directory (its newest checkpoint), or a model OWNER/NAME of the Hugging Face hub."""
     prompt: str = ""
     """Text to continue; @FILE reads a file, - standard input. An empty text begins a document. Names of special tokens

@@ -24,17 +24,27 @@ from errors import UserError
 
 T = TypeVar("T")
 
+MOST_LETTERS = 1 << 20  # of a TOML file
 REGISTRY = ConstructorRegistry()
 
 
 def rule(
     metavar: str, convert: Callable[[str], object], choices: tuple[str, ...] | None = None
 ) -> PrimitiveConstructorSpec:
-    """Return a rule for one word of the command line. `convert` may raise ValueError."""
+    """Return a rule for one word of the command line; INT|None also takes the word None. `convert` may raise ValueError."""
+
+    def read(words: list[str]) -> object:
+        if words == ["None"] and metavar.endswith("|None"):
+            return None
+        try:
+            return convert(words[0])
+        except ValueError:
+            raise ValueError(f"expected {metavar}, got {words[0]!r:.60}") from None
+
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
-        instance_from_str=lambda values: convert(values[0]),
+        instance_from_str=read,
         is_instance=lambda value: True,
         str_from_instance=lambda value: [as_word(value)],
         choices=choices,
@@ -49,17 +59,21 @@ def as_word(value: object) -> str:
 def expand(path: str) -> str:
     """Return a path with the home folder in place of ~. Raises ValueError if it is empty."""
     if not path:
-        raise ValueError(f"no path: {path!r}")
+        raise ValueError
     return os.path.expanduser(path)
 
 
+PATH = rule("PATH", lambda text: Path(expand(text)))
 PATH_TEXT = rule("PATH", expand)
 PathText = Annotated[str, PATH_TEXT]
 """A path that is compared or written as text, or a text that may be a path, such as a source."""
-PATH = rule("PATH", lambda text: Path(expand(text)))
 # A path or text that is None by default is a word like any other when it is given: a folder may have the name None.
 WORDS = {
     bool: rule("{true,false}", "true".__eq__, ("true", "false")),
+    int: rule("INT", int),
+    int | None: rule("INT|None", int),
+    float: rule("FLOAT", float),
+    float | None: rule("FLOAT|None", float),
     Path: PATH,
     Path | None: PATH,
     PathText | None: PATH_TEXT,
@@ -90,16 +104,12 @@ def parse(options: type[T], argv: list[str], file: Path | None = None, defaults:
 
 def options_in(file: Path) -> list[str]:
     """Return the tables of a TOML file as command line options."""
-    if file.suffix.lower() != ".toml" or file.is_dir():
-        raise UserError(f"a configuration is a .toml file; to train on a text: --data.source {shlex.quote(str(file))}")
     try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise UserError("no such file") from None
-    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or a number of thousands of digits
-        raise UserError(f"not a TOML file in UTF-8: {error!s:.100}") from None
-    if not tables:  # perhaps the rest of a file that was lost: the defaults would be a large model
-        raise UserError("no options in it: leave it out, or give it a table such as [train]")
+        with open(file, encoding="utf-8-sig") as opened:  # perhaps a pipe, or gigabytes of text
+            tables = tomllib.loads(opened.read(MOST_LETTERS))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+        reason = f"cannot be read as TOML in UTF-8: {getattr(error, 'strerror', None) or error!s:.100}"
+        raise UserError(f"{reason}; to train on a text: --data.source {shlex.quote(str(file))}") from None
     options = []
     for table, content in tables.items():
         if not isinstance(content, dict):
@@ -108,6 +118,8 @@ def options_in(file: Path) -> list[str]:
             if not isinstance(value, str | int | float):
                 raise UserError(f"{table:.60}.{key:.60} must be a text, a number, true or false, got {value!r:.60}")
             options.append(f"--{table}.{key}={as_word(value)}")
+    if not options:  # perhaps the rest of a file that was lost: the defaults would be a large model
+        raise UserError("no options in it: leave it out, or give it a table such as [train]")
     return options
 
 
@@ -135,16 +147,11 @@ def summarize(page: str) -> str:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", page)  # on a terminal it has colours
     lines = "\n".join(line.strip("│| ") for line in plain.splitlines()[1:])  # without title and frame
     message, *more = filter(str.strip, re.split(r"\n[^\w'\"]*\n", f"\n{lines}\n"))
-    message = re.sub(r"^Error parsing (\w+: )?", "", " ".join(message.split()))
-    option = re.search(r"(?:meant|helptext):\s+(-\S+) ?([^\s,]*)", " ".join(more))  # the name and type of an option
-    if missing := re.match(r"Missing value for argument '(?:-\w/)?(\S+)'", message):
-        return f"{missing[1]} needs a value; write {missing[1]}=--x if it begins with a dash"
+    message = re.sub("^Error parsing (-[^:]*/)?", "", " ".join(message.split()))
     if choice := re.match(r"invalid choice (.*) for argument '(\S+)'\. Expected (.*)\.$", message):
         return f"{choice[2]}: expected {choice[3]}, got {choice[1]:.60}"
-    if typed := re.match(r"(\S+): .*?(['\"].*)", message):
-        given = "an empty text" if typed[2].startswith("''") else typed[2].removesuffix("].")
-        expected = option[2] if option else "PATH"  # the words without an option are paths
-        return f"{typed[1]}: expected {expected}, got {given:.60}"
-    if message.startswith("Unrecognized"):
-        return f"{message:.100}" + (f"; did you mean {option[1]}? (--help lists all)" if option else "")
-    return message
+    if missing := re.match(r"Missing value for argument '(?:-\w/)?(\S+)'", message):
+        return f"{missing[1]} needs a value; write {missing[1]}=--x if it begins with a dash"
+    if meant := re.search(r"meant:\s+(-\S+)", " ".join(more)):
+        return f"{message:.100}; did you mean {meant[1]}? (--help lists all)"
+    return f"{message:.160}"

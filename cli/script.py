@@ -124,14 +124,12 @@ def how_to_run(script: str, launcher: str = "") -> str:
 
 def visible(text: str) -> str:
     """Return the text with escapes for characters that nobody sees, or that a terminal would obey."""
-    if text.isprintable():
-        return text
-    return "".join(
-        letter.encode("unicode_escape").decode()
-        if unicodedata.category(letter) in HIDDEN and letter not in "\n\t"
-        else letter
-        for letter in text
-    )
+
+    def shown(match: re.Match) -> str:
+        letter = match[0]
+        return letter.encode("unicode_escape").decode() if unicodedata.category(letter) in HIDDEN else letter
+
+    return re.sub(r"[^\n\t -~]", shown, text)
 
 
 def read_prompt(prompt: str) -> str:

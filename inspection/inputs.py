@@ -1,6 +1,7 @@
 """What is inspected: a text that a model reads, random tokens that repeat, a label for each token, and the heads."""
 
 import fnmatch
+import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,16 +14,16 @@ from torch import Tensor, nn
 from data import errors_as_user_error
 from data.config import DataConfig
 from data.encoding import TOKENIZER_JSON, HubTokenizer, Tokenizer
+from data.known import is_known
 from data.prepare import find_prepared, prepare
 from data.tokenizer import load_tokenizer
-from data.wishes import WISHES, seal
 from errors import UserError, read_small
 from inspection.decoder import device_of, evaluating, read
 from inspection.heads import PROBE_LENGTH, RepeatProbe, repeat_probe
 from inspection.kinds import Head
 from inspection.patterns import capture
 from inspection.terminal import label as visible_label
-from model.checkpoint import Checkpoint, nested
+from model.checkpoint import Checkpoint
 
 NUM_TEXTS = 8  # sequences of validation text that are measured
 TEXT_LENGTH = 1024  # the most tokens of each
@@ -187,14 +188,12 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
 
     Raises UserError if they are not on this machine.
     """
-    trainer = checkpoint.trainer
-    fingerprint = trainer.get("fingerprint")
-    wishes = [nested(trainer, "config", *wish) for wish in WISHES]
+    fingerprint = checkpoint.trainer.get("fingerprint")
     corpus = find_prepared(fingerprint)
     with suppress(UserError, OSError, TypeError):
-        # A checkpoint from elsewhere may name any folder.
-        if corpus is None and seal(wishes) in read_small(checkpoint.directory.resolve().parents[1] / "config.toml"):
-            options = nested(trainer, "config", "data")
+        content = read_small(checkpoint.directory.resolve().parent.parent / "config.toml")
+        if corpus is None and is_known(content):  # a run from elsewhere may name any folder
+            options = tomllib.loads(content.decode())["data"]
             corpus = find_prepared(fingerprint, options["source"])
             if corpus is None and "\n" in fingerprint:  # token files, whose tokenizer is beside the model
                 corpus = prepare(DataConfig(**options), fingerprint=fingerprint, model=checkpoint.directory)

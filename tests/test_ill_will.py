@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -22,8 +23,8 @@ from training.options import read_config
 
 
 def strange(run: Path, **wishes: str) -> Path:
-    """Give a run the config.toml of another machine, with other values of some options."""
-    content = re.sub("machine: .*", f"machine: {'0' * 64}", (run / "config.toml").read_text())
+    """Give a run the config.toml of another copy, with other values of some options."""
+    content = "# not ours\n" + (run / "config.toml").read_text()
     for name, value in wishes.items():
         content = re.sub(f"^{name} = .*$", f"{name} = {json.dumps(value)}", content, flags=re.MULTILINE)
     (run / "config.toml").write_text(content)
@@ -38,13 +39,14 @@ def resumed(run: Path, *options: str) -> str:
         return str(error)
 
 
-def test_a_run_from_this_machine_goes_on_wherever_it_is(straight: Path, tmp_path: Path) -> None:
+def test_a_run_of_this_copy_goes_on_wherever_it_is(straight: Path, tmp_path: Path) -> None:
     source = resumed(straight)
-    assert source.endswith("/corpus.txt") and (tmp_path / "prepared" / ".key").stat().st_mode & 0o77 == 0
+    assert source.endswith("/corpus.txt")
     moved = shutil.move(straight, tmp_path / "moved")
     assert resumed(moved, "--train.wandb", "offline") == source
-    (tmp_path / "prepared" / ".key").write_bytes(b"that of another machine")
-    assert resumed(moved).endswith(f"add --data.source {source}")
+    shutil.rmtree(tmp_path / "prepared")
+    said = resumed(moved)
+    assert "an earlier version, another copy" in said and said.endswith(f"add this once: --data.source {source}")
     assert resumed(moved, "--data.source", source) == source
 
 
@@ -62,7 +64,7 @@ def test_a_strange_run_is_asked_about(straight: Path, wishes: dict[str, str], op
     wishes = {"source": "stdlib", **wishes}
     strange(straight, **wishes)
     assert resumed(straight, *options) == wishes["source"]
-    assert not options or resumed(straight).endswith(f"to allow it, add {' '.join(options)}")
+    assert not options or resumed(straight).endswith(f"add this once: {' '.join(options)}")
 
 
 def test_what_was_allowed_is_not_asked_again(run, straight: Path) -> None:
@@ -73,26 +75,42 @@ def test_what_was_allowed_is_not_asked_again(run, straight: Path) -> None:
     assert resumed(straight) == source
 
 
+def test_nothing_but_the_question_needs_a_folder_to_remember_in(run, straight: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "prepared" / ".known")
+    (tmp_path / "prepared" / ".known").write_text("no folder")
+    source = resumed(straight).split()[-1]
+    more = ("--resume", straight, "--train.max_steps", 13, "--data.source", source)
+    assert run(train, *more).exit_code == 0 and "add this once" in resumed(straight)
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-00000012", "metrics.jsonl", "wandb"])
 def test_a_strange_run_has_no_links(straight: Path, tmp_path: Path, name: str) -> None:
     if (straight / name).exists():
         shutil.move(straight / name, tmp_path / "target")
     (straight / name).symlink_to(tmp_path / "target")
     assert resumed(straight).endswith("/corpus.txt")  # those in a run of one's own are followed
-    assert resumed(strange(straight, source="stdlib")).startswith(f"{straight / name} is a link")
+    said = resumed(strange(straight, source="stdlib"))
+    assert said.endswith(f"has a link, {straight / name}: replace it by what it points to")
 
 
 def test_a_large_configuration_is_not_parsed(straight: Path) -> None:
     with open(straight / "config.toml", "ab") as file:
         file.truncate(1 << 20)
-    assert "config.toml has more than 65,536 bytes" in resumed(straight)
+    assert "config.toml cannot be read: it is not a file of at most 65,536 bytes" in resumed(straight)
 
 
-def test_a_strange_checkpoint_names_no_folder_to_open(run, corpus_file: Path, tmp_path: Path) -> None:
+def test_a_strange_checkpoint_names_no_folder_to_open(run, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
     prepare(DataConfig(source=str(corpus_file), tokenizer="bytes"), tmp_path / "ids")
     assert run(train, *tiny_run(tmp_path / "ids", tmp_path / "run", train__max_steps=4)).exit_code == 0
     assert "tokens of its validation text" in run(inspect_attention, tmp_path / "run").out
+    known = sorted((tmp_path / "prepared").rglob("*"))
     strange(tmp_path / "run")
+    assert "is not here: give a text with --text" in run(inspect_attention, tmp_path / "run").err
+    assert sorted((tmp_path / "prepared").rglob("*")) == known  # to look writes nothing
+    (tmp_path / "run" / "config.toml").unlink()
+    os.mkfifo(tmp_path / "run" / "config.toml")
+    assert "is not here: give a text with --text" in run(inspect_attention, tmp_path / "run").err
+    monkeypatch.setattr(Path, "resolve", lambda path: Path("/model"))  # a folder with one parent
     assert "is not here: give a text with --text" in run(inspect_attention, tmp_path / "run").err
 
 

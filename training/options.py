@@ -5,13 +5,14 @@ import re
 import shlex
 from dataclasses import asdict, fields
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import tomli_w
 
 from cli.options import parse
 from data.config import DataConfig
-from data.wishes import WISHES, seal
+from data.known import is_known
 from errors import UserError, read_small
 from model import GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint
@@ -25,6 +26,8 @@ QUICKSTART = CONFIGS / "quickstart.toml"
 FINETUNE = CONFIGS / "finetune.toml"
 FINETUNE_CONTEXT = 1024  # tokens, unless asked for: long contexts need much memory in training
 MOST_CONFIG = 1 << 16  # bytes of a run's config.toml
+# Options with which a run reads, or talks to, what is outside its directory.
+OUTSIDE = ("data.source", "data.val_source", "data.tokenizer", "train.init_from", "train.wandb")
 MAY_DIFFER = {"dropout", "context_length"}  # from the model that is fine-tuned
 
 
@@ -55,7 +58,7 @@ def read_config(argv: list[str]) -> Config:
 def read_resumed(argv: list[str], asked: Config) -> Config:
     """Read the configuration of the run that --resume names.
 
-    Raises UserError if that is no run, or one from elsewhere with links, or with wishes that argv does not repeat.
+    Raises UserError if that is no run, or if it came from elsewhere and has links, or options that argv has to repeat.
     """
     directory = asked.resume
     if asked.config or asked.train.out_dir != TrainConfig.out_dir:
@@ -66,24 +69,19 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
     file = directory / "config.toml"
     content = read_small(file, MOST_CONFIG)
     config = parse(Config, [*argv, "--train.out_dir", str(directory)], file)
-    if seal(wishes_of(parse(Config, [], file))) not in content:
+    if not is_known(content):
+        unknown = "is of an earlier version, another copy of tril or another machine, or its config.toml was edited"
         for path in chain(directory.iterdir(), directory.glob("checkpoints/*")):
             if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                raise UserError(f"{path} is a link, or no file, in a run that was not begun on this machine: remove it")
-        options = [
-            f"--{table}.{name} {shlex.quote(str(value))}"
-            for (table, name), value, given in zip(WISHES, wishes_of(config), wishes_of(asked), strict=True)
-            if value != given and not (name == "tokenizer" and re.fullmatch(r"bytes|chars|model|bpe:\d+", value))
-        ]
+                raise UserError(f"{directory} {unknown}, and has a link, {path}: replace it by what it points to")
+        options = []
+        for option in OUTSIDE:
+            value, given = map(attrgetter(option), (config, asked))
+            if value != given and not re.fullmatch(r"data\.tokenizer (bytes|chars|model|bpe:\d+)", f"{option} {value}"):
+                options.append(f"--{option} {shlex.quote(str(value))}")
         if options:
-            asks = "was not begun on this machine, and its config.toml asks for what is not in it"
-            raise UserError(f"{directory} {asks}: to allow it, add {' '.join(options)}")
+            raise UserError(f"{directory} {unknown}: to use what it asks for, add this once: {' '.join(options)}")
     return config
-
-
-def wishes_of(config: Config) -> list[str | None]:
-    """Return the values of WISHES."""
-    return [getattr(getattr(config, table), name) for table, name in WISHES]
 
 
 def read_fitted(argv: list[str], config: Config) -> Config:

@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from data import disk
 from data.corpus import Corpus
-from data.wishes import seal
+from data.known import remember
 from errors import UserError
 from model import GPT
 from model.checkpoint import step_directories
 from model.huggingface import tensors_to_huggingface
 from training.directory import best_validation, command, next_commands, read_metrics
 from training.optimizer import optimizer_tensors
-from training.options import Config, tables, to_toml, wishes_of
+from training.options import Config, tables, to_toml
 from training.report import write_report
 from training.resume import Start
 from training.save import checkpoint_files, keep_newest, save_checkpoint
@@ -76,7 +76,8 @@ class Run:
             raise UserError(f"{self.directory} is in use by another training process") from None
         if self.checkpoints != self.start.checkpoints:
             raise UserError(f"another training process has written to {self.directory} meanwhile")
-        content = to_toml(self.config).encode() + seal(wishes_of(self.config))
+        content = to_toml(self.config).encode()
+        remember(content)
         disk.replace_file(self.directory / "config.toml", content)
         # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
         lines = read_metrics(self.directory, self.start.step) if self.checkpoints else []

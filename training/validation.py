@@ -6,7 +6,6 @@ from itertools import takewhile
 import numpy as np
 import torch
 
-from cli.script import visible
 from data.batches import validation_batches
 from data.corpus import Corpus
 from errors import UserError
@@ -41,14 +40,16 @@ class Validation:
         val = corpus.meta["val"]
         self.bits_per_byte_per_nat = val["tokens"] / val["bytes"] / math.log(2)
         start = self.tokenizer.document_start
+        self.prompt = []
+        problem = "this tokenizer has no token that begins a text"
         try:
             self.prompt = [*start, *self.tokenizer.encode(config.sample_prompt).tolist()]
-            if not self.prompt:
-                raise UserError("this tokenizer has no token that begins a text")
         except UserError as error:
+            problem = str(error)
+        if not self.prompt:
             self.prompt = start or self.tokens[:1].tolist()
             if config.sample_tokens and ranks.is_first:
-                print(visible(f"note: samples do not begin with train.sample_prompt: {error}"))
+                print(f"note: samples do not begin with train.sample_prompt: {problem}")
         text = self.tokens[: min(context_length, MOST_SCORED)]
         self.text = torch.from_numpy(text.astype(np.int64))[None]
         words = torch.from_numpy(np.setdiff1d(self.tokens, start)).long()
@@ -87,4 +88,4 @@ class Validation:
     def print_sample(self, model: GPT) -> None:
         """Print a longer sample for the end of a run, if samples are wanted."""
         if self.config.sample_tokens:
-            print(f"\nA sample of what it writes:\n{visible(self.sample(model, 3 * self.config.sample_tokens))}\n")
+            print(f"\nA sample of what it writes:\n{self.sample(model, 3 * self.config.sample_tokens)}\n")
