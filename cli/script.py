@@ -86,7 +86,7 @@ class Screen:
         return getattr(self.exact, name)
 
     def write(self, text: str) -> int:
-        moves = re.match(r"\r|(\x1b\[A)+$|", text)[0]  # a progress bar goes to the start of its line, or a line up
+        moves = re.match(r"\r|(\x1b\[A)+$|", text)[0]  # progress bars, those of the hub too, move so
         self.attempt(self.exact.write, moves + visible(text.removeprefix(moves)))
         return len(text)
 

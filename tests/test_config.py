@@ -3,10 +3,12 @@
 import io
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from cli.script import run_script
 from data.config import DataConfig
 from errors import UserError
 from model import GPT, GPTConfig
+from model.sampling import Sampler
 from training.config import TrainConfig
 from training.options import Config, read_config, to_toml
 
@@ -174,6 +177,12 @@ def test_a_path_may_begin_in_the_home_folder_and_is_not_empty(option: str, monke
         assert str(getattr(found, name) if name else found) == path
     with pytest.raises(UserError, match=rf"(?i){option}.*: expected PATH, got ''"):
         given("")
+
+
+@pytest.mark.parametrize("options, taken", [({"temperature": 0.8, "top_k": 3}, True), ({"top_k": 3.0}, False)])
+def test_numbers_of_numpy_are_numbers(options: dict, taken: bool) -> None:
+    with nullcontext() if taken else pytest.raises(UserError, match="top_k must be a whole number"):
+        Sampler(**{name: np.array(value)[()] for name, value in options.items()})
 
 
 def test_none_is_a_text_for_a_text_and_nothing_for_a_number() -> None:
