@@ -83,8 +83,10 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
     corpus = open_corpus(Path(config.source))
     is_same = corpus.tokenizer.files == tokenizer.files if tokenizer else corpus.meta["tokenizer"] == config.tokenizer
     if not is_same:
-        was = f"was prepared with --data.tokenizer {corpus.meta['tokenizer']:.200}"
-        raise UserError(f"{config.source} {was}, not {config.tokenizer}")
+        raise UserError(
+            f"{config.source} was prepared with --data.tokenizer {corpus.meta['tokenizer']:.200}, "
+            f"not {config.tokenizer}"
+        )
     return corpus
 
 
@@ -121,8 +123,10 @@ def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | 
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
-        advice = "python -m data.prepare SOURCE --out DIR writes elsewhere"
-        raise UserError(f"cannot write a corpus to {out or PREPARED}: {error}; {advice}") from None
+        raise UserError(
+            f"cannot write a corpus to {out or PREPARED}: {error}; python -m data.prepare SOURCE --out DIR writes "
+            "elsewhere"
+        ) from None
     return open_corpus(directory)
 
 
@@ -147,8 +151,8 @@ def find_prepared(fingerprint: object, *elsewhere: str) -> Corpus | None:
     """Return the prepared corpus with this fingerprint; None if it is neither in PREPARED nor one of `elsewhere`."""
     if fingerprint is None:
         return None
-    for directory in (*map(Path, elsewhere), *sorted(PREPARED.glob("*"))):
-        with suppress(UserError, OSError, ValueError, TypeError, KeyError):
+    for directory in (*map(Path, elsewhere), *PREPARED.glob("*")):
+        with suppress(OSError, ValueError, TypeError, KeyError):
             if json.loads(read_small(directory / "meta.json"))["fingerprint"] == fingerprint:
                 return open_corpus(directory)
     return None

@@ -38,10 +38,9 @@ GENERATED = re.compile(rb"(?i)auto-?generated")
 CODES = re.compile(rb"(?:0x|\\[xuU]|U\+)[0-9a-fA-F]+|[0-9]+")
 MOST_CODES = 0.08  # of a file; what people write has less
 BATCH = 100  # rows of Parquet and hub data sets that are read at once
-LONGEST = 1 << 27  # characters of a field of CSV or a row of JSON; a quote that is never closed is read no further
+LONGEST = 1 << 26  # characters of a field of CSV or a row of JSON; a quote that is never closed is read no further
 BETWEEN_ROWS = " \t\r\n,"  # of JSON
 ROW_START = re.compile(f"[^{BETWEEN_ROWS}]|\\Z")
-LINE_END = "\n"
 
 Document = str | Iterable[str]  # the text, or its parts one after the other, each of any size
 
@@ -90,12 +89,12 @@ def find_files(source: str) -> tuple[list[Path], str]:
     if split_prefix(source)[0]:
         return [], ""
     if source == "stdlib":
-        modules = walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB, seen, Counter())
-        found = [path for path in modules if path.suffix == ".py" and not is_table(path)]
+        found = walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB, seen, Counter())
+        found = [path for path in found if path.suffix == ".py" and not is_table(path)]
     elif os.path.exists(source):  # its name may hold characters of a glob
         found = walk(Path(source), HIDDEN, seen, left_out)
     else:
-        found = [path for path in sorted(matches(source, left_out)) if is_usable(path, seen, left_out)]
+        found = [path for path in sorted(set(matches(source, left_out))) if is_usable(path, seen, left_out)]
     files = sorted(filter(Path.is_file, found))
     reasons = ", ".join(f"{number} {reason}" for reason, number in (+left_out).items())
     if not files:
@@ -121,14 +120,13 @@ def matches(pattern: str, left_out: Counter) -> Iterator[Path]:
 
 def walk(path: Path, hidden: re.Pattern, seen: set, left_out: Counter) -> Iterator[Path]:
     """Yield a file, or a folder and what is in it at any depth, but no hidden names and nothing twice."""
-    if not is_usable(path, seen, left_out):
-        return
-    yield path
-    for inner in sorted(path.iterdir()) if path.is_dir() else ():
-        if hidden.fullmatch(inner.name):
-            left_out["hidden"] += 1
-        else:
-            yield from walk(inner, hidden, seen, left_out)
+    if is_usable(path, seen, left_out):
+        yield path
+        for inner in sorted(path.iterdir()) if path.is_dir() else ():
+            if hidden.fullmatch(inner.name):
+                left_out["hidden"] += 1
+            else:
+                yield from walk(inner, hidden, seen, left_out)
 
 
 def is_usable(path: Path, seen: set, left_out: Counter) -> bool:
@@ -157,10 +155,7 @@ def is_table(path: Path) -> bool:
 
 def signature(files: list[Path]) -> str:
     """Return a hash of the names, sizes and times of files."""
-    stamps = []
-    for path in files:
-        stat = path.stat()
-        stamps.append(f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}")
+    stamps = [f"{path.resolve()}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}" for path in files]
     return hashlib.sha256("\n".join(stamps).encode(errors="surrogateescape")).hexdigest()
 
 
@@ -211,14 +206,11 @@ def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
 
     Raises UserError for a row that is no object, and if no row has the column.
     """
-    names = None  # of the first row, until one has the column
+    names = []  # of the first row, until one has the column
     for where, row in json_rows(path, file):
         if not isinstance(row, dict):
             raise UserError(f"{where}: expected an object with the column {text_column!r}, got {row!r:.60}")
-        if text_column in row:
-            names = []
-        elif names is None:
-            names = list(row)
+        names = [text_column] if text_column in row else names or list(row)
         yield text_of(where, row.get(text_column))
     if names:
         check_column(path, text_column, names)
@@ -231,18 +223,19 @@ def json_rows(path: str, file: TextIO) -> Iterator[tuple[str, object]]:
     line, place = 1, 0
     while True:
         start = ROW_START.search(rest, place).start()
-        where = f"{path}, line {line + rest.count(LINE_END, place, start)}"
+        line += rest.count("\n", place, start)
+        where = f"{path}, line {line}"
         try:
             row, end = parse(rest, start)
         except (ValueError, RecursionError):  # the row is wrong, or cut off by the end of `rest`
-            rest, place = rest[place:], 0
+            rest, place = rest[start:], 0
             more = len(rest) < LONGEST and file.read(max(PIECE, len(rest)))  # twice as much, to take linear time
             if not more:
                 break
             rest += more
         else:
             yield where, row
-            line += rest.count(LINE_END, place, end)
+            line += rest.count("\n", start, end)
             place = end
     rest = rest.strip(BETWEEN_ROWS)
     if rest != "]" * arrays:
@@ -268,14 +261,14 @@ def read_csv(path: str, file: TextIO, text_column: str, delimiter: str = ",") ->
         raise UserError(f"{path}, line {line}: {error} (is there a quote that never closes?)") from None
 
 
-def read_parquet(path: str, file: BinaryIO, text_column: str) -> Iterator[str]:
+def read_parquet(path: str, file: TextIO, text_column: str) -> Iterator[str]:
     """Yield the texts of a Parquet file.
 
     It is read by `pyarrow`, because streaming by `datasets` may abort the process in the end (apache/arrow#45214).
     """
     import pyarrow.parquet  # slow to import
 
-    table = pyarrow.parquet.ParquetFile(file)
+    table = pyarrow.parquet.ParquetFile(file.buffer)
     columns = [text_column] if text_column in table.schema_arrow.names else None
     yield from texts(path, text_column, table.iter_batches(BATCH, columns=columns))
 
@@ -287,7 +280,7 @@ TABLES = {
     ".json": read_json,
     ".csv": read_csv,
     ".tsv": partial(read_csv, delimiter="\t"),
-    ".parquet": lambda path, file, text_column: read_parquet(path, file.buffer, text_column),
+    ".parquet": read_parquet,
 }
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstandard}  # by suffix
 
@@ -310,7 +303,7 @@ def read_hub(name: str, text_column: str) -> Iterator[str]:
             import fsspec
 
             for path in paths:
-                with fsspec.open(path, "rb") as file:
+                with fsspec.open(path, "r") as file:
                     yield from read_parquet(path, file, text_column)
         else:
             datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would report an error a second time

@@ -107,11 +107,14 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
             room -= len(ids)
             if not room:
                 break
-    empty = f"{seen['empty']} of {seen['all']} rows or files have no text"
-    ends = f"{END_OF_TEXT} in it is ordinary text; give each document a row of its own, as in JSON lines"
-    for number, note in ((seen["empty"], empty), (seen["ends"], ends)):
-        if number:
-            print(f"note: {config.source}: {note}", file=sys.stderr)
+    if seen["empty"]:
+        print(f"note: {config.source}: {seen['empty']} of {seen['all']} rows or files have no text", file=sys.stderr)
+    if seen["ends"]:
+        print(
+            f"note: {config.source}: {END_OF_TEXT} in it is ordinary text; give each document a row of its own, as in "
+            "JSON lines",
+            file=sys.stderr,
+        )
     return num_bytes
 
 
@@ -125,15 +128,16 @@ def pieces(config: DataConfig, seen: Counter, whole: bool = False) -> Iterator[P
     """
     for document in documents(config.source, config.text_column):
         texts = ["".join(document)] if whole else document
-        number = -1
+        split = ""
         seen["all"] += 1
-        for number, text in enumerate(filter(None, texts)):
+        for text in filter(None, texts):
             seen["ends"] += END_OF_TEXT in text
-            if number == 0:
+            is_start = not split
+            if is_start:
                 hashed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
                 split = "val" if hashed < config.val_fraction * 2**64 else "train"
-            yield Piece(text, split, number == 0)
-        seen["empty"] += number < 0
+            yield Piece(text, split, is_start)
+        seen["empty"] += not split
 
 
 def encode_in_parallel(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, np.ndarray]]:
