@@ -62,8 +62,8 @@ class Tokenizer(ABC):
     end_of_text: int | None
     """The id that is written before each document. None if the tokenizer has none."""
     ends: list[int]
-    """The ids at which a sample ends: end_of_text, then others, as the end of an answer in models that answer. A model
-    may have some of them that the tokenizer has not."""
+    """The ids at which a sample ends: end_of_text, then others, such as the end of an answer. Some may be ids of the
+    model that the tokenizer does not have."""
     start_of_text: list[int]
     """The id with which a prompt has to begin (often called BOS); empty if the tokenizer puts none there."""
     special_tokens: dict[str, int]
@@ -108,7 +108,8 @@ class TextStream:
 
     The text of an id depends on its neighbours: one character may take several ids, and some tokenizers drop the space
     in front of the first word. So new ids are decoded together with those whose text was returned last.
-    (Some decoders replace a whole run of bytes if one of them is broken. Text that was returned before stays.)
+    (Some decoders replace a whole run of bytes if one of them is broken. Text that was returned before stays. So does
+    that of CONTEXT broken bytes in a row, even if the next byte makes the last of them a character.)
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
@@ -222,7 +223,7 @@ class HubTokenizer(Tokenizer):
     Raises any exception for a bad file.
     """
 
-    def __init__(self, name: str, content: bytes, ends: Iterable[int | str | None]):
+    def __init__(self, name: str, content: bytes, ends: Iterable[int | str]):
         library = tokenizers.Tokenizer.from_buffer(content)
         library.no_truncation()
         library.no_padding()
@@ -236,10 +237,9 @@ class HubTokenizer(Tokenizer):
         vocabulary = library.get_vocab()
         numbers = vocabulary | {number: number for number in vocabulary.values()}
         found = [numbers[end] for end in (END_OF_TEXT, *ends) if end in numbers]
-        usual = [self.special_tokens[end] for end in OTHER_ENDS if end in self.special_tokens]
-        known = found or usual[:1]
-        self.end_of_text = known[0] if known else None
-        self.ends = list(dict.fromkeys([*known, *(end for end in ends if isinstance(end, int))]))
+        found = found or [self.special_tokens[end] for end in OTHER_ENDS if end in self.special_tokens][:1]
+        self.end_of_text = found[0] if found else None
+        self.ends = list(dict.fromkeys([*found, *(end for end in ends if isinstance(end, int))]))
         # The library adds a start, if the file asks for one, to the ids of any text: here to those of a word.
         word = tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a")).encode("a")
         framed = library.post_process(word)

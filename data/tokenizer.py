@@ -129,10 +129,11 @@ def load_tokenizer(place: Path) -> Tokenizer:
     """
     path = place if place.is_file() else place / TOKENIZER_JSON
     if not path.is_file():
-        old = [name for name in ("vocab.json", "vocab.txt", "tokenizer.model") if (place / name).is_file()]
-        make = "AutoTokenizer.from_pretrained('DIRECTORY').save_pretrained('DIRECTORY')"
-        advice = f', only {old[0]}: python -c "from transformers import AutoTokenizer; {make}" makes one' if old else ""
-        raise UserError(f"{place} has no tokenizer: there is no {TOKENIZER_JSON}{advice}")
+        raise UserError(
+            f"{place} has no tokenizer: there is no {TOKENIZER_JSON}. A vocab.json, vocab.txt or tokenizer.model "
+            'becomes one by python -c "from transformers import AutoTokenizer as T; '
+            "T.from_pretrained('DIRECTORY').save_pretrained('DIRECTORY')\""
+        )
     content = read_small(path)
     files = {name: read_small(path.with_name(name)) for name in END_KEYS if path.with_name(name).is_file()}
     described = {}

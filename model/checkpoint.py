@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError, read_small
-from model.elsewhere import HUB_NAME, download, parse_json, refuse_others
+from model.elsewhere import HUB_NAME, download, parse_json, read_json, refuse_others
 
 FORMAT = 3
 TRAINER = "trainer.json"
@@ -32,13 +32,12 @@ class Checkpoint:
     directory: Path
     manifest: dict = field(default_factory=dict)
     """The content of manifest.json; empty for a model from elsewhere."""
-    trainer_json: bytes = b"{}"
-    """The content of trainer.json."""
 
     @property
     def trainer(self) -> dict:
         """The state of the training; empty for a model from elsewhere. Raises UserError if it cannot be read."""
-        return parse_json(self.directory / TRAINER, self.trainer_json)
+        path = self.directory / TRAINER
+        return read_json(path) if path.is_file() else {}
 
     @property
     def causal(self) -> str | None:
@@ -95,22 +94,17 @@ def verify(directory: Path) -> Checkpoint:
         if STEP.fullmatch(directory.name):
             raise UserError(f"{directory} has no manifest.json: it was not written to the end")
         refuse_others(directory, str(directory))
-        trainer = directory / TRAINER
-        return Checkpoint(directory, {}, read_small(trainer) if trainer.is_file() else b"{}")
+        return Checkpoint(directory)
     content = read_small(path)
     manifest = parse_json(path, content)
     if manifest.get("format") != FORMAT:
         raise UserError(f"{directory} has format {manifest.get('format')!r:.60}, this version reads {FORMAT}")
-    own_hash = manifest.pop("sha256", None)
-    if not own_hash or with_own_hash(manifest) != content:
-        raise UserError(f"{path} is damaged: its SHA-256 is not the one in it")
+    manifest.pop("sha256", None)
     files = manifest.get("files")
-    if not isinstance(files, dict):
-        raise UserError(f"{path} does not say which files there are")
-    found = {path.name for path in directory.iterdir()} - {"manifest.json", CARD}
-    hidden = {name for name in found - files.keys() if name.startswith(".")}  # such as .DS_Store
-    trainer = b"{}"
-    for name in sorted((found | files.keys()) - hidden):
+    if with_own_hash(manifest) != content or not isinstance(files, dict):
+        raise UserError(f"{path} is damaged: its SHA-256 is not the one in it")
+    found = {path.name for path in directory.glob("[!.]*")} - {"manifest.json", CARD}  # not .DS_Store
+    for name in sorted(found | files.keys()):
         path = directory / name  # which is only opened if it was found in the directory
         if name not in files:
             raise UserError(f"{directory} has {name!r:.60}, which is not in the manifest: it does not belong there")
@@ -118,14 +112,9 @@ def verify(directory: Path) -> Checkpoint:
             raise UserError(f"{directory} has no {name!r:.60}, which is in the manifest")
         if path.is_symlink() or not path.is_file():
             raise UserError(f"{directory} has {name!r:.60}, which is not a file of this directory")
-        if name == TRAINER:  # read once, for its hash and its content
-            trainer = read_small(path)
-            digest = hashlib.sha256(trainer).hexdigest()
-        else:
-            digest = sha256(path)
-        if {"size": path.stat().st_size, "sha256": digest} != files[name]:
+        if {"size": path.stat().st_size, "sha256": sha256(path)} != files[name]:
             raise UserError(f"{name!r} in {directory} is damaged: its size or SHA-256 is not the one in the manifest")
-    return Checkpoint(directory, manifest, trainer)
+    return Checkpoint(directory, manifest)
 
 
 def nested(content: object, *keys: str) -> Any:

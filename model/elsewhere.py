@@ -58,13 +58,13 @@ def download(name: str, revision: str | None) -> Path:
         directory = fetch()
     except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
         kind = type(error).__name__
-        said = f"{kind}: {error}".splitlines()[0]
-        reason = HUB_ERRORS.get(kind, f"{said:.200}")
+        reason = HUB_ERRORS.get(kind, f"{kind}: {error}".splitlines()[0])
         try:
             directory = fetch(local_files_only=True)
         except Exception:
-            message = f"{name} was not found locally, and the download from the Hugging Face hub failed: {reason}"
-            raise UserError(message) from error
+            raise UserError(
+                f"{name} was not found locally, and the download from the Hugging Face hub failed: {reason}"
+            ) from error
         print(f"note: {name} is the copy in the cache, because the hub failed: {reason}", file=sys.stderr)
     refuse_others(Path(directory), name, names)
     return Path(directory)
@@ -97,9 +97,10 @@ def refuse_others(path: Path, name: str, names: Iterable[str] | None = None) -> 
                 raise UserError(f"{path.parent if path.is_file() else name} holds {found:.60}, {kind}")
     if path.is_file():
         raise UserError(f"{name} is a file: give the directory of the model, which it is in")
-    missing = "config.json" if has_weights else "model.safetensors"
     listed = ", ".join(names) or "nothing"
-    raise UserError(f"{name} has no {missing}, it holds {listed:.60}: give a model, or ask the hub as hf:OWNER/NAME")
+    raise UserError(
+        f"{name} has no config.json and model.safetensors, it holds {listed:.60}: give a model, or OWNER/NAME"
+    )
 
 
 def tensor_files(directory: Path, stem: str) -> list[Path]:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -120,18 +119,19 @@ def test_the_model_is_the_same_there_and_back(name: str, tmp_path: Path) -> None
 def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, asked = save_foreign(make("llama"), tmp_path), []
 
-    def ask(name: str, revision: str | None, timeout: float) -> SimpleNamespace:
-        asked.append(name)
-        if name != "somebody/tiny-llama":
+    def list_files(repo_id: str, revision: str | None) -> list[str]:
+        asked.append(repo_id)
+        if repo_id != "somebody/tiny-llama":
             raise ConnectionError("no route\nto that host")
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=path.name) for path in directory.iterdir()])
+        return [path.name for path in directory.iterdir()]
 
     def download(name: str, local_files_only: bool = False, **options: object) -> str:
         if local_files_only:
             raise FileNotFoundError("not in the cache")
         return str(directory)
 
-    monkeypatch.setattr(huggingface_hub, "model_info", ask)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", list_files)
+    monkeypatch.setattr(huggingface_hub, "file_exists", lambda **rest: True)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     result = run(sample, "somebody/tiny-llama", "--prompt", "hey", "--max_new_tokens", "5", "--seed", "1")
