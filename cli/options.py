@@ -31,7 +31,7 @@ REGISTRY = ConstructorRegistry()
 def rule(
     metavar: str, convert: Callable[[str], object], choices: tuple[str, ...] | None = None
 ) -> PrimitiveConstructorSpec:
-    """Return a rule for one word of the command line; INT|None also takes the word None. `convert` may raise ValueError."""
+    """Return a rule for one word of the command line; INT|None also takes None. `convert` may raise ValueError."""
 
     def read(words: list[str]) -> object:
         if words == ["None"] and metavar.endswith("|None"):
@@ -87,6 +87,14 @@ def words(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     return WORDS.get(info.type)
 
 
+REWORDED = {  # the beginning of a message of tyro -> ours
+    "^Error parsing (-[^:]*/)?": "",
+    r"^invalid choice (.{,60}).* for argument '(\S+)'\. Expected (.*)\.$": r"\2: expected \3, got \1",
+    r"^Missing value for argument '(?:-\w/)?(\S+)'.*": r"\1 needs a value; write \1=--x if it begins with a dash",
+    r"^Missing from \S+ (\S+)": r"\1 is missing:",
+}
+
+
 def parse(options: type[T], argv: list[str], file: Path | None = None, defaults: T | None = None) -> T:
     """Return `options`, a dataclass, with the values of a TOML file and a command line. --help prints and exits.
 
@@ -125,7 +133,7 @@ def options_in(file: Path) -> list[str]:
 
 def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
     """Call tyro.cli. Raises UserError with one sentence where tyro prints a page."""
-    if any(re.search("[\ud800-\udfff]", word) for word in argv):
+    if re.search("[\ud800-\udfff]", " ".join(argv)):
         raise UserError("an option is not valid UTF-8")
     name = Path(sys.argv[0]).name
     page = io.StringIO()
@@ -147,11 +155,8 @@ def summarize(page: str) -> str:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", page)  # on a terminal it has colours
     lines = "\n".join(line.strip("│| ") for line in plain.splitlines()[1:])  # without title and frame
     message, *more = filter(str.strip, re.split(r"\n[^\w'\"]*\n", f"\n{lines}\n"))
-    message = re.sub("^Error parsing (-[^:]*/)?", "", " ".join(message.split()))
-    if choice := re.match(r"invalid choice (.*) for argument '(\S+)'\. Expected (.*)\.$", message):
-        return f"{choice[2]}: expected {choice[3]}, got {choice[1]:.60}"
-    if missing := re.match(r"Missing value for argument '(?:-\w/)?(\S+)'", message):
-        return f"{missing[1]} needs a value; write {missing[1]}=--x if it begins with a dash"
-    if meant := re.search(r"meant:\s+(-\S+)", " ".join(more)):
-        return f"{message:.100}; did you mean {meant[1]}? (--help lists all)"
-    return f"{message:.160}"
+    message = " ".join(message.split())
+    for pattern, words in REWORDED.items():
+        message = re.sub(pattern, words, message)
+    meant = re.search(r"meant:\s+(-\S+)", " ".join(more))
+    return f"{message:.160}" + (f"; did you mean {meant[1]}? (--help lists all)" if meant else "")

@@ -14,7 +14,6 @@ from typing import TextIO
 
 from errors import UserError
 
-MOST_LETTERS = 480  # of a message
 # Unicode's categories of controls, formats (as writing from right to left), surrogates, ends of lines and paragraphs.
 HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
@@ -60,10 +59,8 @@ def run_script(main: Callable[[], None], outlives_reader: bool = False) -> None:
 def fail(message: str, exit_code: int) -> None:
     """Print a message on stderr, on one line, and exit. A long one loses its middle: the end has the advice."""
     text = f"{Path(sys.argv[0]).name}: {visible(message)}".replace("\n", "\\n")
-    if len(text) > MOST_LETTERS:
-        text = f"{text[: MOST_LETTERS // 2]} ... {text[5 - MOST_LETTERS // 2 :]}"
     with contextlib.suppress(OSError):  # the terminal may be gone
-        print(text, file=sys.stderr)
+        print(re.sub("(.{240}).*(.{240})", r"\1 ... \2", text), file=sys.stderr)
     sys.exit(exit_code)
 
 

@@ -1,19 +1,20 @@
-"""Know the configurations that this copy of tril has written, from those that came from elsewhere or were changed."""
+"""Know the configurations of runs that this copy of tril has written, from those that came from elsewhere."""
 
 import hashlib
 from contextlib import suppress
+from pathlib import Path
 
 from data import prepare
 
 
+def record_of(content: bytes) -> Path:
+    """Return the path of the empty file that exists if this copy of tril has written a config.toml of this content."""
+    return prepare.PREPARED / ".known" / hashlib.sha256(content).hexdigest()
+
+
 def remember(content: bytes) -> None:
-    """Remember the content of a config.toml, unless data/prepared cannot be written to."""
+    """Create the record of a content, where data/prepared can be written to."""
+    record = record_of(content)
     with suppress(OSError):
-        known = prepare.PREPARED / ".known"
-        known.mkdir(parents=True, exist_ok=True)
-        (known / hashlib.sha256(content).hexdigest()).touch()
-
-
-def is_known(content: bytes) -> bool:
-    """Return whether `remember` was called with this content."""
-    return (prepare.PREPARED / ".known" / hashlib.sha256(content).hexdigest()).exists()
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.touch()

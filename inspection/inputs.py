@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from data import errors_as_user_error
 from data.config import DataConfig
 from data.encoding import TOKENIZER_JSON, HubTokenizer, Tokenizer
-from data.known import is_known
+from data.known import record_of
 from data.prepare import find_prepared, prepare
 from data.tokenizer import load_tokenizer
 from errors import UserError, read_small
@@ -192,7 +192,7 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
     corpus = find_prepared(fingerprint)
     with suppress(UserError, OSError, TypeError):
         content = read_small(checkpoint.directory.resolve().parent.parent / "config.toml")
-        if corpus is None and is_known(content):  # a run from elsewhere may name any folder
+        if corpus is None and record_of(content).exists():  # a run from elsewhere may name any folder
             options = tomllib.loads(content.decode())["data"]
             corpus = find_prepared(fingerprint, options["source"])
             if corpus is None and "\n" in fingerprint:  # token files, whose tokenizer is beside the model

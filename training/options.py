@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 from dataclasses import asdict, fields
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import tomli_w
 
 from cli.options import parse
 from data.config import DataConfig
-from data.known import is_known
+from data.known import record_of
 from errors import UserError, read_small
 from model import GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint
@@ -69,9 +68,9 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
     file = directory / "config.toml"
     content = read_small(file, MOST_CONFIG)
     config = parse(Config, [*argv, "--train.out_dir", str(directory)], file)
-    if not is_known(content):
+    if not record_of(content).exists():
         unknown = "is of an earlier version, another copy of tril or another machine, or its config.toml was edited"
-        for path in chain(directory.iterdir(), directory.glob("checkpoints/*")):
+        for path in [*directory.iterdir(), *directory.glob("checkpoints/*")]:
             if path.is_symlink() or not (path.is_file() or path.is_dir()):
                 raise UserError(f"{directory} {unknown}, and has a link, {path}: replace it by what it points to")
         options = []
