@@ -109,8 +109,8 @@ def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | 
                     corpus = open_corpus(directory)
                     if key.items() <= corpus.meta.items():
                         return corpus
-                mend = "remove it, or give another --out" if out else "remove it"
-                raise UserError(f"{directory} is not the corpus of this text, or is damaged: {mend}")
+                other = ", or give another --out" * bool(out)
+                raise UserError(f"{directory} is not the corpus of this text, or is damaged: remove it{other}")
             if left_out:
                 print(f"note: {config.source}: left out {left_out}", file=sys.stderr)
             shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed

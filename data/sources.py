@@ -94,13 +94,19 @@ def find_files(source: str) -> tuple[list[Path], str]:
     elif os.path.exists(source):  # its name may hold characters of a glob
         found = walk(Path(source), HIDDEN, seen, left_out)
     else:
-        found = [path for path in sorted(set(matches(source, left_out))) if is_usable(path, seen, left_out)]
+        found = [
+            path
+            for path in sorted(set(matches(source, left_out)))
+            if not os.path.isdir(path) and is_usable(path, seen, left_out)
+        ]
     files = sorted(filter(Path.is_file, found))
     reasons = ", ".join(f"{number} {reason}" for reason, number in (+left_out).items())
     if not files:
         kinds = ", ".join(f"{prefix}:NAME" for prefix in READERS)
-        reasons = reasons and f" (left out: {reasons})"
-        raise UserError(f"no text found at {source!r}{reasons}: give a file, a folder, a glob, {kinds} or stdlib")
+        raise UserError(
+            f"no text found at {source!r}{reasons and f' (left out: {reasons})'}: give a file, a folder, a glob, "
+            f"{kinds} or stdlib"
+        )
     return files, reasons
 
 

@@ -110,11 +110,8 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
     if seen["empty"]:
         print(f"note: {config.source}: {seen['empty']} of {seen['all']} rows or files have no text", file=sys.stderr)
     if seen["ends"]:
-        print(
-            f"note: {config.source}: {END_OF_TEXT} in it is ordinary text; give each document a row of its own, as in "
-            "JSON lines",
-            file=sys.stderr,
-        )
+        note = f"{END_OF_TEXT} in it is ordinary text; in a table each document has a row"
+        print(f"note: {config.source}: {note}", file=sys.stderr)
     return num_bytes
 
 

@@ -182,10 +182,8 @@ def test_what_may_not_be_read_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
         Path(name).write_text("b")
     rights = {"b.txt": 0, "closed": os.R_OK}  # such a folder shows its names alone
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & ~rights.get(path.name, mode))
-    assert sources.find_files("d/**/*.*") == (
-        [Path("d/c.md")],
-        "1 without permission to enter, 1 without permission to read",
-    )
+    expected = [Path("d/c.md")], "1 without permission to enter, 1 without permission to read"
+    assert sources.find_files("d/**") == sources.find_files("d/**/*.*") == expected
     Path("d/c.md").unlink()
     reasons = "1 hidden, 1 without permission to read, 1 without permission to enter"
     with pytest.raises(UserError, match=f"no text found at 'd' .left out: {reasons}.: give"):
