@@ -109,8 +109,10 @@ def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | 
                     corpus = open_corpus(directory)
                     if key.items() <= corpus.meta.items():
                         return corpus
-                other = ", or give another --out" * bool(out)
-                raise UserError(f"{directory} is not the corpus of this text, or is damaged: remove it{other}")
+                raise UserError(
+                    f"{directory} is not the corpus of this text, or is damaged: "
+                    f"remove it{', or give another --out' if out else ''}"
+                )
             if left_out:
                 print(f"note: {config.source}: left out {left_out}", file=sys.stderr)
             shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
