@@ -23,7 +23,7 @@ import tyro
 from tqdm import tqdm
 
 from cli.options import PathText, parse
-from cli.script import exact_stdout, read_prompt, run_script, visible
+from cli.script import exact_stdout, read_prompt, run_script
 from data.encoding import TextStream
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import UserError, check_ranges
@@ -67,8 +67,7 @@ class Options:
     """Precision of the weights. auto: bfloat16 if the machine computes it natively, else float32."""
 
     def __post_init__(self) -> None:
-        own = {"max_new_tokens": (1, 10**12), "num_samples": (1, 2**16), "seed": (0, 2**63 - 1)}
-        check_ranges(self, RANGES | own)
+        check_ranges(self, {**RANGES, "max_new_tokens": (1, 10**12), "num_samples": (1, 2**16), "seed": (0, 2**63 - 1)})
 
 
 class Text:
@@ -112,9 +111,8 @@ class Text:
 
 
 def show(text: str) -> None:
-    """Print at once. On a terminal, control characters are made visible and have no effect."""
-    out = exact_stdout()
-    print(visible(text) if out.isatty() else text, end="", flush=True, file=out)
+    """Print at once, and exactly, but on a terminal control characters are made visible and have no effect."""
+    print(text, end="", flush=True, file=None if sys.stdout.isatty() else exact_stdout())
 
 
 def main() -> None:

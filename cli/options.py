@@ -135,10 +135,10 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
     """Call tyro.cli. Raises UserError with one sentence where tyro prints a page."""
     if re.search("[\ud800-\udfff]", " ".join(argv)):
         raise UserError("an option is not valid UTF-8")
-    name = Path(sys.argv[0]).name
     page = io.StringIO()
     try:
         with contextlib.redirect_stderr(page), contextlib.redirect_stdout(exact_stdout()):  # --help may have colours
+            name = Path(sys.argv[0]).name
             return tyro.cli(options, prog=name, args=argv, default=defaults, use_underscores=True, registry=REGISTRY)
     except SystemExit as stop:
         if not stop.code:

@@ -136,8 +136,6 @@ def read_prompt(prompt: str) -> str:
     """
     try:
         if prompt == "-":
-            if sys.stdin is None:
-                raise UserError("there is no standard input to read a text from")
             content = sys.stdin.buffer.read()
         elif prompt.startswith("@"):
             content = Path(os.path.expanduser(prompt[1:])).read_bytes()

@@ -43,12 +43,8 @@ RANGES = {
     "weight_decay": (0, 1e30),
     "beta2": (0, 0.9999999),
     "grad_clip": (0, 1e30),
-    "log_every": (1, 10**12),
-    "eval_every": (1, 10**12),
-    "eval_tokens": (1, 10**12),
-    "checkpoint_every": (1, 10**12),
-    "keep_checkpoints": (1, 10**12),
     "sample_tokens": (0, 2**20),
+    **dict.fromkeys(("log_every", "eval_every", "eval_tokens", "checkpoint_every", "keep_checkpoints"), (1, 10**12)),
 }
 
 

@@ -62,10 +62,10 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
     directory = asked.resume
     if asked.config or asked.train.out_dir != TrainConfig.out_dir:
         raise UserError("--resume takes configuration and directory from the run: give no other with it")
-    if not (directory / "config.toml").is_file():
+    file = directory / "config.toml"
+    if not file.is_file():
         is_step = "; of a run with such a checkpoint, give the directory" if STEP.fullmatch(directory.name) else ""
         raise UserError(f"{directory} is not the directory of a run: it has no config.toml{is_step}")
-    file = directory / "config.toml"
     content = read_small(file, MOST_CONFIG)
     config = parse(Config, [*argv, "--train.out_dir", str(directory)], file)
     if not record_of(content).exists():
@@ -121,7 +121,6 @@ def tables(config: Config) -> dict[str, dict]:
 
 def to_toml(config: Config) -> str:
     """Return a configuration as TOML, without the options that are None. `parse` reads it."""
-    given = {}
-    for name, table in tables(config).items():
-        given[name] = {key: value for key, value in table.items() if value is not None}
-    return tomli_w.dumps(given)
+    return tomli_w.dumps(
+        {name: {key: table[key] for key in table if table[key] is not None} for name, table in tables(config).items()}
+    )
