@@ -11,15 +11,12 @@ class UserError(ValueError):
 
 
 def check_ranges(options: object, ranges: dict[str, tuple[float, float]]) -> None:
-    """Raise UserError unless these fields of a dataclass have their default or a number in their range, ends included.
-
-    A range that ends with an int is one of whole numbers. Numbers of numpy count too.
-    """
+    """Raise UserError unless each field has its default or a number in its range: whole if that ends with an int."""
     for name, (least, most) in ranges.items():
         value = getattr(options, name)
         kind, type_of = ("whole number", Integral) if isinstance(most, int) else ("number", Real)
-        is_number = isinstance(value, type_of) and not isinstance(value, bool)
-        if value is not getattr(type(options), name) and not (is_number and least <= value <= most):
+        is_right = isinstance(value, type_of) and not isinstance(value, bool) and least <= value <= most
+        if not is_right and value is not getattr(type(options), name):
             raise UserError(f"{name} must be a {kind} from {least:,} to {most:,}, got {value!r:.60}")
 
 

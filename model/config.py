@@ -27,9 +27,8 @@ RANGES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the model."""
+    """The shape of the model. The defaults are those of GPT-2 small."""
 
-    # The defaults are those of GPT-2 small.
     family: Literal["gpt2", "llama", "qwen3", "nanochat"] = "gpt2"
     """Kind of transformer, named as in the library `transformers`: see model/families.py."""
     n_layer: int = 12
