@@ -23,7 +23,7 @@ import tyro
 from tqdm import tqdm
 
 from cli.options import PathText, parse
-from cli.script import exact_stdout, read_prompt, run_script
+from cli.script import exact_stdout, read_prompt, run_script, visible
 from data.encoding import TextStream
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import UserError, check_ranges
@@ -111,8 +111,9 @@ class Text:
 
 
 def show(text: str) -> None:
-    """Print at once, and exactly, but on a terminal control characters are made visible and have no effect."""
-    print(text, end="", flush=True, file=None if sys.stdout.isatty() else exact_stdout())
+    """Print at once. On a terminal, control characters are made visible and have no effect."""
+    out = exact_stdout()
+    print(visible(text) if out.isatty() else text, end="", flush=True, file=out)
 
 
 def main() -> None:

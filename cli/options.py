@@ -39,7 +39,8 @@ def rule(
         try:
             return convert(words[0])
         except ValueError:
-            raise ValueError(f"expected {metavar}, got {words[0]!r:.60}") from None
+            given = repr(words[0]) if words[0] else "an empty text"
+            raise ValueError(f"expected {metavar}, got {given:.60}") from None
 
     return PrimitiveConstructorSpec(
         nargs=1,
