@@ -31,11 +31,9 @@ REGISTRY = ConstructorRegistry()
 def rule(
     metavar: str, convert: Callable[[str], object], choices: tuple[str, ...] | None = None
 ) -> PrimitiveConstructorSpec:
-    """Return a rule for one word of the command line; INT|None also takes None. `convert` may raise ValueError."""
+    """Return a rule for one word of the command line. `convert` may raise ValueError."""
 
     def read(words: list[str]) -> object:
-        if words == ["None"] and metavar.endswith("|None"):
-            return None
         try:
             return convert(words[0])
         except ValueError:
@@ -72,9 +70,7 @@ PathText = Annotated[str, PATH_TEXT]
 WORDS = {
     bool: rule("{true,false}", "true".__eq__, ("true", "false")),
     int: rule("INT", int),
-    int | None: rule("INT|None", int),
     float: rule("FLOAT", float),
-    float | None: rule("FLOAT|None", float),
     Path: PATH,
     Path | None: PATH,
     PathText | None: PATH_TEXT,
@@ -88,10 +84,11 @@ def words(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     return WORDS.get(info.type)
 
 
-REWORDED = {  # the beginning of a message of tyro -> ours
+REWORDED = {  # a part of a message of tyro -> ours
     "^Error parsing (-[^:]*/)?": "",
     r"^invalid choice (.{,60}).* for argument '(\S+)'\. Expected (.*)\.$": r"\2: expected \3, got \1",
     r"^Missing value for argument '(?:-\w/)?(\S+)'.*": r"\1 needs a value; write \1=--x if it begins with a dash",
+    r"no type matching \{None\}\|(\S+) could be instantiated from \['([^']{,60}).*": r"expected \1, got '\2'",
     r"^Missing from \S+ (\S+)": r"\1 is missing:",
 }
 
