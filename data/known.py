@@ -4,7 +4,7 @@ import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-from data import prepare
+from data import disk, prepare
 
 
 def record_of(content: bytes) -> Path:
@@ -16,5 +16,6 @@ def remember(content: bytes) -> None:
     """Create the record of a content, where data/prepared can be written to."""
     record = record_of(content)
     with suppress(OSError):
-        record.parent.mkdir(parents=True, exist_ok=True)
+        disk.make_directories(record.parent)
         record.touch()
+        disk.sync(record.parent)  # a run is known after a power cut, too
