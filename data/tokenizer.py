@@ -33,7 +33,7 @@ from data.encoding import (
 from errors import UserError, read_small
 
 GENERATION_CONFIG = "generation_config.json"
-# Where publishers say what ends a text, in the order in which it counts: file -> key.
+# Where publishers say what ends a text, in the order in which it counts: file -> key. bos_token_id is there too.
 END_KEYS = {
     "config.json": "eos_token_id",
     GENERATION_CONFIG: "eos_token_id",
@@ -130,20 +130,25 @@ def load_tokenizer(place: Path) -> Tokenizer:
     path = place if place.is_file() else place / TOKENIZER_JSON
     if not path.is_file():
         raise UserError(
-            f"{place} has no tokenizer: there is no {TOKENIZER_JSON}. A vocab.json, vocab.txt or tokenizer.model "
-            'becomes one by python -c "from transformers import AutoTokenizer as T; '
+            f"{place} has no tokenizer: there is no {TOKENIZER_JSON}. A vocab.json, vocab.txt, tokenizer.model, "
+            'spiece.model or *.tiktoken becomes one by python -c "from transformers import AutoTokenizer as T; '
             "T.from_pretrained('DIRECTORY').save_pretrained('DIRECTORY')\""
         )
     content = read_small(path)
-    files = {name: read_small(path.with_name(name)) for name in END_KEYS if path.with_name(name).is_file()}
-    described = {}
-    ends = []
-    for name, text in files.items():
+    files = {}
+    described = dict.fromkeys(END_KEYS, {})
+    starts, ends = [], []
+    for name, key in END_KEYS.items():
+        beside = path.with_name(name)
+        if not beside.is_file():
+            continue
+        files[name] = read_small(beside)
         # A config.json may be of something else. That of a model is read once more, and then its errors are shown.
-        refusal = errors_as_user_error(f"{path.with_name(name)} cannot be read")
+        refusal = errors_as_user_error(f"{beside} cannot be read")
         with suppress(Exception) if name == "config.json" else refusal:
-            described[name] = dict(json.loads(text))
-            end = described[name].get(END_KEYS[name])
+            described[name] = dict(json.loads(files[name]))
+            starts += [described[name].get("bos_token_id")]
+            end = described[name].get(key)
             if isinstance(end, dict):  # some files wrap it
                 end = end.get("content")
             ends += [
@@ -151,7 +156,7 @@ def load_tokenizer(place: Path) -> Tokenizer:
                 for one in (end if isinstance(end, list) else [end])
                 if type(one) is str or type(one) is int and one >= 0
             ]
-    own_name = described.get(TOKENIZER_CONFIG, {}).get("tril_name")
+    own_name = described[TOKENIZER_CONFIG].get("tril_name")
     with errors_as_user_error(f"{place} has no tokenizer that this version can read"):
         if own_name is not None:
             tokenizer = TiktokenTokenizer.from_json(str(own_name), content)
@@ -159,11 +164,13 @@ def load_tokenizer(place: Path) -> Tokenizer:
             return tokenizer
         tokenizer = HubTokenizer(f"{TOKENIZER_JSON} of {place.name}", content, ends)
     files.pop("config.json", None)  # is the model's
-    if tokenizer.ends:
-        # Kept with the tokenizer, this file alone says all ends, in a corpus as in a checkpoint.
-        generation = {"bos_token_id": (tokenizer.document_start or [None])[-1], **described.get(GENERATION_CONFIG, {})}
-        generation["eos_token_id"] = tokenizer.ends
-        files[GENERATION_CONFIG] = f"{json.dumps(generation, indent=2)}\n".encode()
+    # Kept with the tokenizer, this file alone says the start and all ends, in a corpus as in a checkpoint.
+    starts += tokenizer.document_start[::-1]
+    start = next((token for token in starts if type(token) is int), None)
+    end, *others = tokenizer.ends or [None]
+    end = tokenizer.ends if others else end
+    generation = described[GENERATION_CONFIG] | {"bos_token_id": start, "eos_token_id": end}
+    files[GENERATION_CONFIG] = f"{json.dumps(generation, indent=2)}\n".encode()
     tokenizer.files = {TOKENIZER_JSON: content, **files}
     return tokenizer
 

@@ -65,7 +65,7 @@ def find_checkpoint(place: str | Path) -> Checkpoint:
     if HUB_NAME.fullmatch(of_hub) and (name.startswith("hf:") or name == of_hub and not os.path.exists(path.parent)):
         return Checkpoint(download(of_hub, revision or None))
     if not os.path.exists(path) or not name:
-        advice = "give a run, a checkpoint, or OWNER/NAME of the Hugging Face hub"
+        advice = "give a run, a checkpoint, or OWNER/NAME of the Hugging Face hub, as openai-community/gpt2"
         if HUB_NAME.fullmatch(name):
             advice = f"the directory {path.parent} hides such a name of the Hugging Face hub, which hf:{name} asks for"
         raise UserError(f"there is no {name!r}: {advice}")
@@ -80,8 +80,7 @@ def find_checkpoint(place: str | Path) -> Checkpoint:
 
 def step_directories(parent: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first."""
-    found = [path for path in parent.iterdir() if STEP.fullmatch(path.name)] if parent.is_dir() else []
-    return sorted(found, reverse=True)
+    return sorted((path for path in parent.glob("*") if STEP.fullmatch(path.name)), reverse=True)
 
 
 def verify(directory: Path) -> Checkpoint:
@@ -108,10 +107,8 @@ def verify(directory: Path) -> Checkpoint:
         path = directory / name  # which is only opened if it was found in the directory
         if name not in files:
             raise UserError(f"{directory} has {name!r:.60}, which is not in the manifest: it does not belong there")
-        if name not in found:
-            raise UserError(f"{directory} has no {name!r:.60}, which is in the manifest")
-        if path.is_symlink() or not path.is_file():
-            raise UserError(f"{directory} has {name!r:.60}, which is not a file of this directory")
+        if name not in found or path.is_symlink() or not path.is_file():
+            raise UserError(f"{directory} has no {name!r:.60} as a file of its own, which is in the manifest")
         if {"size": path.stat().st_size, "sha256": sha256(path)} != files[name]:
             raise UserError(f"{name!r} in {directory} is damaged: its size or SHA-256 is not the one in the manifest")
     return Checkpoint(directory, manifest)

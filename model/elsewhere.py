@@ -4,17 +4,26 @@ import fnmatch
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from functools import cache, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from errors import UserError, read_small
+from errors import UserError, read_small, refuse_pointer
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 PATIENCE = 10  # seconds that the hub has for its first answer
-FETCHED = ("*config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-FETCHED += ("model*.safetensors", "model.safetensors.index.json")  # never a pickle
+FETCHED = (  # never a pickle
+    "*config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+)
 HUB_ERRORS = {  # names of classes, which are slow to import
     "GatedRepoError": "it is gated: accept its terms on its page, then hf auth login",
     "RepositoryNotFoundError": "there is no such model, or it is private: check the name, or hf auth login",
@@ -22,16 +31,18 @@ HUB_ERRORS = {  # names of classes, which are slow to import
     "TimeoutError": f"no answer in {PATIENCE} seconds",
 }
 ADAPTER = "adapter_config.json"
-POINTER = b"version https://git-lfs"
 POINTERS = re.compile(r".+\.(json|txt)|tokenizer\.model|model.*\.safetensors")
-# What a place may hold in place of weights in safetensors -> what that is, and what to do.
+# What a place may hold in place of weights in safetensors, in small letters -> what that is, and what to do.
 KINDS = {
+    r"(train|val)\.bin": "so it is a prepared corpus, and no model",
     r"step-\d+|checkpoints|config\.toml": "part of a run: give a run with an intact checkpoint, or the checkpoint; one "
     "is saved each train.checkpoint_every",
+    r"adapter_model\..+": "an adapter of peft: merge it into its model by merge_and_unload() first",
     r".+\.gguf": "a GGUF, for llama.cpp: docs/other_tools.md says how to make a model directory of it",
     r".+\.(h5|msgpack)": "weights of TensorFlow or Flax: convert them by transformers 4",
-    r".+\.(bin|pt|pth|ckpt|pkl)": "a pickle, which can run code: if you trust it, save it in safetensors by the tool "
-    'that wrote it, or by python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+    r"(?!training_args|optimizer|scheduler|scaler|rng_state).+\.(bin|pt|pth|ckpt|pkl)": "a pickle, which can run code: "
+    "if you trust it, save it in safetensors by the tool that wrote it, or by "
+    'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
     "[c.from_pretrained('DIRECTORY').save_pretrained('NEW') for c in (M, T)]\"",
 }
 
@@ -76,13 +87,11 @@ def refuse_others(path: Path, name: str, names: Iterable[str] | None = None) -> 
     name: what the user calls the place. names: what it holds, if that is more than is there.
     """
     files = [path] if path.is_file() else sorted(path.glob("*"))
-    for file in files:
-        if POINTERS.fullmatch(file.name) and file.is_file():  # a pipe would be waited for
-            with open(file, "rb") as content:
-                if content.read(len(POINTER)) == POINTER:
-                    raise UserError(f"{file} is a pointer of Git LFS, not the file itself: fetch that by git lfs pull")
     names = names or [file.name for file in files]
-    has_weights = fnmatch.filter(names, "model.safetensors*")
+    has_weights = fnmatch.filter(names, "model*.safetensors*")
+    for file in files:
+        if (POINTERS.fullmatch(file.name) or not has_weights) and file.is_file():  # a pipe would be waited for
+            refuse_pointer(file)
     if has_weights and "config.json" in names:
         tensor_files(path, "model")
         return
@@ -93,14 +102,13 @@ def refuse_others(path: Path, name: str, names: Iterable[str] | None = None) -> 
         )
     for pattern, kind in KINDS.items():
         for found in names:
-            if re.fullmatch(pattern, found) and not has_weights:
+            if re.fullmatch(pattern, found.lower()) and not has_weights:
                 raise UserError(f"{path.parent if path.is_file() else name} holds {found:.60}, {kind}")
     if path.is_file():
         raise UserError(f"{name} is a file: give the directory of the model, which it is in")
-    listed = ", ".join(names) or "nothing"
-    raise UserError(
-        f"{name} has no config.json and model.safetensors, it holds {listed:.60}: give a model, or OWNER/NAME"
-    )
+    listed = textwrap.shorten(", ".join(names) or "nothing", 60, placeholder=" ...")
+    missing = "config.json" if has_weights else "model.safetensors"
+    raise UserError(f"{name} has no {missing}, so it is no model: it holds {listed}")
 
 
 def tensor_files(directory: Path, stem: str) -> list[Path]:
@@ -110,7 +118,7 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
     """
     single = directory / f"{stem}.safetensors"
     index = directory / f"{stem}.safetensors.index.json"
-    paths = [single]
+    paths = [index if not single.is_file() and any(directory.glob(f"{stem}-*.safetensors")) else single]
     if index.is_file() and not single.is_file():
         places = read_json(index).get("weight_map")
         names = {str(name) for name in places.values()} if isinstance(places, dict) else {""}
@@ -131,7 +139,7 @@ def read_json(path: Path) -> dict:
 def parse_json(path: Path, content: bytes) -> dict:
     """Return the JSON object that a file contains. Raises UserError if its content is something else."""
     try:
-        parsed = json.loads(content.decode())
+        parsed = json.loads(content)
         if not isinstance(parsed, dict):
             raise ValueError("it does not hold a JSON object")
     except (ValueError, RecursionError) as error:

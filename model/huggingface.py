@@ -132,8 +132,8 @@ EXPORTS = {
 }
 
 
-def config_to_huggingface(config: GPTConfig, start_of_text: int | None, end_of_text: int | list[int] | None) -> dict:
-    """Return config.json for the model type with the family's name.
+def config_to_huggingface(config: GPTConfig) -> dict:
+    """Return config.json for the model type with the family's name, which does not know the ids of a tokenizer.
 
     Fields without a key in `transformers` are under OWN_KEY. Raises UserError for a family without an export.
     """
@@ -149,8 +149,8 @@ def config_to_huggingface(config: GPTConfig, start_of_text: int | None, end_of_t
         "model_type": config.family,
         **{key: accepted[0] for key, accepted in export.accepted.items()},
         **{key: values[name] for name, key in export.fields.items()},
-        "bos_token_id": start_of_text,
-        "eos_token_id": end_of_text,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "pad_token_id": None,  # else `transformers` may take a real token as padding, and not train it
     }
     stored = {"family", *export.fields}
@@ -176,7 +176,10 @@ def config_from_huggingface(content: dict) -> GPTConfig:
     """Return the configuration in a config.json, ours or foreign. Raises UserError if no family computes the same."""
     family = content.get("model_type", content.get("_class_name"))  # the latter in a config.json of diffusers
     if not isinstance(family, str) or family not in EXPORTS:
-        raise UserError(f"config.json has model_type {family!r:.60}, this version reads {', '.join(EXPORTS)}")
+        raise UserError(
+            f"config.json has model_type {family!r:.60}, this version reads {', '.join(EXPORTS)}: "
+            "inspect_attention.py opens others by transformers"
+        )
     if quantized := content.get("quantization_config"):
         raise UserError(f"config.json has quantized weights, {quantized!r:.60}: give the model that they were made of")
     export = EXPORTS[family]
@@ -193,8 +196,10 @@ def config_from_huggingface(content: dict) -> GPTConfig:
                 values["context_length"] = CUT_CONTEXT
         for name, value in content.get(OWN_KEY, {}).items():
             if name not in GPTConfig.__dataclass_fields__:
-                option = f"{name} = {value!r:.60}, an option that this code does not have"
-                raise UserError(f"config.json has {option}: open it with the code that trained it")
+                raise UserError(
+                    f"config.json has {name} = {value!r:.60}, an option that this code does not have: open it with the "
+                    "code that trained it"
+                )
             values.setdefault(name, tuple(value) if isinstance(value, list) else value)  # JSON has no tuples
         return GPTConfig(**values)
     except UserError:
@@ -231,12 +236,14 @@ def tensors_to_huggingface(config: GPTConfig, state: Tensors) -> Tensors:
             tensors[theirs] = transpose_conv1d(theirs, joined)
             left.difference_update(ours)
     if left:
-        where = f"the modules of {config.family} in model/huggingface.py"
-        raise UserError(f"no checkpoint could hold {min(left)}: add it to {where}")
+        raise UserError(
+            f"no checkpoint could hold {min(left)}: add it to the modules of {config.family} in model/huggingface.py"
+        )
     for name, tensor in state.items():
         if not tensor.is_floating_point():
-            advice = "if it is a buffer, make it one with persistent=False"
-            raise UserError(f"no checkpoint could hold {name} of {tensor.dtype}: {advice}")
+            raise UserError(
+                f"no checkpoint could hold {name} of {tensor.dtype}: if a buffer, make it one with persistent=False"
+            )
     if config.family == "gpt2" and not config.bias:
         for name, weight in list(tensors.items()):
             if re.search(r"\.(ln_.|c_attn|c_proj|c_fc)\.weight$", name):

@@ -26,6 +26,7 @@ from model.huggingface import Tensors, config_from_huggingface, tensors_from_hug
 HEAD = "lm_head.weight"
 UNUSED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and rotary tables in old files
 PREFIXES = ("", "transformer.", "model.")
+WRAPPERS = re.compile(r"\b(_orig_mod|module)\.")  # of torch.compile and DataParallel
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -121,7 +122,8 @@ def read_file(path: Path, shapes: Shapes) -> Tensors:
         with safe_open(path, "pt") as file:
             for stored in sorted(file.keys()):
                 # `transformers` saves a model without a head under names without the prefix of its body.
-                name = next((prefix + stored for prefix in PREFIXES if prefix + stored in shapes), None)
+                bare = WRAPPERS.sub("", stored)
+                name = next((prefix + bare for prefix in PREFIXES if prefix + bare in shapes), None)
                 if name is None:
                     if UNUSED.search(stored):
                         continue

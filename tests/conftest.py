@@ -53,7 +53,7 @@ def make_gpt(**changes: object) -> GPT:
 def save_gpt(parent: Path, step: int, gpt: GPT, files: dict[str, bytes], end: int = 256, **rest: dict) -> Path:
     """Save a checkpoint of a model as a run does. `rest` may have `optimizer`, `trainer` and `about`."""
     trainer = {"step": step, **rest.get("trainer", {})}
-    tokenizer = SimpleNamespace(document_start=[end], ends=[end], files=files)
+    tokenizer = SimpleNamespace(end_of_text=end, files=files)
     tensors = tensors_to_huggingface(gpt.config, gpt.state_dict())
     contents = checkpoint_files(gpt.config, tensors, rest.get("optimizer", {}), tokenizer, trainer)
     return save_checkpoint(parent, step, contents, rest.get("about", {}))

@@ -74,7 +74,7 @@ def test_what_does_not_belong_to_a_checkpoint_is_named(save, tmp_path: Path) -> 
     verify(directory)
     outside = (directory / "trainer.json").rename(tmp_path / "outside.json")
     (directory / "trainer.json").symlink_to(outside)
-    with pytest.raises(UserError, match="trainer.json', which is not a file of this directory"):
+    with pytest.raises(UserError, match="has no 'trainer.json' as a file of its own, which is in"):
         verify(directory)
 
 

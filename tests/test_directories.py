@@ -96,18 +96,25 @@ BAD = [
     (only("flax_model.msgpack"), "theirs", "theirs holds flax_model.msgpack, weights of TensorFlow or Flax"),
     (only("a.Q4_0.gguf"), "theirs", "theirs holds a.Q4_0.gguf, a GGUF, for llama.cpp: docs/other_tools.md says"),
     (only("a.Q4_0.gguf"), "theirs/a.Q4_0.gguf", "theirs holds a.Q4_0.gguf, a GGUF, for llama.cpp"),
-    (only(), "theirs", "and model.safetensors, it holds config.json, tokenizer.json: give"),
+    (only("a.Q4_0.GGUF"), "theirs", "theirs holds a.Q4_0.GGUF, a GGUF, for llama.cpp"),
+    (only("train.bin", "meta.json"), "theirs", "holds train.bin, so it is a prepared corpus, and no model\n"),
+    (only("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"), "theirs", "has no model.safetensors, "
+     "so it is no model: it holds config.json, optimizer.pt, rng_state.pth, scheduler.pt, ...\n"),
+    (only("adapter_model.safetensors"), "theirs", "theirs holds adapter_model.safetensors, an adapter of peft: merge"),
+    (only(), "theirs", "theirs has no model.safetensors, so it is no model: it holds config.json, tokenizer.json\n"),
+    (only(SHARD), "theirs", f"theirs/{INDEX} is not a file, and theirs needs it"),
     (only(INDEX, content=json.dumps({"weight_map": {"a": SHARD}})), "theirs", f"theirs/{SHARD} is not a file"),
     (only(INDEX, content='{"weight_map": {"a": "../b.safetensors"}}'), "theirs", "names a file that is not a safetens"),
     (only("adapter_config.json", content=PEFT), "theirs", f"merge it into its model, 'somebody/{50 * 'x'}, by m"),
     (only("adapter_config.json"), "theirs/adapter_config.json", "is a file: give the directory of the model, which"),
     (writes("model.safetensors", POINTER), "theirs", "theirs/model.safetensors is a pointer of Git LFS, not the file"),
+    (only("pytorch_model.bin", content=POINTER), "theirs", "theirs/pytorch_model.bin is a pointer of Git LFS"),
     (writes("tokenizer.json", POINTER), "theirs", "theirs/tokenizer.json is a pointer of Git LFS"),
     (writes("config.json", POINTER), "theirs", "theirs/config.json is a pointer of Git LFS"),
     (writes("a.json", "{}"), "theirs/config.json", "theirs/config.json is a file: give the directory of the model"),
-    (renames("config.json", "pytorch_model.bin"), "theirs", "and model.safetensors, it holds model.safetensors"),
-    (nothing_but(), "theirs", "and model.safetensors, it holds nothing: give a model, or OWNER/NAME\n"),
-    (nothing_but("checkpoint-7"), "theirs", "and model.safetensors, it holds checkpoint-7: give a model"),
+    (renames("config.json", "pytorch_model.bin"), "theirs", "theirs has no config.json, so it is no model: it holds "),
+    (nothing_but(), "theirs", "theirs has no model.safetensors, so it is no model: it holds nothing\n"),
+    (nothing_but("checkpoint-7"), "theirs", "no model.safetensors, so it is no model: it holds checkpoint-7\n"),
     (nothing_but("step-00000007"), "theirs", "theirs holds step-00000007, part of a run: give a run with an intact"),
     (nothing_but("checkpoints"), "theirs", "theirs holds checkpoints, part of a run: give a run with an intact check"),
     (pipes("model.safetensors"), "theirs", "theirs/model.safetensors is not a file"),
@@ -134,13 +141,15 @@ def test_what_is_no_model_is_named(run, here: Path, monkeypatch, change, place: 
         ({"model_type": 999 * "x"}, f"model_type '{59 * 'x'}, this version reads"),
         ({"hidden_act": 999 * "x", "model_type": "llama"}, f"hidden_act = '{59 * 'x'}, a llama of"),
         ({"quantization_config": {"quant_method": "awq"}}, "has quantized weights, {'quant_method': 'awq'}: give the"),
-        ({"model_type": None, "_class_name": "UNet"}, "model_type None"),
+        ({"model_type": None, "_class_name": "UNet"}, "nanochat: inspect_attention.py opens others by transformers\n"),
         ({"n_layer": 999 * "x"}, f"n_layer must be a whole number from 1 to 512, got '{59 * 'x'}\n"),
     ],
 )
 def test_a_configuration_is_shown_in_part(run, here: Path, change: dict, message: str) -> None:
     path = here / "theirs" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert message in run(sample, "theirs").err
+    path.write_text("\ufeff" + path.read_text())  # as Notepad saves it
     assert message in run(sample, "theirs").err
 
 
@@ -188,6 +197,8 @@ def test_the_hub_is_asked_only_for_its_names(here: Path, monkeypatch, place: str
 def test_a_home_is_found_and_a_hidden_name_is_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(here))
     assert find_checkpoint("~/theirs").directory == here / "theirs"
+    with pytest.raises(UserError, match="there is no 'gpt2': .* hub, as openai-community/gpt2"):
+        find_checkpoint("gpt2")
     with pytest.raises(UserError, match="the directory theirs hides such a name .*, which hf:theirs/b asks for"):
         find_checkpoint("theirs/b")
 

@@ -66,14 +66,24 @@ def test_a_model_of_others_is_tuned_resumed_and_sampled(run, name: str, corpus_f
     assert run(sample, tmp_path / "broken", "--prompt", "1", "--seed", 1).exit_code == 0
 
 
-@pytest.mark.parametrize("others, ends", [((), 2), ((0, 7), [2, 0, 7])])
+@pytest.mark.parametrize(
+    "kind, config, generation, start, ends",
+    [
+        ("llama", {}, {}, 1, 2),
+        ("llama", {}, {"eos_token_id": [2, 0, 7], "top_k": 13}, 1, [2, 0, 7]),
+        ("digits", {"bos_token_id": 0}, {"eos_token_id": 2, "top_k": 13}, 0, 2),  # its tokenizer adds no start
+        ("digits", {}, {"bos_token_id": 0, "eos_token_id": 2, "top_k": 13}, 0, 2),
+    ],
+)
 def test_a_checkpoint_knows_how_a_text_begins_and_ends(
-    run, corpus_file: Path, tmp_path: Path, others: tuple[int, ...], ends: int | list[int]
+    run, corpus_file: Path, tmp_path: Path, kind: str, config: dict, generation: dict, start: int, ends: int | list[int]
 ) -> None:
     """Also one of a model that was tuned twice."""
-    base = put_model("llama", tmp_path, eos_token="</s>")
-    if others:
-        (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, *others], "top_k": 13}))
+    base = put_model(kind, tmp_path, eos_token="</s>")
+    for name, change in (("config.json", config), ("generation_config.json", generation)):
+        content = json.loads((base / name).read_text()) if name == "config.json" else {}
+        content.pop("bos_token_id", None)
+        (base / name).write_text(json.dumps(content | change))
     files = []
     for out in ("once", "twice"):
         result = run(train, *options(base, corpus_file, tmp_path / out, train__max_steps=1))
@@ -81,15 +91,17 @@ def test_a_checkpoint_knows_how_a_text_begins_and_ends(
         base = tmp_path / out / "checkpoints" / "step-00000001"
         files.append(load_tokenizer(base).files)
     assert files[0] == files[1]
-    config, generation, theirs = (
+    assert not generation or files[0].keys() == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    tuned, sampled, theirs = (
         kind.from_pretrained(base)
         for kind in (transformers.AutoConfig, transformers.GenerationConfig, transformers.AutoTokenizer)
     )
-    assert (config.bos_token_id, config.eos_token_id, theirs.eos_token_id) == (1, ends, 2)
-    assert (generation.bos_token_id, generation.eos_token_id) == (1, [2, *others])
-    assert not others or generation.top_k == 13
+    assert (tuned.bos_token_id, tuned.eos_token_id, theirs.eos_token_id) == (start, ends, 2)
+    assert (sampled.bos_token_id, sampled.eos_token_id) == (start, ends)
+    assert not generation or sampled.top_k == 13
     corpora = sorted((tmp_path / "prepared").glob("*/train.bin"))
-    assert corpora and all(np.fromfile(path, "<u2")[:2].tolist() == [2, 1] for path in corpora)
+    expected = {"llama": [2, 1], "digits": [2]}[kind]
+    assert corpora and all(np.fromfile(path, "<u2")[: len(expected)].tolist() == expected for path in corpora)
 
 
 @pytest.mark.parametrize(
@@ -125,3 +137,4 @@ def test_a_corpus_prepared_for_a_model_is_not_for_another(run, straight: Path, c
     (unsigned / "tokenizer.json").unlink()
     result = run(train, *options(unsigned, corpus_file, tmp_path / "none"))
     assert result.exit_code == 2 and f"{unsigned} has no tokenizer: there is no tokenizer.json" in result.err
+    assert "spiece.model or *.tiktoken becomes one by python -c" in result.err

@@ -143,7 +143,7 @@ def make_model(config: Config, corpus: Corpus, start: Start) -> GPT:
 def check_config(config: GPTConfig) -> None:
     """Raise UserError unless a checkpoint would give back this configuration."""
     with errors_as_user_error("config.json cannot hold this configuration"):
-        content = json.loads(json.dumps(config_to_huggingface(config, 0, 0)))
+        content = json.loads(json.dumps(config_to_huggingface(config)))
     given_back = vars(config_from_huggingface(content))
     changed = [name for name, value in vars(config).items() if given_back[name] != value]
     if changed:

@@ -9,6 +9,7 @@ import torch
 from data import disk
 from data.disk import Pieces
 from data.encoding import Tokenizer
+from data.tokenizer import GENERATION_CONFIG
 from model import GPTConfig
 from model.checkpoint import FORMAT, TRAINER, to_json, with_own_hash
 from model.huggingface import Tensors, config_to_huggingface
@@ -31,9 +32,9 @@ def checkpoint_files(
         tokenizer: gives its files, and the ids that begin and end a text.
         trainer: the rest of the state that a resumed run needs.
     """
-    start = (tokenizer.document_start or [None])[-1]
-    end = tokenizer.ends[0] if len(tokenizer.ends) == 1 else tokenizer.ends or None
-    yield "config.json", [to_json(config_to_huggingface(config, start, end))]
+    known = json.loads(tokenizer.files.get(GENERATION_CONFIG, b"{}"))  # tokenizers of ours have no such file
+    ids = {key: known.get(key, tokenizer.end_of_text) for key in ("bos_token_id", "eos_token_id")}
+    yield "config.json", [to_json(config_to_huggingface(config) | ids)]
     for name, content in tokenizer.files.items():
         yield name, [content]
     yield "model.safetensors", safetensors_pieces(weights)
