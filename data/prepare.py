@@ -109,6 +109,8 @@ def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | 
                     corpus = open_corpus(directory)
                     if key.items() <= corpus.meta.items():
                         return corpus
+                if out and not (directory / "meta.json").exists():
+                    raise UserError(f"{directory} is not a corpus, and not empty: give another --out")
                 raise UserError(
                     f"{directory} is not the corpus of this text, or is damaged: "
                     f"remove it{', or give another --out' if out else ''}"

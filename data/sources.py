@@ -17,15 +17,18 @@ import json
 import lzma
 import os
 import re
+import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from textwrap import shorten
 from typing import BinaryIO, TextIO
 
 from data import errors_as_user_error
-from errors import UserError
+from errors import UserError, refuse_pointer
 
 PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of stack
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
@@ -41,6 +44,7 @@ BATCH = 100  # rows of Parquet and hub data sets that are read at once
 LONGEST = 1 << 26  # characters of a field of CSV or a row of JSON; a quote that is never closed is read no further
 BETWEEN_ROWS = " \t\r\n,"  # of JSON
 ROW_START = re.compile(f"[^{BETWEEN_ROWS}]|\\Z")
+PATIENCE = 10  # seconds that the hub has for its first answers
 
 Document = str | Iterable[str]  # the text, or its parts one after the other, each of any size
 
@@ -102,10 +106,9 @@ def find_files(source: str) -> tuple[list[Path], str]:
     files = sorted(filter(Path.is_file, found))
     reasons = ", ".join(f"{number} {reason}" for reason, number in (+left_out).items())
     if not files:
-        kinds = ", ".join(f"{prefix}:NAME" for prefix in READERS)
         raise UserError(
             f"no text found at {source!r}{reasons and f' (left out: {reasons})'}: give a file, a folder, a glob, "
-            f"{kinds} or stdlib"
+            f"{':NAME, '.join(READERS)}:NAME or stdlib"
         )
     return files, reasons
 
@@ -175,23 +178,24 @@ def read_files(source: str, text_column: str) -> Iterator[Document]:
         open_file = COMPRESSED.get(suffix, partial(open, mode="rb"))
         kind = os.path.splitext(name)[1] if suffix in COMPRESSED else suffix
         if kind == ".tar":
-            raise UserError(f"{path} is an archive: unpack it, or leave it out by a glob in quotes")
-        parts = read_file(path, open_file, TABLES.get(kind, read_text), text_column)
+            raise UserError(f"{path} is an archive: unpack it")
+        parts = read_file(source, path, open_file, TABLES.get(kind, read_text), text_column)
         yield from parts if kind in TABLES else [parts]
 
 
-def read_file(path: str, open_file: Callable, read: Callable, text_column: str) -> Iterator[str]:
+def read_file(source: str, path: str, open_file: Callable, read: Callable, text_column: str) -> Iterator[str]:
     """Yield what a function of TABLES, or `read_text`, finds in a file. Raises UserError if it cannot be read."""
     with (
         errors_as_user_error(f"cannot read {path}"),
         io.TextIOWrapper(open_file(path), "utf-8-sig", newline="") as file,
     ):
+        refuse_pointer(path)
         try:
             yield from read(path, file, text_column)
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{path} is not UTF-8 ({error.reason}): convert or decompress it; if it is no text, leave it out by a "
-                "glob in quotes, such as 'src/**/*.py'"
+                f"glob in quotes, such as '{Path(source if os.path.isdir(source) else '', '**/*.txt')}'"
             ) from None
 
 
@@ -224,7 +228,7 @@ def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
 
 def json_rows(path: str, file: TextIO) -> Iterator[tuple[str, object]]:
     """Yield where each row is, for messages, and the row. Raises UserError for one that is not JSON."""
-    parse = json.JSONDecoder().raw_decode
+    parse = json.JSONDecoder(parse_int=float).raw_decode  # int refuses thousands of digits
     rest, arrays = re.subn(r"\A(\s*)\[", r"\1 ", file.read(PIECE))
     line, place = 1, 0
     while True:
@@ -282,6 +286,8 @@ def read_parquet(path: str, file: TextIO, text_column: str) -> Iterator[str]:
 # The kinds of files that are tables: TABLES[SUFFIX](PATH, OPEN FILE, text_column) yields the text of each row.
 TABLES = {
     ".jsonl": read_json,
+    ".jsonlines": read_json,
+    ".jl": read_json,
     ".ndjson": read_json,
     ".json": read_json,
     ".csv": read_csv,
@@ -294,14 +300,31 @@ COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open
 def read_hub(name: str, text_column: str) -> Iterator[str]:
     """Yield the training split of a hub data set, NAME[:CONFIG][@REVISION], read over the network.
 
-    Raises UserError for a malformed name.
+    The hub has PATIENCE to say that it has the data set and what is in it. If it falls silent later, the libraries try
+    again for minutes.
+
+    Raises UserError for a malformed name, and if the hub does not answer.
     """
     parts = re.fullmatch(r"([\w./-]+)(?::([^@]+))?(?:@(.+))?", name)
     if not parts:
         raise UserError(f"'hf:{name}' does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
     import datasets  # slow to import
+    import huggingface_hub as hub
 
+    # They would report each try, and an error a second time.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    hub.logging.set_verbosity_error()
     name, config, revision = parts.groups()
+    if not os.path.exists(name):
+        print(f"asking the hub for {name}", file=sys.stderr)
+        problem = f"cannot read {name} from the hub, which has {PATIENCE} seconds to answer"
+        with errors_as_user_error(problem), ThreadPool(1) as pool:
+            pool.apply_async(
+                lambda: (
+                    hub.repo_exists(name, repo_type="dataset")
+                    and next(hub.list_repo_tree(name, repo_type="dataset"), None)
+                )
+            ).get(PATIENCE)
     with errors_as_user_error(f"cannot read {name}"):
         splits = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
         paths = [str(path) for path in splits.get("train", ())]
@@ -312,7 +335,6 @@ def read_hub(name: str, text_column: str) -> Iterator[str]:
                 with fsspec.open(path, "r") as file:
                     yield from read_parquet(path, file, text_column)
         else:
-            datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would report an error a second time
             rows = datasets.load_dataset(name, config, split="train", streaming=True, revision=revision)
             yield from texts(name, text_column, rows.with_format("arrow").iter(BATCH))
 
@@ -330,13 +352,16 @@ def texts(where: str, text_column: str, batches: Iterable) -> Iterator[str]:
 def check_column(where: str, text_column: str, names: list[str]) -> None:
     """Raise UserError if the columns of a table have no such name, or two."""
     if names.count(text_column) != 1:
-        raise UserError(f"{where}: expected a column {text_column!r} (text_column), got {', '.join(names):.60}")
+        raise UserError(
+            f"{where}: expected a column {text_column!r}, got {shorten(', '.join(names), 60, placeholder='...')}: "
+            "choose one by --data.text_column (of data.prepare: --text_column); the first line of a CSV names them"
+        )
 
 
 def text_of(where: str, value: object) -> str:
     """Return the text in a row, "" for null. Raises UserError if it is no text, or one that UTF-8 cannot hold."""
     if not isinstance(value, str | None):
-        raise UserError(f"{where}: expected a text, got {type(value).__name__} {value!r:.60}")
+        raise UserError(f"{where}: expected a text, got {value!r:.60}")
     text = value or ""
     try:
         text.encode()

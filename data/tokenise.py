@@ -66,7 +66,10 @@ def write_corpus(config: DataConfig, key: dict, directory: Path, tokenizer: Toke
         stat = path.stat()
         num_tokens = stat.st_size // dtype.itemsize
         if num_tokens < 2 or num_bytes[split] < 1:
-            raise UserError(f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation")
+            raise UserError(
+                f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation: give more "
+                "text, or a larger val_fraction"
+            )
         meta[split] = {
             "tokens": num_tokens,
             "bytes": num_bytes[split],
@@ -80,19 +83,22 @@ def write_corpus(config: DataConfig, key: dict, directory: Path, tokenizer: Toke
 def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> Counter:
     """Write the ids of all documents to train.bin and val.bin, each document after the tokens that start one.
 
-    Notes rows and files without text, and ends of texts that are written in the text.
+    Notes rows and files without text, ends of texts that are written in the text, and documents without a start.
 
     Returns how many bytes of text, in UTF-8, each split has. Where max_tokens cuts a text, they are those of its
     decoded tokens, and may be wrong by part of a character.
     """
     room = config.max_tokens or math.inf
     num_bytes, seen = Counter(), Counter()
+    ends = {END_OF_TEXT, *(name for name, token in tokenizer.special_tokens.items() if token in tokenizer.ends)}
+    written = set()  # of the ends
     start = np.array(tokenizer.document_start, dtype_of(tokenizer))
     found = pieces(config, seen, whole=isinstance(tokenizer, HubTokenizer))
     progress = progress_bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
     with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val, progress:
         files = {"train": train, "val": val}
         for piece, ids in encode_in_parallel(tokenizer, found):
+            written |= {end for end in ends if end in piece.text}
             ids = ids.astype(start.dtype)
             if piece.is_start:
                 ids = np.concatenate((start, ids))
@@ -107,10 +113,13 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
             room -= len(ids)
             if not room:
                 break
-    if seen["empty"]:
-        print(f"note: {config.source}: {seen['empty']} of {seen['all']} rows or files have no text", file=sys.stderr)
-    if seen["ends"]:
-        note = f"{END_OF_TEXT} in it is ordinary text; in a table each document has a row"
+    no_mark = "documents follow each other without a mark, because the tokenizer has no end of a text"
+    notes = {
+        f"{seen['empty']} of {seen['all']} rows or files have no text": seen["empty"],
+        f"{', '.join(sorted(written))} in it is ordinary text; in a table each document has a row": written,
+        no_mark: seen["all"] > 1 and not start.size,
+    }
+    for note in filter(notes.get, notes):
         print(f"note: {config.source}: {note}", file=sys.stderr)
     return num_bytes
 
@@ -118,7 +127,7 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
 def pieces(config: DataConfig, seen: Counter, whole: bool = False) -> Iterator[Piece]:
     """Yield the source piece by piece, or document by document if they are to be whole.
 
-    seen: counts documents, those without text, and pieces with END_OF_TEXT.
+    seen: counts documents, and those without text.
 
     A document goes to validation by a hash of its first piece, so that equal documents are in the same split, unless
     `cut_tail` makes another validation split.
@@ -128,7 +137,6 @@ def pieces(config: DataConfig, seen: Counter, whole: bool = False) -> Iterator[P
         split = ""
         seen["all"] += 1
         for text in filter(None, texts):
-            seen["ends"] += END_OF_TEXT in text
             is_start = not split
             if is_start:
                 hashed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

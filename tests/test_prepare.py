@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,14 +121,27 @@ def test_what_the_hub_would_answer_is_understood(tmp_path: Path) -> None:
         make(f"hf:{tmp_path}/set")
 
 
-def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     import datasets
+    import huggingface_hub
 
     def load_dataset_builder(path: str, name: str, revision: str) -> None:
         assert (path, name, revision) == ("owner/some", "v2", "refs/convert/parquet")
         raise ConnectionError("no network\nand many more lines")
 
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    monkeypatch.setattr(huggingface_hub, "repo_exists", lambda name, repo_type: True)
+    with (
+        monkeypatch.context() as silent,
+        pytest.raises(UserError, match="cannot read owner/some .* 0.1 .*TimeoutError"),
+    ):
+        silent.setattr(huggingface_hub, "list_repo_tree", lambda name, repo_type: iter(Event().wait, None))
+        silent.setattr(sources, "PATIENCE", 0.1)
+        make("hf:owner/some")
+    assert capsys.readouterr().err == "asking the hub for owner/some\n"
+    monkeypatch.setattr(huggingface_hub, "list_repo_tree", lambda name, repo_type: iter([repo_type]))
     with pytest.raises(UserError, match="^cannot read owner/some: ConnectionError: no network$"):
         make("hf:owner/some:v2@refs/convert/parquet")
     for source in ("hf:", "hf:@main", "hf:a b"):
@@ -207,7 +221,7 @@ def test_tokens_are_as_narrow_as_the_vocabulary_allows() -> None:
     [
         (b"abc\xff tail", "a.txt is not UTF-8 .invalid start byte.: convert or decompress it; if it is no text"),
         ("猫".encode() * 9001 + b"\xe7\x8c", "a.txt is not UTF-8 .unexpected end of data.:"),
-        (b"", "a.txt has too little text to keep 0.1 of it for validation"),
+        (b"", "a.txt has too little text to keep 0.1 of it for validation: give more text, or"),
     ],
 )
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
@@ -316,9 +330,14 @@ def test_a_directory_with_other_things_is_not_overwritten(text_file: Path) -> No
     path = Path("mine/tokenizer.json")
     path.parent.mkdir()
     path.write_text("years of work")
-    with pytest.raises(UserError, match=f"{path.parent} is not the corpus of this text, or is damaged: remove it, or"):
+    with pytest.raises(UserError, match=f"{path.parent} is not a corpus, and not empty: give another --out$"):
         prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))
     assert path.read_text() == "years of work"
+    path.with_name("meta.json").touch()
+    with pytest.raises(
+        UserError, match="is not the corpus of this text, or is damaged: remove it, or give another --out"
+    ):
+        prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))
     with pytest.raises(UserError, match="cannot write a corpus to a.txt: .*--out DIR writes elsewhere"):
         prepare.prepare(DataConfig("a.txt", "bytes"), text_file)
 
