@@ -56,10 +56,13 @@ def as_word(value: object) -> str:
 
 
 def expand(path: str) -> str:
-    """Return a path with the home folder in place of ~. Raises ValueError if it is empty."""
+    """Return a path with the home folder in place of ~, and absolute where a command would take it for an option.
+
+    Raises ValueError if it is empty.
+    """
     if not path:
         raise ValueError
-    return os.path.expanduser(path)
+    return os.path.abspath(path) if path[0] == "-" else os.path.expanduser(path)
 
 
 PATH = rule("PATH", lambda text: Path(expand(text)))
@@ -86,10 +89,11 @@ def words(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 REWORDED = {  # a part of a message of tyro -> ours
     "^Error parsing (-[^:]*/)?": "",
-    r"^invalid choice (.{,60}).* for argument '(\S+)'\. Expected (.*)\.$": r"\2: expected \3, got \1",
-    r"^Missing value for argument '(?:-\w/)?(\S+)'.*": r"\1 needs a value; write \1=--x if it begins with a dash",
+    r"^invalid choice (.{,60}).* for argument '(\S+)'\. Expected (.*)\((.*)\)\.$": r"\2: expected \3\4, got \1",
+    r"^Missing value for argument '(?:-\w/)?(-\S+)'.*": r"\1 needs a value (see --help); with a dash first: \1=--x",
+    r"^Missing value for argument '(\S+)'.*": r"\1 needs a value (see --help); with a dash first: ./--x",
     r"no type matching \{None\}\|(\S+) could be instantiated from \['([^']{,60}).*": r"expected \1, got '\2'",
-    r"^Missing from \S+ (\S+)": r"\1 is missing:",
+    r"^Missing from .*\.py: (\S+)": r"\1 is missing:",
 }
 
 
@@ -132,12 +136,11 @@ def options_in(file: Path) -> list[str]:
 def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
     """Call tyro.cli. Raises UserError with one sentence where tyro prints a page."""
     if re.search("[\ud800-\udfff]", " ".join(argv)):
-        raise UserError("an option is not valid UTF-8")
+        raise UserError(f"an option is not valid {sys.getfilesystemencoding()}: PYTHONUTF8=1 or LANG=C.UTF-8 set UTF-8")
     page = io.StringIO()
     try:
         with contextlib.redirect_stderr(page), contextlib.redirect_stdout(exact_stdout()):  # --help may have colours
-            name = Path(sys.argv[0]).name
-            return tyro.cli(options, prog=name, args=argv, default=defaults, use_underscores=True, registry=REGISTRY)
+            return tyro.cli(options, args=argv, default=defaults, use_underscores=True, registry=REGISTRY)
     except SystemExit as stop:
         if not stop.code:
             raise  # --help
@@ -152,9 +155,9 @@ def summarize(page: str) -> str:
     """Return the one sentence of a page of tyro: a frame with a message, and paragraphs that explain it."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", page)  # on a terminal it has colours
     lines = "\n".join(line.strip("│| ") for line in plain.splitlines()[1:])  # without title and frame
-    message, *more = filter(str.strip, re.split(r"\n[^\w'\"]*\n", f"\n{lines}\n"))
+    message = next(filter(str.strip, re.split(r"\n[^\w'\"]*\n", f"\n{lines}\n")))
     message = " ".join(message.split())
     for pattern, words in REWORDED.items():
         message = re.sub(pattern, words, message)
-    meant = re.search(r"meant:\s+(-\S+)", " ".join(more))
+    meant = re.search(r"meant:\s+(-\S+)", lines)
     return f"{message:.160}" + (f"; did you mean {meant[1]}? (--help lists all)" if meant else "")

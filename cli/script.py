@@ -44,6 +44,7 @@ def run_script(main: Callable[[], None], outlives_reader: bool = False) -> None:
     except KeyboardInterrupt as stop:
         fail(str(stop) or "interrupted", getattr(stop, "exit_code", 130))
     except OSError as error:
+        discard(sys.stdout)  # or Python ends with a second error, if it is full
         fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 2)
     except Exception as error:
         if hasattr(error, "exit_code"):
@@ -136,6 +137,8 @@ def read_prompt(prompt: str) -> str:
     """
     try:
         if prompt == "-":
+            if sys.stdin is None:
+                raise UserError("there is no standard input to read a text from")
             content = sys.stdin.buffer.read()
         elif prompt.startswith("@"):
             content = Path(os.path.expanduser(prompt[1:])).read_bytes()

@@ -85,16 +85,19 @@ def save(path: Path, inspections: Sequence[Inspection]) -> None:
     check_output(path)
     last = inspections[-1]
     path = path.resolve()  # behind a link
-    with TemporaryDirectory(prefix=".tril-", dir=path.parent) as directory:
-        unfinished = Path(directory, f"output{path.suffix.lower()}")
-        if unfinished.suffix == ".html":
-            unfinished.write_text(page.render(inspections), encoding="utf-8")
-        elif unfinished.suffix == ".npz":
-            page.check_room(last.inputs, 1)
-            np.savez_compressed(unfinished, **arrays(last))
-        else:
-            plots.draw_heads(unfinished, last)
-        os.replace(unfinished, path)
+    try:
+        with TemporaryDirectory(prefix=".tril-", dir=path.parent) as directory:
+            unfinished = Path(directory, f"output{path.suffix.lower()}")
+            if unfinished.suffix == ".html":
+                unfinished.write_text(page.render(inspections), encoding="utf-8")
+            elif unfinished.suffix == ".npz":
+                page.check_room(last.inputs, 1)
+                np.savez_compressed(unfinished, **arrays(last))
+            else:
+                plots.draw_heads(unfinished, last)
+            os.replace(unfinished, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def check_output(path: Path) -> None:
@@ -181,10 +184,10 @@ def measure(
         shares = influence(model, idx)
         guesses = [(inputs.label(token), probability) for token, probability in predictions(model, idx)]
     q = att[0][0]
-    where = f"{dtype_name(q.dtype)}, {q.device.type}"
     return Inspection(
         name=visible(name),
-        verified=f"weights match the fused kernel: max row error {row_error:.1e} ({where})",
+        verified=f"weights match the fused kernel: max row error {row_error:.1e} "
+        f"({dtype_name(q.dtype)}, {q.device.type})",
         inputs=inputs,
         scores=scores,
         att=att,

@@ -1,7 +1,10 @@
 """Options: file under command line, strict, and wrong ones answered in one sentence."""
 
+import errno
 import io
+import os
 import re
+import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +22,7 @@ from cli.options import parse
 from cli.script import run_script
 from data.config import DataConfig
 from errors import UserError
+from inspection.inspection import save
 from model import GPT, GPTConfig
 from model.sampling import Sampler
 from training.config import TrainConfig
@@ -72,10 +76,11 @@ def test_every_config_builds(path: Path) -> None:
         (["--train.max_steps", "x" * 40_000], "--train.max_steps: expected INT, got 'xxxx"),
         (
             ["--train.dtype", "x" * 40_000],
-            "--train.dtype: expected one of ('auto', 'float32', 'bfloat16', 'float16'), got 'xxxx",
+            "--train.dtype: expected one of 'auto', 'float32', 'bfloat16', 'float16', got 'xxxx",
         ),
         (["--train." + "x" * 40_000, "5"], "Unrecognized options: --train.xxxx"),
-        (["--train.sample_prompt", "--x"], "sample_prompt needs a value; write --train.sample_prompt=--x if it begins"),
+        (["--train.sample_prompt", "--x"], "sample_prompt needs a value (see --help); with a dash first: --train."),
+        (["--data.source", "\udcfc"], ": PYTHONUTF8=1 or LANG=C.UTF-8 set UTF-8"),
         (["nowhere.toml"], "nowhere.toml: cannot be read as TOML in UTF-8: No such file or directory; to train on"),
         (["tests"], "in UTF-8: Is a directory; to train on a text: --data.source tests"),
         (["README.md"], "README.md: cannot be read as TOML in UTF-8: Expected '=' after a key"),
@@ -170,9 +175,10 @@ def test_a_path_may_begin_in_the_home_folder_and_is_not_empty(option: str, monke
         if name:
             (tmp_path / "a.toml").write_text(f"[{table}]\n{name} = '{value}'\n")
             assert parse(Config, [f"--{option}={value}"]) == parse(Config, [], tmp_path / "a.toml")
-        return parse(Config, [value] if option == "config" else [f"--{option}", value])
+        return parse(Config, [value] if option == "config" else [f"--{option}={value}"])
 
-    for value, path in (("~/a", "/some/home/a"), ("None", "None")):
+    paths = {"~/a": "/some/home/a", "None": "None"}
+    for value, path in (paths | ({"-a": os.path.abspath("-a")} if name else {})).items():
         found = getattr(given(value), table)
         assert str(getattr(found, name) if name else found) == path
     with pytest.raises(UserError, match=rf"(?i){option}.*: expected PATH, got an empty text"):
@@ -214,3 +220,22 @@ def test_a_pipe_has_each_line_at_once_and_what_is_closed_is_not_needed(monkeypat
     monkeypatch.setattr(sys, "stdout", None)
     run_script(lambda: print("a line"))
     sys.stdout.close()
+
+
+def test_what_is_full_closed_or_missing_is_one_sentence(run, monkeypatch, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from cli.script import run_script; run_script(lambda: print('a line'))"]
+    if os.path.exists("/dev/full"):  # on Linux
+        with open("/dev/full", "w") as full:
+            ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert ended.returncode == 2 and re.fullmatch(r"-c: .*No space left on device\n", ended.stderr)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "there is no standard input to read a text from" in run(sample, "out/x", "--prompt", "-").err
+    assert "checkpoint needs a value (see --help); with a dash first: ./--x" in run(sample, "-run").err
+    assert run(sample).err.startswith("sample.py: PATH is missing: A checkpoint, a run directory")
+
+    def full(*inspections: object) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    monkeypatch.setattr("inspection.page.render", full)
+    with pytest.raises(UserError, match=re.escape(f"cannot write {tmp_path / 'a.html'}: the disk is full")):
+        save(tmp_path / "a.html", [None])

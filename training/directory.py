@@ -43,10 +43,11 @@ def best_validation(lines: list[dict], checkpoints: list[Path]) -> dict | None:
 
 def command(script: str, directory: Path) -> str:
     """Return a command line that runs a script on a run directory; train.py goes on with the run."""
-    launcher = ""
-    if script == "train.py" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        launcher = f"-m torch.distributed.run --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 'gpu')} "
-    option = " --resume" if script == "train.py" else ""
+    launcher = option = ""
+    if script == "train.py":
+        option = " --resume"
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            launcher = f"-m torch.distributed.run --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 'gpu')} "
     return f"{how_to_run(script, launcher)}{option} {shlex.quote(str(directory))}"
 
 
