@@ -177,8 +177,8 @@ def config_from_huggingface(content: dict) -> GPTConfig:
     family = content.get("model_type", content.get("_class_name"))  # the latter in a config.json of diffusers
     if not isinstance(family, str) or family not in EXPORTS:
         raise UserError(
-            f"config.json has model_type {family!r:.60}, this version reads {', '.join(EXPORTS)}: "
-            "inspect_attention.py opens others by transformers"
+            f"config.json has model_type {family!r:.60}, this version reads {', '.join(EXPORTS)} "
+            "(inspect_attention.py asks transformers to open others)"
         )
     if quantized := content.get("quantization_config"):
         raise UserError(f"config.json has quantized weights, {quantized!r:.60}: give the model that they were made of")

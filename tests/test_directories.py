@@ -141,7 +141,7 @@ def test_what_is_no_model_is_named(run, here: Path, monkeypatch, change, place: 
         ({"model_type": 999 * "x"}, f"model_type '{59 * 'x'}, this version reads"),
         ({"hidden_act": 999 * "x", "model_type": "llama"}, f"hidden_act = '{59 * 'x'}, a llama of"),
         ({"quantization_config": {"quant_method": "awq"}}, "has quantized weights, {'quant_method': 'awq'}: give the"),
-        ({"model_type": None, "_class_name": "UNet"}, "nanochat: inspect_attention.py opens others by transformers\n"),
+        ({"model_type": None, "_class_name": "UNet"}, "nanochat (inspect_attention.py asks transformers to open"),
         ({"n_layer": 999 * "x"}, f"n_layer must be a whole number from 1 to 512, got '{59 * 'x'}\n"),
     ],
 )
