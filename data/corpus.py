@@ -13,7 +13,8 @@ import numpy as np
 from data import errors_as_user_error
 from data.encoding import Tokenizer
 from data.tokenizer import TOKENIZER_JSON, load_tokenizer
-from errors import UserError, read_small
+from errors import UserError
+from files import read_small
 
 SPLITS = ("train", "val")
 

@@ -27,7 +27,8 @@ from data.encoding import Tokenizer
 from data.token_files import has_token_files, open_token_files
 from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer
-from errors import UserError, read_small
+from errors import UserError
+from files import read_small
 
 FORMAT = 3  # raised when a source is read in another way than before: then it is prepared again
 PREPARED = Path(__file__).parent / "prepared"

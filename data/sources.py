@@ -28,7 +28,8 @@ from textwrap import shorten
 from typing import BinaryIO, TextIO
 
 from data import errors_as_user_error
-from errors import UserError, refuse_pointer
+from errors import UserError
+from files import refuse_pointer
 
 PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of stack
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts

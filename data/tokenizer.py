@@ -30,7 +30,8 @@ from data.encoding import (
     split_into_bytes,
     to_bytes,
 )
-from errors import UserError, read_small
+from errors import UserError
+from files import read_small
 
 GENERATION_CONFIG = "generation_config.json"
 # Where publishers say what ends a text, in the order in which it counts: file -> key. bos_token_id is there too.

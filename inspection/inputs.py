@@ -17,7 +17,8 @@ from data.encoding import TOKENIZER_JSON, HubTokenizer, Tokenizer
 from data.known import record_of
 from data.prepare import find_prepared, prepare
 from data.tokenizer import load_tokenizer
-from errors import UserError, read_small
+from errors import UserError
+from files import read_small
 from inspection.decoder import device_of, evaluating, read
 from inspection.heads import PROBE_LENGTH, RepeatProbe, repeat_probe
 from inspection.kinds import Head

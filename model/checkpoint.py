@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, read_small
+from errors import UserError
+from files import read_small
 from model.elsewhere import HUB_NAME, download, parse_json, read_json, refuse_others
 
 FORMAT = 3

@@ -10,7 +10,8 @@ from functools import cache, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from errors import UserError, read_small, refuse_pointer
+from errors import UserError
+from files import read_small, refuse_pointer
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 PATIENCE = 10  # seconds that the hub has for its first answer

@@ -12,7 +12,8 @@ import tomli_w
 from cli.options import parse
 from data.config import DataConfig
 from data.known import record_of
-from errors import UserError, read_small
+from errors import UserError
+from files import read_small
 from model import GPTConfig, ModelConfig
 from model.checkpoint import STEP, find_checkpoint
 from model.device import resolve_device
