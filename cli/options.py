@@ -116,7 +116,10 @@ def options_in(file: Path) -> list[str]:
     """Return the tables of a TOML file as command line options."""
     try:
         with open(file, encoding="utf-8-sig") as opened:  # perhaps a pipe, or gigabytes of text
-            tables = tomllib.loads(opened.read(MOST_LETTERS))
+            text = opened.read(MOST_LETTERS)
+        if len(text) == MOST_LETTERS:
+            raise ValueError("it is too long")
+        tables = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         reason = f"cannot be read as TOML in UTF-8: {getattr(error, 'strerror', None) or error!s:.100}"
         raise UserError(f"{reason}; to train on a text: --data.source {shlex.quote(str(file))}") from None

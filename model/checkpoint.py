@@ -18,7 +18,7 @@ from typing import Any
 
 from errors import UserError
 from files import read_small
-from model.elsewhere import HUB_NAME, download, parse_json, read_json, refuse_others
+from model.elsewhere import HUB_NAME, download, parse_json, refuse_others
 
 FORMAT = 3
 TRAINER = "trainer.json"
@@ -33,12 +33,13 @@ class Checkpoint:
     directory: Path
     manifest: dict = field(default_factory=dict)
     """The content of manifest.json; empty for a model from elsewhere."""
+    trainer_json: bytes = b"{}"
+    """The content of trainer.json, read once."""
 
     @property
     def trainer(self) -> dict:
         """The state of the training; empty for a model from elsewhere. Raises UserError if it cannot be read."""
-        path = self.directory / TRAINER
-        return read_json(path) if path.is_file() else {}
+        return parse_json(self.directory / TRAINER, self.trainer_json)
 
     @property
     def causal(self) -> str | None:
@@ -94,7 +95,8 @@ def verify(directory: Path) -> Checkpoint:
         if STEP.fullmatch(directory.name):
             raise UserError(f"{directory} has no manifest.json: it was not written to the end")
         refuse_others(directory, str(directory))
-        return Checkpoint(directory)
+        trainer = directory / TRAINER
+        return Checkpoint(directory, {}, read_small(trainer) if trainer.is_file() else b"{}")
     content = read_small(path)
     manifest = parse_json(path, content)
     if manifest.get("format") != FORMAT:
@@ -104,15 +106,21 @@ def verify(directory: Path) -> Checkpoint:
     if with_own_hash(manifest) != content or not isinstance(files, dict):
         raise UserError(f"{path} is damaged: its SHA-256 is not the one in it")
     found = {path.name for path in directory.glob("[!.]*")} - {"manifest.json", CARD}  # not .DS_Store
+    trainer = b"{}"
     for name in sorted(found | files.keys()):
         path = directory / name  # which is only opened if it was found in the directory
         if name not in files:
             raise UserError(f"{directory} has {name!r:.60}, which is not in the manifest: it does not belong there")
         if name not in found or path.is_symlink() or not path.is_file():
             raise UserError(f"{directory} has no {name!r:.60} as a file of its own, which is in the manifest")
-        if {"size": path.stat().st_size, "sha256": sha256(path)} != files[name]:
+        if name == TRAINER:
+            trainer = read_small(path)
+            digest = hashlib.sha256(trainer).hexdigest()
+        else:
+            digest = sha256(path)
+        if {"size": path.stat().st_size, "sha256": digest} != files[name]:
             raise UserError(f"{name!r} in {directory} is damaged: its size or SHA-256 is not the one in the manifest")
-    return Checkpoint(directory, manifest)
+    return Checkpoint(directory, manifest, trainer)
 
 
 def nested(content: object, *keys: str) -> Any:
