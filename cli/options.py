@@ -92,7 +92,7 @@ REWORDED = {  # a part of a message of tyro -> ours
     r"^invalid choice (.{,60}).* for argument '(\S+)'\. Expected (.*)\((.*)\)\.$": r"\2: expected \3\4, got \1",
     r"^Missing value for argument '(?:-\w/)?(-\S+)'.*": r"\1 needs a value (see --help); with a dash first: \1=--x",
     r"^Missing value for argument '(\S+)'.*": r"\1 needs a value (see --help); with a dash first: ./--x",
-    r"no type matching \{None\}\|(\S+) could be instantiated from \['([^']{,60}).*": r"expected \1, got '\2'",
+    r"no type matching \{None\}\|(\S+) could be instantiated from \[['\"]([^'\"]{,60}).*": r"expected \1, got '\2'",
     r"^Missing from .*\.py: (\S+)": r"\1 is missing:",
 }
 
@@ -122,7 +122,9 @@ def options_in(file: Path) -> list[str]:
         tables = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         reason = f"cannot be read as TOML in UTF-8: {getattr(error, 'strerror', None) or error!s:.100}"
-        raise UserError(f"{reason}; to train on a text: --data.source {shlex.quote(str(file))}") from None
+        if file.suffix.lower() != ".toml":
+            reason += f"; to train on a text: --data.source {shlex.quote(str(file))}"
+        raise UserError(reason) from None
     options = []
     for table, content in tables.items():
         if not isinstance(content, dict):

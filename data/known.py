@@ -1,4 +1,4 @@
-"""Know the configurations of runs that this copy of tril has written, from those that came from elsewhere."""
+"""Tell configurations that this copy of tril has written from those that came from elsewhere."""
 
 import hashlib
 from contextlib import suppress
@@ -16,6 +16,7 @@ def remember(content: bytes) -> None:
     """Create the record of a content, where data/prepared can be written to."""
     record = record_of(content)
     with suppress(OSError):
-        disk.make_directories(record.parent)
+        record.parent.mkdir(parents=True, exist_ok=True)
         record.touch()
         disk.sync(record.parent)  # a run is known after a power cut, too
+        disk.sync(prepare.PREPARED)

@@ -23,7 +23,7 @@ from filelock import FileLock
 from data import disk, sources
 from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
-from data.encoding import Tokenizer
+from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.token_files import has_token_files, open_token_files
 from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer
@@ -82,12 +82,13 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
     tokenizer: the configured one, as `find_tokenizer` returns it, here and in the functions below.
     """
     corpus = open_corpus(Path(config.source))
-    is_same = corpus.tokenizer.files == tokenizer.files if tokenizer else corpus.meta["tokenizer"] == config.tokenizer
+    name = corpus.meta["tokenizer"]
+    is_same = name == config.tokenizer
+    if tokenizer:  # other files of it may be of another version
+        one, other = ((each.files[TOKENIZER_JSON], each.document_start) for each in (corpus.tokenizer, tokenizer))
+        is_same = one == other
     if not is_same:
-        raise UserError(
-            f"{config.source} was prepared with --data.tokenizer {corpus.meta['tokenizer']:.200}, "
-            f"not {config.tokenizer}"
-        )
+        raise UserError(f"{config.source} was prepared with --data.tokenizer {name:.200}, not {config.tokenizer}")
     return corpus
 
 

@@ -99,11 +99,9 @@ def find_files(source: str) -> tuple[list[Path], str]:
     elif os.path.exists(source):  # its name may hold characters of a glob
         found = walk(Path(source), HIDDEN, seen, left_out)
     else:
-        found = [
-            path
-            for path in sorted(set(matches(source, left_out)))
-            if not os.path.isdir(path) and is_usable(path, seen, left_out)
-        ]
+        matched = sorted(set(matches(source, left_out)))
+        left_out["folder"] += 0 if "**" in source else sum(map(os.path.isdir, matched))
+        found = [path for path in matched if not os.path.isdir(path) and is_usable(path, seen, left_out)]
     files = sorted(filter(Path.is_file, found))
     reasons = ", ".join(f"{number} {reason}" for reason, number in (+left_out).items())
     if not files:
@@ -181,6 +179,8 @@ def read_files(source: str, text_column: str) -> Iterator[Document]:
         if kind == ".tar":
             raise UserError(f"{path} is an archive: unpack it")
         parts = read_file(source, path, open_file, TABLES.get(kind, read_text), text_column)
+        if not os.path.getsize(path):
+            parts = [""]  # also of a kind that nothing can be read from
         yield from parts if kind in TABLES else [parts]
 
 

@@ -145,8 +145,8 @@ def load_tokenizer(place: Path) -> Tokenizer:
             continue
         files[name] = read_small(beside)
         # A config.json may be of something else. That of a model is read once more, and then its errors are shown.
-        refusal = errors_as_user_error(f"{beside} cannot be read")
-        with suppress(Exception) if name == "config.json" else refusal:
+        passed = UserError if name == "config.json" else ()
+        with suppress(passed), errors_as_user_error(f"{beside} cannot be read"):
             described[name] = dict(json.loads(files[name]))
             starts += [described[name].get("bos_token_id")]
             end = described[name].get(key)
@@ -167,10 +167,9 @@ def load_tokenizer(place: Path) -> Tokenizer:
     files.pop("config.json", None)  # is the model's
     # Kept with the tokenizer, this file alone says the start and all ends, in a corpus as in a checkpoint.
     starts += tokenizer.document_start[::-1]
-    start = next((token for token in starts if type(token) is int), None)
-    end, *others = tokenizer.ends or [None]
-    end = tokenizer.ends if others else end
-    generation = described[GENERATION_CONFIG] | {"bos_token_id": start, "eos_token_id": end}
+    start = next((token for token in starts if type(token) is int and token >= 0), None)
+    ends = tokenizer.ends if len(tokenizer.ends) > 1 else next(iter(tokenizer.ends), None)
+    generation = described[GENERATION_CONFIG] | {"bos_token_id": start, "eos_token_id": ends}
     files[GENERATION_CONFIG] = f"{json.dumps(generation, indent=2)}\n".encode()
     tokenizer.files = {TOKENIZER_JSON: content, **files}
     return tokenizer

@@ -82,7 +82,8 @@ def find_checkpoint(place: str | Path) -> Checkpoint:
 
 def step_directories(parent: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first."""
-    return sorted((path for path in parent.glob("*") if STEP.fullmatch(path.name)), reverse=True)
+    found = [path for path in parent.iterdir() if STEP.fullmatch(path.name)] if parent.is_dir() else []
+    return sorted(found, reverse=True)
 
 
 def verify(directory: Path) -> Checkpoint:

@@ -91,7 +91,8 @@ def refuse_others(path: Path, name: str, names: Iterable[str] | None = None) -> 
     names = names or [file.name for file in files]
     has_weights = fnmatch.filter(names, "model*.safetensors*")
     for file in files:
-        if (POINTERS.fullmatch(file.name) or not has_weights) and file.is_file():  # a pipe would be waited for
+        may_be_pointer = POINTERS.fullmatch(file.name) or not has_weights
+        if may_be_pointer and file.is_file() and 0 < file.stat().st_size < 1024:  # a pipe would be waited for
             refuse_pointer(file)
     if has_weights and "config.json" in names:
         tensor_files(path, "model")
@@ -119,8 +120,10 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
     """
     single = directory / f"{stem}.safetensors"
     index = directory / f"{stem}.safetensors.index.json"
-    paths = [index if not single.is_file() and any(directory.glob(f"{stem}-*.safetensors")) else single]
-    if index.is_file() and not single.is_file():
+    if single.is_file():
+        return [single]
+    paths = [index if any(directory.glob(f"{stem}-*.safetensors")) else single]
+    if index.is_file():
         places = read_json(index).get("weight_map")
         names = {str(name) for name in places.values()} if isinstance(places, dict) else {""}
         if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):

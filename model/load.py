@@ -122,12 +122,14 @@ def read_file(path: Path, shapes: Shapes) -> Tensors:
         with safe_open(path, "pt") as file:
             for stored in sorted(file.keys()):
                 # `transformers` saves a model without a head under names without the prefix of its body.
-                bare = WRAPPERS.sub("", stored)
-                name = next((prefix + bare for prefix in PREFIXES if prefix + bare in shapes), None)
+                names = [prefix + part for part in (stored, WRAPPERS.sub("", stored)) for prefix in PREFIXES]
+                name = next((name for name in names if name in shapes), None)
                 if name is None:
                     if UNUSED.search(stored):
                         continue
                     raise UserError(f"{path} has a tensor that is not expected: {stored!s:.60}")
+                if name in tensors:
+                    raise UserError(f"{path} has {name} twice, the second time as {stored!s:.60}")
                 header = file.get_slice(stored)
                 shape = tuple(header.get_shape())
                 kind = header.get_dtype()

@@ -234,6 +234,10 @@ def test_heads_and_prefixes_may_be_missing_and_files_elsewhere_not(tmp_path: Pat
     ):
         save_file({change(name): tensor for name, tensor in tensors.items()}, path)
         assert torch.equal(GPT.from_pretrained(path.parent)(idx), expected)
+    norm = "model.norm.weight"
+    save_file(tensors | {f"module.{norm}": tensors[norm].clone()}, path)
+    with pytest.raises(UserError, match=f"has {norm} twice, the second time as module.{norm}"):
+        GPT.from_pretrained(path.parent)
     path.unlink()
     index = path.with_name("model.safetensors.index.json")
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../../secret.safetensors")}))

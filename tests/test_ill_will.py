@@ -90,7 +90,17 @@ def test_a_strange_run_has_no_links(straight: Path, tmp_path: Path, name: str) -
     (straight / name).symlink_to(tmp_path / "target")
     assert resumed(straight).endswith("/corpus.txt")  # those in a run of one's own are followed
     said = resumed(strange(straight, source="stdlib"))
-    assert said.endswith(f"has a link, {straight / name}: replace it by what it points to")
+    assert f"has {straight / name}, a link or no file: remove it, or if you made it, replace it" in said
+
+
+def test_a_run_with_the_same_options_is_not_taken_for_ones_own(run, straight: Path) -> None:
+    config = straight / "config.toml"
+    began = config.read_bytes()
+    assert run(train, "--resume", straight, "--train.max_steps", 13).exit_code == 0  # writes one of its own
+    written = config.read_bytes()
+    assert began != written.replace(b"max_steps = 13", b"max_steps = 12") and resumed(straight).endswith("/corpus.txt")
+    config.write_bytes(written[: written.rindex(b"# ")])
+    assert "add this once" in resumed(straight)
 
 
 def test_a_large_configuration_is_not_parsed(straight: Path) -> None:

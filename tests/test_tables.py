@@ -205,7 +205,7 @@ def test_links_are_followed_once_and_nothing_is_left_out_in_silence(capsys: pyte
     Path("d/picture").write_bytes(b"\x89PNG")
     with pytest.raises(UserError, match=r"d/picture is not UTF-8 .*, such as 'd/\*\*/\*\.txt'$"):
         make("d/")
-    with pytest.raises(UserError, match=r"no text found at 'd/\.gi\*': give"):
+    with pytest.raises(UserError, match=r"no text found at 'd/\.gi\*' .left out: 1 folder.: give"):
         sources.find_files("d/.gi*")
 
 

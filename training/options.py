@@ -70,17 +70,18 @@ def read_resumed(argv: list[str], asked: Config) -> Config:
     content = read_small(file, MOST_CONFIG)
     config = parse(Config, [*argv, "--train.out_dir", str(directory)], file)
     if not record_of(content).exists():
-        unknown = "is of an earlier version, another copy of tril or another machine, or its config.toml was edited"
+        reason = "was begun by an earlier version, another copy of tril or another machine, or config.toml was edited"
         for path in [*directory.iterdir(), *directory.glob("checkpoints/*")]:
             if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                raise UserError(f"{directory} {unknown}, and has a link, {path}: replace it by what it points to")
+                advice = "remove it, or if you made it, replace it by what it points to"
+                raise UserError(f"{directory} {reason}, and has {path}, a link or no file: {advice}")
         options = []
         for option in OUTSIDE:
             value, given = map(attrgetter(option), (config, asked))
             if value != given and not re.fullmatch(r"data\.tokenizer (bytes|chars|model|bpe:\d+)", f"{option} {value}"):
                 options.append(f"--{option} {shlex.quote(str(value))}")
         if options:
-            raise UserError(f"{directory} {unknown}: to use what it asks for, add this once: {' '.join(options)}")
+            raise UserError(f"{directory} {reason}: to use what it asks for, add this once: {' '.join(options)}")
     return config
 
 

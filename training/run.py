@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +77,8 @@ class Run:
             raise UserError(f"{self.directory} is in use by another training process") from None
         if self.checkpoints != self.start.checkpoints:
             raise UserError(f"another training process has written to {self.directory} meanwhile")
-        content = to_toml(self.config).encode()
+        # With a random number, so that nobody else can have the same file.
+        content = f"{to_toml(self.config)}# {secrets.token_hex(16)}\n".encode()
         remember(content)
         disk.replace_file(self.directory / "config.toml", content)
         # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
