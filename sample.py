@@ -39,7 +39,8 @@ class Options:
     __doc__ = __doc__
 
     checkpoint: tyro.conf.Positional[PathText]
-    """A checkpoint, a run directory (its newest checkpoint), or a model OWNER/NAME of the Hugging Face hub."""
+    """A checkpoint, a run (its newest checkpoint), a model directory of `transformers`, or a model of the Hugging Face
+    hub, as OWNER/NAME or hf:OWNER/NAME."""
     prompt: str = ""
     """Text to continue; @FILE reads a file, - standard input. An empty text begins a document. Names of special tokens
     are ordinary text."""

@@ -145,7 +145,8 @@ def run_tyro(options: type[T], argv: list[str], defaults: T | None) -> T:
     page = io.StringIO()
     try:
         with contextlib.redirect_stderr(page), contextlib.redirect_stdout(exact_stdout()):  # --help may have colours
-            return tyro.cli(options, args=argv, default=defaults, use_underscores=True, registry=REGISTRY)
+            name = Path(sys.argv[0]).name
+            return tyro.cli(options, prog=name, args=argv, default=defaults, use_underscores=True, registry=REGISTRY)
     except SystemExit as stop:
         if not stop.code:
             raise  # --help

@@ -11,7 +11,7 @@ class DataConfig:
     """The text to learn from."""
 
     source: PathText = "stdlib"
-    """stdlib (the Python standard library); a file, folder or glob of text, JSON lines, CSV, TSV or Parquet;
+    """stdlib (the Python standard library); a file, folder or glob of text, JSON, CSV, TSV or Parquet;
     hf:NAME[:CONFIG][@REVISION] on the Hugging Face hub; a directory made by data.prepare, as it was made;
     or a folder or glob of datatrove's token files (.ds)."""
     tokenizer: PathText = "bpe:4096"
