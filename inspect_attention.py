@@ -44,8 +44,8 @@ class Options:
     )
 
     checkpoints: tyro.conf.Positional[tuple[PathText, ...]]
-    """A run (its newest checkpoint), a checkpoint, a model directory of `transformers`, or a model of the Hugging Face
-    hub, as OWNER/NAME or hf:OWNER/NAME; several checkpoints of one run make a timeline."""
+    """A run (its newest checkpoint), a checkpoint, a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on
+    their hub; several checkpoints of one run make a timeline."""
     text: str | None = None
     """Text to read; @FILE reads a file, - standard input. Left out: the model's validation text."""
     heads: tuple[str, ...] = ()

@@ -39,8 +39,8 @@ class Options:
     __doc__ = __doc__
 
     checkpoint: tyro.conf.Positional[PathText]
-    """A checkpoint, a run (its newest checkpoint), a model directory of `transformers`, or a model of the Hugging Face
-    hub, as OWNER/NAME or hf:OWNER/NAME."""
+    """A checkpoint, a run (its newest checkpoint), a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on
+    their hub."""
     prompt: str = ""
     """Text to continue; @FILE reads a file, - standard input. An empty text begins a document. Names of special tokens
     are ordinary text."""
