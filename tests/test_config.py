@@ -233,7 +233,7 @@ def test_what_is_full_closed_or_missing_is_one_sentence(run, monkeypatch, tmp_pa
     assert "there is no standard input to read a text from" in run(sample, "out/x", "--prompt", "-").err
     assert "checkpoint needs a value (see --help); with a dash first: ./--x" in run(sample, "-run").err
     assert run(sample).err.startswith("sample.py: PATH is missing: A checkpoint, a run (its newest")
-    assert run(sample).err.endswith("on their hub.\n")
+    assert run(sample).err.endswith("on their hub. (required)\n")
 
     def full(*inspections: object) -> None:
         raise OSError(errno.ENOSPC, "the disk is full")
