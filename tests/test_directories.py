@@ -249,7 +249,8 @@ def test_the_hub_may_be_silent_or_refuse(run, here, monkeypatch, name: str, name
 @pytest.mark.long
 def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        hub = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
         command = [sys.executable, ROOT / "sample.py", "nobody/nothing"]
         said = subprocess.run(command, cwd=tmp_path, env=os.environ | hub, capture_output=True, text=True, timeout=60)
     assert said.returncode == 2 and said.stderr.startswith("asking the hub for nobody/nothing\n")
