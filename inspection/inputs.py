@@ -191,13 +191,14 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
     """
     fingerprint = checkpoint.trainer.get("fingerprint")
     corpus = find_prepared(fingerprint)
-    with suppress(UserError, OSError, TypeError):
-        content = read_small(checkpoint.directory.resolve().parent.parent / "config.toml")
-        if corpus is None and record_of(content).exists():  # a run from elsewhere may name any folder
-            options = tomllib.loads(content.decode())["data"]
-            corpus = find_prepared(fingerprint, options["source"])
-            if corpus is None and "\n" in fingerprint:  # token files, whose tokenizer is beside the model
-                corpus = prepare(DataConfig(**options), fingerprint=fingerprint, model=checkpoint.directory)
+    if corpus is None:
+        with suppress(UserError, OSError, TypeError):
+            content = read_small(checkpoint.directory.resolve().parent.parent / "config.toml")
+            if record_of(content).exists():  # a run from elsewhere may name any folder
+                options = tomllib.loads(content.decode())["data"]
+                corpus = find_prepared(fingerprint, options["source"])
+                if corpus is None and "\n" in fingerprint:  # token files, whose tokenizer is beside the model
+                    corpus = prepare(DataConfig(**options), fingerprint=fingerprint, model=checkpoint.directory)
     if corpus is None:
         raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.script import visible
-
 WAIT_SECONDS = 15  # for wandb, at the start and at the end of a session; `wandb sync` sends later what is left then
 
 
@@ -56,7 +54,7 @@ class Tracker:
         )
         self.run = wandb.init(
             project="tril",
-            name=visible(directory.name),
+            name=directory.name,
             id=self.run_id,
             resume="allow",
             dir=directory.absolute(),
