@@ -8,7 +8,7 @@ Ways to run:
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
 
-First of all: --text, --heads, -o, --ablate, --device.
+First of all: --text, --heads, --view, -o, --ablate, --device.
 
 Without --text it reads the validation text, if that is on this machine.
 """
@@ -32,6 +32,7 @@ from inspection.inputs import choose_inputs
 from inspection.inspection import check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
 from inspection.metrics import METRICS
+from inspection.views import VIEWS, View
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 
@@ -51,6 +52,9 @@ class Options:
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""
+    view: View = "weights"
+    """What to draw of the --heads: weights, where they look; values, each weight times the length of what is moved;
+    says, the tokens that their output makes likeliest and unlikeliest."""
     ablate: Ablation | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
@@ -62,6 +66,8 @@ class Options:
     def __post_init__(self) -> None:
         if not self.checkpoints:
             raise UserError("which checkpoint? It comes first: inspect_attention.py out/quickstart --heads 0.1")
+        if self.view != "weights" and not self.heads:
+            raise UserError(f"--view {self.view} of which heads? Give some, as --heads 1.3")
         for path in self.output:
             check_output(path)
 
@@ -88,10 +94,15 @@ def inspect(options: Options) -> None:
                 if suffixes & {".html", ".npz"}:  # check now, not after the work
                     page.check_room(inputs, len(checkpoints) if writes_page else 1)
                 print(f"text:   {inputs.note}")
-                if probe := inputs.probe:
-                    drawn = f"{probe.repeat} random tokens of the {inputs.pool}"
-                    print(f"probe:  {len(probe.repeated)} x [start, {drawn}, the same again]")
-            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, writes_page)
+                if inputs.probe:
+                    print(f"probe:  {inputs.probe_note}")
+            found = measure(
+                model,
+                inputs,
+                name_of_model(checkpoint.directory),
+                options.ablate,
+                writes_page or options.view != "weights",
+            )
         inspections = [*inspections, found] if writes_page else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(f"        {found.verified}", flush=True)
@@ -101,13 +112,13 @@ def inspect(options: Options) -> None:
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
     heads = inputs.heads
     are_many = len(heads) > terminal.MOST_ROWS
-    in_table = terminal.best(found.scores.mean, heads) if are_many and not options.heads else heads
+    in_table = terminal.best(found.scores, heads) if are_many and not options.heads else heads
     print(found.table(in_table))
     if len(in_table) < len(heads):
         print(f'the table has {len(in_table)} of {len(heads)} heads; --heads "*.*" shows all, -o page.html draws them')
     for head in heads if options.heads and not are_many else []:
-        print(f"\nhead {name_of(head)}: a line is a query, a character is a key, in the order of the lines")
-        print(terminal.triangle(found.pattern(*head), inputs.labels, shutil.get_terminal_size().columns))
+        print(f"\nhead {name_of(head)}, {VIEWS[options.view]}")
+        print(found.drawing(head, options.view, shutil.get_terminal_size().columns))
     for output in options.output:
         print(f"wrote {output}")
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from data.tokenizer import load_tokenizer
 from inspection import capture, head_scores
-from inspection.inputs import make_probe, validation_texts
+from inspection.inputs import choose_inputs
 from inspection.kinds import KINDS, kind_of, name_of
 from inspection.plots import pool
 from model.checkpoint import find_checkpoint
@@ -62,9 +62,8 @@ def draw_run(run: Path) -> None:
     checkpoint = find_checkpoint(run)
     model = load_model(checkpoint).float()
     tokenizer = load_tokenizer(checkpoint.directory)
-    texts = validation_texts(checkpoint, model.config.context_length)
-    probe, _ = make_probe(tokenizer, tokenizer.vocab_size, texts, model.config.context_length)
-    scores = head_scores(model, texts, probe)
+    inputs = choose_inputs(model, None, tokenizer, (), checkpoint)
+    scores = head_scores(model, inputs.measured, inputs.probe)
     ids = tokenizer.document_start + tokenizer.encode(TEXT).tolist()
     with capture(model) as att:
         model(torch.tensor([ids]))
@@ -83,7 +82,7 @@ def draw_run(run: Path) -> None:
     for number, ax in enumerate(right.subplots(num_layers, num_heads).flat):
         head = divmod(number, num_heads)
         ax.imshow(pool(att.pattern(*head)[0], 1) ** 0.5, vmin=0, vmax=1, cmap="viridis")
-        kind, _ = kind_of(scores.mean, head)
+        kind = kind_of(scores, head).name
         where = "" if kind == "other" else f": {KINDS[kind].replace('the same', f'{chr(10)}the same')}"
         ax.set_title(f"{name_of(head)}{where}", fontsize=9)
         ax.set(xticks=[], yticks=[])

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cli.bars import progress_bar
+from data.encoding import Tokenizer
 from errors import UserError
 from inspection.decoder import device_of, evaluating, read, sequence_losses
 from inspection.kinds import Head
@@ -26,8 +28,9 @@ from model import GPT
 from model.causality import watched
 
 TOKENS_TOGETHER = 512  # short sequences are read together, up to so many tokens
-INFLUENCE_FLOPS = 5e11  # spent on influence on a CPU: about five seconds
+CPU_FLOPS = 5e11  # spent on each extra of a page on a CPU: about five seconds
 PROBE_LENGTH = 101  # tokens of a probe, if the context and its vocabulary allow: a start, and 50 twice
+PROBE_TOKENS = "probe_tokens"  # in trainer.json: tokens to draw a probe from
 ON_REPEATS = ("duplicate", "induction")  # the metrics that need a probe
 Ablation = Literal["zero", "mean"]  # what takes the place of a head's output
 
@@ -61,6 +64,21 @@ def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8, 
     return RepeatProbe(torch.cat((first, r, r), dim=1), torch.cat((first, r, other), dim=1))
 
 
+def make_probe(
+    tokenizer: Tokenizer | None, vocab_size: int, tokens: np.ndarray, context_length: int
+) -> RepeatProbe | None:
+    """Draw the probe of a model, the same wherever it is shown: from these tokens, or from the vocabulary if none.
+
+    A model may never have seen some tokens of its vocabulary. Special tokens are left out.
+    """
+    special = list(tokenizer.special_tokens.values()) if tokenizer else []
+    ordinary = np.setdiff1d(np.arange(vocab_size), special)
+    if len(tokens):
+        ordinary = np.intersect1d(tokens, ordinary)
+    start = (tokenizer.document_start if tokenizer else []) or ordinary.tolist()
+    return repeat_probe(torch.from_numpy(ordinary), start[-1], context_length)
+
+
 @dataclass(frozen=True)
 class HeadScores:
     """Metrics of all heads, sequence by sequence."""
@@ -69,6 +87,8 @@ class HeadScores:
     losses: Tensor  # (N,) mean cross-entropy of each text, in nats a token
     row_error: float  # the largest error of a row of weights against the kernel; nan if that was not verified
     tokens: Tensor  # (L, H), the token that the metric "token" is about
+    chance: Metrics  # metric -> (L, H), the score of a head that attends evenly to all it may see
+    rows: Metrics  # metric -> (L, H), the number of queries that it is a mean over
 
     @property
     def mean(self) -> Metrics:
@@ -92,8 +112,8 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
     losses = []
     row_errors = []
 
-    def measure_sequences(sequences: Tensor, repeat: int | None = None) -> Metrics:
-        """Return metric -> (N, L, H), and store the errors of rows and, of a text, the losses."""
+    def measure_sequences(sequences: Tensor, repeat: int | None = None) -> tuple[Metrics, Metrics]:
+        """Return metric -> (N, L, H) of the heads and of even ones; store errors of rows and, of a text, losses."""
         parts = []
         for idx in sequences.to(device_of(model)).split(max(1, TOKENS_TOGETHER // sequences.size(1))):
             with capture(model) as att:
@@ -105,22 +125,35 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
                 raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
             if verify:
                 row_errors.extend(att.verify().values())
-            parts.append(att.sequence_scores(repeat))
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            parts.append((att.sequence_scores(repeat), att.even_scores(repeat)))
+        scores, even = (
+            {name: torch.cat([part[name] for part in of]) for name in of[0]} for of in zip(*parts, strict=True)
+        )
+        return scores, even
 
+    N, T = text.shape
+    rows = {"previous": N * (T - 2), "current": N * (T - 1), "sink": N * (T - 1)}
     with evaluating(model):
-        samples = measure_sequences(text)
-        tokens, samples["token"] = most_attended(text.cpu(), samples.pop("received"))
+        samples, even = measure_sequences(text)
+        received = samples.pop("received")
+        tokens = most_attended(text.cpu(), received)
+        samples["token"], rows["token"] = share_of(tokens, text.cpu(), received)
+        even["token"], _ = share_of(tokens, text.cpu(), even.pop("received"))
         if probe is not None:
-            repeated = measure_sequences(probe.repeated, probe.repeat)
-            control = measure_sequences(probe.control, probe.repeat)
-            samples |= {name: repeated[name] for name in ON_REPEATS}
-            samples |= {f"{name}_control": control[name] for name in ON_REPEATS}
-    return HeadScores(samples, torch.cat(losses), max(row_errors, default=math.nan), tokens)
+            repeated, even_repeated = measure_sequences(probe.repeated, probe.repeat)
+            control, _ = measure_sequences(probe.control, probe.repeat)
+            for name in ON_REPEATS:
+                samples[name] = repeated[name]
+                samples[f"{name}_control"] = control[name]
+                even[name] = even_repeated[name]
+                rows[name] = len(probe.repeated) * probe.repeat
+    chance = {name: values.mean(0) for name, values in even.items()}
+    rows = {name: torch.as_tensor(number).expand_as(tokens) for name, number in rows.items()}
+    return HeadScores(samples, torch.cat(losses), max(row_errors, default=math.nan), tokens, chance, rows)
 
 
-def most_attended(text: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the token of a text (N, T) that gets most of each head's attention, (L, H), and its share, (N, L, H).
+def most_attended(text: Tensor, received: Tensor) -> Tensor:
+    """Return the token of a text (N, T) that gets most of each head's attention, (L, H).
 
     received: the mean weight of each key, (N, L, H, T_key). The last T keys are the text.
     """
@@ -128,8 +161,19 @@ def most_attended(text: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
     tokens, numbers = text.unique(return_inverse=True)
     shares = received.new_zeros(*received.shape[:3], len(tokens))
     shares.scatter_add_(3, numbers[:, None, None].expand_as(received), received)
-    most = shares.mean(0).argmax(-1)
-    return tokens[most], shares.take_along_dim(most[None, ..., None], dim=3).squeeze(3)
+    return tokens[shares.mean(0).argmax(-1)]
+
+
+def share_of(tokens: Tensor, text: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight of one token for each head, where a query may see it, and the number of such queries.
+
+    tokens: (L, H); text and received: as in `most_attended`. Returns (N, L, H) and (L, H). A text counts as much as it
+    has such queries.
+    """
+    N, T = text.shape
+    is_token = text[:, None, None] == tokens[..., None]  # (N, L, H, T)
+    rows = is_token.cumsum(-1)[..., 1:].bool().sum((0, -1))
+    return (received[..., -T:] * is_token).sum(-1) * (N * (T - 1) / rows), rows
 
 
 def as_json(scores: HeadScores) -> dict[str, list[list[float | None]]]:
@@ -179,27 +223,31 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
     return rises
 
 
+def affordable_rows(T: int, flops_per_row: float, device: torch.device) -> Tensor:
+    """Return the rows of T to compute: all; on a CPU so many as CPU_FLOPS allow, evenly spread, the last among them."""
+    num_rows = T if device.type == "cuda" else min(T, max(1, int(CPU_FLOPS // flops_per_row)))
+    return torch.linspace(T - 1, 0, num_rows).long()
+
+
 def influence(model: nn.Module, idx: Tensor) -> Tensor:
     """Measure how much tokens influence a prediction: the gradient of its log-probability by their embeddings.
 
     idx is (1, T). Returns the norms of the gradients (Simonyan et al. 2014) as shares of their sum, (T, T), a row for
-    each of the `predictions`. On a CPU only as many rows are computed as INFLUENCE_FLOPS allow, evenly spread, the last
-    among them; the others are nan. All are if there is no gradient, as in a model whose tokens no nn.Embedding reads,
-    or one with a kernel that has no derivative.
+    each of the `predictions`. Rows that are not of `affordable_rows` are nan. All are if there is no gradient, as in a
+    model whose tokens no nn.Embedding reads, or one with a kernel that has no derivative.
     """
     idx = idx.to(device_of(model))
     T = idx.size(1)
     shares = torch.full((T, T), torch.nan)
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
-    num_rows = T if idx.device.type == "cuda" else min(T, max(1, int(INFLUENCE_FLOPS // flops_per_row)))
-    rows = torch.linspace(T - 1, 0, num_rows).int()
+    rows = affordable_rows(T, flops_per_row, idx.device)
     hidden = []
     with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded:
         logits = read(model, idx, rows.to(idx.device), hidden)
         if not embedded or not logits.requires_grad:
             return shares
         source = hidden[0] if hidden else logits  # through the head all predictions go at once
-        of_source = rows.tolist() if hidden else range(num_rows)
+        of_source = rows.tolist() if hidden else range(len(rows))
         likeliest = logits.float().softmax(-1).max(-1).values
         with suppress(NotImplementedError):  # a kernel without a derivative
             (towards,) = torch.autograd.grad(likeliest.log().sum(), source, retain_graph=True)

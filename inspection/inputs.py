@@ -20,7 +20,7 @@ from data.tokenizer import load_tokenizer
 from errors import UserError
 from files import read_small
 from inspection.decoder import device_of, evaluating, read
-from inspection.heads import PROBE_LENGTH, RepeatProbe, repeat_probe
+from inspection.heads import PROBE_LENGTH, PROBE_TOKENS, RepeatProbe, make_probe
 from inspection.kinds import Head
 from inspection.patterns import capture
 from inspection.terminal import label as visible_label
@@ -43,7 +43,7 @@ class Inputs:
     label: Callable[[int], str]  # of any token
     note: str  # describes `measured`
     probe: RepeatProbe | None
-    pool: str  # where the tokens of the probe come from
+    probe_note: str  # describes `probe`; empty without one
 
 
 def choose_inputs(
@@ -99,8 +99,14 @@ def choose_inputs(
         return f"⟦{name or token}⟧" if not name or token in tokenizer.special_tokens.values() else name
 
     labels = given[: len(ids)] or [label(token) for token in ids]
-    probe, pool = make_probe(tokenizer, vocab_size, measured, T or longest_probe(model, measured.size(1)))
-    return Inputs(chosen, measured, shown, labels, label, note, probe, pool)
+    with errors_as_user_error("expected ids of tokens for a probe in trainer.json"):
+        seen = np.array(checkpoint.trainer.get(PROBE_TOKENS, []) if checkpoint else [], dtype=np.int64).ravel()
+    probe = make_probe(tokenizer, vocab_size, seen, T or longest_probe(model, measured.size(1)))
+    probe_note = ""
+    if probe:
+        pool = "validation text" if len(seen) else "vocabulary"
+        probe_note = f"{len(probe.repeated)} x [start, {probe.repeat} random tokens of the {pool}, the same again]"
+    return Inputs(chosen, measured, shown, labels, label, note, probe, probe_note)
 
 
 @torch.no_grad()
@@ -205,18 +211,3 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
     T = min(T, len(tokens))
     starts = np.linspace(0, len(tokens) - T, min(NUM_TEXTS, len(tokens) // T), dtype=int)
     return torch.from_numpy(tokens[starts[:, None] + np.arange(T)]).long()
-
-
-def make_probe(
-    tokenizer: Tokenizer | None, vocab_size: int, text: Tensor, context_length: int
-) -> tuple[RepeatProbe | None, str]:
-    """Draw a probe from the tokens of the text if they are many, because a model may never have seen the others.
-
-    Returns the probe, and the name of what its tokens were drawn from.
-    """
-    special = list(tokenizer.special_tokens.values()) if tokenizer else []
-    ordinary = np.setdiff1d(np.arange(vocab_size), special)
-    seen = np.intersect1d(text, ordinary)
-    start = (tokenizer.document_start if tokenizer else []) or ordinary.tolist()
-    tokens, pool = (seen, "text") if 2 * len(seen) > min(len(ordinary), 200) else (ordinary, "vocabulary")
-    return repeat_probe(torch.from_numpy(tokens), start[-1], context_length), pool

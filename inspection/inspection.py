@@ -11,9 +11,9 @@ Shapes are named as in model/attention.py.
 
 import html
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,12 +28,15 @@ from inspection.heads import Ablation, HeadScores, ablate, head_scores, influenc
 from inspection.inputs import Inputs, choose_inputs
 from inspection.kinds import Head
 from inspection.patterns import Captured, capture
-from inspection.terminal import in_words, table
+from inspection.terminal import in_words, sayings, table, triangle
+from inspection.views import Said, View, moved_lengths, residual_of, say
 from model.checkpoint import STEP, Checkpoint, find_checkpoint, nested
 from model.device import autocast, dtype_name, find_device, is_fast
 from model.foreign import load_decoder
 
 FORMATS = (".html", ".png", ".svg", ".npz")
+NO_LENGTHS = "the output projection of this model was not seen, so what its heads move is not known"
+NO_SAYINGS = "what a head says is known for models of our four families only"
 FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 60rem; border: 0"></iframe>'
 
 
@@ -48,6 +51,8 @@ class Inspection:
     att: Captured  # queries and keys of the text that is shown, (1, T)
     influence: Tensor | None = None  # (T, T), rows of nan were not computed
     predictions: Sequence[tuple[str, float]] = ()  # at each of the T tokens the likeliest next one and its probability
+    lengths: Tensor | None = None  # (L, H, T), of what each head moves from each key; None if that is not known
+    said: Mapping[Head, Said] = field(default_factory=dict)  # what each head makes likely; empty if that is not known
 
     @property
     def loss(self) -> float:
@@ -59,10 +64,32 @@ class Inspection:
         weights = self.att.pattern(layer, head)[0].cpu()
         return weights[:, -len(weights) :]
 
+    def values(self, layer: int, head: int) -> Tensor:
+        """Return the weights of a head times the lengths of what it moves from each key: (T, T).
+
+        Raises UserError if the lengths are not known.
+        """
+        if self.lengths is None:
+            raise UserError(NO_LENGTHS)
+        return self.pattern(layer, head) * self.lengths[layer, head]
+
     def table(self, heads: Sequence[Head] = ()) -> str:
         """Format a line for each of these heads, by default of all that are shown, and one for each kind."""
         lines = table(self.scores, heads or self.inputs.heads, self.inputs.label)
         return f"{lines}\n\n{in_words(self.scores, self.inputs.heads, self.inputs.label)}"
+
+    def drawing(self, head: Head, view: View = "weights", width: int = 80) -> str:
+        """Draw a view of one head in characters, for a terminal of so many columns.
+
+        Raises UserError if the view is not known of this model.
+        """
+        labels = self.inputs.labels
+        if view == "says":
+            if not self.said:
+                raise UserError(NO_SAYINGS)
+            return sayings(self.said[head], labels, self.inputs.label)
+        shown = self.pattern(*head) if view == "weights" else self.values(*head)
+        return triangle(shown if view == "weights" else shown / shown.max(), labels, width)
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).
@@ -175,12 +202,17 @@ def measure(
     if ablation:
         scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
     idx = inputs.shown.to(device_of(model))
-    with evaluating(model), torch.no_grad(), capture(model) as att:
+    capturing = capture(model, with_values=with_page)
+    with evaluating(model), torch.no_grad(), residual_of(model) as residual, capturing as att:
         read(model, idx, slice(1))
     row_error = max(scores.row_error, *att.verify().values())
     shares = None
     guesses = []
+    lengths = None
+    said = {}
     if with_page:
+        lengths = moved_lengths(att)
+        said = say(model, att, residual[0], inputs.heads) if residual else {}
         shares = influence(model, idx)
         guesses = [(inputs.label(token), probability) for token, probability in predictions(model, idx)]
     q = att[0][0]
@@ -193,6 +225,8 @@ def measure(
         att=att,
         influence=shares,
         predictions=guesses,
+        lengths=lengths if lengths is None else lengths[..., -idx.size(1) :],
+        said=said,
     )
 
 

@@ -1,12 +1,21 @@
 """Kinds of heads: what a head does on the texts that were measured, and which heads to look at first.
 
-A head's kind is the first in KINDS whose score reaches LEAST. Induction comes first and the first token late, because a
-head that has nothing to do rests on the first token (Xiao et al. 2023), and most heads do so on most texts.
+A head is of the first of KINDS whose score stands out from chance, which is the score of a head that attends evenly.
+Induction comes first and the first token late, because a head that has nothing to do rests on the first token (Xiao et
+al. 2023), and most heads do so on most texts.
 """
 
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from inspection.metrics import METRICS, Metrics
+import torch
+from torch import Tensor
+
+from inspection.metrics import METRICS
+
+if TYPE_CHECKING:
+    from inspection.heads import HeadScores  # which imports this file
 
 Head = tuple[int, int]  # layer and head, both from zero
 Heads = Sequence[Head]
@@ -19,8 +28,16 @@ KINDS = {  # metric, or "other" -> where a head of this kind looks
     "token": "one token",
     "other": "nowhere in particular",
 }
-LEAST = 0.2  # the least score of a head of a kind
-EVEN = 0.95  # a head of this entropy or more attends to everything alike, and is of no kind
+LEAST = 0.2  # of the way from chance to 1: the least score of a head of a kind
+RARE = 100  # among so many heads that look at a random key in each row, fewer than one has such a score by luck
+
+
+class Kind(NamedTuple):
+    """What a head does: a key of KINDS, its score, and the score by chance. For "other" the score is 1 - entropy."""
+
+    name: str
+    score: float
+    chance: float
 
 
 def name_of(head: Head) -> str:
@@ -28,23 +45,34 @@ def name_of(head: Head) -> str:
     return f"{head[0]}.{head[1]}"
 
 
-def kind_of(mean: Metrics, head: Head) -> tuple[str, float]:
-    """Return the kind of a head, a key of KINDS, and its score. For "other" the score is one minus the entropy.
+def kind_of(scores: "HeadScores", head: Head) -> Kind:
+    """Return the kind of a head. A metric with a control has to stand out from its control as well."""
+    mean = scores.mean
+    for name in KINDS:
+        if name not in scores.rows:  # "other", or without a probe
+            continue
+        chance = scores.chance[name][head]
+        control = mean.get(f"{name}_control", scores.chance[name])[head]
+        if stands_out(mean[name][head], torch.maximum(chance, control), scores.rows[name][head]):
+            return Kind(name, mean[name][head].item(), chance.item())
+    return Kind("other", 1 - mean["entropy"][head].item(), 0.0)
 
-    mean: metric -> (L, H), as in `HeadScores`. A metric with a control has to exceed its control by LEAST.
+
+def stands_out(score: Tensor, chance: Tensor, rows: Tensor) -> bool:
+    """Return whether a score is far above chance, and too high for luck.
+
+    Of heads that look at a random key in each of so many rows, a share of at most exp(-rows * divergence) has such a
+    score by luck (Hoeffding 1963, theorem 1). The divergence is that of Kullback and Leibler. On a text of a few tokens
+    no score is too high for luck.
     """
-    scores = {name: values[head].item() for name, values in mean.items()}
-    entropy = scores["entropy"]
-    if entropy < EVEN:
-        for kind in KINDS:
-            if scores.get(kind, 0.0) - scores.get(f"{kind}_control", 0.0) >= LEAST:
-                return kind, scores[kind]
-    return "other", 1 - entropy
+    score = score.clamp(max=1)  # rounding may exceed it
+    divergence = torch.xlogy(score, score / chance) + torch.xlogy(1 - score, (1 - score) / (1 - chance))
+    return bool((score - chance >= LEAST * (1 - chance)) & (score > chance) & (rows * divergence >= math.log(RARE)))
 
 
-def tag(kind: str, score: float) -> str:
-    """Return the title of a kind and a score in a few characters, as "prev .81"; empty for "other"."""
-    return "" if kind == "other" else f"{METRICS[kind][0]} {short(score)}"
+def tag(kind: Kind) -> str:
+    """Return the title of a kind and the score in a few characters, as "prev .81"; empty for "other"."""
+    return "" if kind.name == "other" else f"{METRICS[kind.name][0]} {short(kind.score)}"
 
 
 def short(score: float) -> str:
@@ -52,13 +80,10 @@ def short(score: float) -> str:
     return f"{score:.2f}".removeprefix("0")
 
 
-def by_kind(mean: Metrics, heads: Heads) -> dict[str, list[tuple[Head, float]]]:
-    """Group heads, each with its score, by kind; the highest score first. Kinds without a head are left out.
-
-    mean: as in `kind_of`.
-    """
-    groups = {kind: [] for kind in KINDS}
+def by_kind(scores: "HeadScores", heads: Heads) -> dict[str, list[tuple[Head, Kind]]]:
+    """Group heads by kind; the highest score first. Kinds without a head are left out."""
+    groups = {name: [] for name in KINDS}
     for head in heads:
-        kind, score = kind_of(mean, head)
-        groups[kind].append((head, score))
-    return {kind: sorted(group, key=lambda found: -found[1]) for kind, group in groups.items() if group}
+        kind = kind_of(scores, head)
+        groups[kind.name].append((head, kind))
+    return {name: sorted(group, key=lambda found: -found[1].score) for name, group in groups.items() if group}

@@ -2,8 +2,9 @@
 
 Row i of A is the query at position i; it can attend to the i + 1 keys 0..i. Entropy follows Zhai et al. 2023, but is
 divided by each row's own maximum; distance follows Vig and Belinkov 2019; sink Xiao et al. 2023; induction Olsson et
-al. 2022. A head that attends evenly has entropy 1, distance (T - 1) / 4, sink and current of (H_T - 1) / (T - 1), where
-H_n is the n-th harmonic number, and previous of (H_T - 3 / 2) / (T - 2). Shapes are named as in model/attention.py.
+al. 2022. Of a head that attends evenly, which is what chance is, entropy is 1, distance (T - 1) / 4, sink and current
+(H_T - 1) / (T - 1), where H_n is the n-th harmonic number, and previous (H_T - 3 / 2) / (T - 2). Shapes are named as in
+model/attention.py.
 """
 
 from collections import defaultdict
@@ -20,7 +21,7 @@ METRICS = {  # name -> title and format in a table, and definition; A_ij is the 
     "sink": ("sink", ".2f", "weight of the first token, A_i0, for i >= 1 (row 0 has no choice)"),
     "current": ("self", ".2f", "weight of the token itself, A_ii, for i >= 1"),
     "previous": ("prev", ".2f", "weight of the token before, A_i,i-1, for i >= 2 (before token 1 is the first token)"),
-    "token": ("token", ".2f", "weight of the one token of the text that gets most, wherever it stands, for i >= 1"),
+    "token": ("token", ".2f", "weight of the one token that gets most, for the queries from its first place on"),
     "duplicate": ("dup", ".2f", "on [start, r_1..r_L, r_1..r_L]: weight of a token's first copy, from the second"),
     "induction": ("ind", ".2f", "on the same tokens: weight of the token after its first copy, the one to predict"),
     "induction_control": ("(ctrl)", ".2f", "induction on [start, r, r'], where nothing repeats; duplicate_control too"),

@@ -13,7 +13,7 @@ as in model/attention.py.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
 
@@ -56,12 +56,45 @@ class Call:
     mask: Tensor | None  # broadcasts to (B, H, T_query, T_key): bool, or numbers to add to the scores; None: triangle
     scale: float | None  # None: 1 / sqrt(D)
     kernel: Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> output (B, H, T_query, width of a value)
+    values: Tensor | None  # (B, n_kv_head, T_key, width of a value), if they were asked for
 
     def rows(self, start: int, end: int, num_keys: int) -> Tensor:
         """Return the mask of the queries from `start` to `end` and the first keys: (..., queries, num_keys)."""
         if self.mask is not None:
             return self.mask[..., start:end, :num_keys]
         return torch.ones(end - start, num_keys, dtype=torch.bool, device=self.q.device).tril(start)
+
+    def blocks(self, head: int | None = None) -> Iterator[Tensor]:
+        """Yield the attention weights of all heads or of one; see `Captured.blocks`."""
+        q = self.q
+        k = repeat_kv(self.k, q)
+        if head is not None:
+            q = q[:, head, None]
+            k = k[:, head, None]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        weights_per_query = q.size(0) * q.size(1) * k.size(2)
+        height = max(1, BLOCK_SIZE // weights_per_query)
+        before = k.size(2) - q.size(2)  # keys before the first query: the queries are the last positions of their keys
+        for start in range(0, q.size(2), height):
+            queries = q[:, :, start : start + height]
+            end = start + queries.size(2)
+            rows = self.rows(start, end, before + end)
+            if head is not None and rows.dim() > 2 and rows.size(-3) > 1:
+                rows = rows[..., head, None, :, :]
+            if rows.dtype != torch.bool:
+                rows = rows.to(wide)
+            with exact_products(q.device):
+                weights = attention_weights(queries.to(wide), k[:, :, : before + end].to(wide), rows, self.scale)
+            if self.mask is not None and (blind := ~visible(rows).any(-1, keepdim=True)).any():
+                weights = weights.masked_fill(blind, 0.0)
+            yield weights
+
+    def even(self) -> "Call":
+        """Return this call with heads that attend evenly to all keys they may see: one for each mask of its own."""
+        mask = self.mask if self.mask is None else visible(self.mask)[(None,) * (4 - self.mask.dim())]
+        shape = (1, 1) if mask is None else mask.shape[:2]
+        q = self.q.new_zeros(*shape, self.q.size(2), 1)
+        return replace(self, q=q, k=q.new_zeros(*shape, self.k.size(2), 1), mask=mask, scale=None)
 
 
 def visible(mask: Tensor) -> Tensor:
@@ -89,9 +122,12 @@ class Captured(TorchFunctionMode):
     Layers are these calls in their order. Layers and heads are numbered from zero; -1 is the last.
     """
 
-    def __init__(self, replace: Replace | None = None):
+    def __init__(self, replace: Replace | None = None, with_values: bool = False):
         super().__init__()
         self.replace = replace
+        self.with_values = with_values
+        self.output: Tensor | None = None  # of the last call, until it was seen in an output projection
+        self.projections: dict[int, Tensor] = {}  # layer -> weight of the output projection, (C, H * width of a value)
         self.calls: list[Call] = []
         self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
 
@@ -102,6 +138,8 @@ class Captured(TorchFunctionMode):
             names = func.__globals__ | {"has_torch_function": lambda _: False}
             with self:
                 return FunctionType(func.__code__, names, argdefs=func.__defaults__)(*args, **kwargs)
+        if func is F.linear and self.output is not None:
+            self.see_projection(*args[:2])
         output = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self.see(output, func, *args, **kwargs)
@@ -141,8 +179,19 @@ class Captured(TorchFunctionMode):
         k = key.detach()[:, :, :num_keys].to(dtype, copy=True)
         shape = (*value.shape[:2], num_keys, value.size(3))
         options = {"attn_mask": mask, "is_causal": mask is None, "scale": scale, "enable_gqa": enable_gqa}
-        self.calls.append(Call(q, k, shape, mask, scale, partial(function, **options)))
-        return output if self.replace is None else self.replace(len(self.calls) - 1, output)
+        values = value.detach()[:, :, :num_keys].to(dtype, copy=True) if self.with_values else None
+        self.calls.append(Call(q, k, shape, mask, scale, partial(function, **options), values))
+        if self.replace is not None:
+            output = self.replace(len(self.calls) - 1, output)
+        self.output = output if self.with_values else None
+        return output
+
+    def see_projection(self, x: Tensor, weight: Tensor) -> None:
+        """Store the weight of a linear layer if what it reads is the output of the last call, its heads joined."""
+        joined = self.output.transpose(1, 2).flatten(2)
+        if x.size(-1) == joined.size(-1) and x.numel() == joined.numel() and x.reshape(joined.shape).equal(joined):
+            self.projections[len(self.calls) - 1] = weight.detach()
+            self.output = None
 
     def shared(self, mask: Tensor) -> Tensor:
         """Return a copy of a mask, which a model may change later: one copy for the layers that share one."""
@@ -181,29 +230,7 @@ class Captured(TorchFunctionMode):
         A block is (B, H, queries, keys up to the last of these queries), in float32 (float64 for a float64 model). A
         query that its mask lets see nothing has weights of zero.
         """
-        call = self.call(layer)
-        q = call.q
-        k = repeat_kv(call.k, q)
-        if head is not None:
-            q = q[:, head, None]
-            k = k[:, head, None]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        weights_per_query = q.size(0) * q.size(1) * k.size(2)
-        height = max(1, BLOCK_SIZE // weights_per_query)
-        before = k.size(2) - q.size(2)  # keys before the first query: the queries are the last positions of their keys
-        for start in range(0, q.size(2), height):
-            queries = q[:, :, start : start + height]
-            end = start + queries.size(2)
-            rows = call.rows(start, end, before + end)
-            if head is not None and rows.dim() > 2 and rows.size(-3) > 1:
-                rows = rows[..., head, None, :, :]
-            if rows.dtype != torch.bool:
-                rows = rows.to(wide)
-            with exact_products(q.device):
-                weights = attention_weights(queries.to(wide), k[:, :, : before + end].to(wide), rows, call.scale)
-            if call.mask is not None and (blind := ~visible(rows).any(-1, keepdim=True)).any():
-                weights = weights.masked_fill(blind, 0.0)
-            yield weights
+        return self.call(layer).blocks(head)
 
     def patterns(self, layer: int, head: int | None = None) -> Tensor:
         """Return the attention weights before dropout of all heads of a layer, or of one: (B, H or 1, T_query, T_key).
@@ -217,6 +244,20 @@ class Captured(TorchFunctionMode):
     def pattern(self, layer: int, head: int) -> Tensor:
         """Return the weights of one head, (B, T_query, T_key): row = query, column = key. Raises as indexing does."""
         return self.patterns(layer, head)[:, 0]
+
+    def moved(self, layer: int, head: int) -> Tensor | None:
+        """Return what a head moves from each key to the queries that attend to it: (B, T_key, C) in float32.
+
+        That is f(x) = (x W^V + b^V) W^O of Kobayashi et al. (2020): the value through the head's part of the output
+        projection. The head's output is the mean of these by its weights. Returns None if no projection was seen: the
+        output has to be read by torch.nn.functional.linear, inside `capture(model, with_values=True)`.
+        """
+        if layer not in self.projections:
+            return None
+        call = self.call(layer)
+        weight = self.projections[layer].float()
+        values = repeat_kv(call.values.float(), call.q)[:, head]
+        return values @ weight.unflatten(1, (call.q.size(1), -1))[:, head].T
 
     def scores(self, repeat: int | None = None) -> Metrics:
         """Return the metrics of all heads, means over the sequences: metric -> (L, H).
@@ -234,6 +275,19 @@ class Captured(TorchFunctionMode):
         L, *_ = self.shape
         layers = [measure(self.blocks(layer), repeat) for layer in range(L)]
         return {name: torch.stack([scores[name] for scores in layers], dim=1) for name in layers[0]}
+
+    def even_scores(self, repeat: int | None = None) -> Metrics:
+        """Return the metrics of heads that attend evenly to all keys they may see, in the form of `sequence_scores`."""
+        L, B, H, _ = self.shape
+        found = {}  # by mask, which layers share
+        for call in self.calls:
+            if id(call.mask) not in found:
+                found[id(call.mask)] = measure(call.even().blocks(), repeat)
+        layers = [found[id(call.mask)] for call in self.calls]
+        return {
+            name: torch.stack([scores[name].expand(B, H, *scores[name].shape[2:]) for scores in layers], dim=1)
+            for name in layers[0]
+        }
 
     def verify(self) -> dict[int, float]:
         """Prove the weights of each layer against its kernel: return layer -> the largest error of a row.
@@ -285,7 +339,7 @@ class Captured(TorchFunctionMode):
 
 
 @contextmanager
-def capture(model: nn.Module, replace: Replace | None = None) -> Iterator[Captured]:
+def capture(model: nn.Module, replace: Replace | None = None, with_values: bool = False) -> Iterator[Captured]:
     """Capture the calls of the kernel while a model runs inside the `with` block.
 
     A forward pass replaces the one before. Outputs and gradients are the same as without capture, to the last bit. A
@@ -293,14 +347,16 @@ def capture(model: nn.Module, replace: Replace | None = None) -> Iterator[Captur
 
     replace: a function of a layer and the output of its kernel, before the output projection, that returns the output
         to go on with.
+    with_values: also store the values and find the output projections, for `Captured.moved`.
     """
-    captured = Captured(replace)
+    captured = Captured(replace, with_values)
     running = []  # the model itself, not one of its parts
 
     def begin(module: nn.Module, inputs: tuple) -> None:
         """Forget the forward pass before. A part may be run by itself, from tokens on, as `GPT.generate` does."""
         if module is model or not running:
             captured.calls.clear()
+            captured.projections.clear()
             captured.left_out.clear()
         if module is model:
             running.append(module)

@@ -15,6 +15,7 @@ from data import disk
 from data.corpus import Corpus
 from data.known import remember
 from errors import UserError
+from inspection.heads import PROBE_TOKENS
 from model import GPT
 from model.checkpoint import step_directories
 from model.huggingface import tensors_to_huggingface
@@ -26,6 +27,7 @@ from training.resume import Start
 from training.save import checkpoint_files, keep_newest, save_checkpoint
 from training.sharded import gather
 from training.tracking import Tracker
+from training.validation import probe_tokens
 
 SAMPLE_WIDTH = 65  # characters of a sample that are printed; metrics.jsonl has all
 
@@ -124,6 +126,7 @@ class Run:
             "step": step,
             "train_seconds": train_seconds,
             "fingerprint": self.corpus.meta["fingerprint"],
+            PROBE_TOKENS: probe_tokens(self.corpus, self.config.train).tolist(),
             "wandb_id": self.tracker.run_id,
             "scaler": scaler.state_dict(),
             "config": tables(self.config),

@@ -9,7 +9,7 @@ import torch
 from data.batches import validation_batches
 from data.corpus import Corpus
 from errors import UserError
-from inspection.heads import as_json, head_scores, repeat_probe
+from inspection.heads import as_json, head_scores, make_probe
 from model import GPT
 from model.device import autocast
 from training.certificate import LossFn
@@ -17,6 +17,13 @@ from training.config import TrainConfig
 from training.distributed import Ranks
 
 MOST_SCORED = 256  # tokens of text on which heads are scored, which costs little beside the loss
+MOST_PROBED = 512  # tokens that each checkpoint names, for the same probe in an inspection
+
+
+def probe_tokens(corpus: Corpus, config: TrainConfig) -> np.ndarray:
+    """Return tokens of the validation text to draw the probe of heads from, at most MOST_PROBED, evenly spread."""
+    seen = np.unique(corpus.tokens["val"][: config.eval_tokens + 1])
+    return seen[np.linspace(0, len(seen) - 1, min(len(seen), MOST_PROBED), dtype=int)]
 
 
 class Validation:
@@ -52,9 +59,7 @@ class Validation:
                 print(f"note: samples do not begin with train.sample_prompt: {problem}")
         text = self.tokens[: min(context_length, MOST_SCORED)]
         self.text = torch.from_numpy(text.astype(np.int64))[None]
-        words = torch.from_numpy(np.setdiff1d(self.tokens, start)).long()
-        first = start[-1] if start else int(words[0])
-        self.probe = repeat_probe(words, first, context_length, num=1)
+        self.probe = make_probe(self.tokenizer, self.tokenizer.vocab_size, probe_tokens(corpus, config), context_length)
 
     def measure(self, model: GPT, loss_fn: LossFn) -> dict:
         """Return a record for metrics.jsonl: val_loss, val_bits_per_byte, heads and, if wanted, a sample."""

@@ -1,0 +1,84 @@
+"""What a head moves and what it says, besides where it looks: views of one text that a model of ours has read.
+
+Shapes are named as in model/attention.py.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inspection.decoder import POSITIONS
+from inspection.heads import affordable_rows
+from inspection.kinds import Head, Heads
+from inspection.patterns import Captured
+from model import GPT
+
+View = Literal["weights", "values", "says"]
+VIEWS: dict[View, str] = {  # name -> what it shows in a terminal
+    "weights": "where it looks: a line is a query, a character a key, in the order of lines",
+    "values": "what it takes: a line is a query, a character a key, @ is the most",
+    "says": "what it says: five tokens it makes likelier, and five unlikelier",
+}
+MOST_SAID = 5  # tokens, of the likeliest and of the unlikeliest
+Said = tuple[Tensor, Tensor]  # n likeliest and n unlikeliest tokens, and their logits; each (T, 2n), nan: not computed
+
+
+def moved_lengths(att: Captured) -> Tensor | None:
+    """Return the length of what each head moves from each key, (L, H, T_key); None if a projection was not seen."""
+    L, _, H, _ = att.shape
+    if len(att.projections) < L:
+        return None
+    lengths = [att.moved(layer, head)[0].norm(dim=-1).cpu() for layer in range(L) for head in range(H)]
+    return torch.stack(lengths).unflatten(0, (L, H))
+
+
+@contextmanager
+def residual_of(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Yield a list that receives the residual stream before the final norm, (B, T, C), if the model is one of ours."""
+    found = []
+    if not isinstance(model, GPT):
+        yield found
+        return
+    hook = model.final_norm.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0]))
+    with hook:
+        yield found
+
+
+@torch.no_grad()
+def say(model: GPT, att: Captured, residual: Tensor, heads: Heads) -> dict[Head, Said]:
+    """Return the tokens that the output of each head makes likeliest and unlikeliest, at each position of a text.
+
+    The residual stream, (1, T, C), is a sum to which each head adds its output. Its share of the logits is what the
+    final norm, with the scale that it has for the whole sum, and the head of the model make of its output (Elhage et
+    al. 2021). A cap on logits is left out. On a CPU only as many positions as `affordable_rows` are computed.
+    """
+    norm = model.final_norm
+    gain = 1.0 if norm.weight is None else norm.weight.float()
+    unembedding = model.lm_head.weight.float()
+    V, C = unembedding.shape
+    T = residual.size(1)
+    rows = affordable_rows(T, 2 * V * C * len(heads), residual.device)
+    centre = isinstance(norm, nn.LayerNorm)
+    x = residual[0, rows].float()
+    x = x - x.mean(-1, keepdim=True) if centre else x
+    scale = gain / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    n = min(MOST_SAID, V // 2)
+    said = {}
+    with torch.autocast(residual.device.type, enabled=False):
+        for layer, head in heads:
+            output = (att.pattern(layer, head) @ att.moved(layer, head))[0, rows]
+            output = output - output.mean(-1, keepdim=True) if centre else output
+            tokens = torch.zeros(T, 2 * n, dtype=torch.long)
+            logits = torch.full((T, 2 * n), torch.nan)
+            for some, direct in zip(rows.split(POSITIONS), (output * scale).split(POSITIONS), strict=True):
+                of_all = F.linear(direct, unembedding)
+                most = of_all.topk(n)
+                least = of_all.topk(n, largest=False)
+                tokens[some] = torch.cat((most.indices, least.indices), dim=1).cpu()
+                logits[some] = torch.cat((most.values, least.values), dim=1).cpu()
+            said[layer, head] = tokens, logits
+    return said
