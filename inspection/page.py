@@ -3,29 +3,32 @@
 The policy in its head lets a browser run the page's own script and style and forbids every request. Jinja escapes
 markup in tokens and names. The template is inspection/page.html.
 
-A pattern is stored as its lower triangle, row by row. Each weight is a multiple of 1/65535 in two bytes. The bytes are
-deflated and written in base64, which takes one to two bytes a weight.
+A pattern is stored as its lower triangle, row by row. Each weight is a multiple of 1/65535 in two bytes. Lengths are
+floats of four bytes, and what heads say is in integers of four. The bytes are deflated and written in base64, which
+takes one to two bytes a weight.
 """
 
 import base64
+import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
-import numpy as np
+import torch
 from torch import Tensor
 
 from cli.html import own_hash
 from errors import UserError
 from inspection.inputs import Inputs
 from inspection.inspection import Inspection
-from inspection.kinds import KINDS, Head, by_kind, kind_of, name_of, tag
-from inspection.metrics import METRICS, Metrics
-from inspection.terminal import grid_columns, number
+from inspection.kinds import KINDS, Head, by_kind, kind_of, name_of, short, tag
+from inspection.metrics import METRICS
+from inspection.terminal import number
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
+UNKNOWN = -(2**31)
 
 
 def check_room(inputs: Inputs, num_checkpoints: int) -> None:
@@ -46,11 +49,18 @@ def render(inspections: Sequence[Inspection]) -> str:
     last = inspections[-1]
     heads = last.inputs.heads
     check_room(last.inputs, len(inspections))
-    triangles = {}
+    checkpoints = [describe(inspection) for inspection in inspections]
+    stored = {}
     for checkpoint, inspection in enumerate(inspections):
         for head in heads:
-            triangles[f"{checkpoint}/{name_of(head)}"] = encode(inspection.pattern(*head))
-        triangles[f"{checkpoint}/influence"] = encode(inspection.influence.nan_to_num(0.0))  # 0: not computed
+            stored[f"{checkpoint}/{name_of(head)}"] = encode(inspection.pattern(*head))
+        stored[f"{checkpoint}/influence"] = encode(inspection.influence.nan_to_num(0.0))  # 0: not computed
+        if inspection.lengths is not None:
+            lengths = torch.stack([inspection.lengths[head].float() for head in heads])
+            stored[f"{checkpoint}/values"] = pack(lengths, "<f4")
+        if inspection.said:
+            checkpoints[checkpoint]["said"], numbers = said_by(inspection)
+            stored[f"{checkpoint}/says"] = pack(numbers, "<i4")
     source = TEMPLATE.read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
     names = dict.fromkeys((inspections[0].name, last.name))  # one if they are the same
@@ -58,49 +68,69 @@ def render(inspections: Sequence[Inspection]) -> str:
         policy=f"script-src {own_hash(source, 'script')}; style-src {own_hash(source, 'style')}",
         title=f"Heads of {' to '.join(names)}",
         inputs=last.inputs,
-        metrics=METRICS.values(),
+        metrics=[(name, title, meaning) for name, (title, _, meaning) in METRICS.items()],
         heads=[name_of(head) for head in heads],
-        columns=grid_columns(heads),
-        checkpoints=[describe(inspection) for inspection in inspections],
-        triangles=triangles,
+        checkpoints=checkpoints,
+        stored=stored,
     )
+
+
+def pack(numbers: Tensor, dtype: str) -> str:
+    """Return numbers as the page stores them."""
+    return base64.b64encode(zlib.compress(numbers.numpy().astype(dtype).tobytes(), level=1)).decode()
 
 
 def encode(pattern: Tensor) -> str:
     """Return the lower triangle of (T, T) as the page stores it."""
-    weights = pattern.float().numpy()[np.tril_indices(len(pattern))]
-    units = np.round(weights.clip(0, 1) * 65535).astype("<u2")
-    return base64.b64encode(zlib.compress(units.tobytes(), level=1)).decode()
+    weights = pattern.float()[*torch.tril_indices(*pattern.shape)]
+    return pack((weights.clip(0, 1) * 65535).round(), "<u2")
+
+
+def said_by(inspection: Inspection) -> tuple[list[str], Tensor]:
+    """Return the labels of the tokens that heads make likely or unlikely, and numbers, (2, n, T, 2k), of n heads.
+
+    The numbers are places among the labels, then logits in hundredths. Where there is no logit stands UNKNOWN.
+    """
+    tokens, logits = next(iter(inspection.said.values()))
+    unknown = tokens, torch.full_like(logits, math.nan)
+    said = [inspection.said.get(head, unknown) for head in inspection.inputs.heads]
+    tokens, logits = (torch.stack(each) for each in zip(*said, strict=True))
+    used, places = tokens.unique(return_inverse=True)
+    hundredths = (100 * logits.double()).round().nan_to_num(UNKNOWN).long()
+    return [inspection.inputs.label(token) for token in used.tolist()], torch.stack((places, hundredths))
 
 
 def describe(inspection: Inspection) -> dict:
     """Return the texts about one checkpoint, its heads and its predictions, and the head and the row to open at."""
     heads = inspection.inputs.heads
-    mean = inspection.scores.mean
-    first_kind = next(iter(by_kind(mean, heads).values()))
+    first_kind = next(iter(by_kind(inspection.scores, heads).values()))
     best, _ = first_kind[0]
     is_computed = ~inspection.influence[:, -1].isnan()
     largest = inspection.pattern(*best).amax(-1) * is_computed
     later = len(largest) // 2  # the first queries have few keys to choose among
     return {
+        "name": inspection.name,
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
-        "tags": [tag(*kind_of(mean, head)) for head in heads],
         "best": heads.index(best),
         "row": later + largest[later:].argmax().item(),  # a query that shows much
-        "scores": [describe_head(inspection, mean, head) for head in heads],
+        "heads": [describe_head(inspection, head) for head in heads],
         "predictions": [(label, f"{probability:.1%}") for label, probability in inspection.predictions],
     }
 
 
-def describe_head(inspection: Inspection, mean: Metrics, head: Head) -> str:
-    """Format the kind and the scores of one head as one line.
-
-    mean: metric -> (L, H), that of the inspection's scores.
-    """
-    kind, _ = kind_of(mean, head)
-    words = [] if kind == "other" else [f"looks at {KINDS[kind]}"]
-    for name, (title, form, _) in METRICS.items():
-        if name in mean:
-            token = f" {inspection.inputs.label(inspection.scores.tokens[head].item())}" if name == "token" else ""
-            words.append(f"{title}{token} {number(mean[name][head], form) or '–'}")
-    return " · ".join(words)
+def describe_head(inspection: Inspection, head: Head) -> dict:
+    """Return the texts about one head: its kind, and metric -> its score and that of an even head."""
+    scores = inspection.scores
+    kind = kind_of(scores, head)
+    figures = {}
+    for name, (_, form, _) in METRICS.items():
+        found = [number(of[name][head], form) for of in (scores.mean, scores.chance) if name in of]
+        if found:
+            figures[name] = [figure or "–" for figure in found]
+    return {
+        "tag": tag(kind),
+        "kind": f"looks at {KINDS[kind.name]}",
+        "even": short(kind.chance),
+        "token": inspection.inputs.label(scores.tokens[head].item()),
+        "scores": figures,
+    }

@@ -62,18 +62,19 @@ def draw_heads(path: Path, inspection: Inspection) -> None:
         top = row * pitch
         left = column * pitch
         mosaic[top : top + size, left : left + size] = pool(inspection.pattern(*head), step)
-        name = f"{name_of(head)} {tag(*kind_of(inspection.scores.mean, head))}"
+        name = f"{name_of(head)} {tag(kind_of(inspection.scores, head))}"
         ax.text(left + size, top, name, ha="right", va="top", fontsize=7 if side < 2 else 10)
-    image = ax.imshow(mosaic.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis")
+    image = ax.imshow(mosaic.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis", interpolation="nearest")
     figure.colorbar(image, ax=ax, shrink=0.6, fraction=0.05, pad=0.02, label="weight")
     named = range(0, T, math.ceil(T * LABEL_HEIGHT / side))
     names = [f"{drawable(labels[i])} {i}" for i in named]
     for axis, count in ((ax.xaxis, columns), (ax.yaxis, rows)):
-        places = [start * pitch + i / step for start in range(count) for i in named]
+        places = [start * pitch + (i + 0.5) / step - 0.5 for start in range(count) for i in named]
         axis.set_ticks(places, names * count, fontsize=7, parse_math=False)
     ax.tick_params(axis="x", rotation=90)
     ax.spines[:].set_visible(False)
     note = f"\na point is the largest of {step} x {step} weights" if step > 1 else ""
-    title = f"{drawable(inspection.name)}\na row is a query, a column is a key{note}"
+    rule = "a row is a query, the token that looks; a column is a key, a token it can look at"
+    title = f"{drawable(inspection.name)}\n{rule}{note}"
     figure.suptitle(title, fontsize=9, parse_math=False)  # the name of a run may hold any character
     figure.savefig(path)
