@@ -63,7 +63,7 @@ def table(scores: HeadScores, heads: Heads, label_of: Callable[[int], str]) -> s
     rows = dict.fromkeys(map(tuple, rows))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, "even: a head that attends evenly; inspect_attention.py --help defines the columns"])
+    return "\n".join([*lines, "even: a head that attends evenly; inspect_attention.py --help defines columns"])
 
 
 def best(scores: HeadScores, heads: Heads) -> list[Head]:

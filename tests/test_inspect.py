@@ -16,7 +16,6 @@ from inspection import ablate, capture, decoder, head_scores, influence, page, t
 from inspection.heads import HeadScores
 from inspection.inputs import choose_inputs
 from inspection.inspection import name_of_model, open_model
-from inspection.kinds import by_kind, kind_of, tag
 from inspection.metrics import METRICS
 from inspection.plots import drawable, pool
 from inspection.terminal import grid_columns, label, triangle
@@ -24,7 +23,7 @@ from model import GPT
 from model.attention import attention_weights
 from model.checkpoint import find_checkpoint
 from model.device import dtype_name
-from tests.conftest import make_gpt, save_gpt
+from tests.conftest import make_gpt, metrics, save_gpt
 from tests.test_capture import run_captured
 from tests.test_page import data_of, labels_of, stored
 
@@ -80,7 +79,7 @@ def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
     assert result.exit_code == 0, result.err
     lines = result.out.splitlines()
     assert lines[0] == "text:   8 x 11 tokens of its validation text"
-    assert lines[1] == "probe:  8 x [start, 5 random tokens of the vocabulary, the same again]"
+    assert lines[1] == "probe:  8 x [start, 5 random tokens of the validation text, the same again]"
     assert "weights match the fused kernel: max row error " in lines[3] and "(float32, cpu)" in lines[3]
     assert max(map(len, lines)) <= 80
     expected = head_scores(GPT.from_pretrained(straight), texts_of(straight))
@@ -89,7 +88,10 @@ def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
     for head, line in zip([(layer, head) for layer in range(2) for head in range(3)], lines[7:13], strict=True):
         name, entropy, *_ = line.split()
         assert name == f"{head[0]}.{head[1]}" and entropy == f"{expected.mean['entropy'][head]:.2f}"
-    assert lines[15] == "heads by where they look"
+        assert f" {expected.mean['token'][head]:.2f} ({expected.chance['token'][head]:.2f}) " in line
+    even = {name: values[0, 0] for name, values in expected.chance.items() if name != "token"}
+    assert lines[13].split()[:6] == ["even", *(format(even[name], METRICS[name][1]) for name in METRICS if name in even)]
+    assert lines[16].startswith("heads by where they look")
 
 
 def test_of_many_heads_the_best_are_shown(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
@@ -110,31 +112,18 @@ def test_of_many_heads_the_best_are_shown(run, straight: Path, tmp_path: Path, m
     assert run(inspect_attention, straight / FIRST, straight / LAST, *of_last).exit_code == 0
 
 
-def test_a_head_has_the_first_kind_that_it_shows() -> None:
-    """An induction head rests on the first token where nothing repeats (Guo et al. 2024)."""
-    rows = {
-        "sink": [0.9, 0.1, 0.3, 0.9, 0.1, 0.3],
-        "previous": [0.2, 0.1, 0.3, 0.0, 0.1, 0.3],
-        "induction": [0.31, 0.0, 0.5, torch.nan, 0.19, 0.0],
-        "induction_control": [0.1, 0.0, 0.31, 0.0, 0.0, 0.0],
-        "token": [0.9, 0.21, 0.9, 0.9, 0.19, 0.9],
-        "entropy": [0.0, 0.9, 0.0, 0.0, 0.1, 0.96],
-    }
-    samples = {name: torch.tensor([[values]]) for name, values in rows.items()}
-    scores = HeadScores(samples, torch.zeros(1), 0.0, torch.arange(6)[None])
-    mean = scores.mean
-    heads = [(0, head) for head in range(6)]
-    groups = {kind: [head for (_, head), _ in group] for kind, group in by_kind(mean, heads).items()}
-    assert groups == {"induction": [0], "previous": [2], "sink": [3], "token": [1], "other": [4, 5]}
-    lines = terminal.in_words(scores, heads, ["a", "↵" * 20, "b", "c", "d", "e"].__getitem__).splitlines()
-    assert [line.strip() for line in lines[1:]] == [
-        "1  what followed the same token before: 0.0 .31",
-        "1  the token before: 0.2 .30",
-        "1  the first token of the text: 0.3 .90",
-        "1  one token: 0.1 ↵↵↵↵↵↵↵↵ .21",
-        "2  nowhere in particular",
-    ]
-    assert [tag(*kind_of(mean, head)) for head in heads] == ["ind .31", "token .21", "prev .30", "sink .90", "", ""]
+def test_the_log_of_a_run_and_its_inspection_have_the_same_induction(run, straight: Path) -> None:
+    """Also with another text, and where the validation text is gone."""
+    logged = metrics(straight, "heads")[12]
+    checkpoint = find_checkpoint(straight)
+    for text in (None, TEXT):
+        inputs = choose_inputs(GPT.from_pretrained(straight), text, None, (), checkpoint)
+        scores = head_scores(GPT.from_pretrained(straight), inputs.measured, inputs.probe)
+        for name in ("induction", "induction_control", "duplicate"):
+            torch.testing.assert_close(scores.mean[name], torch.tensor(logged[name]).double(), rtol=0, atol=1e-4)
+    assert inputs.probe_note == "8 x [start, 5 random tokens of the validation text, the same again]"
+    probed = set(inputs.probe.repeated[:, 1:].unique().tolist())
+    assert probed <= set(checkpoint.trainer["probe_tokens"])
 
 
 def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_path: Path) -> None:
@@ -146,7 +135,7 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
     wrote = [line for line in result.out.splitlines() if line.startswith("wrote ")]
     assert wrote == [f"wrote {tmp_path / name}" for name in WRITTEN]
     assert "the first 11 of 13 tokens, which fill the context\n" in result.out
-    assert "head 1.1: a line is a query, a character is a key" in result.out
+    assert "head 1.1, where it looks: a line is a query, a character a key, in the order of lines" in result.out
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "a.svg").read_text()
 
     tokenizer, names = load_tokenizer(straight / LAST), ["1.0", "1.1", "1.2", "0.2"]
@@ -192,7 +181,7 @@ def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp
     """The text of the pictures has a proof of its own."""
     monkeypatch.setattr("inspection.patterns.attention_weights", lambda *given: 0.9 * attention_weights(*given))
     if only_shown:
-        scores = HeadScores({}, torch.zeros(1), 0.0, torch.zeros(1, 1))
+        scores = HeadScores({}, torch.zeros(1), 0.0, torch.zeros(1, 1), {}, {})
         monkeypatch.setattr(inspection.inspection, "head_scores", lambda *_: scores)
     result = run(inspect_attention, straight, "--text", "12 i", "-o", tmp_path / "a.svg")
     assert result.exit_code == 1 and "the weights shown are not those of the kernel" in result.err

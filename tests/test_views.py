@@ -1,0 +1,165 @@
+"""What a head takes and says is what the papers' formulas, written out here, make of the model's weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import inspect_attention
+import inspection.heads
+import inspection.views
+from errors import UserError
+from inspection import capture, inspect_heads
+from inspection.views import moved_lengths, residual_of, say
+from model import GPT
+from tests.conftest import make_gpt
+
+T, L, H = 7, 2, 3
+FAMILIES = {
+    "gpt2": {"n_embd": 15},
+    "llama": {"n_embd": 18},
+    "qwen3": {"n_embd": 18},
+    "nanochat": {"n_embd": 18},
+}
+GROUPED = pytest.mark.parametrize("n_kv_head", [1, 3])
+
+
+def captured(model: GPT, idx: Tensor):
+    """Run a model: its `Captured` with values, the residual stream, and the inputs and outputs of its attention."""
+    seen = []
+    for block in model.blocks:
+        block.attention.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0][0], output[0])))
+    with torch.no_grad(), residual_of(model) as residual, capture(model, with_values=True) as att:
+        model(idx)
+    return att, residual[0], seen
+
+
+def transformed(model: GPT, layer: int, head: int, x: Tensor) -> Tensor:
+    """f(x) = (x W^V + b^V) W^O of a head (Kobayashi et al. 2020), (T, C). The heads of a group share W^V."""
+    attention = model.blocks[layer].attention
+    D = attention.head_dim
+    of_key = head // (H // (attention.v_proj.out_features // D))
+    rows = slice(of_key * D, (of_key + 1) * D)
+    value = x @ attention.v_proj.weight[rows].T
+    if attention.v_proj.bias is not None:
+        value = value + attention.v_proj.bias[rows]
+    return value @ attention.o_proj.weight[:, head * D : (head + 1) * D].T
+
+
+@GROUPED
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_what_is_moved_is_the_value_through_the_output_projection(family: str, n_kv_head: int) -> None:
+    model = make_gpt(family=family, n_kv_head=n_kv_head, bias=None, **FAMILIES[family]).eval()
+    att, _, seen = captured(model, torch.randint(17, (1, T)))
+    lengths = moved_lengths(att)
+    assert lengths.shape == (L, H, T)
+    for layer, (x, output) in enumerate(seen):
+        moved = torch.stack([transformed(model, layer, head, x) for head in range(H)])
+        torch.testing.assert_close(lengths[layer], moved.norm(dim=-1), rtol=1e-4, atol=1e-5)
+        weights = att.patterns(layer)[0]
+        bias = getattr(model.blocks[layer].attention.o_proj, "bias", None)
+        total = (weights @ moved).sum(0) + (0 if bias is None else bias)
+        torch.testing.assert_close(total, output, rtol=1e-4, atol=1e-5)  # the heads' shares are all there is
+
+
+@GROUPED
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_what_a_head_says_is_its_share_of_the_logits(family: str, n_kv_head: int, monkeypatch) -> None:
+    model = make_gpt(family=family, n_kv_head=n_kv_head, bias=None, **FAMILIES[family]).eval()
+    idx = torch.randint(17, (1, T))
+    att, residual, seen = captured(model, idx)
+    monkeypatch.setattr(inspection.views, "POSITIONS", 3)
+    said = say(model, att, residual, [(layer, head) for layer in range(L) for head in range(H)])
+
+    # The logits are linear in the parts of the residual stream once the scale of the final norm is that of the whole.
+    norm = model.final_norm
+    centre = (lambda x: x - x.mean(-1, keepdim=True)) if family == "gpt2" else (lambda x: x)
+    sigma = (centre(residual[0]).square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    gain = torch.ones(()) if norm.weight is None else norm.weight
+
+    def share(part: Tensor) -> Tensor:
+        return centre(part) / sigma * gain @ model.lm_head.weight.T
+
+    rest = residual[0]
+    total = torch.zeros(T, 17)
+    for layer, (x, _) in enumerate(seen):
+        for head in range(H):
+            output = att.pattern(layer, head)[0] @ transformed(model, layer, head, x)
+            tokens, logits = said[layer, head]
+            torch.testing.assert_close(logits, share(output).gather(1, tokens), rtol=1e-4, atol=1e-4)
+            ranks = share(output).argsort(-1, descending=True)
+            assert torch.equal(tokens[:, :5], ranks[:, :5]) and torch.equal(tokens[:, 5:], ranks.flip(-1)[:, :5])
+            rest, total = rest - output, total + share(output)
+    total = total + share(rest)
+    if getattr(norm, "bias", None) is not None:
+        total = total + norm.bias @ model.lm_head.weight.T
+    cap = model.family.logit_cap
+    total = total if cap is None else cap * torch.tanh(total / cap)
+    torch.testing.assert_close(total, model(idx)[0], rtol=1e-3, atol=1e-3)
+
+
+def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -> None:
+    model = make_gpt().eval()
+    att, residual, _ = captured(model, torch.randint(17, (1, T)))
+    monkeypatch.setattr(inspection.heads, "CPU_FLOPS", 2 * 17 * 15 * 3.5)
+    tokens, logits = say(model, att, residual, [(0, 1)])[0, 1]
+    assert (~logits.isnan()).all(1).nonzero().flatten().tolist() == [0, 3, 6] and tokens.shape == logits.shape == (
+        T,
+        10,
+    )
+
+
+class Stranger(nn.Module):
+    """A decoder of nobody's family. Its heads are read by a linear layer, or mixed before one."""
+
+    def __init__(self, mixes: bool = False):
+        super().__init__()
+        self.embedding, self.out, self.head = nn.Embedding(17, 6), nn.Linear(6, 5), nn.Linear(5, 17)
+        self.mixes = mixes
+
+    def forward(self, idx: Tensor) -> Tensor:
+        q = self.embedding(idx).unflatten(-1, (2, 3)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(self.out(2 * y if self.mixes else y))
+
+
+def test_a_view_is_shown_of_a_stranger_where_it_is_known() -> None:
+    model = Stranger()
+    found = inspect_heads(model, [2, 3, 5, 7, 11])
+    values = model.embedding(torch.tensor([2, 3, 5, 7, 11]))[:, 3:] @ model.out.weight[:, 3:].T
+    torch.testing.assert_close(
+        found.values(0, 1), found.pattern(0, 1) * values.detach().norm(dim=-1), atol=1e-5, rtol=0
+    )
+    assert "@" in found.drawing((0, 1), "values")
+    with pytest.raises(UserError, match="what a head says is known for models of our four families only"):
+        found.drawing((0, 1), "says")
+    with pytest.raises(UserError, match="the output projection of this model was not seen"):
+        inspect_heads(Stranger(mixes=True), [2, 3, 5, 7, 11]).values(0, 1)
+
+
+def test_the_terminal_draws_each_view(run, straight: Path) -> None:
+    text = ["--text", "12 is even.\n1", "--heads", "1.2"]
+    found = inspect_heads(straight, "12 is even.\n1")
+    for view, shown in (("weights", found.pattern(1, 2)), ("values", found.values(1, 2) / found.values(1, 2).max())):
+        lines = run(inspect_attention, straight, *text, "--view", view).out.splitlines()[-11:]
+        for row, line in enumerate(lines):
+            assert line[:4] == f"{row:4d}"
+            drawn = [" .:-=+*#%@".index(character) for character in line[22:].ljust(row + 1)]
+            assert drawn == [min(9, int(10 * weight)) for weight in shown[row, : row + 1].tolist()]
+    result = run(inspect_attention, straight, *text, "--view", "says")
+    lines = result.out.splitlines()[-22:]
+    assert max(map(len, result.out.splitlines())) <= 80
+    tokens, logits = found.said[1, 2]
+    for row in range(11):
+        for line, part in zip(lines[2 * row : 2 * row + 2], (slice(0, 5), slice(5, 10)), strict=True):
+            words = [
+                f"{found.inputs.label(token):.5} {logit:+.1f}"
+                for token, logit in zip(tokens[row, part].tolist(), logits[row, part].tolist(), strict=True)
+            ]
+            assert line[17:].split("  ") and all(word in line for word in words)
+    refused = run(inspect_attention, straight, "--view", "says")
+    assert refused.exit_code == 2 and "--view says of which heads? Give some, as --heads 1.3" in refused.err
