@@ -52,15 +52,17 @@ class Checkpoint:
         return nested(self.manifest, "environment", "code of model/") not in (None, code_hash())
 
 
-def find_checkpoint(place: str | Path) -> Checkpoint:
+def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
     """Find a checkpoint and verify it.
 
     `place` is a checkpoint, a run directory (its newest intact checkpoint is taken), a Hugging Face model directory, or
     the name OWNER/NAME of a model on the Hugging Face hub. A directory OWNER takes precedence, but never over
-    hf:OWNER/NAME or hf:OWNER/NAME@REVISION.
+    hf:OWNER/NAME or hf:OWNER/NAME@REVISION. A `Checkpoint` is returned as it is.
 
     Raises UserError if there is none.
     """
+    if isinstance(place, Checkpoint):
+        return place
     name = str(place)
     path = Path(os.path.expanduser(name))
     of_hub, _, revision = name.removeprefix("hf:").partition("@")

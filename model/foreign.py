@@ -14,25 +14,23 @@ from model.huggingface import OWN_KEY
 from model.load import load_config, load_model
 
 
-def load_decoder(
-    path: str | Path | Checkpoint, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
-) -> nn.Module:
+def load_decoder(path: str | Path | Checkpoint, device: str | torch.device = "cpu") -> nn.Module:
     """Return a stored causal language model in eval mode: of our classes, or of those of `transformers`.
 
-    path, device and dtype are those of `load_model`; the model may be of any type. Raises UserError if there is none,
-    or if it is of another type and `transformers` is not installed or cannot open it without running code of its own.
+    path and device are those of `load_model`; the model may be of any type. Raises UserError if there is none, or if it
+    is of another type and `transformers` is not installed or cannot open it without running code of its own.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path)
+    checkpoint = find_checkpoint(path)
     try:
         load_config(checkpoint.directory)
     except UserError as ours:
         if OWN_KEY in read_json(checkpoint.directory / "config.json"):  # `transformers` would leave out what that says
             raise
-        return load_by_transformers(checkpoint.directory, dtype, str(ours)).to(device)
-    return load_model(checkpoint, device, dtype)
+        return load_by_transformers(checkpoint.directory, str(ours)).to(device)
+    return load_model(checkpoint, device)
 
 
-def load_by_transformers(directory: Path, dtype: torch.dtype | None, ours: str) -> nn.Module:
+def load_by_transformers(directory: Path, ours: str) -> nn.Module:
     """Return the model in a directory as `transformers` opens it, with attention by PyTorch's kernel.
 
     ours: the reason why it is none of our families. Raises UserError as `load_decoder` does.
@@ -49,7 +47,7 @@ def load_by_transformers(directory: Path, dtype: torch.dtype | None, ours: str) 
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
-            dtype=dtype or "auto",
+            dtype="auto",
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,

@@ -58,7 +58,7 @@ def load_model(
 
     Raises UserError if there is no intact checkpoint.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path)
+    checkpoint = find_checkpoint(path)
     stored = load_config(checkpoint.directory)
     tensors = load_weights(checkpoint.directory, stored)
     dtype = dtype or tensors["token_embedding.weight"].dtype
