@@ -167,12 +167,13 @@ def most_attended(text: Tensor, received: Tensor) -> Tensor:
 def share_of(tokens: Tensor, text: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weight of one token for each head, where a query may see it, and the number of such queries.
 
-    tokens: (L, H); text and received: as in `most_attended`. Returns (N, L, H) and (L, H). A text counts as much as it
-    has such queries.
+    tokens: (L, H); text and received: as in `most_attended`. Returns (N, L, H) and (L, H). In a text without the token
+    all queries count. A text counts as much as it has such queries.
     """
     N, T = text.shape
     is_token = text[:, None, None] == tokens[..., None]  # (N, L, H, T)
-    rows = is_token.cumsum(-1)[..., 1:].bool().sum((0, -1))
+    counts = is_token.cumsum(-1).bool() | ~is_token.any(-1, keepdim=True)
+    rows = counts[..., 1:].sum((0, -1))
     return (received[..., -T:] * is_token).sum(-1) * (N * (T - 1) / rows), rows
 
 

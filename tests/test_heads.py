@@ -223,7 +223,7 @@ def test_the_share_of_a_token_is_that_of_the_queries_that_may_see_it() -> None:
             rows = att.pattern(layer, head)[:, 1:]
             gets = torch.stack([(rows * (text == token)[:, None]).sum(2) for token in range(V)])  # (V, B, T - 1)
             token = gets.mean((1, 2)).argmax()
-            may_see = (text == token).cumsum(1)[:, 1:] > 0
+            may_see = ((text == token).cumsum(1)[:, 1:] > 0) | ~(text == token).any(1, keepdim=True)
             assert scores.tokens[layer, head] == token and scores.rows["token"][layer, head] == may_see.sum()
             mean = gets[token][may_see].mean().double()
             torch.testing.assert_close(scores.mean["token"][layer, head], mean, rtol=1e-5, atol=0)
