@@ -67,18 +67,15 @@ def say(model: GPT, att: Captured, residual: Tensor, heads: Heads) -> dict[Head,
     x = x - x.mean(-1, keepdim=True) if centre else x
     scale = gain / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
     n = min(MOST_SAID, V // 2)
-    said = {}
+    found = []
     with torch.autocast(residual.device.type, enabled=False):
-        for layer, head in heads:
-            output = (att.pattern(layer, head) @ att.moved(layer, head))[0, rows]
-            output = output - output.mean(-1, keepdim=True) if centre else output
-            tokens = torch.zeros(T, 2 * n, dtype=torch.long)
-            logits = torch.full((T, 2 * n), torch.nan)
-            for some, direct in zip(rows.split(POSITIONS), (output * scale).split(POSITIONS), strict=True):
-                of_all = F.linear(direct, unembedding)
-                most = of_all.topk(n)
-                least = of_all.topk(n, largest=False)
-                tokens[some] = torch.cat((most.indices, least.indices), dim=1).cpu()
-                logits[some] = torch.cat((most.values, least.values), dim=1).cpu()
-            said[layer, head] = tokens, logits
-    return said
+        outputs = torch.cat([(att.pattern(*head) @ att.moved(*head))[0, rows] for head in heads])
+        outputs = outputs - outputs.mean(-1, keepdim=True) if centre else outputs
+        for direct in (outputs * scale.repeat(len(heads), 1)).split(POSITIONS):
+            logits = F.linear(direct, unembedding)
+            ends = (logits.topk(n), logits.topk(n, largest=False))
+            found.append([torch.cat(each, dim=1).cpu() for each in zip(*ends, strict=True)])
+    of_rows, tokens_of_rows = (torch.cat(each).unflatten(0, (len(heads), -1)) for each in zip(*found, strict=True))
+    logits = torch.full((len(heads), T, 2 * n), torch.nan).index_copy(1, rows, of_rows)
+    tokens = torch.zeros(logits.shape, dtype=torch.long).index_copy(1, rows, tokens_of_rows)
+    return dict(zip(heads, zip(tokens, logits, strict=True), strict=True))
