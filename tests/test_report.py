@@ -21,7 +21,13 @@ from training.report import read_run, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img onerror=alert(1) src=x><!--\x1b[31m\x00\u202e{{ name }}{% %}'\"\\&lt;"
 SEEN = HOSTILE.replace("\x1b", "\\x1b").replace("\x00", "\\x00").replace("\u202e", "\\u202e")  # as escapes
-TAGS = "html head meta title style body h1 h2 p dl div dt dd main figure svg marker circle path polyline text"
+TAGS = (
+    "html head meta title style body h1 h2 p dl div dt dd main figure figcaption svg marker circle path polyline text"
+)
+HEADS = {  # of 2 layers of 3 heads: at the first evaluation, and at the last
+    "induction": ([[0.5, None, 0.25], [0.9, 0.0, 0.1]], [[0.5, None, 0.75], [0.0, 0.2, 0.74]]),
+    "sink": ([[None] * 3] * 2, [[None] * 3] * 2),
+}
 
 
 def validation(step: int, **more: object) -> dict:
@@ -33,7 +39,16 @@ def training_line(step: int) -> dict:
     return {"step": step, "train_loss": 5 - step / 9, "grad_norm": 0.7, "tokens_per_second": 1234.5}
 
 
-LINES = [validation(0), {"step": 0, "sample": HOSTILE}, *map(training_line, range(1, 12)), validation(11)]
+def head_scores(at: int) -> dict[str, list]:
+    return {metric: scores[at] for metric, scores in HEADS.items()}
+
+
+LINES = [
+    validation(0, heads=head_scores(0)),
+    {"step": 0, "sample": HOSTILE},
+    *map(training_line, range(1, 12)),
+    validation(11),
+]
 
 
 def make_run(directory: Path, lines: list[dict] = LINES, **options: str) -> Path:
@@ -71,7 +86,8 @@ def test_a_finished_run_is_shown_in_full(straight: Path) -> None:
     page, losses = Page(straight), metrics(straight, "val_loss")
     source = re.search('source = "(.*)"', (straight / "config.toml").read_text())[1]
     assert page.summary == ["gpt2", "2 layers of 15", source, "cpu", "float32", "step 12 of 12"]
-    assert page.texts["h1"] == page.texts["title"] == ["straight"]
+    assert page.texts["h1"] == [page.texts["title"][0]] == ["straight"]
+    assert sorted(page.texts["title"][1:]) == sorted(5 * ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"])
     assert page.entries["Validation loss, nats a token"] == f"{losses[12]:.4f}"
     assert page.entries["Best checkpoint"] == f"step {min((4, 8, 12), key=losses.get)}"
     assert page.entries["causal"].startswith("yes, no position depends on a later one")
@@ -127,6 +143,53 @@ def test_curves_and_labels_are_where_their_values_are(tmp_path: Path) -> None:
     assert labels == ["2", "4", "6", "8", "10", "12", "0", "5", "10", "training", "validation"]
     points, _, labels = drawn(tmp_path / "constant", [{"step": 1, "grad_norm": 0.0}])
     assert points["norm"].endswith(f",{bottom}.0 ") and labels[-7:] == ["0", "1", "2", "3", "4", "5", "norm"]
+
+
+def test_a_line_for_each_head_is_where_its_scores_are(tmp_path: Path) -> None:
+    def lines_of(page: Page) -> list[tuple]:
+        """Return the name, the class and the points of each line of a head."""
+        lines = [given for tag, given in page.tags if tag == "polyline" and given.get("class") not in seen]
+        return [
+            (name, given.get("class"), given["points"].strip())
+            for name, given in zip(page.texts["title"][1:], lines, strict=True)
+        ]
+
+    seen = ("training", "validation", "norm")
+    ends = [validation(0, heads=head_scores(0)), validation(7), validation(14, heads=head_scores(1))]
+    page = Page(make_run(tmp_path / "two", ends, **{"model.n_embd": "30", "model.n_head": "3"}))
+    assert page.texts["figcaption"] == ["ind: what followed the same token before"]  # of nothing else is a number
+    assert lines_of(page) == [
+        ("1.0", None, "158.0,150.0 22.0,24.0"),
+        ("1.1", None, "158.0,122.0 22.0,150.0"),
+        ("0.0", "leader n3", "158.0,80.0 22.0,80.0"),
+        ("1.2", "leader n2", "158.0,46.4 22.0,136.0"),
+        ("0.2", "leader n1", "158.0,45.0 22.0,115.0"),
+    ]
+    texts = zip([given for tag, given in page.tags if tag == "text"], page.texts["text"], strict=True)
+    beside = [(name, given["class"], given["y"]) for given, name in texts if given["x"] == "163"]
+    assert beside == [("0.2", "n1", "45.0"), ("1.2", "n2", "58.0"), ("0.0", "n3", "80.0")]  # 13 apart or more
+    page = Page(make_run(tmp_path / "one", ends[:1]))
+    assert lines_of(page)[-1] == ("1.0", "leader n1", "22.0,24.0 22.0,24.0")
+    page = Page(make_run(tmp_path / "old", ends[1:2]))
+    assert "Heads over training" not in page.texts["h2"] and not lines_of(page)
+
+
+def test_of_many_heads_those_are_drawn_that_are_ever_highest(tmp_path: Path) -> None:
+    L, H, evaluations = 17, 13, 127
+    table = [[(layer * H + head) / 997 for head in range(H)] for layer in range(L)]
+    first = [[1.0, *table[0][1:]], *table[1:]]
+    kinds = ("induction", "duplicate", "previous", "current", "sink")
+    lines = [validation(step, heads=dict.fromkeys(kinds, table if step else first)) for step in range(evaluations)]
+    options = {"model.n_layer": str(L), "model.n_head": str(H), "model.n_embd": "130"}
+    page = Page(make_run(tmp_path / "many", lines, **options))
+    names = page.texts["title"][1:]
+    assert len(names) == 5 * 144 and names[:2] == ["0.0", "6.0"] and names[143] == "16.12"
+    assert any("Of 221 heads those are drawn that are ever highest." in text for text in page.texts["p"])
+    points = [given["points"].split() for tag, given in page.tags if tag == "polyline"][-1]
+    assert len(points) == 64 and points[0].startswith("158.0,") and points[-1].startswith("22.0,")  # every second one
+    beside = [float(given["y"]) for tag, given in page.tags if tag == "text" and given["x"] == "163"]
+    assert len(beside) == 5 * 5 and beside[:5] == [98.0, 111.0, 124.0, 137.0, 150.0]  # above the edge of the plot
+    assert (tmp_path / "many" / "report.html").stat().st_size < 1_000_000
 
 
 def test_it_is_written_when_something_is_new_and_its_failure_costs_a_line(

@@ -9,13 +9,17 @@ escapes markup and `visible` escapes hidden characters: samples, names and optio
 import math
 import time
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import jinja2
+import numpy as np
 
 from cli.html import own_hash
 from cli.script import visible
 from data import disk
+from inspection.kinds import KINDS, name_of
+from inspection.metrics import METRICS
 from model.checkpoint import step_directories
 from training.directory import best_validation, next_commands, read_metrics
 
@@ -26,7 +30,9 @@ CHARTS = {
     "Loss, nats a token": {"training": "train_loss", "validation": "val_loss"},
     "Gradient norm": {"norm": "grad_norm"},
 }
-MOST_POINTS = 5000  # of a curve
+HEAD_CHARTS = ("induction", "duplicate", "previous", "current", "sink")  # in this order
+MOST_HEADS = 144  # of a chart: GPT-2 small has as many
+MOST_POINTS = 10_000  # of a chart
 MOST_EVALUATIONS = 30
 MOST_LETTERS = 2000  # of a sample
 
@@ -68,7 +74,20 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "latest": latest,
         "charts": {
-            title: draw_chart(keys, lines, step) for title, keys in CHARTS.items() if latest.keys() & keys.values()
+            title: draw_chart(
+                {
+                    name: [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+                    for name, key in keys.items()
+                },
+                step,
+            )
+            for title, keys in CHARTS.items()
+            if latest.keys() & keys.values()
+        },
+        "heads": {
+            f"{METRICS[kind][0]}: {KINDS[kind]}": draw_chart(curves, step, 0, 1)
+            for kind in HEAD_CHARTS
+            if (curves := read_heads(kind, lines))
         },
         "sections": {
             "Next": next_commands(directory, saved, best, finished),
@@ -90,21 +109,27 @@ def read_evaluations(lines: list[dict]) -> list[tuple[str, str]]:
     return evaluations
 
 
-def draw_chart(keys: dict[str, str], lines: list[dict], last_step: int) -> dict[str, object]:
-    """Return the curves, the axes and their ticks of a chart from step 0 to `last_step`.
+def read_heads(kind: str, lines: list[dict]) -> dict[str, list]:
+    """Return the scores of each head, {name: [(step, score)]}, of at most MOST_HEADS: those that are ever highest."""
+    curves = defaultdict(list)
+    for line in lines:
+        for head, score in np.ndenumerate(line.get("heads", {}).get(kind, ())):  # of each layer and head
+            if score is not None:
+                curves[name_of(head)].append((line["step"], score))
+    return dict(sorted(curves.items(), key=lambda curve: max(score for _, score in curve[1]))[-MOST_HEADS:])
 
-    keys: {name of a curve: its key in metrics.jsonl}. At least one line has a number under one of them.
+
+def draw_chart(curves: dict[str, list], last_step: int, *scale: float) -> dict[str, object]:
+    """Return the curves, each from its last point back, and the axes and ticks of a chart from step 0 to `last_step`.
+
+    scale: the lowest and the highest value; by default those of the curves, which have at least one point.
     """
     width = max(last_step, 5)  # for ticks at whole steps
-    curves = {}
-    for name, key in keys.items():
-        points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        curves[name] = points[:: -1 - len(points) // MOST_POINTS]  # from the last one back
-    values = [value for points in curves.values() for _, value in points]
+    values = scale or [value for points in curves.values() for _, value in points]
     low = min(values)
     height = max(values) - low or abs(low) or 1
     return {
-        "curves": curves,
+        "curves": {name: points[:: -1 - len(points) * len(curves) // MOST_POINTS] for name, points in curves.items()},
         "width": width,
         "low": low,
         "height": height,
