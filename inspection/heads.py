@@ -22,7 +22,7 @@ from data.encoding import Tokenizer
 from errors import UserError
 from inspection.decoder import device_of, evaluating, read, sequence_losses
 from inspection.kinds import Head
-from inspection.metrics import Metrics
+from inspection.metrics import HeadScores, Metrics
 from inspection.patterns import capture
 from model import GPT
 from model.causality import watched
@@ -77,28 +77,6 @@ def make_probe(
         ordinary = np.intersect1d(tokens, ordinary)
     start = (tokenizer.document_start if tokenizer else []) or ordinary.tolist()
     return repeat_probe(torch.from_numpy(ordinary), start[-1], context_length)
-
-
-@dataclass(frozen=True)
-class HeadScores:
-    """Metrics of all heads, sequence by sequence."""
-
-    samples: Metrics  # metric -> (N, L, H) float64
-    losses: Tensor  # (N,) mean cross-entropy of each text, in nats a token
-    row_error: float  # the largest error of a row of weights against the kernel; nan if that was not verified
-    tokens: Tensor  # (L, H), the token that the metric "token" is about
-    chance: Metrics  # metric -> (L, H), the score of a head that attends evenly to all it may see
-    rows: Metrics  # metric -> (L, H), the number of queries that it is a mean over
-
-    @property
-    def mean(self) -> Metrics:
-        """Mean over the sequences: metric -> (L, H)."""
-        return {name: samples.mean(0) for name, samples in self.samples.items()}
-
-    @property
-    def error(self) -> Metrics:
-        """Standard error of the mean: metric -> (L, H). It is nan if there is one sequence."""
-        return {name: (x.var(0, correction=0) / (len(x) - 1)).sqrt() for name, x in self.samples.items()}
 
 
 @torch.no_grad()

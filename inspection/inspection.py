@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from cli.script import visible
 from errors import UserError
 from inspection.decoder import device_of, evaluating, predictions, read
-from inspection.heads import Ablation, HeadScores, ablate, head_scores, influence
+from inspection.heads import Ablation, ablate, head_scores, influence
 from inspection.inputs import Inputs, choose_inputs
 from inspection.kinds import Head
+from inspection.metrics import HeadScores
 from inspection.patterns import Captured, capture
 from inspection.terminal import in_words, sayings, table, triangle
 from inspection.views import Said, View, moved_lengths, residual_of, say

@@ -7,15 +7,12 @@ al. 2023), and most heads do so on most texts.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from inspection.metrics import METRICS
-
-if TYPE_CHECKING:
-    from inspection.heads import HeadScores  # which imports this file
+from inspection.metrics import METRICS, HeadScores
 
 Head = tuple[int, int]  # layer and head, both from zero
 Heads = Sequence[Head]
@@ -45,7 +42,7 @@ def name_of(head: Head) -> str:
     return f"{head[0]}.{head[1]}"
 
 
-def kind_of(scores: "HeadScores", head: Head) -> Kind:
+def kind_of(scores: HeadScores, head: Head) -> Kind:
     """Return the kind of a head. A metric with a control has to stand out from its control as well."""
     mean = scores.mean
     for name in KINDS:
@@ -80,7 +77,7 @@ def short(score: float) -> str:
     return f"{score:.2f}".removeprefix("0")
 
 
-def by_kind(scores: "HeadScores", heads: Heads) -> dict[str, list[tuple[Head, Kind]]]:
+def by_kind(scores: HeadScores, heads: Heads) -> dict[str, list[tuple[Head, Kind]]]:
     """Group heads by kind; the highest score first. Kinds without a head are left out."""
     groups = {name: [] for name in KINDS}
     for head in heads:

@@ -9,6 +9,7 @@ model/attention.py.
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,28 @@ METRICS = {  # name -> title and format in a table, and definition; A_ij is the 
     "induction_control": ("(ctrl)", ".2f", "induction on [start, r, r'], where nothing repeats; duplicate_control too"),
     "ablation": ("loss", "+.4f", "rise of the loss without the head, in nats a token"),
 }
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """Metrics of all heads, sequence by sequence."""
+
+    samples: Metrics  # metric -> (N, L, H) float64
+    losses: Tensor  # (N,) mean cross-entropy of each text, in nats a token
+    row_error: float  # the largest error of a row of weights against the kernel; nan if that was not verified
+    tokens: Tensor  # (L, H), the token that the metric "token" is about
+    chance: Metrics  # metric -> (L, H), the score of a head that attends evenly to all it may see
+    rows: Metrics  # metric -> (L, H), the number of queries that it is a mean over
+
+    @property
+    def mean(self) -> Metrics:
+        """Mean over the sequences: metric -> (L, H)."""
+        return {name: samples.mean(0) for name, samples in self.samples.items()}
+
+    @property
+    def error(self) -> Metrics:
+        """Standard error of the mean: metric -> (L, H). It is nan if there is one sequence."""
+        return {name: (x.var(0, correction=0) / (len(x) - 1)).sqrt() for name, x in self.samples.items()}
 
 
 def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from inspection.heads import HeadScores
 from inspection.kinds import KINDS, Head, Heads, by_kind, name_of, short
-from inspection.metrics import METRICS
+from inspection.metrics import METRICS, HeadScores
 from inspection.views import Said
 
 GREY = " .:-=+*#%@"  # darker for a larger weight, in tenths

@@ -13,10 +13,9 @@ import inspection.inspection
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
 from inspection import ablate, capture, decoder, head_scores, influence, page, terminal
-from inspection.heads import HeadScores
 from inspection.inputs import choose_inputs
 from inspection.inspection import name_of_model, open_model
-from inspection.metrics import METRICS
+from inspection.metrics import METRICS, HeadScores
 from inspection.plots import drawable, pool
 from inspection.terminal import grid_columns, label, triangle
 from model import GPT

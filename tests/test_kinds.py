@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inspection import capture, head_scores, repeat_probe, terminal
-from inspection.heads import HeadScores
 from inspection.kinds import Kind, by_kind, kind_of, tag
+from inspection.metrics import HeadScores
 from model import GPT, GPTConfig
 from tests.conftest import make_gpt
 from tests.test_capture import run_captured

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from inspection import Inspection, page
-from inspection.heads import HeadScores
 from inspection.inputs import Inputs
 from inspection.kinds import KINDS, by_kind, kind_of, name_of, short, tag
+from inspection.metrics import HeadScores
 
 L, H, T = 2, 3, 11
 HEADS = [(layer, head) for layer in range(L) for head in range(H)]
