@@ -30,7 +30,6 @@ CHARTS = {
     "Loss, nats a token": {"training": "train_loss", "validation": "val_loss"},
     "Gradient norm": {"norm": "grad_norm"},
 }
-HEAD_CHARTS = ("induction", "duplicate", "previous", "current", "sink")  # in this order
 MOST_HEADS = 144  # of a chart: GPT-2 small has as many
 MOST_POINTS = 10_000  # of a chart
 MOST_EVALUATIONS = 30
@@ -86,7 +85,7 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         },
         "heads": {
             f"{METRICS[kind][0]}: {KINDS[kind]}": draw_chart(curves, step, 0, 1)
-            for kind in HEAD_CHARTS
+            for kind in KINDS
             if (curves := read_heads(kind, lines))
         },
         "sections": {
