@@ -68,7 +68,7 @@ def render(inspections: Sequence[Inspection]) -> str:
         policy=f"script-src {own_hash(source, 'script')}; style-src {own_hash(source, 'style')}",
         title=f"Heads of {' to '.join(names)}",
         inputs=last.inputs,
-        metrics=[(name, title, meaning) for name, (title, _, meaning) in METRICS.items()],
+        metrics=list(METRICS.items()),
         heads=[name_of(head) for head in heads],
         checkpoints=checkpoints,
         stored=stored,
@@ -103,8 +103,7 @@ def said_by(inspection: Inspection) -> tuple[list[str], Tensor]:
 def describe(inspection: Inspection) -> dict:
     """Return the texts about one checkpoint, its heads and its predictions, and the head and the row to open at."""
     heads = inspection.inputs.heads
-    first_kind = next(iter(by_kind(inspection.scores, heads).values()))
-    best, _ = first_kind[0]
+    best, _ = next(iter(by_kind(inspection.scores, heads).values()))[0]  # of the first kind
     is_computed = ~inspection.influence[:, -1].isnan()
     largest = inspection.pattern(*best).amax(-1) * is_computed
     later = len(largest) // 2  # the first queries have few keys to choose among
@@ -122,9 +121,10 @@ def describe_head(inspection: Inspection, head: Head) -> dict:
     """Return the texts about one head: its kind, and metric -> its score and that of an even head."""
     scores = inspection.scores
     kind = kind_of(scores, head)
+    measured = scores.mean, scores.chance
     figures = {}
     for name, (_, form, _) in METRICS.items():
-        found = [number(of[name][head], form) for of in (scores.mean, scores.chance) if name in of]
+        found = [number(of[name][head], form) for of in measured if name in of]
         if found:
             figures[name] = [figure or "–" for figure in found]
     return {

@@ -297,7 +297,7 @@ def test_a_view_that_is_unknown_says_so(show: Callable) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape, tokens", [((2, 4), 256), ((30, 9), 32), ((1, 1), 6)])
+@pytest.mark.parametrize("shape, tokens", [((2, 4), 256), ((4, 4), 257), ((30, 9), 32), ((1, 1), 6)])
 def test_all_that_matters_is_seen_at_one_look(show: Callable, shape: tuple[int, int], tokens: int) -> None:
     page = show(inspected(length=tokens, shape=shape))
     for part in ("h1", "#text", "#most", "#large", "#of-keys", "#scale", "#heads", "#heads button >> nth=-1"):
