@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from model import causality
 from model.huggingface import Tensors
 
 
@@ -39,8 +40,4 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     A scalar stays whole.
     """
     tensor = tensor.to(like.device, like.dtype)
-    if not is_sharded(like) or tensor.dim() == 0:
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    return tensor if tensor.dim() == 0 else causality.shard_like(tensor, like)
