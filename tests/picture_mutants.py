@@ -21,8 +21,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (value > largest[pixel]) largest[pixel] = value",
         "largest[pixel] = Math.max(0, largest[pixel]) + value / step ** 2",
     ),
-    "pixels of the screen are not counted": ("page.html", "width * devicePixelRatio", "width"),
-    "a picture scaled down by the browser": (
+    "pools as if a pixel of the screen were one of the page": ("page.html", "width * devicePixelRatio", "width"),
+    "a picture scaled down, not pooled": (
         "page.html",
         "const step = Math.ceil(T / Math.max",
         "const step = 1 || Math.ceil(T / Math.max",
@@ -52,7 +52,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "score and chance change places": ("page.html", "[score, even] = scores", "[even, score] = scores"),
     "labels of tokens off by one": ("page.html", 'make("bdi", {}, labels[i])', 'make("bdi", {}, labels[i + 1])'),
     "numbers of tokens from one": ("page.html", "` (${i})`", "` (${i + 1})`"),
-    "numbers on the axes off by one": ("page.html", "[String(i)]", "[String(i + 1)]"),
+    "numbers beside pooled pictures off by one": ("page.html", "[String(i)]", "[String(i + 1)]"),
     "names on the axes off by one": ("page.html", '[make("bdi", {}, label), ` ${i}`]', "[labels.at(i - 1), ` ${i}`]"),
     "numbers at the edges of cells": ("page.html", "(100 * (i + 0.5)) / across", "(100 * i) / across"),
     "axes end with the text, pictures with a pool": ("page.html", "Math.ceil(T / step) * step;", "T;"),
