@@ -105,7 +105,7 @@ def describe(inspection: Inspection) -> dict:
     heads = inspection.inputs.heads
     best, _ = next(iter(by_kind(inspection.scores, heads).values()))[0]  # of the first kind
     is_computed = ~inspection.influence[:, -1].isnan()
-    largest = inspection.pattern(*best).amax(-1) * is_computed
+    largest = inspection.pattern(*best)[:, 1:].amax(-1) * is_computed  # on the first token every head may rest
     later = len(largest) // 2  # the first queries have few keys to choose among
     return {
         "name": inspection.name,
