@@ -36,7 +36,7 @@ def label(token: bytes) -> str:
 
 
 def table(scores: HeadScores, heads: Heads, label_of: Callable[[int], str]) -> str:
-    """Format one line for each head, and one for a head that attends evenly, for each of the masks of the layers.
+    """Format one line for each head, and one for a head that attends evenly; more if their masks differ.
 
     After ablation over several texts the rise of the loss has its standard error.
 
@@ -56,8 +56,8 @@ def table(scores: HeadScores, heads: Heads, label_of: Callable[[int], str]) -> s
         if "ablation" in cells and not error["ablation"][head].isnan():
             cells["ablation"] += f" ± {error['ablation'][head]:.4f}"
         rows.append([name_of(head), *cells.values()])
-    for layer in dict(heads):
-        cells = {name: number(chance[name][layer, 0], METRICS[name][1]) for name in chance if name != "token"}
+    for head in heads:
+        cells = {name: number(chance[name][head], METRICS[name][1]) for name in chance if name != "token"}
         rows.append(["even", *(cells.get(name, "") for name in columns)])
     rows = dict.fromkeys(map(tuple, rows))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
