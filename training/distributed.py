@@ -182,9 +182,11 @@ class Ranks:
 
     def all_gather(self, vector: Tensor) -> Tensor:
         """Return the vectors of all ranks, equally long: (n,) -> (world, n)."""
-        vectors = vector.new_empty(self.world, len(vector))
-        dist.all_gather(list(vectors), vector)
-        return vectors
+        vectors = vector.new_empty(self.world * len(vector))
+        is_renamed = hasattr(dist, "all_gather_single")  # in PyTorch 2.13
+        gather = dist.all_gather_single if is_renamed else dist.all_gather_into_tensor
+        gather(vectors, vector)
+        return vectors.view(self.world, -1)
 
     def any_rank(self, condition: object) -> bool:
         """Return whether the condition holds on at least one rank. Only the hosts talk; no device is waited for."""
