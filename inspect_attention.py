@@ -53,8 +53,8 @@ class Options:
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""
     view: View = "weights"
-    """What to draw of the --heads: weights, where they look; values, each weight times the length of what is moved;
-    says, the tokens that their output makes likeliest and unlikeliest."""
+    """What the terminal draws of the --heads: weights, where they look; values, each weight times the length of what is
+    moved; says, the tokens that their output makes likeliest and unlikeliest. A page has all three."""
     ablate: Ablation | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
@@ -85,40 +85,41 @@ def inspect(options: Options) -> None:
     text = None if options.text is None else read_prompt(options.text)
     suffixes = {path.suffix.lower() for path in options.output}
     writes_page = ".html" in suffixes
+    has_views = writes_page or options.view != "weights"
     inspections = []
     for checkpoint in checkpoints:
         model, precision = open_model(checkpoint, device)
         with precision:
             if not inspections:
                 inputs = choose_inputs(model, text, None, options.heads, newest)
+                if options.view != "weights" and len(inputs.heads) > terminal.MOST_ROWS:
+                    many = f"{len(inputs.heads)} heads are too many for --view {options.view}"
+                    raise UserError(f"{many}: give up to {terminal.MOST_ROWS} --heads")
                 if suffixes & {".html", ".npz"}:  # check now, not after the work
                     page.check_room(inputs, len(checkpoints) if writes_page else 1)
                 print(f"text:   {inputs.note}")
                 if inputs.probe:
                     print(f"probe:  {inputs.probe_note}")
-            found = measure(
-                model,
-                inputs,
-                name_of_model(checkpoint.directory),
-                options.ablate,
-                writes_page or options.view != "weights",
-            )
+            name = name_of_model(checkpoint.directory)
+            found = measure(model, inputs, name, options.ablate, has_views, writes_page)
         inspections = [*inspections, found] if writes_page else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(f"        {found.verified}", flush=True)
+    heads = inputs.heads
+    are_many = len(heads) > terminal.MOST_ROWS
+    width = shutil.get_terminal_size().columns
+    drawn = heads if options.heads and not are_many else []
+    drawings = [(head, found.drawing(head, options.view, width)) for head in drawn]
     for output in options.output:
         save(output, inspections)
 
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
-    heads = inputs.heads
-    are_many = len(heads) > terminal.MOST_ROWS
     in_table = terminal.best(found.scores, heads) if are_many and not options.heads else heads
     print(found.table(in_table))
     if len(in_table) < len(heads):
         print(f'the table has {len(in_table)} of {len(heads)} heads; --heads "*.*" shows all, -o page.html draws them')
-    for head in heads if options.heads and not are_many else []:
-        print(f"\nhead {name_of(head)}, {VIEWS[options.view]}")
-        print(found.drawing(head, options.view, shutil.get_terminal_size().columns))
+    for head, drawing in drawings:
+        print(f"\nhead {name_of(head)}, {VIEWS[options.view]}\n{drawing}")
     for output in options.output:
         print(f"wrote {output}")
 

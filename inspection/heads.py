@@ -73,10 +73,9 @@ def make_probe(
     """
     special = list(tokenizer.special_tokens.values()) if tokenizer else []
     ordinary = np.setdiff1d(np.arange(vocab_size), special)
-    if len(tokens):
-        ordinary = np.intersect1d(tokens, ordinary)
+    drawn = np.intersect1d(tokens, ordinary) if len(tokens) else ordinary
     start = (tokenizer.document_start if tokenizer else []) or ordinary.tolist()
-    return repeat_probe(torch.from_numpy(ordinary), start[-1], context_length)
+    return repeat_probe(torch.from_numpy(drawn), start[-1], context_length)
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def choose_inputs(
     model: nn.Module,
     text: str | Sequence[int] | Tensor | None,
     tokenizer: object,
-    heads: Sequence[str],
+    heads: str | Sequence[str],
     checkpoint: Checkpoint | None = None,
 ) -> Inputs:
     """Choose what a model reads and which of its heads are shown.
@@ -71,12 +71,14 @@ def choose_inputs(
         vocab_size = tokenizer.vocab_size
     T = context_length(model)
     if text is None:
-        if checkpoint is None:
-            raise UserError("which text? A model without a checkpoint has no validation text")
+        if checkpoint is None or given:
+            raise UserError("which text? Only a checkpoint without a list of labels has its own")
         measured = validation_texts(checkpoint, min(T or TEXT_LENGTH, TEXT_LENGTH))
         note = f"{len(measured)} x {measured.size(1)} tokens of its validation text"
     else:
         ids = as_ids(text, tokenizer)
+        if given and len(given) != len(ids):
+            raise UserError(f"expected a label for each token, got {len(given)} for {len(ids)}")
         measured = torch.tensor([ids[:T]])
         note = f"{len(ids)} tokens"
         if measured.size(1) < len(ids):
@@ -87,8 +89,6 @@ def choose_inputs(
         raise UserError(f"expected tokens from 0 to {vocab_size - 1}, got {measured.min()} to {measured.max()}")
     shown = measured[:1, : SHOWN_LENGTH if text is None else None]
     ids = shown[0].tolist()
-    if given and len(given) < len(ids):
-        raise UserError(f"expected a label for each token, got {len(given)} for {len(ids)}")
     names = dict(zip(ids, given, strict=False))
 
     def label(token: int) -> str:
@@ -118,7 +118,7 @@ def sizes_of(model: nn.Module) -> tuple[int, int, int]:
     return L, H, logits.size(2)
 
 
-def choose_heads(patterns: Sequence[str], L: int, H: int) -> list[Head]:
+def choose_heads(patterns: str | Sequence[str], L: int, H: int) -> list[Head]:
     """List the heads that match, in the order of the patterns; without patterns all.
 
     Raises UserError for a head that does not exist.
@@ -126,7 +126,7 @@ def choose_heads(patterns: Sequence[str], L: int, H: int) -> list[Head]:
     # Layers are also counted from the last, which is -1.
     heads = {f"{layer}.{head}": (layer % L, head) for layer in range(-L, L) for head in range(H)}
     chosen = []
-    for pattern in patterns or ("*",):
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or ["*"]:
         found = sorted({heads[name] for name in fnmatch.filter(heads, pattern)})
         if not found:
             shape = f"{L} layers of {H} heads, written as 0.1 0.* -1.*"

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import get_args
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ class Inspection:
     influence: Tensor | None = None  # (T, T), rows of nan were not computed
     predictions: Sequence[tuple[str, float]] = ()  # at each of the T tokens the likeliest next one and its probability
     lengths: Tensor | None = None  # (L, H, T), of what each head moves from each key; None if that is not known
-    said: Mapping[Head, Said] = field(default_factory=dict)  # what each head makes likely; empty if that is not known
+    said: Mapping[Head, Said] = field(default_factory=dict)  # what heads make likely; empty if that is not known
 
     @property
     def loss(self) -> float:
@@ -90,7 +91,7 @@ class Inspection:
                 raise UserError(NO_SAYINGS)
             return sayings(self.said[head], labels, self.inputs.label)
         shown = self.pattern(*head) if view == "weights" else self.values(*head)
-        return triangle(shown if view == "weights" else shown / shown.max(), labels, width)
+        return triangle(shown if view == "weights" else shown / (shown.max() or 1), labels, width)
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).
@@ -155,7 +156,7 @@ def inspect_heads(
     model: nn.Module | str | Path,
     text: str | Sequence[int] | Tensor | None = None,
     tokenizer: object = None,
-    heads: Sequence[str] = (),
+    heads: str | Sequence[str] = (),
     ablate: Ablation | None = None,
     device: str = "auto",
 ) -> Inspection:
@@ -167,16 +168,19 @@ def inspect_heads(
         text: a text or its token ids; None takes the validation text of a checkpoint.
         tokenizer: one of tril or of `transformers`, or a list with a label for each token. None takes that of a
             directory; labels are then numbers for a module.
-        heads: those to show, as "5.1", "2.*" or "-1.*"; none are all.
+        heads: those to show, as "5.1" or ["2.*", "-1.*"]; none are all.
         ablate: measure the rise of the loss without a head, whose output becomes zero or its mean.
         device: of a model that is opened, as for `find_device`; a module stays where it is.
 
     Raises UserError if the model, text or tokenizer cannot be used, and NotTheKernels if the weights computed are not
     those that the kernel used.
     """
+    if ablate not in (None, *get_args(Ablation)):
+        raise UserError(f"expected ablate to be None or one of {', '.join(get_args(Ablation))}, got {ablate!r:.80}")
     checkpoint = None
     precision = nullcontext()
     name = type(model).__name__
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
     if not isinstance(model, nn.Module):
         if not isinstance(model, str | Path):
             raise UserError(f"expected a module or the path of a model, got {type(model).__name__}")
@@ -193,17 +197,18 @@ def measure(
     inputs: Inputs,
     name: str,
     ablation: Ablation | None = None,
+    with_views: bool = True,
     with_page: bool = True,
 ) -> Inspection:
     """Measure the heads of a model and capture the text that is shown; see `inspect_heads`.
 
-    with_page: also measure what a page shows besides, which takes seconds on a CPU.
+    with_views: also what heads take and say; with_page: and what else a page shows. Each takes seconds on a CPU.
     """
     scores = head_scores(model, inputs.measured, inputs.probe)
     if ablation:
         scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
     idx = inputs.shown.to(device_of(model))
-    capturing = capture(model, with_values=with_page)
+    capturing = capture(model, with_values=with_views)
     with evaluating(model), torch.no_grad(), residual_of(model) as residual, capturing as att:
         read(model, idx, slice(1))
     row_error = max(scores.row_error, *att.verify().values())
@@ -211,9 +216,10 @@ def measure(
     guesses = []
     lengths = None
     said = {}
-    if with_page:
+    if with_views:
         lengths = moved_lengths(att)
         said = say(model, att, residual[0], inputs.heads) if residual else {}
+    if with_page:
         shares = influence(model, idx)
         guesses = [(inputs.label(token), probability) for token, probability in predictions(model, idx)]
     q = att[0][0]
@@ -226,7 +232,7 @@ def measure(
         att=att,
         influence=shares,
         predictions=guesses,
-        lengths=lengths if lengths is None else lengths[..., -idx.size(1) :],
+        lengths=lengths,
         said=said,
     )
 

@@ -10,6 +10,7 @@ model/attention.py.
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ METRICS = {  # name -> title and format in a table, and definition; A_ij is the 
     "sink": ("sink", ".2f", "weight of the first token, A_i0, for i >= 1 (row 0 has no choice)"),
     "current": ("self", ".2f", "weight of the token itself, A_ii, for i >= 1"),
     "previous": ("prev", ".2f", "weight of the token before, A_i,i-1, for i >= 2 (before token 1 is the first token)"),
-    "token": ("token", ".2f", "weight of the one token that gets most, for the queries from its first place on"),
+    "token": ("token", ".2f", "weight of the one token that gets most in all, for queries from its first place on"),
     "duplicate": ("dup", ".2f", "on [start, r_1..r_L, r_1..r_L]: weight of a token's first copy, from the second"),
     "induction": ("ind", ".2f", "on the same tokens: weight of the token after its first copy, the one to predict"),
     "induction_control": ("(ctrl)", ".2f", "induction on [start, r, r'], where nothing repeats; duplicate_control too"),
@@ -41,7 +42,7 @@ class HeadScores:
     chance: Metrics  # metric -> (L, H), the score of a head that attends evenly to all it may see
     rows: Metrics  # metric -> (L, H), the number of queries that it is a mean over
 
-    @property
+    @cached_property
     def mean(self) -> Metrics:
         """Mean over the sequences: metric -> (L, H)."""
         return {name: samples.mean(0) for name, samples in self.samples.items()}

@@ -105,7 +105,8 @@ def describe(inspection: Inspection) -> dict:
     heads = inspection.inputs.heads
     best, _ = next(iter(by_kind(inspection.scores, heads).values()))[0]  # of the first kind
     is_computed = ~inspection.influence[:, -1].isnan()
-    largest = inspection.pattern(*best)[:, 1:].amax(-1) * is_computed  # on the first token every head may rest
+    elsewhere = inspection.pattern(*best).tril(-1)[:, 1:]  # every head may rest on the first token or on its own
+    largest = elsewhere.amax(-1) * is_computed
     later = len(largest) // 2  # the first queries have few keys to choose among
     return {
         "name": inspection.name,
@@ -129,7 +130,7 @@ def describe_head(inspection: Inspection, head: Head) -> dict:
             figures[name] = [figure or "–" for figure in found]
     return {
         "tag": tag(kind),
-        "kind": f"looks at {KINDS[kind.name]}",
+        "kind": f"looks {'' if kind.name == 'other' else 'at '}{KINDS[kind.name]}",
         "even": short(kind.chance),
         "token": inspection.inputs.label(scores.tokens[head].item()),
         "scores": figures,

@@ -126,8 +126,8 @@ class Captured(TorchFunctionMode):
         super().__init__()
         self.replace = replace
         self.with_values = with_values
-        self.output: Tensor | None = None  # of the last call, until it was seen in an output projection
-        self.projections: dict[int, Tensor] = {}  # layer -> weight of the output projection, (C, H * width of a value)
+        self.output: Tensor | None = None  # of the last call
+        self.projections: dict[int, Tensor | None] = {}  # layer -> weight (C, H * width of a value); None: several
         self.calls: list[Call] = []
         self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
 
@@ -139,7 +139,7 @@ class Captured(TorchFunctionMode):
             with self:
                 return FunctionType(func.__code__, names, argdefs=func.__defaults__)(*args, **kwargs)
         if func is F.linear and self.output is not None:
-            self.see_projection(*args[:2])
+            self.see_projection(*args, **kwargs)
         output = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self.see(output, func, *args, **kwargs)
@@ -186,12 +186,15 @@ class Captured(TorchFunctionMode):
         self.output = output if self.with_values else None
         return output
 
-    def see_projection(self, x: Tensor, weight: Tensor) -> None:
-        """Store the weight of a linear layer if what it reads is the output of the last call, its heads joined."""
-        joined = self.output.transpose(1, 2).flatten(2)
-        if x.size(-1) == joined.size(-1) and x.numel() == joined.numel() and x.reshape(joined.shape).equal(joined):
-            self.projections[len(self.calls) - 1] = weight.detach()
-            self.output = None
+    def see_projection(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Store the weight of the one linear layer that reads the output of the last call, its heads joined."""
+        output = self.output
+        joined = output.transpose(1, 2).flatten(2)
+        if input.device != output.device or input.size(-1) != joined.size(-1) or input.numel() != joined.numel():
+            return
+        if input.reshape(joined.shape).equal(joined):
+            layer = len(self.calls) - 1
+            self.projections[layer] = None if layer in self.projections else weight.detach()  # beside a gate: which?
 
     def shared(self, mask: Tensor) -> Tensor:
         """Return a copy of a mask, which a model may change later: one copy for the layers that share one."""
@@ -246,18 +249,22 @@ class Captured(TorchFunctionMode):
         return self.patterns(layer, head)[:, 0]
 
     def moved(self, layer: int, head: int) -> Tensor | None:
-        """Return what a head moves from each key to the queries that attend to it: (B, T_key, C) in float32.
+        """Return what a head moves from each key to the queries that attend to it: (B, T_key, C).
 
         That is f(x) = (x W^V + b^V) W^O of Kobayashi et al. (2020): the value through the head's part of the output
-        projection. The head's output is the mean of these by its weights. Returns None if no projection was seen: the
-        output has to be read by torch.nn.functional.linear, inside `capture(model, with_values=True)`.
+        projection. The head's output is the mean of these by its weights. The dtype is that of weights; see `blocks`.
+
+        Returns None if it is not known: inside `capture(model, with_values=True)` exactly one
+        torch.nn.functional.linear has to read the output.
         """
-        if layer not in self.projections:
+        projection = self.projections.get(layer)
+        if projection is None:
             return None
         call = self.call(layer)
-        weight = self.projections[layer].float()
-        values = repeat_kv(call.values.float(), call.q)[:, head]
-        return values @ weight.unflatten(1, (call.q.size(1), -1))[:, head].T
+        wide = torch.promote_types(call.q.dtype, torch.float32)
+        weight = projection.to(wide).unflatten(1, (call.q.size(1), -1))[:, head]
+        with exact_products(call.q.device):
+            return repeat_kv(call.values.to(wide), call.q)[:, head] @ weight.T
 
     def scores(self, repeat: int | None = None) -> Metrics:
         """Return the metrics of all heads, means over the sequences: metric -> (L, H).

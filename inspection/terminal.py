@@ -121,12 +121,17 @@ def triangle(pattern: Tensor, labels: Sequence[str], width: int) -> str:
     return "\n".join(lines)
 
 
+def cut(text: str, most: int) -> str:
+    """Shorten a text to so many characters, the last of which says so."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def sayings(said: Said, labels: Sequence[str], label_of: Callable[[int], str]) -> str:
     """Format two lines for each token of a text: what a head makes likelier after it, and what it makes unlikelier."""
     lines = []
     for row, (name, tokens, logits) in enumerate(zip(labels, *said, strict=True)):
         parts = zip(tokens.tolist(), logits.tolist(), strict=True)
-        words = [f"{label_of(token):.5} {logit:+.1f}".ljust(11) for token, logit in parts]
+        words = [f"{cut(label_of(token), 5)} {logit:+.1f}".ljust(11) for token, logit in parts]
         if logits.isnan().any():
             words = ["was not", "computed"]
         half = len(words) // 2

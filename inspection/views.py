@@ -16,6 +16,7 @@ from inspection.heads import affordable_rows
 from inspection.kinds import Head, Heads
 from inspection.patterns import Captured
 from model import GPT
+from model.causality import exact_products
 
 View = Literal["weights", "values", "says"]
 VIEWS: dict[View, str] = {  # name -> what it shows in a terminal
@@ -28,11 +29,15 @@ Said = tuple[Tensor, Tensor]  # n likeliest and n unlikeliest tokens, and their 
 
 
 def moved_lengths(att: Captured) -> Tensor | None:
-    """Return the length of what each head moves from each key, (L, H, T_key); None if a projection was not seen."""
-    L, _, H, _ = att.shape
-    if len(att.projections) < L:
-        return None
-    lengths = [att.moved(layer, head)[0].norm(dim=-1).cpu() for layer in range(L) for head in range(H)]
+    """Return the length of what each head moves from each token, (L, H, T); None if it is not known of all layers."""
+    L, _, H, T = att.shape
+    lengths = []
+    for layer in range(L):
+        for head in range(H):
+            moved = att.moved(layer, head)
+            if moved is None:
+                return None
+            lengths.append(moved[0, -T:].norm(dim=-1).cpu())
     return torch.stack(lengths).unflatten(0, (L, H))
 
 
@@ -56,26 +61,31 @@ def say(model: GPT, att: Captured, residual: Tensor, heads: Heads) -> dict[Head,
     final norm, with the scale that it has for the whole sum, and the head of the model make of its output (Elhage et
     al. 2021). A cap on logits is left out. On a CPU only as many positions as `affordable_rows` are computed.
     """
-    norm = model.final_norm
-    gain = 1.0 if norm.weight is None else norm.weight.float()
-    unembedding = model.lm_head.weight.float()
-    V, C = unembedding.shape
+    V, C = model.lm_head.weight.shape
     T = residual.size(1)
-    rows = affordable_rows(T, 2 * V * C * len(heads), residual.device)
-    centre = isinstance(norm, nn.LayerNorm)
-    x = residual[0, rows].float()
-    x = x - x.mean(-1, keepdim=True) if centre else x
-    scale = gain / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
     n = min(MOST_SAID, V // 2)
+    rows = affordable_rows(T, 2 * V * C * len(heads), residual.device)
+    norm = model.final_norm
+    centre = isinstance(norm, nn.LayerNorm)
+    wide = torch.promote_types(residual.dtype, torch.float32)  # also of `Captured.moved`
+    unembedding = model.lm_head.weight.to(wide)
+    x = residual[0, rows].to(wide)
+    x = x - x.mean(-1, keepdim=True) if centre else x
+    scale = (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight
     found = []
-    with torch.autocast(residual.device.type, enabled=False):
-        outputs = torch.cat([(att.pattern(*head) @ att.moved(*head))[0, rows] for head in heads])
-        outputs = outputs - outputs.mean(-1, keepdim=True) if centre else outputs
-        for direct in (outputs * scale.repeat(len(heads), 1)).split(POSITIONS):
-            logits = F.linear(direct, unembedding)
-            ends = (logits.topk(n), logits.topk(n, largest=False))
-            found.append([torch.cat(each, dim=1).cpu() for each in zip(*ends, strict=True)])
+    together = max(1, POSITIONS // len(rows))  # one product for several heads is faster
+    with exact_products(residual.device):
+        for start in range(0, len(heads), together):
+            some = heads[start : start + together]
+            outputs = torch.stack([att.pattern(*head)[0, rows] @ att.moved(*head)[0] for head in some])
+            outputs = outputs - outputs.mean(-1, keepdim=True) if centre else outputs
+            for direct in (outputs * scale).flatten(0, 1).split(POSITIONS):
+                logits = F.linear(direct, unembedding)
+                ends = (logits.topk(n), logits.topk(n, largest=False))
+                found.append([torch.cat(each, dim=1).cpu() for each in zip(*ends, strict=True)])
     of_rows, tokens_of_rows = (torch.cat(each).unflatten(0, (len(heads), -1)) for each in zip(*found, strict=True))
-    logits = torch.full((len(heads), T, 2 * n), torch.nan).index_copy(1, rows, of_rows)
+    logits = torch.full((len(heads), T, 2 * n), torch.nan, dtype=wide).index_copy(1, rows, of_rows)
     tokens = torch.zeros(logits.shape, dtype=torch.long).index_copy(1, rows, tokens_of_rows)
     return dict(zip(heads, zip(tokens, logits, strict=True), strict=True))

@@ -76,15 +76,15 @@ def test_of_random_heads_two_in_a_hundred_have_a_name_at_most(family: str) -> No
         assert found.total() - found["other"] <= 0.02 * found.total(), (T, found)
 
 
-@pytest.mark.parametrize("T, most", [(4, 0), (6, 20), (11, 20), (29, 20)])
-def test_luck_names_two_heads_in_a_hundred_at_most(T: int, most: int) -> None:
-    """The worst case: each of 1,000 heads looks at one random key in each row."""
-    weights = torch.randn(1, 1000, T, T).masked_fill(~torch.ones(T, T).tril().bool(), -math.inf)
+@pytest.mark.parametrize("T, most", [(4, 0), (5, 0), (6, 0.025), (11, 0.02), (29, 0.02)])
+def test_luck_names_two_heads_in_a_hundred_at_most(T: int, most: float) -> None:
+    """The worst case: each of 2,000 heads looks at one random key in each row. At T = 6, 1.9 % are expected."""
+    weights = torch.randn(1, 2000, T, T).masked_fill(~torch.ones(T, T).tril().bool(), -math.inf)
     q = 1e3 * weights.clamp(min=-1e3)
     att = run_captured(Fixed(q), torch.arange(T)[None])
     assert (att.pattern(0, 0).amax(-1) > 0.999).all()
     scores = head_scores(Fixed(q), torch.arange(T)[None])
-    assert sum(kind_of(scores, (0, head)).name != "other" for head in range(1000)) <= most
+    assert sum(kind_of(scores, (0, head)).name != "other" for head in range(2000)) <= most * 2000
 
 
 class Fixed(nn.Module):
@@ -123,7 +123,7 @@ def test_chance_is_that_of_what_a_mask_lets_a_head_see() -> None:
     assert found["previous"][0, 0].tolist() == pytest.approx([1 / 3, 0])
     assert found["current"][0, 0].tolist() == pytest.approx([(1 / 2 + 5 / 3) / 6, 1])
     assert found["sink"][0, 0].tolist() == pytest.approx([(1 / 2 + 1 / 3) / 6, 0])
-    assert not any(kind_of(head_scores(model, torch.arange(T)[None]), (0, head)).name == "current" for head in (1,))
+    assert kind_of(head_scores(model, torch.arange(T)[None]), (0, 1)).name == "other"  # it can look at itself only
 
 
 def test_a_head_has_the_first_kind_that_stands_out() -> None:

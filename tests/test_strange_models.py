@@ -148,7 +148,7 @@ class Returning(nn.Module):
     "model, text, tokenizer, message",
     [
         (lambda: make_gpt(vocab_size=V), "abc", None, "a text needs a tokenizer: give one, or the ids of the tokens"),
-        (lambda: make_gpt(vocab_size=V), IDS, ["a"], "expected a label for each token, got 1 for 11"),
+        (lambda: make_gpt(vocab_size=V), IDS, ["a"], "expected a label for each token, got 1 for 12"),
         (
             lambda: make_gpt(vocab_size=V),
             IDS,

@@ -11,7 +11,7 @@ import inspect_attention
 import inspection.heads
 import inspection.views
 from errors import UserError
-from inspection import capture, inspect_heads
+from inspection import capture, inspect_heads, terminal
 from inspection.views import moved_lengths, residual_of, say
 from model import GPT
 from tests.conftest import make_gpt
@@ -114,31 +114,73 @@ def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -
 
 
 class Stranger(nn.Module):
-    """A decoder of nobody's family. Its heads are read by a linear layer, or mixed before one."""
+    """A decoder of nobody's family: `read` makes the residual stream of the outputs of its heads."""
 
-    def __init__(self, mixes: bool = False):
+    def __init__(self, read=lambda self, y: self.out(y)):
         super().__init__()
-        self.embedding, self.out, self.head = nn.Embedding(17, 6), nn.Linear(6, 5), nn.Linear(5, 17)
-        self.mixes = mixes
+        self.embedding, self.out, self.gate, self.head = (
+            nn.Embedding(17, 6),
+            nn.Linear(6, 5),
+            nn.Linear(6, 5),
+            nn.Linear(5, 17),
+        )
+        self.read = read
 
     def forward(self, idx: Tensor) -> Tensor:
         q = self.embedding(idx).unflatten(-1, (2, 3)).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
-        return self.head(self.out(2 * y if self.mixes else y))
+        return self.head(self.read(self, y))
 
 
-def test_a_view_is_shown_of_a_stranger_where_it_is_known() -> None:
-    model = Stranger()
-    found = inspect_heads(model, [2, 3, 5, 7, 11])
-    values = model.embedding(torch.tensor([2, 3, 5, 7, 11]))[:, 3:] @ model.out.weight[:, 3:].T
+IDX = [2, 3, 5, 7, 11]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_view_is_shown_of_a_stranger_where_it_is_known(named: bool) -> None:
+    model = Stranger(
+        (lambda self, y: F.linear(bias=self.out.bias, weight=self.out.weight, input=y)) if named else Stranger().read
+    )
+    found = inspect_heads(model, IDX)
+    values = model.embedding(torch.tensor(IDX))[:, 3:] @ model.out.weight[:, 3:].T
     torch.testing.assert_close(
         found.values(0, 1), found.pattern(0, 1) * values.detach().norm(dim=-1), atol=1e-5, rtol=0
     )
     assert "@" in found.drawing((0, 1), "values")
     with pytest.raises(UserError, match="what a head says is known for models of our four families only"):
         found.drawing((0, 1), "says")
-    with pytest.raises(UserError, match="the output projection of this model was not seen"):
-        inspect_heads(Stranger(mixes=True), [2, 3, 5, 7, 11]).values(0, 1)
+    nn.init.zeros_(model.out.weight)
+    assert "@" not in inspect_heads(model, IDX).drawing((0, 1), "values")  # a head that moves nothing
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda self, y: self.out(2 * y),
+        lambda self, y: torch.sigmoid(self.gate(y)) * self.out(y),  # either could be the output projection
+        lambda self, y: self.out(y) + self.gate(y),  # as LoRA beside a frozen layer
+    ],
+    ids=["mixed", "gated", "adapted"],
+)
+def test_a_projection_that_is_not_certain_is_not_shown(read) -> None:
+    with pytest.raises(UserError, match="what its heads move is not known"):
+        inspect_heads(Stranger(read), IDX).values(0, 1)
+
+
+def test_lengths_have_the_precision_of_the_weights() -> None:
+    model = make_gpt().eval()
+    exact = inspect_heads(make_gpt().double(), IDX)
+    assert exact.lengths.dtype == torch.float64 and exact.said.keys() == {
+        (layer, head) for layer in range(L) for head in range(H)
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        found = inspect_heads(model, IDX)
+        with torch.no_grad(), capture(model, with_values=True) as att:
+            model(torch.tensor([IDX]))
+    values = att.calls[1].values.float()[0, 2]
+    expected = (values @ model.blocks[1].attention.o_proj.weight[:, 10:].T).norm(dim=-1)
+    torch.testing.assert_close(found.lengths[1, 2], expected.detach(), rtol=1e-5, atol=0)
+    compiled = inspect_heads(torch.compile(model, backend="eager"), IDX)
+    assert compiled.said.keys() == exact.said.keys()
 
 
 def test_the_terminal_draws_each_view(run, straight: Path) -> None:
@@ -153,13 +195,15 @@ def test_the_terminal_draws_each_view(run, straight: Path) -> None:
     result = run(inspect_attention, straight, *text, "--view", "says")
     lines = result.out.splitlines()[-22:]
     assert max(map(len, result.out.splitlines())) <= 80
-    tokens, logits = found.said[1, 2]
-    for row in range(11):
-        for line, part in zip(lines[2 * row : 2 * row + 2], (slice(0, 5), slice(5, 10)), strict=True):
-            words = [
-                f"{found.inputs.label(token):.5} {logit:+.1f}"
-                for token, logit in zip(tokens[row, part].tolist(), logits[row, part].tolist(), strict=True)
-            ]
-            assert line[17:].split("  ") and all(word in line for word in words)
+    for row, (tokens, logits) in enumerate(zip(*found.said[1, 2], strict=True)):
+        words = [
+            f"{terminal.cut(found.inputs.label(token), 5)} {logit:+.1f}"
+            for token, logit in zip(tokens.tolist(), logits.tolist(), strict=True)
+        ]
+        for line, half in zip(lines[2 * row : 2 * row + 2], (words[:5], words[5:]), strict=True):
+            assert [line[17 + 13 * place :][:11].rstrip() for place in range(5)] == half
+    assert logits[0] > logits[4] > logits[9] > logits[5] and terminal.cut("⟨u+0001⟩", 5) == "⟨u+0…"
+    too_many = run(inspect_attention, straight, "--heads", *(17 * ["0.1"]), "--view", "says")
+    assert too_many.exit_code == 0  # the same head
     refused = run(inspect_attention, straight, "--view", "says")
     assert refused.exit_code == 2 and "--view says of which heads? Give some, as --heads 1.3" in refused.err
