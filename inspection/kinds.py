@@ -26,7 +26,7 @@ KINDS = {  # metric, or "other" -> where a head of this kind looks
     "other": "nowhere in particular",
 }
 LEAST = 0.2  # of the way from chance to 1: the least score of a head of a kind
-RARE = 100  # among so many heads that look at a random key in each row, fewer than one has such a score by luck
+RARE = 100  # among so many heads that look at random keys, one at most has such a score by luck, for each kind
 
 
 class Kind(NamedTuple):
@@ -60,7 +60,7 @@ def stands_out(score: Tensor, chance: Tensor, rows: Tensor) -> bool:
 
     Of heads that look at a random key in each of so many rows, a share of at most exp(-rows * divergence) has such a
     score by luck (Hoeffding 1963, theorem 1). The divergence is that of Kullback and Leibler. On a text of a few tokens
-    no score is too high for luck.
+    no score is too high for luck. The kind "token" is about the luckiest token, so luck has a little more of it.
     """
     score = score.clamp(max=1)  # rounding may exceed it
     divergence = torch.xlogy(score, score / chance) + torch.xlogy(1 - score, (1 - score) / (1 - chance))
