@@ -39,7 +39,7 @@ from model.foreign import load_decoder
 FORMATS = (".html", ".png", ".svg", ".npz")
 NO_LENGTHS = "the output projection of this model was not seen, so what its heads move is not known"
 NO_SAYINGS = "what a head says is known for models of our four families only"
-FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 60rem; border: 0"></iframe>'
+FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 50rem; border: 0"></iframe>'
 
 
 @dataclass(frozen=True, repr=False)
