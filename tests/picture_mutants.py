@@ -85,6 +85,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "the largest value of the first head": ("page.html", "head < heads.length; head++", "head < 1; head++"),
     "likeliest and unlikeliest change places": ("page.html", "shown) + first + i", "shown) + (count / 2 - first) + i"),
     "what the token before says": ("page.html", "const place = start(shown)", "const place = start(shown - 1)"),
+    "what a token says is said to be another's": (
+        "page.html",
+        '"makes likeliest after ", ...named(shown)',
+        '"makes likeliest after ", ...named(shown - 1)',
+    ),
+    "amounts that round to 0 are listed": ("page.html", "Number(figure(amounts[i])) > 0", "true"),
     "logits of another head": ("page.html", "loaded.said[half + place]", "loaded.said[half + place - T * count]"),
     "the pointer names the corner of a pool": ("page.html", "if (!found || amount", "if (!found || 0 > amount"),
     "the pointer misses the last cells of a pool": ("page.html", "left + step - 1)", "left + step - 2)"),

@@ -238,6 +238,7 @@ def test_a_finger_is_enough(show: Callable) -> None:
 def test_keys_do_all_and_leave_the_slider_its_own(show: Callable) -> None:
     page = show(inspected(400), inspected(800), link="#0.1/9")
     keys = {"ArrowRight": "#0.1/10", "ArrowDown": "#0.2/10", "Enter": "#0.2/10/who", "2": "#0.2/10/who/values"}
+    keys |= {"Home": "#0.2/0/who/values", "End": "#0.2/10/who/values"}
     keys |= {"ArrowLeft": "#0.2/9/who/values", "ArrowUp": "#0.1/9/who/values", " ": "#0.1/9/values"}
     for key, link in keys.items():
         page.keyboard.press(key)
@@ -305,6 +306,40 @@ def test_all_that_matters_is_seen_at_one_look(show: Callable, shape: tuple[int, 
         assert box["y"] >= 0 and box["y"] + box["height"] <= 800 and box["x"] + box["width"] <= 1280, part
     for part in ("#text", "#heads"):
         assert page.locator(part).evaluate("(part) => part.scrollHeight <= part.clientHeight"), part
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [700, 1280])
+def test_nothing_is_cut_or_filled_in(show: Callable, width: int) -> None:
+    inspection = inspected(length=701, shape=(3, 9))
+    said = {head: tuple(each.repeat(1, 2)[:, :10] for each in pair) for head, pair in inspection.said.items()}
+    page = show(replace(inspection, said=said), width=width, link="#1.1/350/says")
+    bottom = page.locator("#most").bounding_box()
+    for part in page.locator("#said td").all():
+        box = part.bounding_box()
+        assert box["y"] + box["height"] <= bottom["y"] + bottom["height"]
+    for name, caption in zip(inspection.inputs.heads, page.locator("#heads span").all(), strict=True):
+        visible = """(span) => {
+            const range = document.createRange();
+            range.selectNodeContents(span);
+            const { bottom, right } = span.getBoundingClientRect();
+            return [...range.getClientRects()].filter((line) => line.top < bottom).every((line) => line.right <= right);
+        }"""
+        assert caption.evaluate(visible), name
+    for title in page.locator("#scores td:first-child").all():
+        height = """(cell) => {
+            const range = document.createRange();
+            range.selectNodeContents(cell);
+            return range.getBoundingClientRect().height;
+        }"""
+        assert title.evaluate(height) < 30  # one line
+    assert page.locator("#outline").evaluate("(part) => getComputedStyle(part, '::before').inset") == "-3px"
+
+
+@pytest.mark.long
+def test_heads_in_another_order_are_not_called_by_layer(show: Callable) -> None:
+    assert show().locator("#strip-note").inner_text() == "6 heads, by layer"
+    assert show(inspected(heads=[(1, 0), (0, 2)])).locator("#strip-note").inner_text() == "2 heads"
 
 
 @pytest.mark.long
