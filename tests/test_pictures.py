@@ -343,13 +343,11 @@ def mutated(file: str, old: str, new: str, tmp_path: Path) -> Iterator[None]:
         exec(compile(original.read_text(encoding="utf-8"), original, "exec"), module.__dict__)
 
 
-@pytest.mark.long
 def test_the_page_shows_what_was_measured(opened: Callable) -> None:
     check_small(opened)
     check_long(opened)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("length", [SMALL, LONG])
 def test_a_png_shows_what_was_measured(tmp_path: Path, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_png(tmp_path / "heads.png", length, monkeypatch)
