@@ -38,7 +38,7 @@ from model.foreign import load_decoder
 
 FORMATS = (".html", ".png", ".svg", ".npz")
 NO_LENGTHS = "the output projection of this model was not seen, so what its heads move is not known"
-NO_SAYINGS = "what a head says is known for models of our four families only"
+NO_SAYINGS = "what a head says is known for models of our four families only, with one output projection a layer"
 FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 50rem; border: 0"></iframe>'
 
 
@@ -218,7 +218,8 @@ def measure(
     said = {}
     if with_views:
         lengths = moved_lengths(att)
-        said = say(model, att, residual[0], inputs.heads) if residual else {}
+        if residual and lengths is not None:
+            said = say(model, att, residual[0], inputs.heads)
     if with_page:
         shares = influence(model, idx)
         guesses = [(inputs.label(token), probability) for token, probability in predictions(model, idx)]

@@ -1,4 +1,4 @@
-"""What a head moves and what it says, besides where it looks: views of one text that a model of ours has read.
+"""What a head moves and what it says, besides where it looks: views of one text that a model has read.
 
 Shapes are named as in model/attention.py.
 """

@@ -166,6 +166,14 @@ def test_a_projection_that_is_not_certain_is_not_shown(read) -> None:
         inspect_heads(Stranger(read), IDX).values(0, 1)
 
 
+def test_a_changed_layer_of_ours_is_inspected_as_well() -> None:
+    model = make_gpt().eval()
+    projection = model.blocks[1].attention.o_proj
+    projection.forward = lambda y: F.linear(y, projection.weight) * F.linear(y, projection.weight).sigmoid()
+    found = inspect_heads(model, IDX)
+    assert found.lengths is None and not found.said and "Heads of GPT" in found._repr_html_()
+
+
 def test_lengths_have_the_precision_of_the_weights() -> None:
     model = make_gpt().eval()
     exact = inspect_heads(make_gpt().double(), IDX)
