@@ -152,7 +152,8 @@ def check_causality(
             prober.run(forward, exact or forward, decode, loss_fn, extreme)
     except Finding as found:
         finding = found.args
-    return Causality(length, len(prober.probed), *finding, rounding=prober.rounding, no_derivative=prober.no_derivative)
+    reasons = {"rounding": prober.rounding, "no_derivative": prober.no_derivative}
+    return Causality(length, len(prober.probed), *finding, **reasons)
 
 
 def logits_of(output: object, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -250,8 +251,7 @@ class Prober:
         self.randomize()
         with torch.no_grad():
             self.where = "in evaluation"
-            self.alone(forward)
-            positions = self.hidden(forward)
+            positions = self.hidden(forward, known=self.alone(forward))
             if loss_fn:
                 self.hidden_from_loss(loss_fn)
             if decode:
@@ -307,9 +307,10 @@ class Prober:
 
     def positions(self, few: bool = False) -> Tensor:
         """Return ascending positions: both ends, the last before each power of two (a tile's edge), and random ones."""
-        chosen = {0, max(0, self.length - 2), self.length - 1}
+        chosen = {0, self.length - 2, self.length - 1}
         if self.strict and not few:
             chosen |= {2**n - 1 for n in range(self.length.bit_length())}
+        chosen &= set(range(self.length))
         count = self.length if self.length <= SHORT and not few else NUM_POSITIONS[self.strict, few]
         while len(chosen) < min(count, self.length):
             chosen.add(next(self.deck))
@@ -330,18 +331,16 @@ class Prober:
     def call(self, function: Callable, *arguments: Tensor) -> object:
         """Call a function; in training mode with the same dropout and the same buffers each time."""
         if self.module.training:
-            torch.manual_seed(0)
-            random.seed(0)
-            if numpy := sys.modules.get("numpy"):
-                numpy.random.seed(0)
+            seed()
             self.restore_buffers()
         return function(*arguments)
 
     def logits(self, forward: Forward, idx: Tensor) -> Tensor:
         """Call `forward`: (B, T) -> (B, T, V)."""
         try:
-            # Keep nothing for a gradient.
-            with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None):
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda _: None, lambda _: None
+            ):  # keep nothing for a gradient
                 output = self.call(forward, idx)
         except (RuntimeError, TypeError):  # the forward pass needs gradients of its own
             output = self.call(forward, idx)
@@ -350,40 +349,46 @@ class Prober:
             raise Finding(f"its logits are not finite numbers ({self.where})")
         return logits
 
-    def alone(self, forward: Forward) -> None:
-        """Run the probes "alone" and "repeatable"."""
+    def alone(self, forward: Forward) -> tuple[Tensor, Tensor]:
+        """Run the probes "alone" and "repeatable". Return two sequences and their logits."""
         idx = self.tokens(2)
         before = self.logits(forward, idx)
         for kept in ([0], [1], [0, 1]):
             changed = self.others(idx)
             changed[kept] = idx[kept]
             self.compare(forward, idx, before, changed, changed == idx)
+        return idx, before
 
-    def hidden(self, forward: Forward, few: bool = False, batch_size: int = 0) -> Tensor:
+    def hidden(
+        self, forward: Forward, few: bool = False, known: tuple[Tensor, Tensor] | None = None, batch_size: int = 0
+    ) -> Tensor:
         """Run the probe "hidden". Return the positions probed; each has a sequence of its own.
 
-        batch_size: another one.
+        known: two sequences and their logits, which need not be computed again. batch_size: another one.
         """
         positions = self.positions(few)
         hide_from = positions[~self.mask[positions].all(1)]  # nothing is hidden from the last
         parts = hide_from.split(batch_size or self.batch_size)
         B = len(parts[0])  # of each call: kernels may differ by batch
-        idx = None
-        for part in parts if B else ():
-            if idx is None or self.strict:
-                idx = self.tokens(B)
-                before = self.logits(forward, idx)
-            hide = ~self.mask[part.repeat(B)[:B]]  # (B, T)
-            changed = torch.where(hide, self.others(idx), idx)
-            self.compare(forward, idx, before, changed, self.sees_none(hide))
+        if B:
+            base = known if B == 2 else None
+            for part in parts:
+                if base is None or self.strict:
+                    idx = self.tokens(B)
+                    base = idx, self.logits(forward, idx)
+                idx, before = base
+                hide = ~self.mask[part.repeat(B)[:B]]  # (B, T)
+                changed = torch.where(hide, self.others(idx), idx)
+                self.compare(forward, idx, before, changed, ~self.sees_any(hide))
         return positions
 
     def compare(self, forward: Forward, idx: Tensor, before: Tensor, changed: Tensor, same: Tensor) -> None:
         """Raise the fault if logits of `changed` differ from those before where they must be the same, (B, T) bool."""
         after = self.logits(forward, changed)
-        moved = ~equals(before, after) & same
-        if not moved.any():
+        kept = equals(before, after) | ~same
+        if kept.all():
             return
+        moved = ~kept
 
         def difference() -> Tensor:
             return relative(self.logits(forward, idx), self.logits(forward, changed))[moved].max()
@@ -475,20 +480,21 @@ class Prober:
     def gradient(self, function: Forward) -> None:
         """Run the probe "gradient", if an nn.Embedding reads the tokens: its output is the input of the derivative."""
         queries = self.positions()
-        unseen = self.mask[queries]
-        hidden = ~unseen
+        hidden = ~self.mask[queries]
+        unseen = ~hidden
         for _ in range(1 if self.strict else NUM_DRAWS):
             idx = self.tokens(2)[1:]
             influence = self.influence(function, idx, queries)
             if influence is None:
                 return
-            leaks = influence.where(hidden, 0)
+            leaks = influence.masked_fill(~hidden, 0)
 
             def largest_leak(idx: Tensor = idx) -> Tensor:
                 influence = self.influence(function, idx, queries)
                 return influence[hidden].max() / influence.max()
 
-            if leaks.any() and not self.vanishes(leaks.max() / influence.max(), largest_leak, True):
+            is_zero = (leaks == 0).all()
+            if not is_zero and not self.vanishes(leaks.max() / influence.max(), largest_leak, True):
                 row, key = first_true(leaks)[0]
                 effect = f": the derivative of its logits to it is {leaks[row, key]:.2g} and must be exactly 0"
                 raise leak(queries[row].item(), key, effect)
@@ -512,8 +518,9 @@ class Prober:
         for part in queries.split(len(idx)):
             of_queries = logits[range(len(part)), part]  # (B, T, V) -> (B, V)
             score = (of_queries * torch.randn_like(of_queries)).sum()
+            options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
             try:
-                gradients = torch.autograd.grad(score, embedded, retain_graph=True, materialize_grads=True)
+                gradients = torch.autograd.grad(score, embedded, **options)
             except RuntimeError:  # reentrant checkpoints, or a kernel without a derivative
                 if self.strict:
                     raise
@@ -535,7 +542,7 @@ class Prober:
             other = self.others(idx)
             targets = self.tokens(self.batch_size)
             counted = torch.rand(targets.shape, generator=self.random).to(self.device) < 4 / self.length
-            counted &= self.sees_none(hide)
+            counted &= ~self.sees_any(hide)
             counted |= self.places == positions[:, None]
             targets = targets.masked_fill(~counted, IGNORE)
             changed = torch.where(hide, other, idx)
@@ -559,9 +566,9 @@ class Prober:
         if self.module.training and not (before != loss(other)).any():
             raise Finding(f"the loss does not depend on the tokens ({self.where})")
 
-    def sees_none(self, tokens: Tensor) -> Tensor:
-        """Mark the positions that may see none of the marked tokens: (B, T) -> (B, T), both bool."""
-        return tokens.float() @ self.mask.float().T == 0
+    def sees_any(self, tokens: Tensor) -> Tensor:
+        """Mark the positions that may see at least one of the marked tokens: (B, T) -> (B, T), both bool."""
+        return tokens.float() @ self.mask.float().T > 0
 
 
 def leak(query: int, key: int, effect: str) -> Finding:
@@ -573,6 +580,14 @@ def leak(query: int, key: int, effect: str) -> Finding:
 def blindness(query: int, key: int) -> Finding:
     """Return the fault that a position does not see a token that it should see."""
     return Finding(f"position {query} is blind to token {key}, which it may see", query, key)
+
+
+def seed() -> None:
+    """Seed all generators that a layer may draw from."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
 
 
 @contextmanager
@@ -604,7 +619,7 @@ def equals(before: Tensor, after: Tensor) -> Tensor:
     """Return whether all of V numbers are equal: (..., V) twice -> (...,) bool. nan counts as equal to nan."""
     V = before.size(-1) if before.dim() else 1
     parts = zip(before.reshape(-1, V).split(TOGETHER), after.reshape(-1, V).split(TOGETHER), strict=True)
-    found = [first.isclose(second, 0, 0, equal_nan=True).all(-1) for first, second in parts]
+    found = [((first == second) | (first.isnan() & second.isnan())).all(-1) for first, second in parts]
     return torch.cat(found).view(before.shape[:-1])
 
 
@@ -657,9 +672,8 @@ def make_model(name: str) -> Callable:
         path = Path(place).resolve()
         sys.path.insert(0, str(path.parent))
         ours = {entry.stem for entry in Path(__file__).resolve().parents[1].iterdir()}
-        for loaded in list(sys.modules):
-            if loaded.partition(".")[0] in ours:
-                del sys.modules[loaded]  # the file and its neighbours may have the names of ours, such as model
+        for loaded in [loaded for loaded in sys.modules if loaded.partition(".")[0] in ours]:
+            del sys.modules[loaded]  # the file and its neighbours may have the names of ours, such as model
         place = path.stem
     return getattr(importlib.import_module(place), factory)()
 
