@@ -65,11 +65,12 @@ def say(model: GPT, att: Captured, residual: Tensor, heads: Heads) -> dict[Head,
     T = residual.size(1)
     n = min(MOST_SAID, V // 2)
     rows = affordable_rows(T, 2 * V * C * len(heads), residual.device)
+    places = rows.to(residual.device)
     norm = model.final_norm
     centre = isinstance(norm, nn.LayerNorm)
     wide = torch.promote_types(residual.dtype, torch.float32)  # also of `Captured.moved`
     unembedding = model.lm_head.weight.to(wide)
-    x = residual[0, rows].to(wide)
+    x = residual[0, places].to(wide)
     x = x - x.mean(-1, keepdim=True) if centre else x
     scale = (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
     if norm.weight is not None:
@@ -79,7 +80,7 @@ def say(model: GPT, att: Captured, residual: Tensor, heads: Heads) -> dict[Head,
     with exact_products(residual.device):
         for start in range(0, len(heads), together):
             some = heads[start : start + together]
-            outputs = torch.stack([att.pattern(*head)[0, rows] @ att.moved(*head)[0] for head in some])
+            outputs = torch.stack([att.pattern(*head)[0, places] @ att.moved(*head)[0] for head in some])
             outputs = outputs - outputs.mean(-1, keepdim=True) if centre else outputs
             for direct in (outputs * scale).flatten(0, 1).split(POSITIONS):
                 logits = F.linear(direct, unembedding)
