@@ -52,6 +52,7 @@ class Run:
         self.about = {"certificate": self.certificate, "environment": self.environment}
         self.directory = Path(self.config.train.out_dir)
         self.metrics = self.directory / "metrics.jsonl"
+        self.probe_tokens = probe_tokens(self.corpus, self.config.train).tolist()
         self.tracker = Tracker(self.config.train.wandb, self.start.wandb_id)
 
     @property
@@ -126,7 +127,7 @@ class Run:
             "step": step,
             "train_seconds": train_seconds,
             "fingerprint": self.corpus.meta["fingerprint"],
-            PROBE_TOKENS: probe_tokens(self.corpus, self.config.train).tolist(),
+            PROBE_TOKENS: self.probe_tokens,
             "wandb_id": self.tracker.run_id,
             "scaler": scaler.state_dict(),
             "config": tables(self.config),
