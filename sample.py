@@ -30,6 +30,7 @@ from errors import UserError, check_ranges
 from model.checkpoint import find_checkpoint
 from model.device import dtype_name, find_device
 from model.load import load_model
+from model.packed import packed
 from model.sampling import RANGES, Sampler, stream
 from training.device import weights_dtype
 
@@ -151,14 +152,15 @@ def main() -> None:
     if grows:
         show(prompt)
     num_shown = 0
-    for column in tqdm(tokens, total=options.max_new_tokens, unit="token", leave=False, disable=grows or None):
-        for text, token in zip(texts, column.flatten().tolist(), strict=True):
-            text.add(token)
-        if grows:
-            show(texts[0].certain[num_shown:])
-            num_shown = len(texts[0].certain)
-        if all(text.finish for text in texts):
-            break
+    with packed(model):
+        for column in tqdm(tokens, total=options.max_new_tokens, unit="token", leave=False, disable=grows or None):
+            for text, token in zip(texts, column.flatten().tolist(), strict=True):
+                text.add(token)
+            if grows:
+                show(texts[0].certain[num_shown:])
+                num_shown = len(texts[0].certain)
+            if all(text.finish for text in texts):
+                break
     for number, text in enumerate(texts):
         text.close()
         if grows:

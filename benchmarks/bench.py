@@ -17,10 +17,12 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import count
@@ -36,7 +38,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import nanogpt
-from benchmarks.loss import measure_loss, standard_library
+from benchmarks.loss import ROOT, measure_loss, run, standard_library
 from cli.options import parse
 from cli.script import run_script
 from data.batches import Batches, seed_for
@@ -44,10 +46,12 @@ from data.prepare import DataConfig, prepare
 from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import Attend, attention_weights, make_causal_mask
-from model.device import find_device, has_bfloat16
+from model.device import dtype_name, find_device, has_bfloat16
+from model.packed import packed
 from train import next_token_loss
 from training.config import TrainConfig
 from training.device import set_seed
+from training.directory import read_metrics
 from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
 
 # name: shape, and batch sizes, of which the first is nanoGPT's
@@ -294,8 +298,18 @@ def measure_shards(bench: Bench) -> Iterator[dict]:
 
 @torch.no_grad()
 def measure_decode(bench: Bench) -> Iterator[dict]:
-    """Time greedy decoding after a prompt, with random weights: nanoGPT, which has no cache, ours, `transformers`."""
+    """Time greedy decoding after a prompt, with random weights: nanoGPT, which has no cache, ours, `transformers`.
+
+    "weights GB/s" are the bytes of the weights, each read once for a token, in the time of the prompt and all tokens.
+    On a CPU the memory is their limit: the first line says how fast it is read.
+    """
     import transformers
+
+    if not bench.cuda:
+        numbers = torch.zeros(2**14 if bench.tiny else 2**27)
+        (ms,) = bench.measure({"sum": numbers.sum}).values()
+        yield {"what": f"sum of {numbers.nbytes / 2**20:g} MiB", "ms": ms, "GB/s": numbers.nbytes / ms / 1e6}
+        del numbers
 
     shape, _ = TINY["tiny"] if bench.tiny else ON_CUDA["124 M"]
     prompt = 5 if bench.tiny else 500
@@ -307,20 +321,61 @@ def measure_decode(bench: Bench) -> Iterator[dict]:
     for B in (1, 64) if bench.cuda else (1,):
         idx = torch.randint(shape.vocab_size, (B, prompt), device=bench.device)
         options = {"attention_mask": torch.ones_like(idx), "max_new_tokens": new, "do_sample": False}
-        works = {}
+        ways = {}  # name -> model and its work
         if bench.cuda or bench.tiny:  # on a CPU it takes half a minute
-            works["nanoGPT"] = partial(theirs.generate, idx, new)
+            ways["nanoGPT"] = (theirs, partial(theirs.generate, idx, new))
         for dtype in (torch.float32, *[torch.bfloat16] * has_bfloat16(bench.device)):
             ours = make_gpt("gpt2", shape).eval().to(bench.device, dtype)
             other = transformers.AutoModelForCausalLM.from_config(gpt2, attn_implementation="sdpa").eval()
-            name = str(dtype).removeprefix("torch.")
-            works[f"ours, {name}"] = partial(ours.generate, idx, new, temperature=0)
-            works[f"transformers, {name}"] = partial(other.to(bench.device, dtype).generate, idx, **options)
-        for way, ms in bench.measure(works).items():
-            yield {"what": f"{way} x {B}", "new": new, "ms": ms, "tokens/s": 1e3 * B * new / ms}
+            other = other.to(bench.device, dtype)
+            ways[f"ours, {dtype_name(dtype)}"] = (ours, partial(ours.generate, idx, new, temperature=0))
+            ways[f"transformers, {dtype_name(dtype)}"] = (other, partial(other.generate, idx, **options))
+        with ExitStack() as stack:
+            for way, (model, _) in ways.items():
+                if way.startswith("ours"):
+                    stack.enter_context(packed(model))  # as sample.py does
+            results = bench.measure({way: work for way, (_, work) in ways.items()})
+        for way, ms in results.items():
+            speed = 1e3 * new / ms
+            read = sum(parameter.nbytes for parameter in ways[way][0].parameters()) * speed / 1e9
+            yield {"what": f"{way} x {B}", "new": new, "ms": ms, "tokens/s": B * speed, "weights GB/s": read}
+
+
+def measure_busy(bench: Bench) -> Iterator[dict]:
+    """Train the quickstart for some steps, alone and beside a program that keeps one core busy.
+
+    "spinning" has libgomp's own setting of how long threads spin: so PyTorch trains without training/cores.py.
+    """
+    ways = {"ours": {}, "spinning": {"GOMP_SPINCOUNT": "300000"}}
+    medians = {}
+    for place, steps in {"alone": 100, "beside a busy program": 40}.items():
+        times = {way: [] for way in ways}
+        busy = place != "alone" and subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            for _ in range(1 if bench.tiny else 3):
+                for way, variables in ways.items():
+                    times[way].append(milliseconds_a_step(2 if bench.tiny else steps, bench.device, variables))
+        finally:
+            if busy:
+                busy.kill()
+                busy.wait()
+        for way in ways:
+            medians[way, place] = statistics.median(times[way])
+            slower = medians[way, place] / medians[way, "alone"]
+            yield {"what": f"{way}, {place}", "ms": medians[way, place], "times alone": slower, "all ms": times[way]}
+
+
+def milliseconds_a_step(steps: int, device: torch.device, variables: dict[str, str]) -> float:
+    """Return the time of a training step of the quickstart, in a process with these environment variables."""
+    with TemporaryDirectory() as out:
+        options = ["--train.max_steps", steps, "--train.eval_tokens", 1000, "--train.sample_tokens", 0]
+        config = ROOT / "configs" / "quickstart.toml"
+        run(ROOT / "train.py", config, "--train.out_dir", out, "--train.device", device, *options, variables=variables)
+        return 1e3 * read_metrics(Path(out))[-1]["train_seconds"] / steps
 
 
 STAGES = {
+    "busy": measure_busy,
     "attention": measure_attention,
     "step": measure_step,
     "optimizer": measure_optimizer,

@@ -1,6 +1,7 @@
 """Time to a loss on characters, beside nanoGPT: python benchmarks/bench.py --stages loss --text input.txt"""
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -82,11 +83,15 @@ def standard_library() -> str:
     return "".join(file.read_text(encoding="ascii", errors="ignore") for file in files)
 
 
-def run(*arguments: object) -> tuple[str, float]:
-    """Run Python, and return the printed text and the seconds. Raises UserError with the end of stderr if it fails."""
+def run(*arguments: object, variables: dict[str, str] | None = None) -> tuple[str, float]:
+    """Run Python, and return the printed text and the seconds. variables: added to those of the environment.
+
+    Raises UserError with the end of stderr if it fails.
+    """
     began = time.perf_counter()
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+    environment = os.environ | (variables or {})
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=environment)
     if done.returncode:
         raise UserError(f"{' '.join(command[1:])}: exit code {done.returncode}: {done.stderr.strip()[-400:]}")
     return done.stdout, time.perf_counter() - began

@@ -147,6 +147,7 @@ class CausalSelfAttention(nn.Module):
         q = self.split_heads(self.q_proj(x))
         k = self.split_heads(self.k_proj(x))
         v = self.split_heads(self.v_proj(x))
+        dtype = v.dtype
         if self.q_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -157,9 +158,11 @@ class CausalSelfAttention(nn.Module):
             k = self.rotary(k, positions)
         if cache is not None:
             k, v = cache.store(k, v)
+            q = q.to(k.dtype)  # the cache may be more precise
         mask = self.causal_mask[positions, : k.size(-2)]  # the rows of the triangle that belong to x
         y = self.attend(q, k, v, mask, self.weight_dropout if self.training else 0.0)
-        return self.residual_dropout(self.o_proj(y.transpose(1, 2).flatten(2)))  # (B, H, T, D) -> (B, T, H * D) -> C
+        y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H * D)
+        return self.residual_dropout(self.o_proj(y.to(dtype)))
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Split the heads: (B, T, heads * D) -> (B, heads, T, D)."""

@@ -129,6 +129,8 @@ class GPT(nn.Module):
         """Return an empty key-value cache per layer, for B sequences of up to `capacity` tokens."""
         c = self.config
         dtype = self.lm_head.weight.dtype
+        if self.device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
+            dtype = torch.float32  # one query over keys in bfloat16 would take 6.5 times as long
         return [LayerCache(B, c.n_kv_head, capacity, c.head_dim, dtype, self.device) for _ in self.blocks]
 
     def generate(
