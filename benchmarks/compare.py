@@ -42,7 +42,9 @@ class Options:
     b: tyro.conf.Positional[str]
     """The second way."""
     seeds: int = 3
-    """Runs of each way, with the seeds 1, 2, 3, ..."""
+    """Runs of each way, with consecutive seeds."""
+    first_seed: int = 1
+    """The first of them. A choice that was made with some seeds is confirmed with others."""
     out: Path | None = None
     """New directory for the runs. None: they are deleted at the end."""
 
@@ -112,12 +114,12 @@ def mean(rows: Sequence[Sequence[float]]) -> list[float]:
     return [fmean(column) for column in zip(*rows, strict=True)]
 
 
-def table(a: Sequence[Curve], b: Sequence[Curve]) -> str:
+def table(a: Sequence[Curve], b: Sequence[Curve], first_seed: int = 1) -> str:
     """Format the comparison in lines of at most 80 columns. Runs of the same seed are at the same index."""
     lines = ["final loss, bits per byte", f"{'seed':>20} {'A':>12} {'B':>12} {'B - A':>12}"]
     pairs = [(first.losses[-1], second.losses[-1]) for first, second in zip(a, b, strict=True)]
     means = mean(pairs)
-    for name, (first, second) in [*enumerate(pairs, start=1), ("mean", means)]:
+    for name, (first, second) in [*enumerate(pairs, start=first_seed), ("mean", means)]:
         lines.append(f"{name:>20} {first:12.4f} {second:12.4f} {second - first:+12.4f}")
     if len(pairs) > 1:
         low, high = interval([second - first for first, second in pairs])
@@ -145,12 +147,12 @@ def main() -> None:
         print(f"{name}  {way}")
     curves = {"A": [], "B": []}
     with TemporaryDirectory() as temporary:
-        for seed in range(1, options.seeds + 1):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             for name, way in ways.items():
                 out = (options.out or Path(temporary)) / f"{name}{seed}"
                 curves[name].append(train(way, seed, out))
                 print(f"{name}, seed {seed}: {curves[name][-1].losses[-1]:.4f}", file=sys.stderr, flush=True)
-    print(f"\n{table(curves['A'], curves['B'])}")
+    print(f"\n{table(curves['A'], curves['B'], options.first_seed)}")
 
 
 if __name__ == "__main__":
