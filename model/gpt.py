@@ -89,8 +89,8 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Initialise as GPT-2: std 0.02, and less for the layers whose outputs are added to the residual stream.
 
-        Norms begin with weights of one, but those of queries and keys with more in the first layer and less in others: so
-        it is the first that learns to look at the token before (benchmarks/results/first_run_cpu_2026-11-26.md).
+        Norms begin with weights of one. Those of queries and keys have more in the first layer, and less in the others:
+        then the first layer learns to look at the token before (benchmarks/results/first_run_cpu_2026-11-26.md).
         """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding) and (module is not self.lm_head or not self.config.tied):
