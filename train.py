@@ -23,7 +23,7 @@ from data.prepare import prepare
 from model import GPT
 from model.device import autocast
 from training.certificate import certify
-from training.cores import share_cores
+from training.cores import shared_cores
 from training.device import choose_compiled, choose_device, environment, keep_freed_memory, set_seed
 from training.distributed import Ranks
 from training.optimizer import FiniteGuard, clip_gradients, learning_rate_at, make_optimizer, set_schedule
@@ -58,7 +58,6 @@ def train(config: Config, ranks: Ranks) -> None:
     validation = Validation(corpus, c, T, dtype, ranks)
     model = ranks.wrap_model(make_model(config, corpus, start), c.parallel, device)
     keep_freed_memory(device)
-    share_cores(device)
     optimizer = make_optimizer(model, c, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     restore_state(start, model, optimizer, scaler)
@@ -125,7 +124,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
 
 def main() -> None:
-    with Ranks() as ranks:
+    with Ranks() as ranks, shared_cores():
         train(read_config(sys.argv[1:]), ranks)
 
 

@@ -98,7 +98,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
-            elif name.endswith(("q_norm", "k_norm")) and module.weight is not None:
+            elif name.endswith(("q_norm", "k_norm")) and getattr(module, "weight", None) is not None:
                 nn.init.constant_(module.weight, 1.6 if name.startswith("blocks.0.") else 0.6)
 
     def forward(self, idx: Tensor) -> Tensor:
@@ -132,8 +132,8 @@ class GPT(nn.Module):
         """Return an empty key-value cache per layer, for B sequences of up to `capacity` tokens."""
         c = self.config
         dtype = self.lm_head.weight.dtype
-        if self.device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
-            dtype = torch.float32  # one query over keys in bfloat16 would take 6.5 times as long
+        if dtype == torch.bfloat16 and self.device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
+            dtype = torch.float32  # the kernel is faster (benchmarks/results/decode_cpu_2026-11-26.md)
         return [LayerCache(B, c.n_kv_head, capacity, c.head_dim, dtype, self.device) for _ in self.blocks]
 
     def generate(

@@ -1,85 +1,103 @@
-"""training/cores.py: a second pool of threads while others need the cores, and only then."""
+"""training/cores.py: idle threads while others need the cores, and only then."""
 
-import os
 import subprocess
 import sys
 import threading
-import time
+from pathlib import Path
 
 import pytest
 import torch
 
+import train
 from training import cores
 
-CPU = torch.device("cpu")
+POOLS = """
+import time
+from pathlib import Path
+import torch
+from training.cores import IdleThreads
+
+def count():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+def until(enough):
+    for _ in range(3000):
+        if enough():
+            return
+        time.sleep(0.01)
+    raise SystemExit(f"{count()} threads, {before} before")
+
+torch.ones(10**6).sum()
+before = count()
+idle = IdleThreads()
+until(lambda: count() >= before + 3)  # a thread of Python and two workers, at least
+idle.ended.set()
+until(lambda: count() <= before)
+"""
 
 
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "idle pool"}
-
-
-def test_a_pool_is_kept_while_threads_wait_for_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([7.0, 7.01, 7.5, 8.0, 8.05, 8.1, 7.9])  # the last: a thread has ended, and its time is gone
-    monkeypatch.setattr(cores, "seconds_waited", lambda: next(readings))
-    clock = iter(range(100))
-    monkeypatch.setattr(cores.time, "perf_counter", lambda: next(clock))
+def test_idle_threads_are_kept_while_threads_wait_for_cores() -> None:
     watch = cores.Watch()
-    for kept in (False, True, True, False, False, False):
-        before = watch.pool
-        watch.look()
-        assert (watch.pool is not None) == kept
+    watch.last_waited = 7.0
+    watch.last_time = 0.0
+    share = cores.CROWDED * torch.get_num_threads()  # of a second
+    waited = 7.0
+    # The last: a thread has ended, and its time is gone.
+    for now, (change, kept) in enumerate(
+        [(0.5, False), (1.1, True), (3.0, True), (0.9, False), (-9.0, False)], start=1
+    ):
+        before = watch.idle
+        waited += change * share
+        watch.look(waited, float(now))
+        assert (watch.idle is not None) == kept
         if before and not kept:
             assert before.ended.is_set()
 
 
-def test_a_pool_is_a_thread_that_ends() -> None:
-    before = threads()
-    pool = cores.Pool()
-    (thread,) = threads() - before
-    pool.ended.set()
-    thread.join(timeout=60)
-    assert not thread.is_alive()
+@pytest.mark.skipif(not cores.TASKS.exists(), reason="only Linux counts threads in /proc")
+def test_idle_threads_are_openmps_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    subprocess.run([sys.executable, "-c", POOLS], check=True, cwd=Path(cores.__file__).parent.parent)
 
 
-@pytest.mark.skipif(not cores.TASKS.exists(), reason="only Linux counts how long threads wait")
-def test_waiting_is_counted() -> None:
-    """More busy processes than there are cores: this one has to wait for one."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
-    try:
-        before = cores.seconds_waited()
-        began = time.monotonic()
-        while cores.seconds_waited() == before and time.monotonic() - began < 60:
-            sum(range(10**6))
-        assert cores.seconds_waited() > before
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
+def test_waiting_is_summed_over_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in {"1": "5 2000000000 7", "2": "0 500000000 1"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "schedstat").write_text(content)
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "schedstat").symlink_to(tmp_path / "of a thread that has ended")
+    monkeypatch.setattr(cores, "TASKS", tmp_path)
+    assert cores.seconds_waited() == 2.5
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "num_threads", "watched"),
+    ("setting", "num_threads", "watched"),
     [
-        (None, "cpu", 2, cores.TASKS.exists()),
-        ("OMP_WAIT_POLICY", "cpu", 2, False),
-        ("GOMP_SPINCOUNT", "cpu", 2, False),
-        ("OMP_NUM_THREADS", "cpu", 2, False),
-        (None, "cpu", 1, False),
-        (None, "cuda", 2, False),
+        (None, 2, Path("/proc/self/schedstat").exists()),
+        ("OMP_WAIT_POLICY", 2, False),
+        ("GOMP_SPINCOUNT", 2, False),
+        ("OMP_NUM_THREADS", 2, False),
+        (None, 1, False),
     ],
 )
-def test_cores_are_watched_unless_the_user_decides(
-    setting: str | None, device: str, num_threads: int, watched: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_training_shares_the_cores_unless_the_user_decides(
+    setting: str | None, num_threads: int, watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = []
     for name in cores.SETTINGS:
         monkeypatch.delenv(name, raising=False)
     if setting:
         monkeypatch.setenv(setting, "2")
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    monkeypatch.setattr(cores.Watch, "go_on", lambda watch: started.append(watch))
     before = set(threading.enumerate())
-    cores.share_cores(torch.device(device))
-    for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=60)
-    assert len(started) == watched
+    during = []
+
+    def training(*arguments: object) -> None:
+        during.extend(set(threading.enumerate()) - before)
+        raise KeyError
+
+    monkeypatch.setattr(train, "train", training)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(KeyError):
+        train.main()
+    assert len(during) == watched
+    assert not any(thread.is_alive() for thread in during)

@@ -1,9 +1,12 @@
 """model/packed.py: the same numbers from packed weights, and layers that are afterwards as they were."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+import sample
 from model import GPT, GPTConfig
 from model.device import has_bfloat16
 from model.packed import MOST_ROWS, packed
@@ -26,14 +29,33 @@ def make(family: str, **options: int) -> GPT:
 
 @needs_bfloat16
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "nanochat"])
-def test_packed_weights_write_the_same_tokens(family: str) -> None:
+@torch.no_grad()
+def test_packed_weights_give_the_same_logits(family: str) -> None:
     model = make(family)
     idx = torch.randint(101, (2, 7))
-    expected = model.generate(idx, 43, temperature=0)  # beyond the context
+
+    def logits() -> torch.Tensor:
+        cache = model.new_cache(2, 7)
+        return torch.cat([model.logits(model.hidden(part, cache)) for part in (idx[:, :5], idx[:, 5:])], dim=1)
+
+    expected = logits()
     with packed(model):
         assert all("forward" in vars(module) for module in model.modules() if isinstance(module, nn.Linear))
-        assert model.generate(idx, 43, temperature=0).equal(expected)
+        with packed(model):  # nothing is left to pack
+            torch.testing.assert_close(logits(), expected, atol=0.05, rtol=0.05)
+        assert "forward" in vars(model.lm_head)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@needs_bfloat16
+def test_sampling_packs_the_weights(run, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    forward = nn.Linear.forward
+    monkeypatch.setattr("model.packed.apply", lambda layer, weight, x: seen.append(layer) or forward(layer, x))
+        "model.packed.apply", lambda layer, weight, x: seen.append(layer) or nn.Linear.forward(layer, x)
+    )
+    assert run(sample, straight, "--device", "cpu", "--dtype", "bfloat16", "--max_new_tokens", 2).exit_code == 0
+    assert seen
 
 
 @needs_bfloat16
@@ -49,6 +71,10 @@ def test_layers_of_other_kinds_many_rows_and_gradients_are_left_alone() -> None:
             assert model(many).equal(expected[1])
             with torch.enable_grad():
                 model(few).sum().backward()
+            with torch.autocast("cpu", torch.bfloat16):
+                assert model(few.float()).dtype == torch.bfloat16
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                model(few[:, 1:])
             raise KeyError
     assert model[0].weight.grad is not None and "forward" not in vars(model[0])
 
@@ -62,6 +88,9 @@ def test_other_precisions_are_not_packed(dtype: torch.dtype) -> None:
 
 def test_a_cache_in_float32_serves_a_model_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU without AMX."""
+    for dtype in (torch.float32, torch.float64):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        assert make("qwen3").to(dtype).new_cache(2, 7)[0].keys.dtype == dtype
     model = make("qwen3", n_kv_head=1)
     idx = torch.randint(101, (2, 7))
     caches = {}
