@@ -52,8 +52,6 @@ def test_sampling_packs_the_weights(run, straight: Path, monkeypatch: pytest.Mon
     seen = []
     forward = nn.Linear.forward
     monkeypatch.setattr("model.packed.apply", lambda layer, weight, x: seen.append(layer) or forward(layer, x))
-        "model.packed.apply", lambda layer, weight, x: seen.append(layer) or nn.Linear.forward(layer, x)
-    )
     assert run(sample, straight, "--device", "cpu", "--dtype", "bfloat16", "--max_new_tokens", 2).exit_code == 0
     assert seen
 
