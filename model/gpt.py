@@ -89,8 +89,7 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Initialise as GPT-2: std 0.02, and less for the layers whose outputs are added to the residual stream.
 
-        Norms begin with weights of one. Those of queries and keys have more in the first layer, and less in the others:
-        then the first layer learns to look at the token before (benchmarks/results/first_run_cpu_2026-11-26.md).
+        Parameters of other modules keep their values: norms begin with weights of one.
         """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding) and (module is not self.lm_head or not self.config.tied):
@@ -98,8 +97,6 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
-            elif name.endswith(("q_norm", "k_norm")) and getattr(module, "weight", None) is not None:
-                nn.init.constant_(module.weight, 1.6 if name.startswith("blocks.0.") else 0.6)
 
     def forward(self, idx: Tensor) -> Tensor:
         """Return logits of all next tokens: (B, T) int64 -> (B, T, V). Raises ValueError beyond the context length."""

@@ -56,6 +56,9 @@ class TrainConfig:
     """Run directory: configuration, metrics and checkpoints."""
     init_from: PathText | None = None
     """Fine-tune this model: a checkpoint, a run, or OWNER/NAME of the Hugging Face hub. Left out: random weights."""
+    sharp_first_layer: bool = False
+    """In a qwen3 with random weights, begin with sharp attention in the first layer and soft attention above. The
+    first then learns to look at the token before, and a head above can build on it, also in a short run."""
     seed: int = 1337
     """Decides the first weights, the order of the text and the dropout."""
     device: str = "auto"

@@ -91,6 +91,7 @@ def fit_to_text(config: Config, num_bytes: float, tokenizer: str | None, on_gpu:
         eval_tokens=config.train.eval_tokens if on_gpu else EVAL_TOKENS_ON_CPU,
         out_dir=f"out/{name_of(config.data.source)}",
         sample_prompt="",
+        sharp_first_layer=not on_gpu,  # of more than two layers it is not known to help
     )
     model = replace(config.model, n_layer=n_layer, **shape)
     return replace(config, model=model, data=replace(config.data, tokenizer=tokenizer), train=train)

@@ -17,7 +17,7 @@ A = 3.4445
 B = -4.7750
 C = 2.0315
 FIRST_MOMENTUM = 0.8
-LAST_MOMENTUM = 0.95
+LAST_MOMENTUM = 0.9
 MOMENTUM_STEPS = 300  # in which it rises from the first to the last
 
 

@@ -21,6 +21,11 @@ from training.config import MAY_CHANGE
 from training.optimizer import load_optimizer_tensors
 from training.options import Config, tables
 
+# First weights of the norms of queries and keys, in the first layer and in the others, for `sharpen_first_layer`. With
+# equal ones, which layer learns to look at the token before is luck (benchmarks/results/first_run_cpu_2026-11-26.md).
+SHARP = 1.6
+SOFT = 0.6
+
 
 @dataclass(frozen=True)
 class Start:
@@ -135,9 +140,19 @@ def make_model(config: Config, corpus: Corpus, start: Start) -> GPT:
     else:
         torch.manual_seed(seed_for(config.train.seed, "weights"))
         model = GPT(gpt_config)
+        if config.train.sharp_first_layer:
+            sharpen_first_layer(model)
         tensors_to_huggingface(gpt_config, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
     print(f"model:  {gpt_config.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
     return model.train()
+
+
+def sharpen_first_layer(model: GPT) -> None:
+    """Set the weights of the norms of queries and keys, if they have any, to more than one in the first layer only."""
+    for number, block in enumerate(model.blocks):
+        for norm in (block.attention.q_norm, block.attention.k_norm):
+            if getattr(norm, "weight", None) is not None:
+                torch.nn.init.constant_(norm.weight, SOFT if number else SHARP)
 
 
 def check_config(config: GPTConfig) -> None:
