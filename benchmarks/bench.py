@@ -1,4 +1,4 @@
-"""Measure this machine: attention, training steps, optimizers, text, token files, decoding, and time to a loss.
+"""Measure this machine: attention, steps, optimizers, text, token files, decoding, time to a loss, a busy machine.
 
 Ways to run:
     make bench                                           all stages, into benchmarks/results/
@@ -10,6 +10,7 @@ The ways of a stage take turns in one process, so that a machine that slows down
 "of peak" is the share of the fastest matrix product found in the same run. nanoGPT is benchmarks/nanogpt.py.
 """
 
+import contextlib
 import gc
 import json
 import math
@@ -22,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import count
@@ -33,7 +33,7 @@ from typing import Literal
 import numpy as np
 import torch
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -50,6 +50,7 @@ from model.device import dtype_name, find_device, has_bfloat16
 from model.packed import packed
 from train import next_token_loss
 from training.config import TrainConfig
+from training.cores import SETTINGS
 from training.device import set_seed
 from training.directory import read_metrics
 from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
@@ -300,17 +301,16 @@ def measure_shards(bench: Bench) -> Iterator[dict]:
 def measure_decode(bench: Bench) -> Iterator[dict]:
     """Time greedy decoding after a prompt, with random weights: nanoGPT, which has no cache, ours, `transformers`.
 
-    "weights GB/s" are the bytes of the weights, each read once for a token, in the time of the prompt and all tokens.
-    On a CPU the memory is their limit: the first line says how fast it is read.
+    "weights GB/s" are the bytes of the weights that a token reads, over the time of the prompt and all tokens. On a CPU
+    the memory is their limit: the first line says how fast it is read.
     """
     import transformers
 
-    if not bench.cuda:
+    if bench.device.type == "cpu":
         numbers = torch.zeros(2**14 if bench.tiny else 2**27)
         (ms,) = bench.measure({"sum": numbers.sum}).values()
         yield {"what": f"sum of {numbers.nbytes / 2**20:g} MiB", "ms": ms, "GB/s": numbers.nbytes / ms / 1e6}
         del numbers
-
     shape, _ = TINY["tiny"] if bench.tiny else ON_CUDA["124 M"]
     prompt = 5 if bench.tiny else 500
     new = 4 if bench.tiny else 200 if bench.cuda else 100
@@ -321,24 +321,31 @@ def measure_decode(bench: Bench) -> Iterator[dict]:
     for B in (1, 64) if bench.cuda else (1,):
         idx = torch.randint(shape.vocab_size, (B, prompt), device=bench.device)
         options = {"attention_mask": torch.ones_like(idx), "max_new_tokens": new, "do_sample": False}
-        ways = {}  # name -> model and its work
-        if bench.cuda or bench.tiny:  # on a CPU it takes half a minute
-            ways["nanoGPT"] = (theirs, partial(theirs.generate, idx, new))
-        for dtype in (torch.float32, *[torch.bfloat16] * has_bfloat16(bench.device)):
-            ours = make_gpt("gpt2", shape).eval().to(bench.device, dtype)
-            other = transformers.AutoModelForCausalLM.from_config(gpt2, attn_implementation="sdpa").eval()
-            other = other.to(bench.device, dtype)
-            ways[f"ours, {dtype_name(dtype)}"] = (ours, partial(ours.generate, idx, new, temperature=0))
-            ways[f"transformers, {dtype_name(dtype)}"] = (other, partial(other.generate, idx, **options))
-        with ExitStack() as stack:
-            for way, (model, _) in ways.items():
-                if way.startswith("ours"):
-                    stack.enter_context(packed(model))  # as sample.py does
-            results = bench.measure({way: work for way, (_, work) in ways.items()})
+        works = {}
+        read = {}  # bytes of weights
+        with contextlib.ExitStack() as stack:
+            if bench.cuda or bench.tiny:  # on a CPU it takes half a minute
+                works["nanoGPT"] = partial(theirs.generate, idx, new)
+                read["nanoGPT"] = bytes_read(theirs)
+            for dtype in (torch.float32, *[torch.bfloat16] * has_bfloat16(bench.device)):
+                ours = make_gpt("gpt2", shape).eval().to(bench.device, dtype)
+                stack.enter_context(packed(ours))  # as sample.py does
+                other = transformers.AutoModelForCausalLM.from_config(gpt2, attn_implementation="sdpa").eval()
+                other = other.to(bench.device, dtype)
+                works[f"ours, {dtype_name(dtype)}"] = partial(ours.generate, idx, new, temperature=0)
+                works[f"transformers, {dtype_name(dtype)}"] = partial(other.generate, idx, **options)
+                read[f"ours, {dtype_name(dtype)}"] = bytes_read(ours)
+                read[f"transformers, {dtype_name(dtype)}"] = bytes_read(other)
+            results = bench.measure(works)
         for way, ms in results.items():
             speed = 1e3 * new / ms
-            read = sum(parameter.nbytes for parameter in ways[way][0].parameters()) * speed / 1e9
-            yield {"what": f"{way} x {B}", "new": new, "ms": ms, "tokens/s": B * speed, "weights GB/s": read}
+            rate = read[way] * speed / 1e9
+            yield {"what": f"{way} x {B}", "new": new, "ms": ms, "tokens/s": B * speed, "weights GB/s": rate}
+
+
+def bytes_read(model: nn.Module) -> int:
+    """Return the bytes of the weights that a token reads: of all linear layers, and of the tied head."""
+    return sum(weight.nbytes for name, weight in model.named_parameters() if not re.search("position|wpe", name))
 
 
 def measure_busy(bench: Bench) -> Iterator[dict]:
@@ -346,36 +353,44 @@ def measure_busy(bench: Bench) -> Iterator[dict]:
 
     "spinning" has libgomp's own setting of how long threads spin: so PyTorch trains without training/cores.py.
     """
+    if bench.device.type != "cpu":
+        return
     ways = {"ours": {}, "spinning": {"GOMP_SPINCOUNT": "300000"}}
-    medians = {}
-    for place, steps in {"alone": 100, "beside a busy program": 40}.items():
+    alone = {}
+    for place in ("alone", "beside a busy program"):
         times = {way: [] for way in ways}
-        busy = place != "alone" and subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        try:
+        with contextlib.nullcontext() if place == "alone" else busy_program():
             for _ in range(1 if bench.tiny else 3):
                 for way, variables in ways.items():
-                    times[way].append(milliseconds_a_step(2 if bench.tiny else steps, bench.device, variables))
-        finally:
-            if busy:
-                busy.kill()
-                busy.wait()
+                    times[way].append(milliseconds_a_step(2 if bench.tiny else 60, variables))
         for way in ways:
-            medians[way, place] = statistics.median(times[way])
-            slower = medians[way, place] / medians[way, "alone"]
-            yield {"what": f"{way}, {place}", "ms": medians[way, place], "times alone": slower, "all ms": times[way]}
+            ms = statistics.median(times[way])
+            slower = ms / alone.setdefault(way, ms)
+            yield {"what": f"{way}, {place}", "ms": ms, "times as long": slower, "all ms": times[way]}
 
 
-def milliseconds_a_step(steps: int, device: torch.device, variables: dict[str, str]) -> float:
-    """Return the time of a training step of the quickstart, in a process with these environment variables."""
+@contextlib.contextmanager
+def busy_program() -> Iterator[None]:
+    """Run a program that keeps one core busy."""
+    program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        program.kill()
+        program.wait()
+
+
+def milliseconds_a_step(steps: int, variables: dict[str, str]) -> float:
+    """Return the time of a training step of the quickstart on the CPU, with these environment variables."""
+    decided = dict.fromkeys(SETTINGS)  # the environment of this process may have some
     with TemporaryDirectory() as out:
         options = ["--train.max_steps", steps, "--train.eval_tokens", 1000, "--train.sample_tokens", 0]
-        config = ROOT / "configs" / "quickstart.toml"
-        run(ROOT / "train.py", config, "--train.out_dir", out, "--train.device", device, *options, variables=variables)
+        options += ["--train.out_dir", out, "--train.device", "cpu"]
+        run(ROOT / "train.py", ROOT / "configs" / "quickstart.toml", *options, variables=decided | variables)
         return 1e3 * read_metrics(Path(out))[-1]["train_seconds"] / steps
 
 
 STAGES = {
-    "busy": measure_busy,
     "attention": measure_attention,
     "step": measure_step,
     "optimizer": measure_optimizer,
@@ -383,6 +398,7 @@ STAGES = {
     "shards": measure_shards,
     "decode": measure_decode,
     "loss": lambda bench: measure_loss(bench.device, bench.text, bench.tiny),
+    "busy": measure_busy,
 }
 
 

@@ -11,7 +11,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -40,9 +40,12 @@ class Options:
 
 def scores(line: dict) -> tuple[float, float, float]:
     """Return the best induction above its control, the best score for the token before, and the mean entropy."""
-    heads = {kind: np.array(values) for kind, values in line["heads"].items()}
-    induction = heads["induction"] - heads["induction_control"]
-    return induction.max(), heads["previous"].max(), fmean(heads["entropy"].flatten().tolist())
+    heads = {kind: np.array(values, dtype=float) for kind, values in line["heads"].items()}
+    return (
+        np.nanmax(heads["induction"] - heads["induction_control"]),
+        np.nanmax(heads["previous"]),
+        np.nanmean(heads["entropy"]),
+    )
 
 
 def main() -> None:
@@ -61,7 +64,8 @@ def main() -> None:
         print(f"{seed:8}" + "".join(f"{number:11.3f}" for number in rows[-1]), flush=True)
         points = [f"{line['step']}: {line['val_bits_per_byte']:.3f} {scores(line)[0]:.2f}" for line in evaluations]
         curves.append(f"{seed:8} {', '.join(points)}")
-        curves += [f"{'':8} {line['sample']!r}" for line in lines[-1:] if "sample" in line]
+        if "sample" in lines[-1]:
+            curves.append(f"{'':8} {lines[-1]['sample']!r}")
     for name, summary in {"median": median, "least": min, "most": max}.items():
         print(f"{name:>8}" + "".join(f"{summary(column):11.3f}" for column in zip(*rows, strict=True)))
     print("\nstep: bits per byte, induction; and the last sample", *curves, sep="\n")

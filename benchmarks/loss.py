@@ -83,14 +83,16 @@ def standard_library() -> str:
     return "".join(file.read_text(encoding="ascii", errors="ignore") for file in files)
 
 
-def run(*arguments: object, variables: dict[str, str] | None = None) -> tuple[str, float]:
-    """Run Python, and return the printed text and the seconds. variables: added to those of the environment.
+def run(*arguments: object, variables: dict[str, str | None] | None = None) -> tuple[str, float]:
+    """Run Python, and return the printed text and the seconds.
+
+    variables: added to those of the environment; None takes one away.
 
     Raises UserError with the end of stderr if it fails.
     """
     began = time.perf_counter()
     command = [sys.executable, *map(str, arguments)]
-    environment = os.environ | (variables or {})
+    environment = {name: value for name, value in (os.environ | (variables or {})).items() if value is not None}
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=environment)
     if done.returncode:
         raise UserError(f"{' '.join(command[1:])}: exit code {done.returncode}: {done.stderr.strip()[-400:]}")

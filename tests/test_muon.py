@@ -74,7 +74,7 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
             if name in copies:
                 rate = config.learning_rate * min(1, (step + 1) / 2)
                 copies[name].grad = parameter.grad.double()
-                plain_step(copies[name], momenta[name], rate, 0.8 + 0.15 * step / 300, 0.3)
+                plain_step(copies[name], momenta[name], rate, 0.8 + 0.1 * step / 300, 0.3)
         optimizer.step()
     for name, copy in copies.items():
         torch.testing.assert_close(matrices[name].double(), copy, rtol=1e-4, atol=1e-6)

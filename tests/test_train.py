@@ -15,6 +15,7 @@ from cli.script import run_script, visible
 from data.batches import IGNORE
 from tests.conftest import make_gpt, metrics, same_bits, tiny_run, weights
 from training.device import set_seed
+from training.resume import SHARP, SOFT
 
 
 def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> None:
@@ -35,6 +36,21 @@ def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> No
     assert metrics(out, "tokens")[80] == 80 * 3 * 2 * 11
     for said in ("device: cpu", "A sample of what it writes:", f"sample.py {out}"):
         assert said in result.out
+
+
+def test_a_sharp_first_layer_is_where_a_qwen3_begins(run, corpus_file: Path, tmp_path: Path) -> None:
+    """Other families have no such weights."""
+    changes = {"train__sharp_first_layer": "true", "train__max_steps": 1, "train__learning_rate": 1e-9}
+    shape = {"model__bias": "false", "model__dropout": 0.0, "model__n_embd": 18}
+    for family in ("qwen3", "nanochat", "llama"):
+        arguments = tiny_run(corpus_file, tmp_path / family, model__family=family, **changes, **shape)
+        assert run(train, *arguments).exit_code == 0
+    tensors = weights(tmp_path / "qwen3", 1)
+    for name, tensor in tensors.items():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            assert tensor.sub(SHARP if "layers.0." in name else SOFT).abs().max() < 1e-6
+        elif name.endswith("norm.weight"):
+            assert tensor.sub(1).abs().max() < 1e-6
 
 
 def test_another_seed_gives_another_run(run, straight: Path, corpus_file: Path, tmp_path: Path) -> None:
