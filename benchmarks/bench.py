@@ -362,7 +362,7 @@ def measure_busy(bench: Bench) -> Iterator[dict]:
         with contextlib.nullcontext() if place == "alone" else busy_program():
             for _ in range(1 if bench.tiny else 3):
                 for way, variables in ways.items():
-                    times[way].append(milliseconds_a_step(2 if bench.tiny else 60, variables))
+                    times[way].append(milliseconds_a_step(2 if bench.tiny else 30, variables))
         for way in ways:
             ms = statistics.median(times[way])
             slower = ms / alone.setdefault(way, ms)
