@@ -1,7 +1,7 @@
 """Train the quickstart with several seeds: does the first run come out well with each of them?
 
     python benchmarks/first_run.py --seeds 21 22 23
-    python benchmarks/first_run.py --seeds 21 22 23 --options "--train.dtype float32"
+    python benchmarks/first_run.py --seeds 21 22 23 --options="--train.dtype float32"
 
 "induction" and "before" are the best scores of a head for what followed the same token before (above its control), and
 for the token before; "entropy" is the mean of all heads. The curves are of bits per byte and of the induction score.
