@@ -66,7 +66,8 @@ class Options:
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the weights. auto: bfloat16 if the machine computes it natively, else float32."""
+    """Precision of the weights. auto: bfloat16 if the machine computes it natively, else float32. A CPU needs as much
+    memory for both: it keeps bfloat16 weights a second time, in the order in which it reads them fastest."""
 
     def __post_init__(self) -> None:
         check_ranges(self, {**RANGES, "max_new_tokens": (1, 10**12), "num_samples": (1, 2**16), "seed": (0, 2**63 - 1)})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import bench, distributed, heads, nanogpt
+from benchmarks import bench, distributed, first_run, heads, nanogpt
 from model import GPT, GPTConfig
 from training.config import TrainConfig
 
@@ -90,8 +90,31 @@ def test_heads_and_ranks_are_measured(corpus_file: Path, tmp_path: Path) -> None
     assert ways == ["ours", "theirs", "eager", "alone", "ddp, 2 ranks", "fsdp, 2 ranks"]
 
 
+def test_seeds_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    heads = {"induction_control": [[0.0, 0.1], [0.25, 0.5]], "previous": [[0.0, 0.75], [0.5, None]]}
+    heads |= {"induction": [[0.0, 0.1], [0.75, 0.875]], "entropy": [[0.0, 0.25], [0.5, 0.25]]}
+    losses = {3: 1.5, 7: 2.0, 11: 4.0}
+    seeds = iter(losses)
+    commands = []
+
+    def lines(directory: Path) -> list[dict]:
+        line = {"step": 13, "val_loss": 0.0, "val_bits_per_byte": losses[next(seeds)], "heads": heads}
+        return [line | {"train_seconds": 5.0}, {"step": 13, "sample": "def"}]
+
+    monkeypatch.setattr(first_run, "run", lambda *command: commands.append(command))
+    monkeypatch.setattr(first_run, "read_metrics", lines)
+    monkeypatch.setattr(sys, "argv", ["first_run.py", "--seeds", "3", "7", "11", "--options=--train.dtype float32"])
+    first_run.main()
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert shown[1] == ["3", "1.500", "0.500", "0.750", "0.250", "5.000"]
+    assert [line[:2] for line in shown[4:7]] == [["median", "2.000"], ["least", "1.500"], ["most", "4.000"]]
+    assert shown[9:11] == [["3", "13:", "1.500", "0.50"], ["'def'"]]
+    assert [command[3] for command in commands] == [3, 7, 11]
+    assert all(command[-2:] == ("--train.dtype", "float32") for command in commands)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("script", ["bench", "compare", "distributed", "heads", "memory"])
+@pytest.mark.parametrize("script", ["bench", "compare", "distributed", "first_run", "heads", "memory"])
 def test_each_script_starts_from_the_command_line(script: str) -> None:
     """Where nothing has made the modules of this project known before."""
     command = [sys.executable, f"benchmarks/{script}.py", "--help"]

@@ -32,6 +32,9 @@ def test_the_table() -> None:
     for loss, expected in {3.5: 50, 3.0: 100, 2.5: 250, 2.0: 400, 5.0: 0, 1.9: math.inf}.items():
         assert compare.amount_until(loss, [4.0, 3.0, 2.0], [0.0, 100.0, 400.0]) == expected
     lines = compare.table(curves(0.0, 0.2), curves(1.0, 1.3)).splitlines()
+    assert [line.split()[0] for line in lines[2:4]] == ["1", "2"]
+    of_others = compare.table(curves(0.0, 0.2), curves(1.0, 1.3), first_seed=71).splitlines()
+    assert [line.split()[0] for line in of_others[2:4]] == ["71", "72"]
     assert lines[4].split() == ["mean", "2.1000", "3.1500", "+1.0500"]
     assert lines[5] == "with 95 % confidence B - A is between +0.4147 and +1.6853: A is better"
     assert lines[-3].split() == ["tokens", "to", "3.1500", "66.5", "140.0"]  # A's mean curve: 4.1, 3.1, 2.1

@@ -17,7 +17,7 @@ A = 3.4445
 B = -4.7750
 C = 2.0315
 FIRST_MOMENTUM = 0.8
-LAST_MOMENTUM = 0.9
+LAST_MOMENTUM = 0.9  # for batches as small as a CPU's (benchmarks/results/first_run_cpu_2026-11-26.md)
 MOMENTUM_STEPS = 300  # in which it rises from the first to the last
 
 

@@ -148,7 +148,7 @@ def make_model(config: Config, corpus: Corpus, start: Start) -> GPT:
 
 
 def sharpen_first_layer(model: GPT) -> None:
-    """Set the weights of the norms of queries and keys, if they have any, to more than one in the first layer only."""
+    """Begin with norms of queries and keys that are SHARP in the first layer and SOFT in the others, if they can be."""
     for number, block in enumerate(model.blocks):
         for norm in (block.attention.q_norm, block.attention.k_norm):
             if getattr(norm, "weight", None) is not None:
