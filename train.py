@@ -24,7 +24,7 @@ from model import GPT
 from model.device import autocast
 from training.certificate import certify
 from training.cores import shared_cores
-from training.device import choose_compiled, choose_device, environment, keep_freed_memory, set_seed
+from training.device import choose_compiled, choose_device, compile_loss, environment, keep_freed_memory, set_seed
 from training.distributed import Ranks
 from training.optimizer import FiniteGuard, clip_gradients, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config
@@ -64,7 +64,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
     # 2. Compile the loss, not the model, which stays a plain GPT to save. Train nothing that sees the future.
     compiled = choose_compiled(c, device)
-    loss_fn = partial(torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss, dtype=dtype)
+    loss_fn = partial(compile_loss(next_token_loss, c, device) if compiled else next_token_loss, dtype=dtype)
     certificate = certify(model, loss_fn, dtype, c.batch_size)
     run = Run(config, start, corpus, certificate, environment(device, dtype, compiled, ranks.order(c)), ranks.is_first)
     run.lock_and_write_config()

@@ -51,7 +51,7 @@ from model.packed import packed
 from train import next_token_loss
 from training.config import TrainConfig
 from training.cores import SETTINGS
-from training.device import set_seed
+from training.device import compile_loss, set_seed
 from training.directory import read_metrics
 from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
 
@@ -61,7 +61,7 @@ TINY: Sizes = {"tiny": (nanogpt.Config(2, 2, 16, 16, 67), (3, 5))}
 ON_CPU: Sizes = {"0.8 M": (nanogpt.Config(4, 4, 128, 64, 65), (12, 32, 96))}
 ON_CUDA: Sizes = {
     "10.6 M": (nanogpt.Config(6, 6, 384, 256, 65, dropout=0.2), (64, 256)),
-    "124 M": (nanogpt.Config(12, 12, 768, 1024, 50257), (12, 64)),
+    "124 M": (nanogpt.Config(12, 12, 768, 1024, 50257), (12, 32)),
 }
 FAMILIES = {"nanoGPT": "gpt2", "gpt2": "gpt2", "muon": "nanochat"}
 OURS = {
@@ -211,8 +211,8 @@ def steps(bench: Bench, model: GPT, config: TrainConfig, batches: Callable[..., 
 
     batches: (step, device) -> inputs and targets.
     """
-    loss_fn = torch.compile(next_token_loss, dynamic=False) if bench.cuda else next_token_loss
-    optimizer = make_optimizer(model, config)
+    loss_fn = compile_loss(next_token_loss, config, bench.device) if bench.cuda else next_token_loss
+    optimizer = make_optimizer(model, config, bench.dtype)
     guard = FiniteGuard(optimizer, bench.device)
     for step in count():
         set_schedule(optimizer, step, config)
@@ -237,7 +237,7 @@ def measure_optimizer(bench: Bench) -> Iterator[dict]:
         others = {*model.parameters()} - {*matrices}
         torch_muon = (torch.optim.Muon(matrices), torch.optim.AdamW(others, fused=True))
         works = {
-            "Muon, ours": make_optimizer(model, TrainConfig(optimizer="muon", learning_rate=1e-6)).step,
+            "Muon, ours": make_optimizer(model, TrainConfig(optimizer="muon", learning_rate=1e-6), bench.dtype).step,
             "Muon, torch": lambda muon=torch_muon: [optimizer.step() for optimizer in muon],
             "AdamW, ours": make_optimizer(model, TrainConfig(learning_rate=1e-6)).step,
             "AdamW, nanoGPT": nanogpt.make_optimizer(model, 1e-6).step,

@@ -13,6 +13,7 @@ product, the attention kernel or a reduction makes or reads it, or if the backwa
 to be fused.
 """
 
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -43,6 +44,7 @@ from model.device import find_device
 from train import next_token_loss
 from training.certificate import certify
 from training.config import Config, TrainConfig
+from training.device import compile_loss
 from training.optimizer import clip_gradients, make_optimizer
 
 ROOT = Path(__file__).parent.parent
@@ -232,19 +234,22 @@ def largest_batches(config: GPTConfig, train: TrainConfig, dtype: torch.dtype, c
     return [max(0, small + int((size * 1e9 - RESERVE - less) // of_one)) for size in CARDS]
 
 
-def measure(config: GPTConfig, train: TrainConfig, dtype: torch.dtype) -> str:
-    """Return what the certificate and a step need on this machine's GPU, compiled / eager, in words."""
-    measured = []
-    for loss_fn in (torch.compile(next_token_loss, dynamic=False), next_token_loss):
+def measure(config: GPTConfig, train: TrainConfig, dtype: torch.dtype) -> list[str]:
+    """Return two cells more: what the certificate and a step need on this machine's GPU."""
+    cells = {measure_certificate: [], measure_step: []}
+    batch = make_batch(train.batch_size, config.context_length)
+    torch.compiler.reset()  # it compiles a function for a few models only
+    for loss_fn in (compile_loss(next_token_loss, train, batch.device), next_token_loss):
         loss_fn = partial(loss_fn, dtype=dtype)
-        batch = make_batch(train.batch_size, config.context_length)
-        for work in (measure_certificate, partial(measure_step, batch=batch)):
+        for work, inputs in ((measure_certificate, ()), (measure_step, (batch,))):
             try:
-                measured.append(f"{work(config, train, dtype, loss_fn) / GIB:.1f}")
+                found = f"{work(config, train, dtype, loss_fn, *inputs) / GIB:.1f}"
             except torch.OutOfMemoryError:
-                measured.append("more than there is")
+                found = "more than there is"
+            cells[work].append(found)
+            gc.collect()
             torch.cuda.empty_cache()
-    return f"certificate {measured[0]} / {measured[2]}, a step {measured[1]} / {measured[3]}"
+    return [" / ".join(found) for found in cells.values()]
 
 
 def count(config: GPTConfig, train: TrainConfig, dtype: torch.dtype) -> list[str]:
@@ -273,17 +278,17 @@ def main(options: Options) -> None:
         find_device("cuda")  # raises UserError if there is none
     runs = [(path.stem, parse(Config, [], path)) for path in options.configs]
     models = [gpt_config(config) for _, config in runs]
-    print("GiB, and sequences in a micro-batch, each compiled / uncompiled: counted, not measured\n")
-    print(f"| configuration | certificate | a step | {' | '.join(f'{size} GB hold' for size in CARDS)} |")
-    print(f"|---|---:|---:|{'---:|' * len(CARDS)}")
-    notes = []
+    print("GiB, and sequences in a micro-batch, each compiled / uncompiled; counted, where it does not say measured\n")
+    titles = ["configuration", "certificate", "a step", *(f"{size} GB hold" for size in CARDS)]
+    if options.measured:
+        titles += ["certificate, measured", "a step, measured"]
+    print(f"| {' | '.join(titles)} |\n|---|{'---:|' * (len(titles) - 1)}")
     for (name, config), model in zip(runs, models, strict=True):
-        shape = f"{name}, {config.train.batch_size} x {model.context_length:,}"
-        print(f"| {shape} | {' | '.join(count(model, config.train, torch.bfloat16))} |", flush=True)
+        cells = [f"{name}, {config.train.batch_size} x {model.context_length:,}"]
+        cells += count(model, config.train, torch.bfloat16)
         if options.measured:
-            notes.append(f"{shape}: {measure(model, config.train, torch.bfloat16)}")
-    if notes:
-        print("\n".join([f"\nmeasured on {torch.cuda.get_device_name()}, torch {torch.__version__}, GiB:", *notes]))
+            cells += measure(model, config.train, torch.bfloat16)
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ Tensors of the CPU stay real. What a GPU would compute is not known, so where th
 one with which it goes on: True, 1, 0.0, and an empty list of places.
 
 Import this file before torch. A build of PyTorch without CUDA knows no such device, and gets one from
-pretended_gpu.cpp, which needs g++. Its headers differ by version, so that it is compiled once for each.
+pretended_gpu.cpp, which needs g++. Its headers differ by version, so that it is compiled once for each. A build with
+CUDA needs an NVIDIA driver and a GPU, on which it makes one number.
 """
 
 import ctypes
@@ -28,12 +29,17 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def load_guard() -> None:
-    """Give a build of PyTorch without CUDA a device of that name. Exits with 2 and a sentence if g++ fails.
+    """Give a build of PyTorch without CUDA a device of that name. Exits with 2 and a sentence if that cannot be.
 
     Raises RuntimeError if torch is imported already.
     """
     package = Path(importlib.util.find_spec("torch").origin).parent
     if (package / "lib" / "libc10_cuda.so").exists():
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            print("to pretend a GPU, PyTorch with CUDA needs a driver: install the build without CUDA", file=sys.stderr)
+            sys.exit(2)
         return
     if "torch" in sys.modules:
         raise RuntimeError("benchmarks/pretended_gpu.py has to be imported before torch")

@@ -13,7 +13,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
-if "cuda" not in sys.argv:  # as in pytest -m cuda; all other tests run on the CPU
+# Only pytest -m cuda sees a GPU, and what pretends one. The workers of pytest-xdist have the environment of the first
+# process, not its words.
+if not ("cuda" in sys.argv or "PYTEST_XDIST_WORKER" in os.environ or "benchmarks.pretended_gpu" in sys.modules):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Models this small gain nothing from two threads, and lose much where other work goes on: also in processes begun here.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -35,6 +37,11 @@ if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usag
 torch.ones((), requires_grad=True).backward()
 
 TINY = {"n_layer": 2, "n_head": 3, "n_embd": 15, "context_length": 11, "dropout": 0.1}
+
+
+# What a GPU can be pretended with (benchmarks/pretended_gpu.py).
+PRETENDER = "nvidia-smi" if torch.backends.cuda.is_built() else "g++"
+CAN_PRETEND = shutil.which(PRETENDER) is not None
 
 
 @pytest.fixture(autouse=True)

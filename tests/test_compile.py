@@ -22,7 +22,7 @@ import train
 from model.families import FAMILIES
 from tests.conftest import make_gpt, metrics, often, tiny_run
 from training.config import TrainConfig
-from training.device import ENOUGH_TO_COMPILE, choose_compiled, choose_device
+from training.device import ENOUGH_TO_COMPILE, choose_compiled, choose_device, compile_loss
 
 CPU = torch.device("cpu")
 
@@ -150,6 +150,27 @@ def test_a_long_run_on_a_gpu_is_compiled_by_default(gpu: torch.device, capsys: p
     assert not capsys.readouterr().out
     page = (Path(train.__file__).parent / "docs" / "train.md").read_text(encoding="utf-8")
     assert f"at least {ENOUGH_TO_COMPILE:,} micro-batches" in " ".join(page.split())
+
+
+@pytest.mark.parametrize(
+    "changes, is_graph",
+    [({}, True), ({"grad_accum_steps": 2}, False), ({"parallel": "fsdp"}, False), ({"deterministic": True}, False)],
+)
+def test_the_loss_is_a_cuda_graph_where_that_was_measured(monkeypatch, changes: dict, is_graph: bool) -> None:
+    memory = torch.zeros(())  # into which a graph writes each result
+    asked = []
+
+    def compile(function: Callable, **options: object) -> Callable:
+        asked.append(options)
+        return lambda number: memory.fill_(number)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    loss_fn = compile_loss(print, TrainConfig(**changes), torch.device("cuda"))
+    first, second = loss_fn(3.0), loss_fn(5.0)
+    compile_loss(print, TrainConfig(**changes), CPU)
+    options = {"options": {"triton.cudagraphs": True}} if is_graph else {}
+    assert asked == [{"dynamic": False, **options}, {"dynamic": False}]
+    assert second == 5.0 and first == (3.0 if is_graph else 5.0)
 
 
 @pytest.mark.parametrize(

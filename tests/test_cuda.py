@@ -13,13 +13,18 @@ import train
 from errors import UserError
 from inspection import capture
 from model import GPT, GPTConfig
-from model.attention import Attend
+from model.attention import Attend, make_causal_mask
 from tests.conftest import same_bits, tiny_run, weights
 from training.certificate import certify
+from training.config import TrainConfig
+from training.device import compile_loss, set_seed
+from training.optimizer import set_schedule
+from training.progress import Progress
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, as make gpu does"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),  # PyTorch begins with such a one
 ]
 DEVICE = "cuda"
 ROUNDING = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative; float32 products are in TF32
@@ -63,6 +68,47 @@ def test_the_weights_shown_are_the_kernels(dtype: torch.dtype, n_kv_head: int) -
     att.verify()  # the kernel computes the formula: raises if it does not
 
 
+@DTYPES
+@pytest.mark.parametrize("n_kv_head, dropout", [(6, 0.0), (6, 0.1), (2, 0.0)])
+def test_training_stores_no_weights(dtype: torch.dtype, n_kv_head: int, dropout: float) -> None:
+    T = 4096
+    shapes = [(1, heads, T, 64) for heads in (6, n_kv_head, n_kv_head)]
+    qkv = [torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for shape in shapes]
+    mask = make_causal_mask(T, torch.device(DEVICE))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = Attend()(*qkv, mask, dropout)
+    torch.autograd.grad(y, qkv, torch.ones_like(y))
+    assert torch.cuda.max_memory_allocated() - before < 6 * T * T * dtype.itemsize / 2
+
+
+@DTYPES
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_no_step_waits_for_the_gpu(
+    dtype: torch.dtype,
+    optimizer: str,
+    run: Callable,
+    corpus_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def begin(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> None:
+        if step > 0:  # the first one allocates
+            torch.cuda.set_sync_debug_mode("error")
+        set_schedule(optimizer, step, config)
+
+    def end(progress: Progress) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        progress.step += 1
+
+    monkeypatch.setattr(train, "set_schedule", begin)
+    monkeypatch.setattr(Progress, "made_step", end)
+    options = ["--train.device", DEVICE, "--train.dtype", str(dtype).removeprefix("torch."), "--train.log_every", 99]
+    result = run(train, *tiny_run(corpus_file, tmp_path / "run", train__optimizer=optimizer), *options)
+    assert result.exit_code == 0, result.err
+
+
 @torch.no_grad()
 def test_a_cache_changes_no_token() -> None:
     torch.set_float32_matmul_precision("highest")  # rounding must not decide between two tokens
@@ -97,3 +143,25 @@ def test_a_resumed_run_ends_in_the_same_bits(run: Callable, corpus_file: Path, t
     result = run(train, "--resume", broken)
     assert result.exit_code == 0 and "resumed from" in result.out, result.err
     assert same_bits(weights(straight), weights(broken))
+
+
+@DTYPES
+def test_a_cuda_graph_computes_what_its_kernels_do(dtype: torch.dtype) -> None:
+    """For each seed of dropout, also when it comes again after others."""
+    model = GPT(GPTConfig(**SHAPE, dropout=0.3)).to(DEVICE)
+    graph = compile_loss(train.next_token_loss, TrainConfig(), torch.device(DEVICE))
+    kernels = torch.compile(train.next_token_loss, dynamic=False)
+    inputs, targets = torch.randint(4099, (2, 5, 257), device=DEVICE)
+    losses = []
+    for seed in (1, 2, 3, 4, 1):  # the first calls run the kernels and record
+        found = []
+        for loss_fn in (graph, kernels):
+            model.zero_grad()
+            set_seed(torch.device(DEVICE), seed)
+            loss = loss_fn(model, inputs, targets, dtype)
+            loss.backward()
+            found.append((loss.detach(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
+        for of_graph, of_kernels in zip(*found, strict=True):
+            assert (of_graph - of_kernels).norm() < ROUNDING[dtype] * of_kernels.norm()
+        losses.append(found[0][0].item())
+    assert len({*losses[:4]}) == 4 and losses[4] == pytest.approx(losses[0], rel=ROUNDING[dtype] / 10)

@@ -1,21 +1,20 @@
 """What can be seen of a GPU without one: tests/pretended.py in a process that knows a device named CUDA."""
 
-import shutil
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.conftest import CAN_PRETEND, PRETENDER
 
 ROOT = Path(__file__).parent.parent
 GROUPS = ("planted", "steps and gpt2", "steps and llama", "steps and qwen3", "steps and nanochat", "memory")
 GROUPS += ("test_certificate", "capture or decoding or measurement")
 
 pytestmark = [
-    pytest.mark.skipif(
-        not torch.backends.cuda.is_built() and not shutil.which("g++"), reason="needs g++ to pretend a GPU"
-    ),
+    pytest.mark.skipif(not CAN_PRETEND, reason=f"this PyTorch needs {PRETENDER} to pretend a GPU"),
     pytest.mark.skipif(sys.platform != "linux", reason="pretends a GPU on Linux only"),
 ]
 
@@ -24,9 +23,9 @@ def dry_run(tests: str, marks: str) -> None:
     """Run the tests of tests/pretended.py with these words in their names, in a process of their own."""
     start = "import benchmarks.pretended_gpu, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
     options = ["-x", "-p", "no:cacheprovider", "-k", tests, "-m", marks]
-    done = subprocess.run(
-        [sys.executable, "-c", start, "tests/pretended.py", *options], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", start, "tests/pretended.py", *options]
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 

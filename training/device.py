@@ -3,8 +3,10 @@
 import contextlib
 import ctypes
 import os
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from errors import UserError
 from model.checkpoint import code_hash
@@ -14,8 +16,8 @@ from training.config import TrainConfig
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
 # narrowest width at which bfloat16 was measured, and was faster (benchmarks/results/step_cpu_2026-11-23.md).
 WIDE_ENOUGH = 64
-# Runs of fewer micro-batches are not compiled by default: that takes up to minutes, and saves a part of the time of
-# each micro-batch. The number is a judgement: on no GPU has it been measured where compiling begins to pay.
+# Runs of fewer micro-batches are not compiled by default. On an H200 that took 15 s more for six layers, and saved 5 ms
+# in each of their micro-batches; larger models save more (benchmarks/results/gpu_nvidia-h200_2026-11-26.md).
 ENOUGH_TO_COMPILE = 2000
 M_TRIM_THRESHOLD = -1  # of mallopt(3)
 M_MMAP_THRESHOLD = -3
@@ -76,6 +78,23 @@ def choose_compiled(config: TrainConfig, device: torch.device) -> bool:
         )
     print(f"note: the loss is not compiled, because PyTorch says: {reason:.100}")
     return False
+
+
+def compile_loss(loss_fn: Callable[..., Tensor], config: TrainConfig, device: torch.device) -> Callable[..., Tensor]:
+    """Return the compiled loss, on CUDA as a CUDA graph where that was measured.
+
+    The host launches a graph at once. Launching the kernels of a small model one by one takes longer than computing
+    them (benchmarks/results/gpu_nvidia-h200_2026-11-26.md). Gradients that are kept for the next micro-batch, or that
+    fsdp moves, would need new graphs. Whether a deterministic run resumes to the same bits with graphs is not known.
+    """
+    if device.type != "cuda" or config.deterministic or config.grad_accum_steps > 1 or config.parallel == "fsdp":
+        return torch.compile(loss_fn, dynamic=False)
+    compiled = torch.compile(loss_fn, dynamic=False, options={"triton.cudagraphs": True})
+
+    def loss(*inputs: object, **options: object) -> Tensor:
+        return compiled(*inputs, **options).clone()  # the graph writes its next result into the same memory
+
+    return loss
 
 
 def set_seed(device: torch.device, seed: int) -> None:
