@@ -18,6 +18,8 @@ from model.device import has_bfloat16
 from model.gpt import Head
 
 MOST_ROWS = 16  # of an input that is multiplied by packed weights; a prompt has more
+# Layers that read the same tensor, in the order of their calls: one product is faster than several.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @contextmanager
@@ -30,22 +32,49 @@ def packed(model: nn.Module) -> Iterator[None]:
     """
     layers = []
     try:
-        for layer in model.modules():
-            if type(layer) in (nn.Linear, Head) and type(layer.weight) is nn.Parameter and "forward" not in vars(layer):
-                weight = layer.weight.detach()
-                if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and has_bfloat16(weight.device):
-                    weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1)  # as torch.compile does
-                    layer.forward = partial(apply, layer, weight)
-                    layers.append(layer)
+        for module in model.modules():
+            together = [[getattr(module, name, None) for name in names] for names in TOGETHER]
+            for group in (*together, [module]):
+                if all(map(can_be_packed, group)) and len({layer.bias is None for layer in group}) == 1:
+                    product = Product(group)
+                    for number, layer in enumerate(group):
+                        layer.forward = partial(product.apply, number)
+                        layers.append(layer)
         yield
     finally:
         for layer in layers:
             del layer.forward
 
 
-def apply(layer: nn.Linear, packed_weight: Tensor, x: Tensor) -> Tensor:
-    """Apply a linear layer: (..., in_features) -> (..., out_features), by its packed weight if there are few rows."""
-    few = x.numel() <= MOST_ROWS * layer.in_features
-    if not few or x.dtype != torch.bfloat16 or x.size(-1) != layer.in_features or torch.is_grad_enabled():
-        return F.linear(x, layer.weight, layer.bias)
-    return torch.ops.mkldnn._linear_pointwise(x, packed_weight, layer.bias, "none", [], "")
+def can_be_packed(layer: object) -> bool:
+    """Return whether this is a linear layer that `packed` copies, and has not copied yet."""
+    if type(layer) not in (nn.Linear, Head) or type(layer.weight) is not nn.Parameter or "forward" in vars(layer):
+        return False
+    device = layer.weight.device
+    return layer.weight.dtype == torch.bfloat16 and device.type == "cpu" and has_bfloat16(device)
+
+
+class Product:
+    """The product of linear layers that read the same tensor, with their packed weights, computed in the first call."""
+
+    def __init__(self, layers: list[nn.Linear]):
+        self.layers = layers
+        self.sizes = [layer.out_features for layer in layers]
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1)  # as torch.compile does
+        self.bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+        self.x = None  # what was read last
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def apply(self, number: int, x: Tensor) -> Tensor:
+        """Apply a layer: (..., in_features) -> (..., out_features), by its packed weight if there are few rows."""
+        layer = self.layers[number]
+        few = x.numel() <= MOST_ROWS * layer.in_features
+        if not few or x.dtype != torch.bfloat16 or x.size(-1) != layer.in_features or torch.is_grad_enabled():
+            return F.linear(x, layer.weight, layer.bias)
+        if x is not self.x:
+            product = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            self.x, self.outputs = x, product.split(self.sizes, dim=-1)
+        if number == len(self.layers) - 1:
+            self.x = None  # another call reads anew
+        return self.outputs[number]

@@ -9,7 +9,7 @@ from torch import nn
 import sample
 from model import GPT, GPTConfig
 from model.device import has_bfloat16
-from model.packed import MOST_ROWS, packed
+from model.packed import MOST_ROWS, Product, packed
 
 needs_bfloat16 = pytest.mark.skipif(
     not has_bfloat16(torch.device("cpu")), reason="this CPU has no units for bfloat16: nothing is packed"
@@ -50,10 +50,32 @@ def test_packed_weights_give_the_same_logits(family: str) -> None:
 @needs_bfloat16
 def test_sampling_packs_the_weights(run, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    forward = nn.Linear.forward
-    monkeypatch.setattr("model.packed.apply", lambda layer, weight, x: seen.append(layer) or forward(layer, x))
+    apply = Product.apply
+    monkeypatch.setattr(Product, "apply", lambda self, *call: seen.append(self) or apply(self, *call))
     assert run(sample, straight, "--device", "cpu", "--dtype", "bfloat16", "--max_new_tokens", 2).exit_code == 0
     assert seen
+
+
+@needs_bfloat16
+@torch.no_grad()
+def test_layers_that_read_the_same_tensor_are_one_product() -> None:
+    model = make("llama", n_kv_head=1)
+    layer = model.blocks[0].attention
+    parts = (layer.q_proj, layer.k_proj, layer.v_proj)
+    x, other = torch.randn(2, 1, 5, 66).bfloat16()
+    expected = {id(tensor): [part(tensor) for part in parts] for tensor in (x, other)}
+    with packed(model):
+        assert len({part.forward.func.__self__ for part in parts}) == 1
+        for tensor in (x, other, x):
+            for found, right in zip([part(tensor) for part in parts], expected[id(tensor)], strict=True):
+                torch.testing.assert_close(found, right, atol=0.05, rtol=0.05)
+        x.copy_(other)  # the product of the last call is not taken for that of this one
+        torch.testing.assert_close(layer.q_proj(x), expected[id(other)][0], atol=0.05, rtol=0.05)
+        torch.testing.assert_close(layer.v_proj(other), expected[id(other)][2], atol=0.05, rtol=0.05)
+    layer.k_proj = Doubled(66, 22, bias=False).bfloat16()
+    with packed(model):  # the others have products of their own
+        assert layer.q_proj.forward.func.__self__ is not layer.v_proj.forward.func.__self__
+        torch.testing.assert_close(layer.v_proj(other), expected[id(other)][2], atol=0.05, rtol=0.05)
 
 
 @needs_bfloat16
