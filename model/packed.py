@@ -18,7 +18,7 @@ from model.device import has_bfloat16
 from model.gpt import Head
 
 MOST_ROWS = 16  # of an input that is multiplied by packed weights; a prompt has more
-# Layers that read the same tensor, in the order of their calls: one product is faster than several.
+# Layers that read the same tensor, in the order of their calls. One product of queries, keys and values was faster.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -28,7 +28,7 @@ def packed(model: nn.Module) -> Iterator[None]:
 
     It takes the memory of the weights a second time. Results agree up to rounding: on the CPUs that were tried they are
     the same bits. Only weights in bfloat16 on a CPU are copied, and only those of nn.Linear itself and of our head. In
-    the context the model must not be changed or copied.
+    the context the model must not be changed, copied, or called by two threads at once.
     """
     layers = []
     try:
@@ -63,8 +63,8 @@ class Product:
         weight = torch.cat([layer.weight.detach() for layer in layers])
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1)  # as torch.compile does
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-        self.x = None  # what was read last
-        self.outputs: tuple[Tensor, ...] = ()
+        self.read = None  # what the first layer was given
+        self.outputs: list[Tensor] = []  # for the layers after it
 
     def apply(self, number: int, x: Tensor) -> Tensor:
         """Apply a layer: (..., in_features) -> (..., out_features), by its packed weight if there are few rows."""
@@ -72,9 +72,10 @@ class Product:
         few = x.numel() <= MOST_ROWS * layer.in_features
         if not few or x.dtype != torch.bfloat16 or x.size(-1) != layer.in_features or torch.is_grad_enabled():
             return F.linear(x, layer.weight, layer.bias)
-        if x is not self.x:
+        if number == 0 or x is not self.read:
             product = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            self.x, self.outputs = x, product.split(self.sizes, dim=-1)
+            self.read, self.outputs = x, list(product.split(self.sizes, dim=-1))
+        output = self.outputs[number]
         if number == len(self.layers) - 1:
-            self.x = None  # another call reads anew
-        return self.outputs[number]
+            self.read, self.outputs = None, []
+        return output

@@ -47,7 +47,7 @@ class Sampler:
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose one token per row: (B, V) -> (B, 1)."""
         if self.temperature < 1e-6:  # logits divided by it might be infinite
-            return logits.max(-1, keepdim=True).indices  # on a CPU argmax takes four times as long
+            return logits.max(-1, keepdim=True).indices  # on a CPU argmax takes three times as long
         logits = logits.float() / self.temperature
         if self.top_k is not None:
             logits = keep_top_k(logits, self.top_k)
@@ -57,7 +57,9 @@ class Sampler:
             logits = keep_min_p(logits, self.min_p)
         # The largest p / Exp(1) is a draw from p. torch.multinomial does the same, but makes the host wait for the GPU.
         probabilities = logits.softmax(-1)
-        return (probabilities / torch.empty_like(logits).exponential_(generator=generator)).argmax(-1, keepdim=True)
+        return (
+            (probabilities / torch.empty_like(logits).exponential_(generator=generator)).max(-1, keepdim=True).indices
+        )
 
 
 @torch.inference_mode()

@@ -156,7 +156,7 @@ def test_a_long_run_on_a_gpu_is_compiled_by_default(gpu: torch.device, capsys: p
     "changes, is_graph",
     [({}, True), ({"grad_accum_steps": 2}, False), ({"parallel": "fsdp"}, False), ({"deterministic": True}, False)],
 )
-def test_the_loss_is_a_cuda_graph_where_that_was_measured(monkeypatch, changes: dict, is_graph: bool) -> None:
+def test_the_loss_is_a_cuda_graph_if_a_step_is_one_micro_batch(monkeypatch, changes: dict, is_graph: bool) -> None:
     memory = torch.zeros(())  # into which a graph writes each result
     asked = []
 
@@ -185,7 +185,7 @@ def test_a_default_that_cannot_be_is_a_note(
     gpu: torch.device, monkeypatch, capsys, error: Exception, said: str
 ) -> None:
     monkeypatch.setattr(torch, "compile", Mock(side_effect=error))
-    assert not choose_compiled(TrainConfig(), gpu)
+    assert not choose_compiled(TrainConfig(max_steps=ENOUGH_TO_COMPILE), gpu)
     (note,) = capsys.readouterr().out.splitlines(keepends=True)
     assert note.startswith(f"note: the loss is not compiled, because PyTorch says: {said}") and len(note) < 160
 

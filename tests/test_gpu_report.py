@@ -44,7 +44,7 @@ def test_where_no_gpu_can_be_pretended_a_sentence_says_why(tmp_path: Path) -> No
     command = [sys.executable, "-c", "import benchmarks.pretended_gpu"]
     has_cuda = torch.backends.cuda.is_built()
     if has_cuda and CAN_PRETEND:
-        pytest.skip("this PyTorch has CUDA and a driver, and needs no compiler")
+        pytest.skip("this PyTorch has CUDA and a GPU, and needs no compiler")
     ran = subprocess.run(command, cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    missing = "with CUDA needs a driver" if has_cuda else "without CUDA needs g++"
+    missing = f"{'with' if has_cuda else 'without'} CUDA needs {PRETENDER}"
     assert ran.returncode == 2 and ran.stderr.startswith(f"to pretend a GPU, PyTorch {missing}")

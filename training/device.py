@@ -17,8 +17,8 @@ from training.config import TrainConfig
 # narrowest width at which bfloat16 was measured, and was faster (benchmarks/results/step_cpu_2026-11-23.md).
 WIDE_ENOUGH = 64
 # Runs of fewer micro-batches are not compiled by default. On an H200 that took 15 s more for six layers, and saved 5 ms
-# in each of their micro-batches; larger models save more (benchmarks/results/gpu_nvidia-h200_2026-11-26.md).
-ENOUGH_TO_COMPILE = 2000
+# in each of their micro-batches (benchmarks/results/gpu_nvidia-h200_2026-11-26.md).
+ENOUGH_TO_COMPILE = 3000
 M_TRIM_THRESHOLD = -1  # of mallopt(3)
 M_MMAP_THRESHOLD = -3
 
@@ -67,7 +67,9 @@ def choose_compiled(config: TrainConfig, device: torch.device) -> bool:
     if not (pays if config.compile is None else config.compile):
         return False
     try:
-        torch.compile(lambda x: x + x)(torch.ones(2, device=device))
+        trial = compile_loss(lambda x: x + x, config, device)
+        for _ in range(3):  # a CUDA graph is recorded in the second call and replayed in the third
+            trial(torch.ones(2, device=device))
         return True
     except Exception as error:  # of PyTorch, Triton or the system
         reason = str(getattr(error, "inner_exception", error)).partition("\n")[0]
@@ -81,11 +83,11 @@ def choose_compiled(config: TrainConfig, device: torch.device) -> bool:
 
 
 def compile_loss(loss_fn: Callable[..., Tensor], config: TrainConfig, device: torch.device) -> Callable[..., Tensor]:
-    """Return the compiled loss, on CUDA as a CUDA graph where that was measured.
+    """Return the compiled loss, on CUDA as CUDA graphs if each step is one micro-batch.
 
     The host launches a graph at once. Launching the kernels of a small model one by one takes longer than computing
     them (benchmarks/results/gpu_nvidia-h200_2026-11-26.md). Gradients that are kept for the next micro-batch, or that
-    fsdp moves, would need new graphs. Whether a deterministic run resumes to the same bits with graphs is not known.
+    fsdp moves, would need new graphs. A deterministic run has none: whether it would end in the same bits is not known.
     """
     if device.type != "cuda" or config.deterministic or config.grad_accum_steps > 1 or config.parallel == "fsdp":
         return torch.compile(loss_fn, dynamic=False)
