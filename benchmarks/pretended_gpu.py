@@ -25,6 +25,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
+from benchmarks import has_nvidia_gpu
+
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
@@ -35,7 +37,7 @@ def load_guard() -> None:
     """
     package = Path(importlib.util.find_spec("torch").origin).parent
     if (package / "lib" / "libc10_cuda.so").exists():
-        if Path("/dev/nvidia0").exists():
+        if has_nvidia_gpu():
             return
         print(
             "to pretend a GPU, PyTorch with CUDA needs an NVIDIA GPU: install the build without CUDA", file=sys.stderr

@@ -47,7 +47,7 @@ class Sampler:
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose one token per row: (B, V) -> (B, 1)."""
         if self.temperature < 1e-6:  # logits divided by it might be infinite
-            return logits.max(-1, keepdim=True).indices  # on a CPU argmax takes three times as long
+            return logits.max(-1, keepdim=True).indices  # on a CPU argmax takes longer
         logits = logits.float() / self.temperature
         if self.top_k is not None:
             logits = keep_top_k(logits, self.top_k)

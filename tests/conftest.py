@@ -24,6 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks import has_nvidia_gpu
 from model import GPT, GPTConfig
 from model.checkpoint import CARD, sha256, with_own_hash
 from model.huggingface import tensors_to_huggingface
@@ -41,7 +42,7 @@ TINY = {"n_layer": 2, "n_head": 3, "n_embd": 15, "context_length": 11, "dropout"
 
 # What a GPU can be pretended with (benchmarks/pretended_gpu.py), and whether it is here.
 PRETENDER = "an NVIDIA GPU" if torch.backends.cuda.is_built() else "g++"
-CAN_PRETEND = os.path.exists("/dev/nvidia0") if torch.backends.cuda.is_built() else shutil.which("g++") is not None
+CAN_PRETEND = has_nvidia_gpu() if torch.backends.cuda.is_built() else shutil.which("g++") is not None
 
 
 @pytest.fixture(autouse=True)

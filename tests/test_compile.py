@@ -184,8 +184,11 @@ def test_the_loss_is_a_cuda_graph_if_a_step_is_one_micro_batch(monkeypatch, chan
 def test_a_default_that_cannot_be_is_a_note(
     gpu: torch.device, monkeypatch, capsys, error: Exception, said: str
 ) -> None:
-    monkeypatch.setattr(torch, "compile", Mock(side_effect=error))
+    x = torch.zeros(2)
+    compile = Mock(return_value=Mock(side_effect=[x, x, error]))  # it fails where a graph is replayed
+    monkeypatch.setattr(torch, "compile", compile)
     assert not choose_compiled(TrainConfig(max_steps=ENOUGH_TO_COMPILE), gpu)
+    assert compile.call_args.kwargs["options"] == {"triton.cudagraphs": True}
     (note,) = capsys.readouterr().out.splitlines(keepends=True)
     assert note.startswith(f"note: the loss is not compiled, because PyTorch says: {said}") and len(note) < 160
 

@@ -69,6 +69,7 @@ def test_layers_that_read_the_same_tensor_are_one_product() -> None:
         for tensor in (x, other, x):
             for found, right in zip([part(tensor) for part in parts], expected[id(tensor)], strict=True):
                 torch.testing.assert_close(found, right, atol=0.05, rtol=0.05)
+        layer.q_proj(x)
         x.copy_(other)  # the product of the last call is not taken for that of this one
         torch.testing.assert_close(layer.q_proj(x), expected[id(other)][0], atol=0.05, rtol=0.05)
         torch.testing.assert_close(layer.v_proj(other), expected[id(other)][2], atol=0.05, rtol=0.05)

@@ -17,7 +17,7 @@ from training.config import TrainConfig
 # narrowest width at which bfloat16 was measured, and was faster (benchmarks/results/step_cpu_2026-11-23.md).
 WIDE_ENOUGH = 64
 # Runs of fewer micro-batches are not compiled by default. On an H200 that took 15 s more for six layers, and saved 5 ms
-# in each of their micro-batches (benchmarks/results/gpu_nvidia-h200_2026-11-26.md).
+# in each micro-batch as a CUDA graph, else 3 ms (benchmarks/results/gpu_nvidia-h200_2026-11-26.md).
 ENOUGH_TO_COMPILE = 3000
 M_TRIM_THRESHOLD = -1  # of mallopt(3)
 M_MMAP_THRESHOLD = -3
