@@ -35,7 +35,9 @@ def packed(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             together = [[getattr(module, name, None) for name in names] for names in TOGETHER]
             for group in (*together, [module]):
-                if all(map(can_be_packed, group)) and len({layer.bias is None for layer in group}) == 1:
+                if not all(map(can_be_packed, group)):
+                    continue
+                if len({(layer.in_features, layer.bias is None) for layer in group}) == 1:
                     product = Product(group)
                     for number, layer in enumerate(group):
                         layer.forward = partial(product.apply, number)

@@ -40,8 +40,7 @@ torch.ones((), requires_grad=True).backward()
 TINY = {"n_layer": 2, "n_head": 3, "n_embd": 15, "context_length": 11, "dropout": 0.1}
 
 
-# What a GPU can be pretended with (benchmarks/pretended_gpu.py), and whether it is here.
-PRETENDER = "an NVIDIA GPU" if torch.backends.cuda.is_built() else "g++"
+# Whether a GPU can be pretended (benchmarks/pretended_gpu.py).
 CAN_PRETEND = has_nvidia_gpu() if torch.backends.cuda.is_built() else shutil.which("g++") is not None
 
 

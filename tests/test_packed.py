@@ -73,10 +73,11 @@ def test_layers_that_read_the_same_tensor_are_one_product() -> None:
         x.copy_(other)  # the product of the last call is not taken for that of this one
         torch.testing.assert_close(layer.q_proj(x), expected[id(other)][0], atol=0.05, rtol=0.05)
         torch.testing.assert_close(layer.v_proj(other), expected[id(other)][2], atol=0.05, rtol=0.05)
-    layer.k_proj = Doubled(66, 22, bias=False).bfloat16()
-    with packed(model):  # the others have products of their own
-        assert layer.q_proj.forward.func.__self__ is not layer.v_proj.forward.func.__self__
-        torch.testing.assert_close(layer.v_proj(other), expected[id(other)][2], atol=0.05, rtol=0.05)
+    for other_kind in (Doubled(66, 22, bias=False), nn.Linear(67, 22, bias=False), nn.Linear(66, 22)):
+        layer.k_proj = other_kind.bfloat16()
+        with packed(model):  # the others have products of their own
+            assert layer.q_proj.forward.func.__self__ is not layer.v_proj.forward.func.__self__
+            torch.testing.assert_close(layer.v_proj(other), expected[id(other)][2], atol=0.05, rtol=0.05)
 
 
 @needs_bfloat16

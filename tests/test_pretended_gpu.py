@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import CAN_PRETEND, PRETENDER
+from tests.conftest import CAN_PRETEND
 
 ROOT = Path(__file__).parent.parent
 GROUPS = ("planted", "steps and gpt2", "steps and llama", "steps and qwen3", "steps and nanochat", "memory")
 GROUPS += ("test_certificate", "capture or decoding or measurement")
 
 pytestmark = [
-    pytest.mark.skipif(not CAN_PRETEND, reason=f"this PyTorch needs {PRETENDER} to pretend a GPU"),
+    pytest.mark.skipif(not CAN_PRETEND, reason="to pretend a GPU needs g++, or where PyTorch has CUDA, an NVIDIA GPU"),
     pytest.mark.skipif(sys.platform != "linux", reason="pretends a GPU on Linux only"),
 ]
 
