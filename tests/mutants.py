@@ -1,8 +1,8 @@
 """Mistakes that people make in attention, and which of our tests notice each.
 
 A mutant is this project with one mistake in it; most were seen in published code. A check is a few tests of this suite,
-called by their names. The table in tests/README.md says which check notices which mistake; tests/test_mutants.py holds
-the two together. To print the table:
+called by their names. The table in tests/README.md says which check notices which mistake;
+tests/model/test_mutants.py holds the two together. To print the table:
 
     python -m tests.mutants
 """
@@ -27,7 +27,9 @@ from model.attention import Attend, CausalSelfAttention
 from model.cache import LayerCache
 from model.families import MLP
 from model.gpt import Block
-from tests import test_attention, test_batches, test_capture, test_causality, test_gpt, test_leakage
+from tests.data import test_batches
+from tests.inspection import test_capture
+from tests.model import test_attention, test_causality, test_gpt, test_leakage
 
 Weights = Callable[[Tensor, Tensor], Tensor]
 

@@ -1,4 +1,4 @@
-"""Small faults in the page and the pictures of heads. tests/test_pictures.py proves that its checks notice each."""
+"""Small faults in the page and the pictures of heads. test_pictures.py proves that its checks notice each."""
 
 # fault -> file in inspection/, text that stands there once, and what the fault makes of it.
 MUTANTS: dict[str, tuple[str, str, str]] = {

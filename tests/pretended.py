@@ -1,4 +1,4 @@
-"""The dry run on a pretended GPU: the real `train` on tensors that say cuda:0. Started by tests/test_pretended_gpu.py.
+"""The dry run on a pretended GPU: the real `train` on tensors that say cuda:0. Started by test_pretended_gpu.py.
 
 python -c "import benchmarks.pretended_gpu, pytest; pytest.main(['tests/pretended.py'])"  # takes minutes
 """

@@ -1,0 +1,291 @@
+"""Any tokenizer.json is used as it is: the ids of `transformers`, and the text that its own decoder writes."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+import inspect_attention
+import sample
+import train
+from data import prepare, sources
+from data.encoding import FILES, HubTokenizer, TextStream
+from data.prepare import DataConfig
+from data.tokenizer import END_KEYS, END_OF_TEXT, load_tokenizer, save_tokenizer
+from errors import UserError
+from model import GPT
+from tests.data.test_tokenizer import TEXT
+from tests.model.test_huggingface import make, save_foreign
+
+SPECIALS = ["<unk>", "<s>", "</s>"]
+KNOWN = TEXT.replace("\r", "")
+
+
+def llama() -> tokenizers.Tokenizer:
+    """As of Llama 2: every space is ▁, with one more in front, and unknown characters are bytes."""
+    learner = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    learner.pre_tokenizer = pre_tokenizers.Metaspace()  # no token has several words
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    learner.decoder = decoders.Sequence(steps)
+    alphabet = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=337, special_tokens=alphabet, limit_alphabet=31, max_token_length=7, show_progress=False
+    )
+    learner.train_from_iterator(TEXT.split("\n"), trainer)
+    content = json.loads(learner.to_str())
+    content["added_tokens"] = content["added_tokens"][: len(SPECIALS)]  # the bytes are only in the vocabulary
+    learner = tokenizers.Tokenizer.from_str(json.dumps(content | {"pre_tokenizer": None}))
+    learner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    learner.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    learner.add_tokens([tokenizers.AddedToken("\ufffd", normalized=False)])
+    return learner
+
+
+def digits() -> tokenizers.Tokenizer:
+    """As of SmolLM: byte-level BPE with digits cut apart, and no token for the byte 0."""
+    learner = tokenizers.Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+    learner.decoder = decoders.ByteLevel()
+    alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"\u0100"})
+    trainer = trainers.BpeTrainer(
+        vocab_size=307, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
+    learner.train_from_iterator([TEXT], trainer)
+    learner.add_tokens([tokenizers.AddedToken("\ufffd", normalized=False)])
+    return learner
+
+
+KINDS = {"llama": llama(), "digits": digits()}
+
+
+def put(theirs: tokenizers.Tokenizer, directory: Path, **changes: object) -> Path:
+    directory.mkdir(exist_ok=True)
+    theirs = tokenizers.Tokenizer.from_str(theirs.to_str())
+    theirs.enable_truncation(3)  # the file says so, and ours and theirs do neither
+    theirs.enable_padding(length=997, pad_token="</s>")
+    theirs.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | changes))
+    return directory
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def ours(kind: str, tmp_path: Path) -> HubTokenizer:
+    return load_tokenizer(put(KINDS[kind], tmp_path / "tokenizer"))
+
+
+def test_ids_are_theirs(kind: str, ours: HubTokenizer, tmp_path: Path) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer", split_special_tokens=True)
+
+    any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+
+    @given(text=any_text | st.text(sorted(set(KNOWN))).map("{}<s> </s>".format))
+    @settings(deadline=None, max_examples=20)
+    def check(text: str) -> None:
+        start, ids = ours.document_start[1:], ours.encode(text).tolist()
+        assert start + ids == theirs(text)["input_ids"] and not {1, 2} & set(ids)
+        assert ours.decode(start + ids) == theirs.decode(ids, skip_special_tokens=True)
+
+    check()
+    assert isinstance(ours, HubTokenizer) and ours.vocab_size == len(theirs)
+    assert ours.document_start == ([2, 1] if kind == "llama" else [2])
+    assert ours.special_tokens == dict(zip(SPECIALS, range(3), strict=True))
+
+
+def test_a_stream_gives_the_text_that_their_decoder_writes(kind: str, ours: HubTokenizer) -> None:
+    @given(text=st.text(sorted({*KNOWN, "\ufffd"})), prompt=st.text(sorted(set(KNOWN))))
+    @settings(deadline=None, max_examples=20)
+    def check(text: str, prompt: str) -> None:
+        ids, before = ours.encode(text + "\ufffd").tolist(), ours.document_start + ours.encode(prompt).tolist()
+        stream = TextStream(ours)
+        assert "".join(map(stream.add, ids)) == KINDS[kind].decode(ids) and not stream.end()
+        stream = TextStream(ours, before)
+        continued = "".join(map(stream.add, ids)) + stream.end()
+        assert KINDS[kind].decode(before) + continued == KINDS[kind].decode(before + ids)
+
+    check()
+    ids = ours.encode("€" * 97).tolist()  # three bytes each, of which a long prompt's end may begin with the second
+    assert "".join(map(TextStream(ours, ids).add, ids[-3:])) == "€"
+
+
+def test_tokens_have_labels(tmp_path: Path) -> None:
+    ours = {name: load_tokenizer(put(theirs, tmp_path / name)) for name, theirs in KINDS.items()}
+    for name, start in (("llama", b" "), ("digits", b"")):
+        spelled = b"".join(map(ours[name].token_bytes, ours[name].encode("the cat").tolist()))
+        assert spelled == start + b"the cat"
+        assert [ours[name].token_bytes(token) for token in (1, 2, 10**6)] == [b"<s>", b"</s>", b""]
+    assert b"".join(map(ours["digits"].token_bytes, ours["digits"].encode("é").tolist())) == "é".encode()
+
+
+@pytest.mark.parametrize(
+    "config, generation, names, special, ends",
+    [
+        ({}, {}, {}, {}, [2]),  # </s> is a well-known name
+        ({"eos_token_id": 1}, {}, {}, {}, [1]),
+        ({"eos_token_id": None}, {"eos_token_id": [0, 7]}, {"eos_token": {"content": "<s>"}}, {}, [0, 7, 1]),
+        (
+            {"eos_token_id": [7, 2]},
+            {"eos_token_id": [2, 1]},
+            {"eos_token": "<unk>"},
+            {"eos_token": "<s>"},
+            [7, 2, 1, 0],
+        ),
+        ({}, {}, {}, {"eos_token": "<unk>"}, [0]),
+        (
+            {"eos_token_id": 10**6},
+            {"eos_token_id": [-1, 1.0]},
+            {"eos_token": "<none>"},
+            {"eos_token": None},
+            [2, 10**6],
+        ),
+        ({"eos_token_id": True}, {"eos_token_id": {}}, {"eos_token": False}, {"eos_token": [[], "<s>"]}, [1]),
+    ],
+)
+def test_a_text_ends_where_a_publisher_says(
+    config: dict, generation: dict, names: dict, special: dict, ends: list[int], tmp_path: Path
+) -> None:
+    directory = put(KINDS["digits"], tmp_path / "theirs")
+    for name, content in zip(END_KEYS, (config, generation, names, special), strict=True):
+        (directory / name).write_text(json.dumps(content | {"more": "kept"}))
+    ours = load_tokenizer(directory)
+    assert ours.ends == ends and ours.document_start == [ours.end_of_text] == ends[:1]
+    (tmp_path / "corpus").mkdir()
+    save_tokenizer(ours, tmp_path / "corpus")
+    again = load_tokenizer(tmp_path / "corpus")
+    assert again.ends == ends and again.files == ours.files
+    kept = json.loads(again.files["generation_config.json"])
+    assert kept == {"bos_token_id": ends[0], "more": "kept", "eos_token_id": ends if ends[1:] else ends[0]}
+    (directory / "config.json").write_text("// of something else\n{}")
+    load_tokenizer(directory / "tokenizer.json")
+    (directory / "generation_config.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"generation_config\.json cannot be read: TypeError"):
+        load_tokenizer(directory / "tokenizer.json")
+
+
+BARE = {"</s>": 0, "the": 1, "t": 2, "h": 3, "e": 4}
+
+
+@pytest.mark.parametrize(
+    "theirs, unknown",
+    [
+        (models.BPE(BARE, []), "ö"),
+        (models.BPE(BARE | {"ther": 5}, [], ignore_merges=True, unk_token="<none>"), "ö"),
+        (models.WordLevel(BARE, "<none>"), "öther"),
+        (models.WordPiece(BARE, unk_token="<none>"), "öther"),
+        (models.Unigram([(name, -1.0) for name in BARE]), "ö"),
+        (KINDS["digits"], "\0"),
+    ],
+)
+def test_what_a_tokenizer_would_lose_is_named(theirs: object, unknown: str, tmp_path: Path) -> None:
+    """These have no unknown token."""
+    if not isinstance(theirs, tokenizers.Tokenizer):
+        theirs = tokenizers.Tokenizer(theirs)
+        theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    ours = load_tokenizer(put(theirs, tmp_path))
+    assert ours.encode("the\nthe").tolist() == theirs.encode("the\nthe").ids
+    with pytest.raises(UserError, match=re.escape(f"has no token for {unknown!r}, nor an unknown token:")):
+        ours.encode("the öther \0" + "the " * 9)
+
+
+def put_model(kind: str, tmp_path: Path, **changes: object) -> Path:
+    """A model from elsewhere with a tokenizer of theirs. It has ids to spare, as some do."""
+    config = replace(make("llama").config, vocab_size=KINDS[kind].get_vocab_size() + 2)
+    directory = put(KINDS[kind], save_foreign(GPT(config), tmp_path / "made"), **changes)
+    described = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(described | {"eos_token_id": None}))
+    return directory
+
+
+def test_without_an_end_or_a_start_only_a_prompt_can_be_continued(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.encoding.OTHER_ENDS", ())
+    model = put_model("digits", tmp_path, eos_token=None)
+    result = run(sample, model)
+    assert result.exit_code == 2 and result.err.count("\n") == 1, result.err
+    result = run(sample, model, "--prompt", "the", "--max_new_tokens", 7, "--json")
+    assert json.loads(result.out)["tokens"] == 7
+
+
+def test_a_model_from_elsewhere_is_sampled_and_inspected(run, tmp_path: Path) -> None:
+    model = put_model("llama", tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(model)
+    for prompt in ("the cat", ""):
+        answer = run(sample, model, "--prompt", prompt, "--temperature", 0, "--max_new_tokens", 9, "--json")
+        prompt_ids = theirs(prompt, return_tensors="pt")["input_ids"]
+        ids = GPT.from_pretrained(model).generate(prompt_ids, 9, temperature=0)[0].tolist()
+        assert prompt + json.loads(answer.out)["text"] == theirs.decode(ids, skip_special_tokens=True)
+    result = run(inspect_attention, model, "--text", "the é", "--heads", "0.0")
+    assert result.exit_code == 0, result.err
+    for label in ("⟦<s>⟧", "␣the", "⟨c3⟩", "⟨a9⟩"):
+        assert label in result.out
+
+
+def test_a_model_has_rows_for_all_that_a_text_can_have(run, corpus_file: Path, tmp_path: Path) -> None:
+    model, theirs = put_model("digits", tmp_path), digits()
+    theirs.add_special_tokens([END_OF_TEXT, "<filling>", "<more>"])
+    assert run(sample, put(theirs, model), "--max_new_tokens", 1).exit_code == 0
+    ours, end = load_tokenizer(model), theirs.token_to_id(END_OF_TEXT)
+    assert ours.end_of_text == end  # eos_token may end a turn only; a sample ends at either
+    for token, finish in ((end, "end of text"), (2, "end of text"), (3, "")):
+        text = sample.Text(ours, None)
+        text.add(token)
+        assert text.finish == finish
+    theirs.add_tokens(["<tool>"])
+    data = ["--data.source", corpus_file, "--data.tokenizer", "model", "--train.out_dir", tmp_path / "out"]
+    for command in ([sample], [inspect_attention, "--text", "the"], [train, *data, "--train.init_from"]):
+        assert "has 299 tokens, the model 297\n" in run(*command, put(theirs, model)).err
+
+
+def test_a_start_is_found_without_knowing_a_letter(tmp_path: Path) -> None:
+    theirs = tokenizers.Tokenizer(models.WordLevel({"the": 0}, "<none>"))
+    theirs.add_special_tokens(["</s>"])
+    theirs.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    ours = load_tokenizer(put(theirs, tmp_path))
+    assert ours.document_start == [1] and ours.vocab_size == 2
+
+
+def test_a_document_has_the_ids_of_the_whole(
+    kind: str, ours: HubTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PIECE", 23)  # characters, at which documents are cut for others
+    text = KNOWN.lstrip() * 3
+    (tmp_path / "a.txt").write_text(text)
+    config = DataConfig(str(tmp_path / "a.txt"), "model")
+    corpus = prepare.prepare(config, tmp_path / "corpus", model=tmp_path / "tokenizer")
+    ids = [*corpus.tokens["train"].tolist(), *corpus.tokens["val"].tolist()]
+    assert ids == ours.document_start + KINDS[kind].encode(text, add_special_tokens=False).ids
+    assert corpus.meta["train"]["bytes"] + corpus.meta["val"]["bytes"] == len(text.encode())
+    assert 0.07 < corpus.meta["val"]["bytes"] / len(text.encode()) < 0.13
+    assert corpus.tokenizer.files == ours.files
+    assert all(ours.files[file] == (tmp_path / "tokenizer" / file).read_bytes() for file in FILES)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"type": "Neural"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "A"}},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
+    ],
+)
+def test_a_file_that_the_library_cannot_use_is_refused_in_a_sentence(change: dict, tmp_path: Path) -> None:
+    """Some of these make its Rust code panic."""
+    directory = put(KINDS["llama"], tmp_path / "tokenizer")
+    content = json.loads((directory / FILES[0]).read_text()) | change
+    (directory / FILES[0]).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"(has no tokenizer that this version can read|cannot encode this text): .+\Z"):
+        load_tokenizer(directory).encode("a")

@@ -1,0 +1,380 @@
+"""Heads of models that others wrote: the weights are those of their eager twins, proved, and ablated as by hand."""
+
+import dataclasses
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import StaticCache
+
+from errors import UserError
+from inspection import NotTheKernels, ablate, capture, head_scores, influence
+from model.causality import check_causality
+from tests.conftest import make_gpt
+from tests.decoders import DECODERS, WRITTEN_OUT, make_decoder
+from tests.inspection.test_capture import call_captured, run_captured
+
+B, T, V, WINDOW = 2, 13, 61, 5
+KERNEL = F.scaled_dot_product_attention
+WITHOUT_KERNEL = {*WRITTEN_OUT, "gpt_oss", "mamba", "mamba2", "falcon_mamba", "rwkv"}
+WINDOWS = {  # types with a sliding window -> what asks for one
+    "mistral": {"sliding_window": WINDOW},
+    "phi3": {"sliding_window": WINDOW},
+    "starcoder2": {"sliding_window": WINDOW},
+    "gemma3_text": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "cohere2": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen2": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+}
+NEAR = ("mistral", "phi3", "starcoder2")  # whose two layers both have the window
+REACH = torch.ones(T, T, dtype=torch.bool).tril().triu(-2 * (WINDOW - 1))  # of a position, through them
+CASES = [(name, {}) for name in DECODERS if name not in WITHOUT_KERNEL] + [*WINDOWS.items()]
+QUICK = ["mistral", "gemma3_text", "falcon", "phi", "opt", "mixtral"]
+
+
+def ids(case: tuple[str, dict]) -> str:
+    return case[0] + ("-window" if case[1] else "")
+
+
+MARKS = {True: [], False: pytest.mark.long}
+by_case = pytest.mark.parametrize(
+    "name, changes", [pytest.param(*case, marks=MARKS[case[0] in QUICK], id=ids(case)) for case in CASES]
+)
+
+
+def twins(name: str, changes: dict) -> tuple[nn.Module, nn.Module]:
+    """A model that attends through the kernel, and the same one with attention written out."""
+    by_kernel, eager = (make_decoder(name, attn_implementation=way, **changes) for way in ("sdpa", "eager"))
+    eager.load_state_dict(by_kernel.state_dict())
+    return by_kernel, eager
+
+
+@by_case
+@torch.no_grad()
+def test_weights_are_those_of_the_eager_twin_and_a_planted_error_is_found(name: str, changes: dict) -> None:
+    model, eager = twins(name, changes)
+    idx = torch.randint(2, V, (B, T))
+    att = run_captured(model, idx)
+    found = eager(idx, output_attentions=True).attentions
+    expected = [weights for weights in found if weights is not None and weights.size(-1) == T]  # not of linear layers
+    assert len(att.calls) == len(expected) > 0 and not att.left_out
+    for layer, weights in enumerate(expected):
+        torch.testing.assert_close(att.patterns(layer), weights, rtol=0, atol=1e-5)
+    assert max(att.verify().values()) < 1e-5
+    if changes:
+        assert not att.pattern(0, 0)[:, WINDOW:, 0].any() or not att.pattern(1, 0)[:, WINDOW:, 0].any()
+
+    honest = att.calls[0]
+    seen = att[0][2].clone()  # bool in all of these types
+    one_more_or_less = seen.clone()
+    one_more_or_less[..., T // 2, T // 3] ^= True
+    wrong = [{"mask": one_more_or_less}, {"mask": seen.triu(-2)}]  # a key, a window
+    wrong += [{"scale": 1.05 * (honest.scale or honest.q.size(-1) ** -0.5)}]
+    for changed in wrong:
+        att.calls[0] = dataclasses.replace(honest, **changed)
+        with pytest.raises(NotTheKernels, match="layer 0: "):
+            att.verify()
+
+
+@by_case
+def test_ablation_is_the_loss_with_the_output_zeroed_by_hand(name: str, changes: dict, monkeypatch) -> None:
+    model = make_decoder(name, attn_implementation="sdpa", **changes)
+    idx = torch.randint(2, V, (B, T))
+    rises = ablate(model, idx, [(0, 1)])
+    scores = head_scores(model, idx)
+    kernel, calls = F.scaled_dot_product_attention, []
+
+    def without_head(*args: object, **kwargs: object) -> Tensor:
+        output = kernel(*args, **kwargs).clone()
+        calls.append(output)
+        if len(calls) == 1:
+            output[:, 1] = 0
+        return output
+
+    def losses() -> Tensor:
+        with torch.no_grad():
+            logits = model(idx).logits[:, :-1]
+        return F.cross_entropy(logits.transpose(1, 2), idx[:, 1:], reduction="none").mean(1)
+
+    before = losses()
+    torch.testing.assert_close(scores.losses, before, rtol=0, atol=1e-5)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", without_head)
+    torch.testing.assert_close(rises[:, 0, 1].float(), losses() - before, rtol=0, atol=1e-5)
+    assert rises[:, 0, 1].abs().max() > 1e-4 and scores.row_error < 1e-5
+
+
+# What PyTorch's call can express, without a model.
+
+
+def expected_weights(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """The formula of the kernel, in float64."""
+    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
+    return (scale * q.double() @ k.double().mT + bias).softmax(-1).nan_to_num(0.0)
+
+
+def as_bias(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+
+
+TRIANGLE = torch.ones(T, T, dtype=torch.bool).tril()
+PADDED = TRIANGLE & (torch.arange(T) >= torch.tensor([0, 3])[:, None, None, None])  # the second text begins later
+SLOPES = torch.tensor([0.5, 0.25, 0.125])[:, None, None] * (torch.arange(T) - torch.arange(T)[:, None])
+WITH_SINK = F.pad(TRIANGLE, (1, 0), value=True)
+LAST = torch.ones(T, T).tril()[-4:].bool()
+OPTIONS = {  # name -> keys in front, query rows, options of the call, the bias that they mean
+    "triangle of the kernel": (0, T, {"is_causal": True}, as_bias(TRIANGLE)),
+    "bool mask": (0, T, {"attn_mask": TRIANGLE}, as_bias(TRIANGLE)),
+    "mask of numbers": (0, T, {"attn_mask": as_bias(TRIANGLE).float()}, as_bias(TRIANGLE)),
+    "the least number": (0, T, {"attn_mask": as_bias(TRIANGLE).float().clamp(min=-3e38)}, as_bias(TRIANGLE)),
+    "a bias of each head": (0, T, {"attn_mask": SLOPES + as_bias(TRIANGLE).float()}, SLOPES + as_bias(TRIANGLE)),
+    "padding, queries that see nothing": (0, T, {"attn_mask": PADDED}, as_bias(PADDED)),
+    "the same in numbers": (0, T, {"attn_mask": as_bias(PADDED).float()}, as_bias(PADDED)),
+    "window": (0, T, {"attn_mask": TRIANGLE.triu(-4)}, as_bias(TRIANGLE.triu(-4))),
+    "scale": (0, T, {"is_causal": True, "scale": 0.7}, as_bias(TRIANGLE)),
+    "learned sink": (1, T, {"attn_mask": WITH_SINK}, as_bias(WITH_SINK)),
+    "fewer queries": (0, 4, {"attn_mask": LAST}, as_bias(LAST)),
+    "one query": (0, 1, {}, torch.zeros(1, T)),
+}
+
+
+@pytest.mark.parametrize("num_kv", [1, 3])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_the_kernel_is_seen(option: str, num_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_front, rows, options, bias = OPTIONS[option]
+    monkeypatch.setattr("inspection.patterns.BLOCK_SIZE", 5 * B * 3 * T)  # five rows at a time
+    q, k, v = (
+        torch.randn(B, 3, rows, 7),
+        torch.randn(B, num_kv, T + in_front, 7),
+        torch.randn(B, num_kv, T + in_front, 5),
+    )
+    att = call_captured(q, k, v, **options, enable_gqa=num_kv == 1)
+    expected = expected_weights(q, k, bias, options.get("scale", 7**-0.5)).float()
+    torch.testing.assert_close(att.patterns(0), expected, rtol=0, atol=1e-6)
+    for head in range(3):
+        torch.testing.assert_close(att.pattern(0, head), expected[:, head], rtol=0, atol=1e-6)
+    att.verify()
+    call = att.calls[0]
+    att.calls[0] = dataclasses.replace(call, q=call.q.roll(1, 1), kernel=lambda q, k, v: call.kernel(call.q, k, v))
+    with pytest.raises(NotTheKernels):
+        att.verify()
+
+
+@pytest.mark.parametrize("options", [{}, {"attn_mask": TRIANGLE.mT}, {"attn_mask": TRIANGLE.roll(1, 1)}], ids=range(3))
+def test_what_sees_later_keys_is_left_out(options: dict) -> None:
+    q, k, v = torch.randn(3, B, 3, T, 7)
+    att = call_captured(q, k, v, **options)
+    assert not att.calls and att.left_out == [f"queries {tuple(q.shape)} of keys {tuple(k.shape)}"]
+    with pytest.raises(UserError, match=r"; others were: queries \(2, 3, 13, 7\) of keys"):
+        att.scores()
+
+
+# Modules that are no model of `transformers`.
+
+
+class Book(nn.Module):
+    """A decoder as books write it: PyTorch's own layers, an encoder that is looked at, no names that are known."""
+
+    def __init__(self, cross: bool = False):
+        super().__init__()
+        self.tokens, self.places, self.out = nn.Embedding(V, 21), nn.Embedding(97, 21), nn.Linear(21, V)
+        layer = nn.TransformerDecoderLayer if cross else nn.TransformerEncoderLayer
+        self.layers = nn.ModuleList(layer(21, 3, 31, 0.1, batch_first=True) for _ in range(2))
+        self.memory = torch.randn(1, 5, 21) if cross else None
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x, mask = self.tokens(idx) + self.places.weight[: idx.size(1)], ~TRIANGLE[: idx.size(1), : idx.size(1)]
+        for layer in self.layers:
+            x = layer(x, mask) if self.memory is None else layer(x, self.memory.expand(len(x), -1, -1), mask)
+        return self.out(x)
+
+
+@torch.no_grad()
+def test_layers_of_pytorch_are_seen_and_cross_attention_is_no_head() -> None:
+    idx = torch.randint(V, (B, T))
+    for cross in (False, True):
+        model = Book(cross).eval()
+        logits = model(idx)
+        att = run_captured(model, idx)
+        assert len(att.calls) == 2 and len(att.left_out) == 2 * cross
+        att.verify()
+        x = model.tokens(idx) + model.places.weight[:T]
+        _, expected = model.layers[0].self_attn(x, x, x, attn_mask=~TRIANGLE, average_attn_weights=False)
+        torch.testing.assert_close(att.patterns(0), expected, rtol=0, atol=1e-6)
+        with capture(model):
+            torch.testing.assert_close(model(idx), logits, rtol=0, atol=1e-5)  # not by the fast path of one operator
+
+
+def test_a_compiled_model_is_seen_and_calls_without_heads_are_left_out() -> None:
+    model, idx = make_gpt().eval(), torch.randint(17, (B, 11))
+    compiled = torch.compile(model, backend="eager")
+    compiled(idx)
+    torch.testing.assert_close(run_captured(compiled, idx).patterns(1), run_captured(model, idx).patterns(1))
+    x = torch.randn(B * 3, T, 7)
+    assert call_captured(x, x, x, is_causal=True).left_out == ["queries (6, 13, 7) of keys (6, 13, 7)"]  # whose heads?
+    assert not call_captured(x[None, :1], x[None, :3], x[None, :3], is_causal=True).calls
+
+
+@torch.no_grad()
+def test_a_buffer_of_keys_is_as_long_as_what_is_in_it() -> None:
+    """A static cache has 31 places; the source of a cross attention is padded; one query of packed heads is no text."""
+    model, idx = make_decoder("mistral", attn_implementation="sdpa"), torch.randint(2, V, (1, T))
+    whole = run_captured(model, idx)
+    with capture(model) as att:
+        cache = StaticCache(config=model.config, max_cache_len=31)
+        model(idx[:, :8], past_key_values=cache)
+        model(idx[:, 8:], past_key_values=cache)
+    att.verify()
+    torch.testing.assert_close(att.patterns(1), whole.patterns(1)[:, :, 8:], rtol=0, atol=1e-6)
+    q, k = torch.randn(B, 3, T, 7), torch.randn(B, 3, 2 * T, 7)
+    source = (torch.arange(2 * T) < T).expand(B, 1, T, 2 * T)
+    assert not call_captured(q, k, attn_mask=source).calls
+    packed, mask = torch.randn(1, 1, 3, 7), (torch.arange(2 * T) < T).expand(1, 1, 1, -1)
+    assert not call_captured(packed, k[:1, :1], attn_mask=mask).calls
+
+
+def test_a_mask_beside_the_flag_counts() -> None:
+    q, k, v = torch.randn(3, B, 3, T, 7)
+    near = torch.ones(T, T, dtype=torch.bool).triu(-3)
+    for mask in (near, as_bias(near).float()):
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=near & TRIANGLE)
+        try:
+            given = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=True)
+        except RuntimeError:
+            pytest.skip("this version of PyTorch refuses a mask beside the flag")
+        torch.testing.assert_close(given, expected)
+        att = call_captured(q, k, v, attn_mask=mask, is_causal=True)
+        torch.testing.assert_close(att.patterns(0) @ v, given, rtol=0, atol=1e-5)
+        att.verify()
+
+
+def test_queries_that_see_nothing_in_a_mask_of_least_numbers_have_no_weights(monkeypatch) -> None:
+    monkeypatch.setattr("inspection.patterns.BLOCK_SIZE", 5 * B * 3 * T)
+    q, k, v = torch.randn(3, B, 3, T, 7)
+    att = call_captured(q, k, v, attn_mask=as_bias(PADDED).float().clamp(min=-3e38))
+    att.verify()
+    assert not att.patterns(0)[1, :, :3].any() and att.patterns(0)[1, :, 3:].sum(-1).allclose(torch.ones(1))
+
+
+class Twice(nn.Module):
+    """Embeds positions first, by a table of its own, and the tokens again for a second prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.tokens = nn.Embedding(T, 21), nn.Embedding(V, 21)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(21, 3, 31, 0.1, batch_first=True) for _ in range(3))
+        self.out = nn.Linear(21, V)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        mask, places = ~TRIANGLE[: idx.size(1), : idx.size(1)], torch.arange(idx.size(1))
+        x = self.tokens(idx) + self.places(places)
+        for layer in self.layers[:2]:
+            x = layer(x, mask)
+        return self.out(self.layers[2](x + self.tokens(idx) + self.places(places), mask))
+
+
+def test_a_model_that_embeds_twice_has_all_its_layers_and_its_influence() -> None:
+    model, idx = Twice().eval(), torch.randint(V, (1, T))
+    assert len(run_captured(model, idx).calls) == 3
+    shares = influence(model, idx)
+    torch.testing.assert_close(shares.sum(-1), torch.ones(T))
+    assert not shares.triu(1).any()
+    with pytest.raises(IndexError):
+        model(torch.tensor([[V]]))
+    assert len(run_captured(model, idx).calls) == 3
+
+
+def test_a_replaced_output_keeps_its_gradient_and_measuring_keeps_each_mode() -> None:
+    model, idx = make_gpt().train(), torch.randint(17, (B, 11))
+    model.blocks[1].eval()
+    head_scores(model, idx)
+    assert model.training and model.blocks[0].mlp.training and not model.blocks[1].mlp.training
+    with capture(model, replace=lambda layer, output: output):
+        model(idx).sum().backward()
+    assert model.blocks[0].attention.q_proj.weight.grad.abs().max() > 0
+
+
+def test_a_query_that_is_overwritten_is_remembered() -> None:
+    q, k, v = torch.randn(3, B, 3, T, 7)
+    att = call_captured(q, k, v, is_causal=True)
+    before = att.patterns(0)
+    q.mul_(3)
+    k.mul_(3)
+    assert att.patterns(0).equal(before)
+
+
+def test_layers_that_differ_cannot_be_compared() -> None:
+    class Narrowing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            F.scaled_dot_product_attention(x, x, x, is_causal=True)
+            return F.scaled_dot_product_attention(x[:, :2], x[:, :2], x[:, :2], is_causal=True)
+
+    att = run_captured(Narrowing(), torch.randn(B, 3, T, 7))
+    att.verify()
+    assert att.pattern(1, 1).shape == (B, T, T)
+    with pytest.raises(UserError, match=r"not \[\(2, 3, 13, 13\), \(2, 2, 13, 13\)\]"):
+        att.scores()
+
+
+@torch.no_grad()
+def test_generation_is_captured_call_by_call() -> None:
+    """With a cache of `transformers` the queries of the last call are rows of the whole pattern."""
+    model, idx = make_decoder("mistral", attn_implementation="sdpa"), torch.randint(2, V, (1, T))
+    whole = run_captured(model, idx).patterns(1)
+    with capture(model) as att:
+        cache = model(idx[:, :8], use_cache=True).past_key_values
+        model(idx[:, 8:], past_key_values=cache)
+    assert len(att.calls) == 2
+    att.verify()
+    torch.testing.assert_close(att.patterns(1), whole[:, :, 8:], rtol=0, atol=1e-6)
+
+
+def test_a_mask_that_changes_after_the_call_is_remembered() -> None:
+    q, k, v = torch.randn(3, B, 3, T, 7)
+    mask = TRIANGLE.clone()
+    att = call_captured(q, k, v, attn_mask=mask)
+    mask.fill_(True)
+    assert not att.pattern(0, 0).triu(1).any()
+    att.verify()
+
+
+def test_a_replaced_output_is_gone_on_with() -> None:
+    model, idx = make_gpt().eval(), torch.randint(17, (B, 11))
+    with capture(model, replace=lambda layer, output: output if layer else torch.zeros_like(output)):
+        cut = model(idx)
+    model.blocks[0].attention.o_proj.weight.data.zero_()
+    torch.testing.assert_close(cut, model(idx), rtol=0, atol=1e-6)
+
+
+def unmasked(q: Tensor, k: Tensor, v: Tensor, *_: object, scale: float | None = None, **options: object) -> Tensor:
+    """The kernel without its mask."""
+    return KERNEL(q, k, v, scale=scale, enable_gqa=q.size(1) != k.size(1))
+
+
+def table() -> str:
+    """Format as Markdown what was found for each type, for docs/other_tools.md."""
+    lines = ["| type | weights | proof | certificate | without its mask | seconds |", "|---|---:|---:|---|---|---:|"]
+    for name, changes in CASES:
+        began = time.perf_counter()
+        model, eager = twins(name, changes)
+        idx = torch.randint(2, V, (B, T))
+        att = run_captured(model, idx)
+        with torch.no_grad():
+            found = eager(idx, output_attentions=True).attentions
+        expected = [weights for weights in found if weights is not None and weights.size(-1) == T]
+        error = max((att.patterns(layer) - weights).abs().max().item() for layer, weights in enumerate(expected))
+        proof = max(att.verify().values())
+        certify = partial(check_causality, model, V, T, mask=REACH if name in NEAR and changes else None)
+        answers = [str(certify()).split()[0].strip(",;")]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(F, "scaled_dot_product_attention", unmasked)
+            answers.append(str(certify()).split()[0].strip(",;"))
+        seconds = time.perf_counter() - began
+        lines.append(f"| {ids((name, changes))} | {error:.1e} | {proof:.1e} | {' | '.join(answers)} | {seconds:.1f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

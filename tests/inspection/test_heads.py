@@ -1,0 +1,229 @@
+"""Metrics have their known values, scores are those of the captured patterns, and measuring changes nothing."""
+
+import json
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import inspection.decoder
+import inspection.heads
+import inspection.patterns
+from inspection import ablate, head_scores, influence, repeat_probe
+from inspection.decoder import predictions
+from inspection.heads import as_json, most_attended, share_of
+from inspection.inspection import Inspection
+from inspection.metrics import measure
+from model import GPT
+from tests.conftest import make_gpt
+from tests.inspection.test_capture import run_captured
+
+B, T, V, L, H = 2, 11, 17, 2, 3
+REPEAT = 7  # r_1 to r_7, twice, behind a start
+SIZE = 2 * REPEAT + 1
+
+
+def in_blocks(pattern: Tensor, rows: int) -> Iterator[Tensor]:
+    """Yield (T, T) in blocks of rows as `measure` reads them, for a batch and heads of one."""
+    for start in range(0, len(pattern), rows):
+        block = pattern[start : start + rows, : start + rows][None, None].clone()
+        yield block
+        block.fill_(math.nan)  # a view of it would spoil the results, and hold all weights in memory
+
+
+def harmonic(n: int) -> float:
+    return sum(1 / i for i in range(1, n + 1))
+
+
+def one_hot(key_of: dict[int, int]) -> Tensor:
+    """Return the weights (T, T) of a head whose query i looks at key_of[i] only, or at itself if i is not in key_of."""
+    return F.one_hot(torch.tensor([key_of.get(i, i) for i in range(SIZE)]), SIZE).float()
+
+
+SHARE = (harmonic(SIZE) - 1) / (SIZE - 1)
+BEFORE = (harmonic(SIZE) - 1.5) / (SIZE - 2)
+LATE = (harmonic(SIZE) - harmonic(REPEAT + 1)) / REPEAT
+UNIFORM = torch.ones(SIZE, SIZE).tril() / torch.arange(1, SIZE + 1)[:, None]
+# name -> the pattern, and entropy, distance, sink, current, previous, duplicate, induction
+KNOWN = {
+    "uniform": (UNIFORM, (1, (SIZE - 1) / 4, SHARE, SHARE, BEFORE, LATE, LATE)),
+    "identity": (one_hot({}), (0, 0, 0, 1, 0, 0, 0)),
+    "previous": (one_hot({i: i - 1 for i in range(1, SIZE)}), (0, (SIZE - 1) / SIZE, 1 / (SIZE - 1), 0, 1, 0, 0)),
+    "sink": (one_hot(dict.fromkeys(range(SIZE), 0)), (0, (SIZE - 1) / 2, 1, 0, 0, 0, 0)),
+    "duplicate": (one_hot({i: i - REPEAT for i in range(REPEAT + 1, SIZE)}), (0, REPEAT**2 / SIZE, 0, 0.5, 0, 1, 0)),
+    "induction": (
+        one_hot({i: i - REPEAT + 1 for i in range(REPEAT + 1, SIZE)}),
+        (0, REPEAT * (REPEAT - 1) / SIZE, 0, 0.5, 0, 0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 7, SIZE])
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_heads_have_their_known_values(name: str, rows: int) -> None:
+    pattern, values = KNOWN[name]
+    found = measure(in_blocks(pattern, rows), REPEAT)
+    names = ("entropy", "distance", "sink", "current", "previous", "duplicate", "induction")
+    for metric, value in zip(names, values, strict=True):
+        assert found[metric].shape == (1, 1)
+        assert found[metric].item() == pytest.approx(value, abs=1e-6), metric
+
+
+@pytest.mark.parametrize("size", [1, 7, 10**9])
+def test_scores_do_not_depend_on_blocks_and_are_those_of_the_patterns(size: int, monkeypatch) -> None:
+    model, idx = make_gpt(n_kv_head=1).eval(), torch.randint(V, (B, T))
+    att = run_captured(model, idx)
+    before = [tensor.clone() for layer in range(L) for tensor in att[layer]]
+    monkeypatch.setattr(inspection.patterns, "BLOCK_SIZE", size * B * H * T if size < T else size)
+    found = att.sequence_scores(5)
+    assert all(torch.equal(*pair) for pair in zip(before, [t for n in range(L) for t in att[n]], strict=True))
+    for layer in range(L):
+        for head in range(H):
+            for b in range(B):
+                alone = measure(in_blocks(att.pattern(layer, head)[b], T), 5)
+                for name in found:
+                    torch.testing.assert_close(found[name][b, layer, head], alone[name][0, 0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(att.scores(5)["sink"], found["sink"].mean(0))
+
+
+def test_a_probe_repeats_and_its_control_does_not() -> None:
+    tokens = torch.tensor([3, 5, 7, 11, 13, 2, 19])
+    probe = repeat_probe(tokens, 99, 1000, num=5, seed=1)
+    r, again, other = probe.repeated[:, 1:4], probe.repeated[:, 4:], probe.control[:, 4:]
+    assert probe.repeat == 3 and probe.repeated.shape == probe.control.shape == (5, 7)
+    assert torch.equal(r, again) and torch.equal(probe.control[:, :4], probe.repeated[:, :4])
+    assert (probe.repeated[:, 0] == 99).all() and len(r.unique(dim=0)) > 1
+    for first, second in zip(r.tolist(), other.tolist(), strict=True):
+        assert len({*first, *second}) == 6 and {*first, *second} <= set(tokens.tolist())
+    lengths = [repeat_probe(torch.arange(n), 0, T).repeat for n, T in ((1000, 11), (1000, 1000), (4, 5), (1000, 101))]
+    assert lengths == [5, 50, 2, 50]
+    assert repeat_probe(tokens[:3], 0, 1000) is None and repeat_probe(tokens, 0, 4) is None
+
+
+def loss(model: GPT, text: Tensor) -> Tensor:
+    with torch.no_grad():
+        return F.cross_entropy(model(text)[:, :-1].transpose(1, 2), text[:, 1:], reduction="none").mean(1)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"n_kv_head": 1}, {"family": "qwen3", "n_embd": 18}, {"family": "nanochat", "n_embd": 18}], ids=str
+)
+@pytest.mark.parametrize("positions", [3, 256])
+def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions: int, monkeypatch) -> None:
+    monkeypatch.setattr(inspection.decoder, "POSITIONS", positions)
+    monkeypatch.setattr(inspection.heads, "TOKENS_TOGETHER", 2 * T + 1)  # two sequences at a time
+    model, text = make_gpt(**changes, bias=None), torch.randint(V, (5, T))
+    probe = repeat_probe(torch.arange(V - 1), V - 1, T, num=3)
+    scores = head_scores(model, text, probe)
+    assert model.training and scores.row_error < 1e-5
+    for name, samples in scores.samples.items():
+        num = 3 if name.startswith(("duplicate", "induction")) else 5
+        assert samples.shape == (num, L, H)
+        torch.testing.assert_close(scores.mean[name], samples.mean(0))
+        torch.testing.assert_close(scores.error[name], samples.std(0) / num**0.5, rtol=1e-9, atol=1e-12)
+    model.eval()
+    torch.testing.assert_close(scores.losses, loss(model, text), rtol=0, atol=1e-5)
+    assert head_scores(model, text[:1]).error["sink"].isnan().all()
+    assert math.isnan(head_scores(model, text[:1, :1]).losses.item()) and not model.training
+    for sequences, name in ((probe.repeated, "induction"), (probe.control, "induction_control")):
+        att = run_captured(model, sequences)
+        torch.testing.assert_close(scores.mean[name], att.scores(probe.repeat)["induction"], rtol=0, atol=1e-6)
+
+
+def test_scores_as_json_are_the_rounded_means() -> None:
+    model, text = make_gpt(), torch.randint(V, (B, T))
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = head_scores(model, text, repeat_probe(torch.arange(V - 1), V - 1, T, num=1), verify=False)
+    found = as_json(scores)
+    assert model.training and math.isnan(scores.row_error)
+    assert found.keys() == scores.mean.keys() and "induction_control" in found
+    for name, rows in found.items():
+        torch.testing.assert_close(torch.tensor(rows).double(), scores.mean[name], rtol=0, atol=6e-5)
+        assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    assert as_json(head_scores(model, text[:, :1]))["entropy"] == [[None] * H] * L
+
+
+@pytest.mark.parametrize("mode", ["zero", "mean"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: str, monkeypatch) -> None:
+    """Compare with a model whose output projection reads zero, or a constant, from the head."""
+    monkeypatch.setattr(inspection.heads, "TOKENS_TOGETHER", 2 * T + 1)  # two of five sequences at a time
+    monkeypatch.setattr(inspection.decoder, "POSITIONS", 3)  # whose logits are made in parts
+    model, text = make_gpt(family=family, n_embd=18, bias=None, dropout=0.0).eval(), torch.randint(V, (5, T))
+    D, heads = model.config.head_dim, [(layer, head) for layer in range(L) for head in range(H)]
+    rises = ablate(model, text, heads, mode)
+    assert rises.shape == (5, L, H) and not any(module._forward_hooks for module in model.modules())
+    alone = ablate(model, text, [(1, 1)], mode)  # the others were not asked for
+    assert alone[:, 0].isnan().all() and torch.equal(alone[:, 1, 1], rises[:, 1, 1])
+    outputs = []
+    for block in model.blocks:
+        hook = block.attention.attend.register_forward_hook(lambda module, inputs, y: outputs.append(y))
+        loss(model, text)
+        hook.remove()
+    for layer, head in heads:
+        rise = rises[:, layer, head].float()
+        o_proj, part = model.blocks[layer].attention.o_proj, slice(head * D, (head + 1) * D)
+        whole, plain = o_proj.weight.data.clone(), loss(model, text)
+        mean = outputs[layer][:, head].mean((0, 1))
+        constant = whole[:, part] @ mean if mode == "mean" else torch.zeros(len(whole))
+        o_proj.weight.data[:, part] = 0
+        hook = o_proj.register_forward_hook(lambda module, inputs, y, constant=constant: y + constant)
+        torch.testing.assert_close(rise, loss(model, text) - plain, rtol=0, atol=1e-5)
+        assert rise.abs().max() > 1e-3
+        hook.remove()
+        o_proj.weight.data = whole
+
+
+@pytest.mark.parametrize("family", ["gpt2", "nanochat"])
+def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Influence from the future is zero, and no gradient or hook stays behind."""
+    model, idx = make_gpt(family=family, n_embd=18, bias=None, tied=False).double(), torch.randperm(V)[None, :T]
+    shares = influence(model, idx)
+    tokens, probabilities = map(torch.tensor, zip(*predictions(model, idx), strict=True))
+    assert model.training
+    model.eval()
+    likeliest = model(idx)[0].softmax(-1).max(-1)
+    assert torch.equal(tokens, likeliest.indices)
+    torch.testing.assert_close(probabilities, likeliest.values.float())
+    assert torch.equal(shares.triu(1), torch.zeros(T, T))
+    torch.testing.assert_close(shares.sum(-1), torch.ones(T))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+    rows = model.token_embedding.weight  # each token is there once, so its row has the gradient of its place
+    monkeypatch.setattr(inspection.heads, "CPU_FLOPS", 3.5 * 2 * T * sum(p.numel() for p in model.parameters()))
+    some = influence(model, idx)
+    assert (~some.isnan().any(1)).nonzero().flatten().tolist() == [0, 5, 10] and torch.equal(some[5], shares[5])
+
+    for position in (4, T - 1):
+        log_probability = model(idx)[0, position].log_softmax(-1)[tokens[position]]
+        norms = torch.autograd.grad(log_probability, rows)[0][idx[0]].norm(dim=-1)
+        torch.testing.assert_close(shares[position], (norms / norms.sum()).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_keys_in_front_of_the_tokens_are_left_out() -> None:
+    text, received = torch.tensor([[5, 7, 5]]), torch.tensor([[[[0.4, 0.1, 0.2, 0.3]]]])
+    token = most_attended(text, received)
+    share, rows = share_of(token, text, received)
+    assert token.item() == 5 and share.item() == pytest.approx(0.4) and rows.item() == 2
+    att = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4))
+    found = Inspection("", "", None, None, att)
+    assert found.pattern(0, 0).tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
+
+
+def test_the_share_of_a_token_is_that_of_the_queries_that_may_see_it() -> None:
+    model, text = make_gpt().eval(), torch.randint(V, (B, T))
+    scores = head_scores(model, text)
+    att = run_captured(model, text)
+    for layer in range(L):
+        for head in range(H):
+            rows = att.pattern(layer, head)[:, 1:]
+            gets = torch.stack([(rows * (text == token)[:, None]).sum(2) for token in range(V)])  # (V, B, T - 1)
+            token = gets.mean((1, 2)).argmax()
+            may_see = ((text == token).cumsum(1)[:, 1:] > 0) | ~(text == token).any(1, keepdim=True)
+            assert scores.tokens[layer, head] == token and scores.rows["token"][layer, head] == may_see.sum()
+            mean = gets[token][may_see].mean().double()
+            torch.testing.assert_close(scores.mean["token"][layer, head], mean, rtol=1e-5, atol=0)

@@ -1,0 +1,244 @@
+"""inspect_attention.py as a user types it: the table, pictures and pages, ablation, and refusals."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import inspect_attention
+import inspection.inspection
+from data.prepare import find_prepared
+from data.tokenizer import load_tokenizer
+from inspection import ablate, capture, decoder, head_scores, influence, page, terminal
+from inspection.inputs import choose_inputs
+from inspection.inspection import name_of_model, open_model
+from inspection.metrics import METRICS, HeadScores
+from inspection.plots import drawable, pool
+from inspection.terminal import grid_columns, label, triangle
+from model import GPT
+from model.attention import attention_weights
+from model.checkpoint import find_checkpoint
+from model.device import dtype_name
+from tests.conftest import make_gpt, metrics, save_gpt
+from tests.inspection.test_capture import run_captured
+from tests.inspection.test_page import data_of, labels_of, stored
+
+FIRST, LAST = "checkpoints/step-00000004", "checkpoints/step-00000012"
+TEXT = "12 is even.\n1"
+WRITTEN = ("a.PNG", "a.svg", "a.html")
+
+
+def texts_of(run_directory: Path) -> torch.Tensor:
+    """Return the eight validation texts that are measured if no text is given."""
+    trainer = json.loads((run_directory / LAST / "trainer.json").read_text())
+    tokens = find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"]).tokens["val"]
+    starts = np.linspace(0, len(tokens) - 11, 8).astype(int)
+    return torch.from_numpy(np.stack([tokens[start : start + 11] for start in starts]).astype(np.int64))
+
+
+@pytest.mark.parametrize(
+    "token, shown",
+    [
+        (b" the", "␣the"),
+        (b"\t\r\n", "⇥⟨u+000d⟩↵"),
+        (b"\xe2\x80", "⟨e2⟩⟨80⟩"),
+        ("␣⟨e2⟩".encode(), "⟨u+2423⟩⟨u+27e8⟩e2⟨u+27e9⟩"),
+        ("\u200b\u202e\u00a0e\u0301".encode(), "⟨u+200b⟩⟨u+202e⟩⟨u+00a0⟩e⟨u+0301⟩"),
+        ("猫🐈</script>".encode(), "猫🐈</script>"),
+    ],
+)
+def test_labels_show_every_character(token: bytes, shown: str) -> None:
+    assert label(token) == shown
+    assert len({label(bytes([byte])) for byte in range(256)}) == 256
+
+
+def test_a_head_is_drawn_in_characters() -> None:
+    pattern = torch.tensor([[1.0, 0, 0], [0.09, 0.91, 0], [0.55, 0.1, 0.35]])
+    lines = triangle(pattern, ["a", "␣b", "a label that is too long"], 80).splitlines()
+    assert [line[22:] for line in lines] == ["@", " @", "+.-"] and lines[1].endswith("␣b  @")
+    assert "do not fit 80 columns: give a shorter --text, or" in triangle(torch.eye(70), ["a"] * 70, 80)
+
+
+def test_pictures_pool_by_the_largest_and_spell_what_the_font_lacks() -> None:
+    pattern = torch.zeros(7, 7)
+    pattern[6, 4] = 0.8
+    assert torch.equal(pool(pattern, 1).nan_to_num(0), pattern)
+    small = pool(pattern, 2)
+    assert small.shape == (4, 4) and small[3, 2] == pattern[6, 4] and small.nansum() == pattern[6, 4]
+    assert torch.equal(small.isnan(), torch.ones(4, 4).triu(1).bool())
+    assert drawable("␣a⟨e2⟩↵") == "␣a⟨e2⟩↵" and drawable("猫") == "⟨u+732b⟩"
+    assert grid_columns([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]) == 3 and grid_columns([(0, 0), (1, 2)]) == 2
+
+
+def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
+    result = run(inspect_attention, straight)
+    assert result.exit_code == 0, result.err
+    lines = result.out.splitlines()
+    assert lines[0] == "text:   8 x 11 tokens of its validation text"
+    assert lines[1] == "probe:  8 x [start, 5 random tokens of the validation text, the same again]"
+    assert "weights match the fused kernel: max row error " in lines[3] and "(float32, cpu)" in lines[3]
+    assert max(map(len, lines)) <= 80
+    expected = head_scores(GPT.from_pretrained(straight), texts_of(straight))
+    assert lines[2] == f"model:  straight step-00000012, loss {expected.losses.mean():.4f} on the text"
+    assert lines[6].split() == ["head", *(title for title, _, _ in METRICS.values() if title != "loss")]
+    for head, line in zip([(layer, head) for layer in range(2) for head in range(3)], lines[7:13], strict=True):
+        name, entropy, *_ = line.split()
+        assert name == f"{head[0]}.{head[1]}" and entropy == f"{expected.mean['entropy'][head]:.2f}"
+        assert f" {expected.mean['token'][head]:.2f} ({expected.chance['token'][head]:.2f}) " in line
+    even = {name: values[0, 0] for name, values in expected.chance.items() if name != "token"}
+    expected_even = [format(even[name], METRICS[name][1]) for name in METRICS if name in even]
+    assert lines[13].split()[:6] == ["even", *expected_even]
+    assert lines[16].startswith("heads by where they look")
+
+
+def test_of_many_heads_the_best_are_shown(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(terminal, "MOST_ROWS", 5)
+    monkeypatch.setattr(page, "MOST_WEIGHTS", 2 * 3 * 66)
+    few, every = (run(inspect_attention, straight, *words).out for words in ([], ["--heads", "*.*"]))
+    in_table = re.findall(r"^ (\d\.\d) ", few, re.M)
+    assert f'{len(in_table)} of 6 heads; --heads "*.*" shows all' in few and "head 0.0:" not in every
+    assert sum(map(int, re.findall(r"^ +(\d+)  [a-z ,]+(?::|$)", few, re.M))) == 6
+    assert re.findall(r"^ (\d\.\d) ", every, re.M) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
+    missed = run(inspect_attention, straight, "--ablate", "zero").out
+    rises = [float(rise) for rise in re.findall(r"^ \d\.\d .* (\S+) ± ", missed, re.M)]
+    assert len(rises) == 5 and rises == sorted(rises, reverse=True)
+    refused = run(inspect_attention, straight / FIRST, straight / LAST, "-o", tmp_path / "a.html")
+    assert refused.exit_code == 2 and not refused.out
+    assert "room for 2 heads of 11 tokens in each of 2 checkpoints, not 6: give fewer --heads" in refused.err
+    of_last = ["--heads", "0.0", "0.1", "0.2", "-o", tmp_path / "a.NPZ"]  # which is of one checkpoint
+    assert run(inspect_attention, straight / FIRST, straight / LAST, *of_last).exit_code == 0
+
+
+def test_the_log_of_a_run_and_its_inspection_have_the_same_induction(run, straight: Path) -> None:
+    """Also with another text, and where the validation text is gone."""
+    logged = metrics(straight, "heads")[12]
+    checkpoint = find_checkpoint(straight)
+    for text in (None, TEXT):
+        inputs = choose_inputs(GPT.from_pretrained(straight), text, None, (), checkpoint)
+        scores = head_scores(GPT.from_pretrained(straight), inputs.measured, inputs.probe)
+        for name in ("induction", "induction_control", "duplicate"):
+            torch.testing.assert_close(scores.mean[name], torch.tensor(logged[name]).double(), rtol=0, atol=1e-4)
+    assert inputs.probe_note == "8 x [start, 5 random tokens of the validation text, the same again]"
+    probed = set(inputs.probe.repeated[:, 1:].unique().tolist())
+    assert probed <= set(checkpoint.trainer["probe_tokens"])
+
+
+def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_path: Path) -> None:
+    """Write all formats in one command. Compare the numbers with a model that is opened and captured here."""
+    straight = straight.rename(tmp_path / "$x_{$ 猫")  # a picture has this in its title
+    outputs = [word for name in WRITTEN for word in ("-o", tmp_path / name)]
+    result = run(inspect_attention, straight, "--text", TEXT, "--heads", "1.*", "-1.0", "0.2", *outputs)
+    assert result.exit_code == 0, result.err
+    wrote = [line for line in result.out.splitlines() if line.startswith("wrote ")]
+    assert wrote == [f"wrote {tmp_path / name}" for name in WRITTEN]
+    assert "the first 11 of 13 tokens, which fill the context\n" in result.out
+    assert "head 1.1, where it looks: a line is a query, a character a key, in the order of lines" in result.out
+    assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "a.svg").read_text()
+
+    tokenizer, names = load_tokenizer(straight / LAST), ["1.0", "1.1", "1.2", "0.2"]
+    idx = torch.tensor([tokenizer.encode(TEXT)[:11].tolist()])
+    att = run_captured(GPT.from_pretrained(straight), idx)
+    content = data_of(tmp_path / "a.html")
+    assert content["heads"] == names and labels_of(tmp_path / "a.html")[2:4] == ["␣", "i"]
+    for name in names:
+        layer, head = map(int, name.split("."))
+        weights = torch.from_numpy(stored(tmp_path / "a.html", f"0/{name}")).float()
+        torch.testing.assert_close(weights, att.pattern(layer, head)[0], rtol=0, atol=1 / 65535)
+    shares = influence(GPT.from_pretrained(straight), idx)
+    expected = decoder.predictions(GPT.from_pretrained(straight), idx)
+    assert np.abs(stored(tmp_path / "a.html", "0/influence") - shares.numpy()).max() < 1e-4
+    predictions = content["checkpoints"][0]["predictions"]
+    assert [chance for _, chance in predictions] == [f"{probability:.1%}" for _, probability in expected]
+    inputs = choose_inputs(GPT.from_pretrained(straight), [0, 1], tokenizer, [])
+    assert predictions[0][0] == inputs.label(expected[0][0])
+
+
+def test_ablation_stands_beside_its_error(run, straight: Path) -> None:
+    result = run(inspect_attention, straight, "--ablate", "mean")
+    assert max(map(len, result.out.splitlines())) <= 80
+    rises = ablate(GPT.from_pretrained(straight), texts_of(straight), [(1, 2)], "mean")[:, 1, 2]
+    assert f"{rises.mean():+.4f} ± {rises.std() / 8**0.5:.4f}" in result.out
+    alone = run(inspect_attention, straight, "--ablate", "zero", "--text", TEXT)
+    assert alone.exit_code == 0 and "±" not in alone.out and "nan" not in alone.out
+
+
+def test_checkpoints_make_a_timeline(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(straight)
+    paths = [LAST, straight / FIRST, "checkpoints/step-00000008", f"checkpoints/../{LAST}"]
+    result = run(inspect_attention, *paths, "-o", tmp_path / "t.html")
+    assert result.exit_code == 0 and "\nstraight step-00000012, on average\n" in result.out, result.err
+    summaries = [each["summary"] for each in data_of(tmp_path / "t.html")["checkpoints"]]
+    assert [summary.split(" · ")[0] for summary in summaries] == [f"straight step-{n:08d}" for n in (4, 8, 12)]
+    first = run_captured(GPT.from_pretrained(straight / FIRST), texts_of(straight)).pattern(1, 2)[0]
+    assert np.abs(stored(tmp_path / "t.html", "0/1.2") - first.numpy()).max() <= 1 / 65535
+
+
+@pytest.mark.parametrize("only_shown", [False, True])
+def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp_path: Path, monkeypatch, only_shown):
+    """The text of the pictures has a proof of its own."""
+    monkeypatch.setattr("inspection.patterns.attention_weights", lambda *given: 0.9 * attention_weights(*given))
+    if only_shown:
+        scores = HeadScores({}, torch.zeros(1), 0.0, torch.zeros(1, 1), {}, {})
+        monkeypatch.setattr(inspection.inspection, "head_scores", lambda *_: scores)
+    result = run(inspect_attention, straight, "--text", "12 i", "-o", tmp_path / "a.svg")
+    assert result.exit_code == 1 and "the weights shown are not those of the kernel" in result.err
+    assert not list(tmp_path.glob("a.*")) and "0.0" not in result.out
+
+
+@pytest.mark.parametrize(
+    "units, stored, trained, weights, products",
+    [
+        (True, "float32", "bfloat16", "float32", "bfloat16"),
+        (False, "float32", "bfloat16", "float32", "float32"),
+        (True, "bfloat16", None, "bfloat16", "bfloat16"),
+        (False, "bfloat16", None, "float32", "float32"),
+        (True, "float16", None, "float32", "float32"),  # a CPU is slow in it
+        (True, "float64", None, "float64", "float64"),
+    ],
+)
+def test_precision_is_one_that_the_machine_is_good_at(
+    units: bool, stored: str, trained: str, weights: str, products: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr("model.device.has_bfloat16", lambda _: units)
+    about = {"environment": {"dtype": trained}} if trained else {}
+    saved = save_gpt(tmp_path, 1, make_gpt().to(getattr(torch, stored)), {}, about=about)
+    model, precision = open_model(find_checkpoint(saved), torch.device("cpu"))
+    with capture(model) as att, precision, torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]))
+    assert (dtype_name(model.lm_head.weight.dtype), dtype_name(att[0][0].dtype)) == (weights, products)
+    slow = products != (trained or stored)
+    assert ("device: cpu, in float32: it is slow in " in capsys.readouterr().out) == slow
+
+
+def test_a_model_of_the_hub_has_its_name() -> None:
+    snapshot = Path("/somewhere/hub/models--openai-community--gpt2/snapshots/607a30d783df")
+    assert name_of_model(snapshot) == "openai-community/gpt2"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--heads", "0.1", "{run}"], "which checkpoint?"),
+        (["{run}", "--heads", "2.0"], "there is no head 2.0: the model has 2 layers of 3 heads"),
+        (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .html, .png, .svg, .npz"),
+        (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: it is a directory, or in none"),
+        (["{run}", "--device", "meta"], "device 'meta' cannot be used here"),
+        (["{run}", "--text", ""], "attention is between tokens: give a text of two or more"),
+        (["{run}", "{other}"], "several checkpoints make a timeline, so they must be directories step-... of one run"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(run, straight: Path, tmp_path: Path, words: list, message: str) -> None:
+    names = {"run": straight, "tmp": tmp_path, "other": tmp_path / "other"}
+    if "{other}" in words:
+        (straight / FIRST).rename(names["other"])
+    result = run(inspect_attention, *(word.format(**names) for word in words))
+    assert result.exit_code == 2 and len(result.err.strip().splitlines()) == 1
+    assert message.format(**names) in result.err and not result.out
+
+
+def test_help_defines_every_metric(run) -> None:
+    shown = " ".join(run(inspect_attention, "--help").out.split())
+    assert all(f"{name}: {meaning}" in shown for name, (_, _, meaning) in METRICS.items())

@@ -1,0 +1,361 @@
+"""The page of attention heads: the file, read without a browser, and what a person can do with it in one."""
+
+import base64
+import html
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inspection import Inspection, page
+from inspection.inputs import Inputs
+from inspection.kinds import KINDS, by_kind, kind_of, name_of, short, tag
+from inspection.metrics import HeadScores
+
+L, H, T = 2, 3, 11
+HEADS = [(layer, head) for layer in range(L) for head in range(H)]
+HOSTILE = ["</script><img onerror=alert(1) src=x>", "<!--<script>", "\u2028", "\u202e\u05d0\u05d1", "'", '"', "\\"]
+HOSTILE += ["&lt;", "${T}", "{{ policy }}", "↵"]
+UNSAID = 6  # a position at which no head was asked what it says
+
+
+def noise(name: str, step: int, *shape: int) -> Tensor:
+    """Return the same random numbers for the same name, checkpoint and shape."""
+    generator = torch.Generator().manual_seed(1000 * step + sum(ord(letter) for letter in name))
+    return torch.randn(*shape, generator=generator)
+
+
+def pattern(name: str, step: int = 400, length: int = T) -> Tensor:
+    """Return (T, T): rows of random weights that sum to 1."""
+    future = ~torch.ones(length, length).tril().bool()
+    return (3 * noise(name, step, length, length)).masked_fill(future, float("-inf")).softmax(-1)
+
+
+def inspected(
+    step: int = 400,
+    name: str = "",
+    length: int = T,
+    shape: tuple[int, int] = (L, H),
+    known: bool = True,
+    **changes: object,
+) -> Inspection:
+    """Return a made-up inspection; known: also of what heads move and say."""
+    heads = list(np.ndindex(shape))
+    names = ("entropy", "distance", "previous", "current", "sink", "token", "duplicate", "induction", "ablation")
+    samples = {name: noise(name, step, 1, *shape).sigmoid().double() for name in names}
+    samples["ablation"][:, 0, 1:2] = float("nan")
+    chance = {name: noise(name + "?", step, *shape).sigmoid().double() / 5 for name in names[:-1]}
+    rows = {name: torch.full(shape, 997) for name in names[2:-1]}
+    influence = pattern("influence", step, length)
+    influence[3::6] = float("nan")
+    logits = noise("logits", step, *shape, length, 14).sort(-1, descending=True).values[..., [0, 1, 2, 13, 12, 11]]
+    logits[:, :, UNSAID : UNSAID + 1] = float("nan")
+    spoken = noise("spoken", step, *shape, length, 6).argsort(-1) + 10 * step
+    inputs = Inputs(
+        heads=heads,
+        measured=None,
+        shown=None,
+        labels=[f"␣w{i}" for i in range(length)],
+        label=lambda token: f"<b>{token}",
+        note="a text",
+        probe=None,
+        probe_note="random tokens",
+    )
+    return Inspection(
+        name=name or f"step-{step:08d}",
+        verified="weights match the kernel",
+        inputs=replace(inputs, **changes),
+        scores=HeadScores(
+            samples, torch.tensor([1000 / step]), 0.0, torch.arange(len(heads)).view(shape), chance, rows
+        ),
+        att=SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step, length)[None]),
+        influence=influence,
+        predictions=[(f"next{i}", (i + 1) / (length + 2)) for i in range(length)],
+        lengths=noise("lengths", step, *shape, length).exp() if known else None,
+        said={head: (spoken[head], logits[head]) for head in heads[1:]} if known else {},
+    )
+
+
+def write(path: Path, *inspections: Inspection) -> None:
+    path.write_text(page.render(inspections or [inspected()]), encoding="utf-8")
+
+
+def unpacked(path: Path, name: str, dtype: str) -> np.ndarray:
+    packed = re.search(rf'id="{re.escape(name)}">([^<]*)</script>', path.read_text())[1]
+    return np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype=dtype)
+
+
+def stored(path: Path, name: str) -> np.ndarray:
+    """Return the triangle of this name, decoded as inspection/page.py says: (T, T), 0 above the diagonal."""
+    square = np.zeros((T, T))
+    square[np.tril_indices(T)] = unpacked(path, name, "<u2") / 65535
+    return square
+
+
+def data_of(path: Path) -> dict:
+    return json.loads(re.search(r'id="page">(.*?)</script>', path.read_text(), re.DOTALL)[1])
+
+
+def labels_of(path: Path) -> list[str]:
+    return data_of(path)["labels"]
+
+
+def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write(path, inspected(name=HOSTILE[0], labels=HOSTILE, note=HOSTILE[0], label=HOSTILE.__getitem__, known=False))
+    text = path.read_text()
+    policy = "content=\"default-src 'none'; script-src 'sha256-[^' ]+'; style-src 'sha256-[^' ]+'\""
+    assert re.search(policy, html.unescape(text))
+    assert labels_of(path) == HOSTILE and data_of(path)["checkpoints"][0]["summary"].startswith(HOSTILE[0])
+    assert "<img" not in text and text.count("<script") == text.count("</script>") == 2 + len(HEADS) + 1
+
+
+def test_a_head_has_its_scores_beside_those_of_an_even_one(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write(path, inspected(400), inspected(800, heads=HEADS[1:]))
+    scores = inspected(800).scores
+    kind = kind_of(scores, (0, 2))
+    head = data_of(path)["checkpoints"][1]["heads"][1]
+    assert head["kind"] == f"looks at {KINDS[kind.name]}" and head["tag"] == tag(kind)
+    assert head["even"] == short(kind.chance) and head["token"] == "<b>2"
+    figures = [scores.mean["previous"][0, 2], scores.chance["previous"][0, 2]]
+    assert head["scores"]["previous"] == [f"{number:.2f}" for number in figures]
+    unknown, known = (each["scores"]["ablation"] for each in data_of(path)["checkpoints"][1]["heads"][:2])
+    assert unknown == ["–"] and known == [f"{scores.mean['ablation'][0, 2]:+.4f}"]
+
+
+def test_what_heads_move_and_say_is_stored_for_those_shown(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    heads = [(1, 2), (0, 0), (0, 1)]
+    inspection = inspected(heads=heads)
+    write(path, inspection)
+    lengths = np.stack([inspection.lengths[head] for head in heads])
+    assert (unpacked(path, "0/values", "<f4") == lengths.ravel()).all()
+    places, hundredths = unpacked(path, "0/says", "<i4").reshape(2, 3, T, 6)
+    labels = data_of(path)["checkpoints"][0]["said"]
+    tokens, logits = inspection.said[1, 2]
+    assert [labels[place] for place in places[0, 4]] == [f"<b>{token}" for token in tokens[4].tolist()]
+    assert (hundredths[0, :UNSAID] / 100 == pytest.approx(logits[:UNSAID].numpy(), abs=0.00501)) is True
+    assert (hundredths[0, UNSAID] == page.UNKNOWN).all() and (hundredths[1] == page.UNKNOWN).all()  # not asked
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of #rgb or #rrggbb, as WCAG 2 defines it."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    channels = [channel / 255 for channel in bytes.fromhex(digits)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return np.dot(linear, [0.2126, 0.7152, 0.0722])
+
+
+def test_quiet_text_is_readable_on_light_and_on_dark() -> None:
+    style = page.TEMPLATE.read_text(encoding="utf-8")
+    found = re.findall(r"--(page|raised|muted|ink|accent): light-dark\((#\w+), (#\w+)\)", style)
+    colours = {name: pair for name, *pair in found}
+    for text, ground in (("muted", "page"), ("muted", "raised"), ("ink", "page"), ("accent", "page")):
+        for of_text, of_ground in zip(colours[text], colours[ground], strict=True):
+            dark, light = sorted((luminance(of_text), luminance(of_ground)))
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, ground)
+
+
+# ---- The page in a browser. What its pictures show is tested in tests/inspection/test_pictures.py.
+
+
+@pytest.fixture
+def show(browser, tmp_path: Path) -> Iterator[Callable]:
+    """Return show(inspections...), which opens the page in a browser. At the end: no complaint and no other request."""
+    path, complaints, requests, contexts = tmp_path / "page.html", [], [], []
+
+    def open_page(*inspections: Inspection, link: str = "", width: int = 1280, frame: bool = False, **options: object):
+        write(path, *inspections)
+        if frame:
+            path.write_text(f'<iframe srcdoc="{html.escape(path.read_text())}" width="1200" height="900"></iframe>')
+        contexts.append(browser.new_context(viewport={"width": width, "height": 800}, **options))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(5000)
+        page.on("console", lambda message: complaints.append(message.text))  # also reports a violated policy
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url.partition("#")[0]))
+        page.goto(path.as_uri() + link)
+        (page.frames[1] if frame else page).locator("#sentence:not(:empty)").wait_for()
+        return page.frames[1] if frame else page
+
+    yield open_page
+    assert complaints == []
+    assert set(requests) - {"about:srcdoc"} == {path.as_uri()}
+    for context in contexts:
+        context.close()
+
+
+def expect(page, sentence: str, link: str) -> None:
+    """Wait until the page shows and links to what is expected."""
+    found = "() => [document.querySelector('#sentence').innerText, location.hash]"
+    page.wait_for_function(f"(wanted) => JSON.stringify(({found})()) === JSON.stringify(wanted)", arg=[sentence, link])
+
+
+@pytest.mark.long
+def test_pointing_and_pressing_show_what_a_token_looks_at_and_who_looks_at_it(show: Callable) -> None:
+    page = show(link="#1.2/5")
+    tokens = page.locator("#text .token")
+    expect(page, "what ␣w5 (5) looks at", "#1.2/5")
+    tokens.nth(8).hover()
+    expect(page, "what ␣w8 (8) looks at", "#1.2/5")
+    page.mouse.move(3, 3)
+    expect(page, "what ␣w5 (5) looks at", "#1.2/5")
+    for sentence, link in (("what ␣w8 (8) looks at", "#1.2/8"), ("who looks at ␣w8 (8)", "#1.2/8/who")) * 2:
+        tokens.nth(8).click()
+        expect(page, sentence, link)
+    page.locator("#heads button").nth(1).click()
+    expect(page, "who looks at ␣w8 (8)", "#0.1/8/who")
+    page.locator("#before").click()
+    expect(page, "who looks at ␣w7 (7)", "#0.1/7/who")
+    page.locator("#who").click()
+    expect(page, "what ␣w7 (7) looks at", "#0.1/7")
+
+
+@pytest.mark.long
+def test_a_finger_is_enough(show: Callable) -> None:
+    page = show(link="#1.2/5", width=375, has_touch=True, is_mobile=True)
+    for sentence, link in (("what ␣w4 (4) looks at", "#1.2/4"), ("who looks at ␣w4 (4)", "#1.2/4/who")):
+        page.locator("#text .token").nth(4).tap()
+        expect(page, sentence, link)
+    size = page.locator("#picture").bounding_box()["width"]
+    page.locator("#picture").tap(position={"x": 2.5 * size / T, "y": 9.5 * size / T})
+    expect(page, "who looks at ␣w2 (2)", "#1.2/2/who")
+    assert page.locator("#readout").inner_text().startswith("query ␣w9 (9)\nkey ␣w2 (2)\nweight ")
+    page.locator("#views label").nth(1).tap()
+    expect(page, "who takes how much of ␣w2 (2)", "#1.2/2/who/values")
+
+
+@pytest.mark.long
+def test_keys_do_all_and_leave_the_slider_its_own(show: Callable) -> None:
+    page = show(inspected(400), inspected(800), link="#0.1/9")
+    keys = {"ArrowRight": "#0.1/10", "ArrowDown": "#0.2/10", "Enter": "#0.2/10/who", "2": "#0.2/10/who/values"}
+    keys |= {"Home": "#0.2/0/who/values", "End": "#0.2/10/who/values"}
+    keys |= {"ArrowLeft": "#0.2/9/who/values", "ArrowUp": "#0.1/9/who/values", " ": "#0.1/9/values"}
+    for key, link in keys.items():
+        page.keyboard.press(key)
+        page.wait_for_function("(wanted) => location.hash === wanted", arg=link)
+    stops = []
+    for _ in range(6 + len(HEADS)):
+        page.keyboard.press("Tab")
+        stop = page.evaluate("""() => {
+            const { id, name, className } = document.activeElement;
+            return [id || name || className, getComputedStyle(document.activeElement).outlineStyle];
+        }""")
+        stops.append(stop[0])
+        assert stop[1] != "none" or stop[0] == "view"  # the ring of a view is around its word
+        if stop[0] == "slider":
+            page.keyboard.press("ArrowLeft")
+            page.wait_for_function("() => location.hash === '#0.1/9/values/step-00000400'")
+    assert {"slider", "view", "before", "after", "who", "token shown"} < set(stops)
+
+
+@pytest.mark.long
+def test_links_open_what_was_seen_and_nothing_else(show: Callable) -> None:
+    page = show(inspected(400), inspected(800), link="#1.1/4/who/values/step-00000400")
+    expect(page, "who takes how much of ␣w4 (4)", "#1.1/4/who/values/step-00000400")
+    assert page.locator("#slider").input_value() == "0" and page.locator("#head").inner_text() == "Head 1.1"
+    best = next(iter(by_kind(inspected(800).scores, HEADS).values()))[0][0]
+    opened = max(set(range(5, T)) - {9}, key=lambda query: pattern(name_of(best), 800).tril(-1)[query, 1:].max())
+    for link in ("", "#9.9/4", "#1.1/11", "#1.1", "#1.1/4/nothing", "#%E0%A4%A/1", "#1.1/4/constructor"):
+        page.evaluate("(link) => { location.hash = '#0.0/1'; location.hash = link; }", link)
+        expect(page, f"what ␣w{opened} ({opened}) looks at", f"#{name_of(best)}/{opened}")
+    page.evaluate("location.hash = '#0.2/3/says'")
+    expect(page, "what ␣w3 (3) looks at", "#0.2/3/says")
+
+
+@pytest.mark.long
+def test_a_notebook_shows_it_in_a_frame_without_an_address(show: Callable) -> None:
+    frame = show(frame=True)
+    frame.locator("#text .token").nth(4).click()
+    frame.locator("#sentence", has_text="what ␣w4 (4) looks at").wait_for()
+    frame.page.wait_for_timeout(400)
+    assert frame.evaluate("location.href") == "about:srcdoc"
+
+
+@pytest.mark.long
+def test_a_view_that_is_unknown_says_so(show: Callable) -> None:
+    page = show(inspected(known=False), link="#0.1/4/values")
+    assert page.locator("#views input:disabled").evaluate_all("(views) => views.map((view) => view.value)") == [
+        "values",
+        "says",
+    ]
+    assert page.locator("#meaning").inner_text().endswith("Unknown for this type of model: values and says.")
+    page = show(link=f"#0.1/{UNSAID}/says")
+    assert page.locator("#most").inner_text().startswith("Not computed at this token. The nearest that was is ␣w5 (5)")
+    page.get_by_text("go there").click()
+    expect(page, "what ␣w5 (5) looks at", "#0.1/5/says")
+    page.keyboard.press("ArrowUp")
+    page.get_by_text("Not computed for this head.").wait_for()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape, tokens", [((2, 4), 256), ((4, 4), 257), ((30, 9), 32), ((1, 1), 6)])
+def test_all_that_matters_is_seen_at_one_look(show: Callable, shape: tuple[int, int], tokens: int) -> None:
+    page = show(inspected(length=tokens, shape=shape))
+    for part in ("h1", "#text", "#most", "#large", "#of-keys", "#scale", "#heads", "#heads button >> nth=-1"):
+        box = page.locator(part).bounding_box()
+        assert box["y"] >= 0 and box["y"] + box["height"] <= 800 and box["x"] + box["width"] <= 1280, part
+    for part in ("#text", "#heads"):
+        assert page.locator(part).evaluate("(part) => part.scrollHeight <= part.clientHeight"), part
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [700, 1280])
+def test_nothing_is_cut_or_filled_in(show: Callable, width: int) -> None:
+    inspection = inspected(length=701, shape=(2, 14))
+    said = {head: tuple(each.repeat(1, 2)[:, :10] for each in pair) for head, pair in inspection.said.items()}
+    page = show(replace(inspection, said=said), width=width, link="#1.1/350/says")
+    bottom = page.locator("#most").bounding_box()
+    for part in page.locator("#said td").all():
+        box = part.bounding_box()
+        assert box["y"] + box["height"] <= bottom["y"] + bottom["height"]
+    for name, caption in zip(inspection.inputs.heads, page.locator("#heads span").all(), strict=True):
+        text = caption.text_content()
+        visible = caption.evaluate("""(span) => {
+            const range = document.createRange();
+            const { bottom, right } = span.getBoundingClientRect();
+            return [...span.textContent].filter((_, i) => {
+                range.setStart(span.firstChild, i);
+                range.setEnd(span.firstChild, i + 1);
+                const letter = range.getBoundingClientRect();
+                return letter.top < bottom && letter.right <= right + 0.1;
+            }).join("").trim();
+        }""")
+        assert visible in (text, name_of(name))
+    for title in page.locator("#scores td:first-child").all():
+        height = """(cell) => {
+            const range = document.createRange();
+            range.selectNodeContents(cell);
+            return range.getBoundingClientRect().height;
+        }"""
+        assert title.evaluate(height) < 30  # one line
+    assert page.locator("#outline").evaluate("(part) => getComputedStyle(part, '::before').inset") == "-3px"
+
+
+@pytest.mark.long
+def test_heads_in_another_order_are_not_called_by_layer(show: Callable) -> None:
+    assert show().locator("#strip-note").inner_text() == "6 heads, by layer"
+    assert show(inspected(heads=[(1, 0), (0, 2)])).locator("#strip-note").inner_text() == "2 heads"
+
+
+@pytest.mark.long
+def test_hostile_tokens_are_text_on_any_screen(show: Callable) -> None:
+    colours = {}
+    for width, scheme in ((375, "light"), (1600, "dark")):
+        hostile = {"name": HOSTILE[0], "labels": HOSTILE, "note": HOSTILE[0], "known": False}
+        page = show(inspected(400, **hostile), inspected(800, **hostile), width=width, color_scheme=scheme)
+        assert page.locator("h1").inner_text() == f"Heads of {HOSTILE[0]}"
+        assert [part.text_content() for part in page.locator("#text .token").all()] == HOSTILE
+        assert page.locator("img").count() == 0 and page.locator("script").count() == 2 + 2 * (len(HEADS) + 1)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        colours[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert colours["light"] != colours["dark"]

@@ -1,0 +1,119 @@
+"""The layer: three loops over plain numbers, its formula and its fused kernel are the same function."""
+
+import itertools
+import math
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention import FORMULA_KEYS, Attend, CausalSelfAttention, attention_weights, make_causal_mask, repeat_kv
+
+B, T, H, D = 2, 7, 3, 5  # all different, all prime
+C = H * D
+
+
+def make_layer(n_kv_head: int = H, **options: object) -> CausalSelfAttention:
+    return CausalSelfAttention(C, H, n_kv_head, D, make_causal_mask(T), **options).eval()
+
+
+def by_formula(layer: CausalSelfAttention, x: Tensor) -> Tensor:
+    """The layer's output through `attention_weights`."""
+    q, k, v = (layer.split_heads(proj(x)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    mask = layer.causal_mask[: x.size(1), : x.size(1)]
+    y = attention_weights(q, k, mask) @ v.repeat_interleave(q.size(1) // v.size(1), dim=1)
+    return layer.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def test_mask_is_a_registered_lower_triangle_that_no_checkpoint_has() -> None:
+    layer = make_layer()
+    assert torch.equal(layer.causal_mask, torch.ones(T, T).tril() == 1)
+    assert "causal_mask" in dict(layer.named_buffers())
+    assert "causal_mask" not in layer.state_dict()
+
+
+def test_weights_are_averages_over_the_past() -> None:
+    weights = attention_weights(torch.randn(B, H, T, D), torch.randn(B, 1, T, D), make_causal_mask(T))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, T))
+    assert torch.equal(weights.triu(1), torch.zeros(B, H, T, T))
+    assert (weights.tril() > 0).sum() == B * H * T * (T + 1) / 2
+
+
+def test_weights_worked_out_by_hand() -> None:
+    # One head of width 4: scores are q.k / 2, so 2 ln 3 and 0 become weights of 3/4 and 1/4.
+    q = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0]]).view(1, 1, 2, 4)
+    k = torch.tensor([[9.0, 2 * torch.log(torch.tensor(3.0)), 0, 0], [9.0, 0, 0, 0]]).view(1, 1, 2, 4)
+    expected = torch.tensor([[1.0, 0.0], [0.75, 0.25]])
+    torch.testing.assert_close(attention_weights(q, k, make_causal_mask(2))[0, 0], expected)
+
+
+@pytest.mark.parametrize("n_kv_head", [1, H])
+def test_layer_equals_three_loops_over_plain_numbers(n_kv_head: int) -> None:
+    layer, x = make_layer(n_kv_head, bias=False).double(), torch.randn(B, T, C, dtype=torch.float64)
+    q, k, v = ((x @ proj.weight.T).tolist() for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    heads = torch.zeros(B, T, C, dtype=torch.float64)
+    for b, i, h in itertools.product(range(B), range(T), range(H)):
+        own, shared = range(h * D, h * D + D), range(h * n_kv_head // H * D, h * n_kv_head // H * D + D)
+        scores = [sum(q[b][i][m] * k[b][j][n] for m, n in zip(own, shared, strict=True)) for j in range(i + 1)]
+        weights = [math.exp(score / math.sqrt(D)) for score in scores]
+        for m, n in zip(own, shared, strict=True):
+            heads[b, i, m] = sum(weight * v[b][j][n] for j, weight in enumerate(weights)) / sum(weights)
+    for y in (layer(x), by_formula(layer, x)):  # tests/model/test_one_mask.py: for random sizes, gradients and caches
+        torch.testing.assert_close(y, heads @ layer.o_proj.weight.T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n_kv_head", [1, H])
+@pytest.mark.parametrize("T", [7, FORMULA_KEYS, FORMULA_KEYS + 1])
+def test_in_bfloat16_a_gradient_goes_through_the_formula_up_to_a_length(
+    T: int, n_kv_head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Mock(wraps=F.scaled_dot_product_attention)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    mask = make_causal_mask(T)
+    q, k, v, dy = (torch.randn(B, heads, T, D) for heads in (H, n_kv_head, n_kv_head, H))
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        y = Attend()(*inputs, mask)
+        return y, *torch.autograd.grad(y, inputs, dy.to(dtype))
+
+    exact, rounded = run(torch.float64), run(torch.bfloat16)
+    for expected, found in zip(exact, rounded, strict=True):
+        assert (found - expected).norm() < 0.02 * expected.norm()
+    assert kernel.call_count == (1 if T <= FORMULA_KEYS else 2)  # in float64, and in bfloat16 where it is longer
+    with torch.no_grad():
+        assert (Attend()(*(x.bfloat16() for x in (q, k, v)), mask) - exact[0]).norm() < 0.01 * exact[0].norm()
+    assert kernel.call_count == (2 if T <= FORMULA_KEYS else 3)  # nothing to train: the kernel
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2, 6])
+@pytest.mark.parametrize("T_query, T_key", [(1, 1), (1, 7), (3, 7), (7, 7)])
+def test_a_single_query_and_a_whole_text_need_no_mask(
+    T_query: int, T_key: int, n_kv_head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = torch.randn(B, 6, T_query, D, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(B, n_kv_head, T_key, D, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = make_causal_mask(T_key)[-T_query:]
+    kernel = Mock(wraps=F.scaled_dot_product_attention)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    y = Attend()(q, k, v, mask)
+    expected = attention_weights(q, k, mask) @ repeat_kv(v, q)
+    dy = torch.randn_like(y)
+    gradients = [torch.autograd.grad(output, (q, k, v), dy) for output in (y, expected)]
+    torch.testing.assert_close((y, *gradients[0]), (expected, *gradients[1]), rtol=1e-12, atol=1e-12)
+    own_q, own_k, _, own_mask = kernel.call_args.args[:4]
+    assert own_k is k and own_mask is (mask if T_query == 3 else None)
+    assert own_q.size(1) == (n_kv_head if T_query == 1 else 6)  # heads that share keys ask as queries of one head
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_finite(dtype: torch.dtype) -> None:
+    layer, x = make_layer().to(dtype), torch.randn(B, T, C).to(dtype)
+    assert layer(x).isfinite().all() and by_formula(layer, x).isfinite().all()
+
+
+def test_query_heads_that_cannot_share_keys_are_refused() -> None:
+    with pytest.raises(ValueError, match="n_head must be a multiple of n_kv_head, got n_head=3 and n_kv_head=2"):
+        make_layer(n_kv_head=2)

@@ -1,0 +1,191 @@
+"""Checkpoints: what is saved comes back, damage is named, and other people's tools find what they expect."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save as save_by_library
+
+import train
+from errors import UserError
+from model import GPT
+from model.checkpoint import find_checkpoint, step_directories, verify
+from tests.conftest import make_gpt, often, save_gpt, tiny_run, write_corpus
+from training.run import Run
+from training.save import keep_newest, safetensors_pieces
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., Path]:
+    """save(step, model) -> the directory of a checkpoint in run/checkpoints."""
+    parent = tmp_path / "run" / "checkpoints"
+    parent.mkdir(parents=True)
+    files = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"a": 1}'}
+    rest = {"optimizer": {"a.exp_avg": torch.zeros(3)}, "about": {"certificate": {"causal": "yes"}}}
+    return lambda step=5, gpt=None: save_gpt(parent, step, gpt or make_gpt(), files, **rest)
+
+
+def test_a_model_comes_back_to_the_same_bits(save) -> None:
+    gpt = make_gpt(bias=False, n_kv_head=1).eval()  # as no GPT-2 of `transformers`: test_huggingface.py has the others
+    loaded = GPT.from_pretrained(save(5, gpt))
+    assert loaded.config == gpt.config and not loaded.training
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    for name, tensor in gpt.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    idx = torch.randint(17, (2, 7))
+    assert torch.equal(gpt(idx), loaded(idx))
+    assert loaded.lm_head.weight is loaded.token_embedding.weight
+
+
+def test_damage_is_named(save) -> None:
+    directory = save()
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="model.safetensors.* is damaged: its size or SHA-256 is not the one in"):
+        GPT.from_pretrained(directory)
+    path.unlink()
+    with pytest.raises(UserError, match="has no 'model.safetensors'"):
+        GPT.from_pretrained(directory)
+
+
+def test_a_newer_format_is_named(save) -> None:
+    directory = save()
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(UserError, match="has format 99, this version reads 3"):
+        verify(directory)
+
+
+def test_what_does_not_belong_to_a_checkpoint_is_named(save, tmp_path: Path) -> None:
+    directory = save()
+    (directory / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="has 'notes.txt', which is not in the manifest: it does not belong there"):
+        verify(directory)
+    (directory / "notes.txt").rename(directory / "README.md")  # a model card, which people may write and edit
+    verify(directory)
+    outside = (directory / "trainer.json").rename(tmp_path / "outside.json")
+    (directory / "trainer.json").symlink_to(outside)
+    with pytest.raises(UserError, match="has no 'trainer.json' as a file of its own, which is in"):
+        verify(directory)
+
+
+@pytest.mark.parametrize("number", often(30, 300))
+def test_no_damage_is_loaded(save, tmp_path: Path, number: int, figure: Callable) -> None:
+    """Flipped bits, zeroed blocks and cut ends, over all files of the newest checkpoint: the one before is taken."""
+    save(5)
+    directory = save(10)
+    choose, files = random.Random(number), sorted(directory.iterdir())
+    for damage in ("flip", "zero", "cut"):
+        for _ in range(number):
+            path = choose.choice(files)
+            content = path.read_bytes()
+            place = choose.randrange(len(content))
+            damaged = bytearray(content)
+            if damage == "flip":
+                damaged[place] ^= 1 << choose.randrange(8)
+            elif damage == "zero":
+                damaged[place : place + 4096] = bytes(len(damaged[place : place + 4096]))
+            else:
+                del damaged[place:]
+            path.write_bytes(damaged)
+            if damaged != content:  # there may have been zeros
+                assert find_checkpoint(tmp_path / "run").directory.name == "step-00000005", (
+                    f"{damage} in {path.name} at {place}"
+                )
+            path.write_bytes(content)
+    assert find_checkpoint(tmp_path / "run").directory == directory
+    figure(f"{3 * number} damaged files of a checkpoint: all refused, the one before taken")
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one(save) -> None:
+    save(5)
+    newer = make_gpt()
+    assert torch.equal(GPT.from_pretrained(save(5, newer)).final_norm.weight, newer.final_norm.weight)
+
+
+def test_old_checkpoints_go_and_the_best_and_later_ones_stay(save) -> None:
+    for step in (3, 5, 10, 15, 20, 25):
+        parent = save(step).parent
+    (parent / "notes").mkdir()
+    keep_newest(step_directories(parent), 20, 2, best_step=5)
+    left = sorted(path.name for path in parent.iterdir())
+    assert left == ["notes", "step-00000005", "step-00000015", "step-00000020", "step-00000025"]
+
+
+def test_a_file_of_tensors_has_the_bytes_that_the_library_would_write() -> None:
+    shapes = {"b": (3, 5), "a": (), "c": (0, 7), "a.b": (2, 3, 5)}
+    tensors = {
+        f"{name}.{number}": torch.randn(shape).to(dtype)
+        for number, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16))
+        for name, shape in shapes.items()
+    }
+    for some in ({}, {"x": torch.randn(7, dtype=torch.float16)}, tensors):
+        assert b"".join(safetensors_pieces(some)) == save_by_library(some, metadata={"format": "pt"})
+    strided = {"x": torch.randn(5, 3).T, "y": torch.randn(7)[::2]}
+    whole = {name: tensor.contiguous() for name, tensor in strided.items()}
+    assert b"".join(safetensors_pieces(strided)) == save_by_library(whole, metadata={"format": "pt"})
+
+
+def peak_memory(work: Callable[[], object]) -> int:
+    """The most bytes of memory that the process had while `work` was done, beyond what it had before."""
+    status = Path("/proc/self/status")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+    before = int(re.search(r"VmRSS:\s+(\d+)", status.read_text())[1])
+    work()
+    return 1024 * (int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1]) - before)
+
+
+def measure_saving(directory: Path, optimizer: str) -> None:
+    """Train for a step, and print the peak of saving as a share of the checkpoint.
+
+    It is saved three times: from the CPU, as from a GPU, from which each tensor is copied, and as from shards, which
+    are copied when they meet.
+    """
+    shares, save = {}, Run.save
+
+    def measured(self: Run, step: int, *rest: object) -> None:
+        for where in ("CPU", "GPU", "shards"):
+            with pytest.MonkeyPatch.context() as patch:
+                if where == "GPU":
+                    patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+                elif where == "shards":
+                    patch.setattr("training.sharded.is_sharded", lambda tensor: True)
+                    patch.setattr("training.sharded.full", torch.clone)
+                peak = peak_memory(lambda: save(self, step, *rest))
+            shares[where] = peak / sum(path.stat().st_size for path in self.checkpoints[0].iterdir())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.prepare.PREPARED", directory / "prepared")
+        patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})
+        patch.setattr(
+            train, "keep_freed_memory", lambda device: None
+        )  # what is freed would be used, and not be counted
+        patch.setattr(Run, "save", measured)
+        options = {"model__n_embd": 510, "model__n_layer": 5, "train__max_steps": 1, "train__sample_tokens": 0}
+        arguments = tiny_run(write_corpus(directory), directory / "out", **options, train__optimizer=optimizer)
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        train.main()
+    print(json.dumps(shares))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux counts a peak from a moment on")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_saving_does_not_triple_memory(tmp_path: Path, optimizer: str, figure: Callable) -> None:
+    code = f"from tests.model.test_checkpoint import *; measure_saving(Path({str(tmp_path)!r}), {optimizer!r})"
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": f"{1 << 17}"}  # a larger tensor goes back when it is freed
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    shares = json.loads(said.stdout.splitlines()[-1])
+    text = ", ".join(f"{where} {share:.2f} W" for where, share in shares.items())
+    figure(f"memory besides the model while a checkpoint of W bytes is saved, {optimizer}: {text}")
+    assert max(shares.values()) <= 1.2

@@ -1,0 +1,305 @@
+"""`transformers` as the oracle: the same models in both directions, to rounding, for every family."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import sample
+import train
+from data.encoding import FILES
+from data.tokenizer import make_tokenizer, save_tokenizer
+from errors import UserError
+from inspection import capture
+from model import GPT, GPTConfig
+from model.attention import CausalSelfAttention
+from model.families import FAMILIES
+from model.huggingface import EXPORTS, tensors_to_huggingface
+from tests.conftest import save_gpt, tiny_run
+from training.resume import check_config
+
+ROOT = Path(__file__).parents[2]
+V, T = 263, 13
+SHAPES = {  # all different, and odd where a family allows it
+    "gpt2": {"n_layer": 3, "n_head": 5, "n_embd": 35, "n_inner": 41},
+    "gpt2 without biases": {"family": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 15, "bias": False},
+    "gpt2 untied": {"family": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 15, "tied": False},
+    "llama": {"n_layer": 3, "n_head": 6, "n_kv_head": 2, "n_embd": 42, "head_dim": 10, "n_inner": 53},
+    "llama 3": {
+        "family": "llama", "n_layer": 2, "n_head": 3, "n_kv_head": 1, "n_embd": 36, "tied": False,
+        "rope_theta": 500_000.0, "rope_scaling": (8.0, 1.0, 4.0, 97),
+    },
+    "qwen3": {"n_layer": 2, "n_head": 6, "n_kv_head": 3, "n_embd": 35, "head_dim": 14, "n_inner": 47, "tied": False},
+    "nanochat": {"n_layer": 3, "n_head": 5, "n_kv_head": 1, "n_embd": 70, "n_inner": 59, "rope_theta": 97.0},
+}  # fmt: skip
+MODELS = pytest.mark.parametrize(
+    "name", [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.long) for name in SHAPES]
+)
+
+
+def make(name: str) -> GPT:
+    """A random model whose weights are large enough to tell tokens, heads and positions apart."""
+    shape = {"family": name, "context_length": T, "vocab_size": V, **SHAPES[name]}
+    model = GPT(GPTConfig(**shape)).eval()
+    for key, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float(key.endswith("norm.weight")), std=0.25)
+    return model
+
+
+def save(model: GPT, directory: Path) -> Path:
+    """A checkpoint of a model, as training writes it."""
+    directory.mkdir(exist_ok=True)
+    save_tokenizer(make_tokenizer("bytes", []), directory)
+    files = {name: (directory / name).read_bytes() for name in FILES}
+    return save_gpt(directory, 1, model, files)
+
+
+def save_foreign(model: GPT, directory: Path) -> Path:
+    """A model directory without our manifest."""
+    directory = save(model, directory).rename(directory / "foreign")
+    (directory / "manifest.json").unlink()
+    return directory
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to the largest number."""
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@MODELS
+def test_the_model_is_the_same_there_and_back(name: str, tmp_path: Path) -> None:
+    model, idx = make(name), torch.randint(V, (3, 11))
+    checkpoint = save(model, tmp_path)
+    theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, output_loading_info=True, attn_implementation="eager"
+    )
+    assert transformers.AutoTokenizer.from_pretrained(checkpoint)("hey")["input_ids"] == list(b"hey")
+    assert not any(loading.values()), loading  # nothing missing, unexpected, or of another shape
+    assert theirs.config.architectures == [type(theirs).__name__]
+    assert name != "gpt2" or theirs.config.n_ctx == T  # which llama.cpp reads
+    with capture(model) as att:
+        logits = model(idx)
+    expected = theirs.eval()(idx, output_attentions=True)
+    assert difference(logits, expected.logits) < 1e-5
+    for layer, weights in enumerate(expected.attentions):
+        torch.testing.assert_close(att.patterns(layer), weights, rtol=1e-4, atol=1e-6)
+    assert max(att.verify().values()) < 1e-5
+
+    theirs.generation_config.eos_token_id = None
+    prompt = idx[:, :4]
+    text = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=7, do_sample=False)
+    assert torch.equal(model.generate(prompt, 7, temperature=0), text)
+
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file()
+    back = GPT.from_pretrained(tmp_path / "theirs")
+    assert back.config == model.config
+    assert torch.equal(back(idx), logits)
+
+    idx[0, :2] = torch.tensor([0, 1])  # padding in some models
+    targets = torch.randint(V, (3, 11))
+    torch.nn.functional.cross_entropy(model.train()(idx).flatten(0, 1), targets.flatten()).backward()
+    torch.nn.functional.cross_entropy(theirs(idx).logits.flatten(0, 1), targets.flatten()).backward()
+    gradient = theirs.get_input_embeddings().weight.grad
+    assert difference(model.token_embedding.weight.grad, gradient) < 1e-4
+
+    exact, half = model.eval()(idx), GPT.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)(idx)
+    error = (theirs.bfloat16()(idx).logits - exact).abs().mean()
+    assert half.dtype == torch.bfloat16 and (half - exact).abs().mean() < 1.3 * error  # as near to it as theirs
+
+
+def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, asked = save_foreign(make("llama"), tmp_path), []
+
+    def list_files(repo_id: str, revision: str | None) -> list[str]:
+        asked.append(repo_id)
+        if repo_id != "somebody/tiny-llama":
+            raise ConnectionError("no route\nto that host")
+        return [path.name for path in directory.iterdir()]
+
+    def download(name: str, local_files_only: bool = False, **options: object) -> str:
+        if local_files_only:
+            raise FileNotFoundError("not in the cache")
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", list_files)
+    monkeypatch.setattr(huggingface_hub, "file_exists", lambda **rest: True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    result = run(sample, "somebody/tiny-llama", "--prompt", "hey", "--max_new_tokens", "5", "--seed", "1")
+    assert result.exit_code == 0 and result.out.startswith("hey"), result.err
+    assert result.err.startswith("asking the hub for somebody/tiny-llama\n")
+    assert GPT.from_pretrained("somebody/tiny-llama").config.family == "llama"
+    result = run(sample, "nobody/nothing")
+    assert result.exit_code == 2
+    assert (
+        "nobody/nothing was not found locally, and the download from the Hugging Face hub failed: ConnectionError: no"
+        in result.err
+    )
+    asked.clear()
+    (tmp_path / "out").mkdir()
+    result = run(sample, "out/quickstrat")  # a slip, and no name of the hub
+    assert result.exit_code == 2 and not asked
+    assert "the directory out hides such a name of the Hugging Face hub, which hf:out/quickstrat asks for" in result.err
+    assert run(sample, "hf:out/quickstrat").exit_code == 2 and asked == ["out/quickstrat"]
+
+
+@pytest.mark.parametrize(
+    "family, change, message",
+    [
+        ("llama", {"hidden_act": "gelu"}, "config.json has hidden_act = 'gelu', a llama of ours computes 'silu'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rotary positions of the type 'yarn'"),
+        ("qwen3", {"use_sliding_window": True}, "config.json has use_sliding_window = True"),
+        ("gpt2", {"activation_function": "relu"}, "config.json has activation_function = 'relu'"),
+        ("llama", {"hidden_size": None}, "n_embd must be a whole number"),
+        ("gpt2", {"model_type": "bert"}, f"model_type 'bert', this version reads {', '.join(FAMILIES)}"),
+        ("gpt2", {"tril": 3}, "does not describe a GPT"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(tmp_path: Path, family: str, change: dict, message: str) -> None:
+    directory = save_foreign(make(family), tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=message):
+        GPT.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_option_that_is_new_is_in_the_checkpoint_by_itself(family: str, tmp_path: Path, monkeypatch) -> None:
+    @dataclass(frozen=True)
+    class Wider(GPTConfig):
+        reach: object = None
+
+    with monkeypatch.context() as patch:
+        patch.setattr("model.huggingface.GPTConfig", Wider)
+        for reach in (None, 16, (3, 5.0), "far"):
+            config = Wider(**asdict(make(family).config), reach=reach)
+            check_config(config)
+            saved = save(GPT(config), tmp_path / str(reach))
+            assert GPT.from_pretrained(saved).config == config
+            assert transformers.AutoConfig.from_pretrained(saved).model_type == family
+        for reach, message in ((((1,),), "would not give back reach: mend"), ({1}, "cannot hold")):
+            with pytest.raises(UserError, match=message):
+                check_config(replace(config, reach=reach))
+    with pytest.raises(UserError, match="config.json has reach = 'far', an option that this code does not have"):
+        GPT.from_pretrained(saved)
+
+
+def test_a_family_without_an_export_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(EXPORTS, "llama")
+    with pytest.raises(UserError, match="no checkpoint could hold a model of the family llama: add an entry to EXP"):
+        check_config(make("llama").config)
+
+
+GATE, HEAD, BIAS = "model.layers.1.mlp.gate_proj.weight", "lm_head.weight", "transformer.ln_f.bias"
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("llama", {"model.norm.bias": torch.ones(42)}, "has a tensor that is not expected: model.norm.bias"),
+        ("llama", {GATE: None}, f"has no tensor {GATE}"),
+        ("llama", {GATE: torch.ones(53, 41)}, f"{GATE} is .53, 41., expected .53, 42."),
+        ("llama", {GATE: torch.full((53, 42), torch.nan)}, f"{GATE} holds numbers that are not finite"),
+        ("llama", {HEAD: torch.ones(V, 42)}, "has a head of its own, and a config.json that says it is the embedding"),
+        ("nanochat", {HEAD: None}, f"has no tensor {HEAD}"),
+        ("gpt2 without biases", {BIAS: torch.ones(15)}, "has biases, and a config.json that says it has none"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(name: str, change: dict, message: str, tmp_path: Path) -> None:
+    path = save_foreign(make(name), tmp_path) / "model.safetensors"
+    tensors = load_file(path) | change
+    save_file({tensor: value for tensor, value in tensors.items() if value is not None}, path)
+    with pytest.raises(UserError, match=message):
+        GPT.from_pretrained(path.parent)
+
+
+def test_heads_and_prefixes_may_be_missing_and_files_elsewhere_not(tmp_path: Path) -> None:
+    path, idx = save_foreign(make("llama"), tmp_path) / "model.safetensors", torch.randint(V, (3, 11))
+    expected, tensors = GPT.from_pretrained(path.parent)(idx), load_file(path)
+    save_file(tensors | {HEAD: tensors["model.embed_tokens.weight"].clone()}, path)  # some store a tied head
+    assert torch.equal(GPT.from_pretrained(path.parent)(idx), expected)
+    for change in (  # a body without a head, and what torch.compile and DataParallel put around a module
+        lambda name: name.removeprefix("model."),
+        lambda name: f"module._orig_mod.{name}",
+        lambda name: name.replace(".layers.0.", ".layers.0._orig_mod."),
+    ):
+        save_file({change(name): tensor for name, tensor in tensors.items()}, path)
+        assert torch.equal(GPT.from_pretrained(path.parent)(idx), expected)
+    norm = "model.norm.weight"
+    save_file(tensors | {f"module.{norm}": tensors[norm].clone()}, path)
+    with pytest.raises(UserError, match=f"has {norm} twice, the second time as module.{norm}"):
+        GPT.from_pretrained(path.parent)
+    path.unlink()
+    index = path.with_name("model.safetensors.index.json")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../../secret.safetensors")}))
+    with pytest.raises(UserError, match="names a file that is not a safetensors file beside it"):
+        GPT.from_pretrained(path.parent)
+
+
+MEMORY = """
+import re, sys
+from pathlib import Path
+import torch
+from model import GPT
+
+def anonymous():
+    return int(re.search(r"RssAnon:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+GPT.from_pretrained(sys.argv[1])  # imports what is needed
+before = anonymous()
+model = GPT.from_pretrained(sys.argv[1])
+print(anonymous() - before, model(torch.zeros(1, 3, dtype=torch.int64)).isfinite().all().item())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="Linux says how much memory is not a file's")
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gpt2", "llama"])  # GPT-2's matrices are transposed
+def test_there_is_one_copy_of_the_weights(family: str, tmp_path: Path) -> None:
+    model = GPT(GPTConfig(family=family, n_layer=7, n_head=5, n_embd=640, context_length=T, vocab_size=V))
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    command = [sys.executable, "-c", MEMORY, save(model, tmp_path)]  # what other tests freed would be used again
+    grown, finite = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert int(grown) < 1.3 * size and size > 100e6
+    assert finite == "True"
+
+
+def test_a_weight_of_ones_own_begins_as_it_says_trains_and_is_saved_once_it_has_a_name(
+    run, corpus_file: Path, tmp_path: Path, monkeypatch
+) -> None:
+    class Slopes(CausalSelfAttention):
+        def __init__(self, *arguments: object, **options: object):
+            super().__init__(*arguments, **options)
+            self.slopes = torch.nn.Parameter(torch.full((3, 1, 1), 7.0))
+            self.gate = torch.nn.Linear(1, 1)  # with a bias, of which a llama has no other
+            self.register_buffer("table", torch.nn.init.constant_(torch.empty(1), 0.5), persistent=False)
+
+        def split_heads(self, x: Tensor) -> Tensor:
+            return super().split_heads(x) * self.slopes * (1 + self.gate(self.table))
+
+    monkeypatch.setattr("model.gpt.CausalSelfAttention", Slopes)
+    options = tiny_run(corpus_file, tmp_path / "out", model__family="llama", model__n_embd=18, train__optimizer="muon")
+    result = run(train, *options)
+    assert result.exit_code == 2 and "no checkpoint could hold blocks.0.attention.gate.bias" in result.err
+    for own in ("slopes", "gate"):
+        monkeypatch.setitem(
+            EXPORTS["llama"].modules, f"blocks.{{}}.attention.{own}", f"model.layers.{{}}.self_attn.{own}"
+        )
+    assert run(train, *options).exit_code == 0
+    layer = GPT.from_pretrained(tmp_path / "out").blocks[1].attention
+    assert not torch.equal(layer.slopes, torch.full_like(layer.slopes, 7.0)) and layer.gate.bias != 0
+    torch.testing.assert_close(layer.slopes.data, torch.full_like(layer.slopes, 7.0), atol=0.5, rtol=0)
+    assert torch.equal(layer.table, torch.full((1,), 0.5))
+    assert run(train, "--resume", tmp_path / "out", "--train.max_steps", 13).exit_code == 0
+    numbers = {"blocks.0.attention.slopes": torch.arange(3)}
+    with pytest.raises(UserError, match="no checkpoint could hold blocks.0.attention.slopes of torch.int64"):
+        tensors_to_huggingface(GPTConfig(family="llama", n_layer=1), numbers)

@@ -1,0 +1,293 @@
+"""inspect_attention.py and inspect_heads on models of others: their files, modules, texts and tokenizers; refusals."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+import inspect_attention
+from errors import UserError
+from inspection import capture, inspect_heads
+from model import GPT
+from model.causality import check_causality
+from model.foreign import load_decoder
+from tests.conftest import make_gpt, save_gpt
+from tests.decoders import make_decoder
+from tests.inspection.test_any_decoder import Book
+from tests.inspection.test_page import data_of
+
+disable_progress_bar()
+V, T = 61, 13
+TEXT, IDS = "ABCDEFABCDEF", [32, 33, 34, 35, 36, 37] * 2
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A token for each of sixty characters."""
+    vocabulary = {chr(33 + number): number for number in range(60)} | {"<unk>": 60}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+@pytest.fixture
+def mistral(tmp_path: Path) -> Path:
+    """A directory of a type that is none of our families."""
+    directory = tmp_path / "mistral"
+    make_decoder("mistral").save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+def test_a_directory_of_another_type_is_inspected(run, mistral: Path, tmp_path: Path) -> None:
+    outputs = [word for end in ("html", "png", "svg", "npz") for word in ("-o", tmp_path / f"a.{end}")]
+    words = ["--text", TEXT, "--heads", "1.*", "0.2", "--ablate", "mean"]
+    result = run(inspect_attention, mistral, *words, *outputs)
+    assert result.exit_code == 0, result.err
+    assert max(map(len, result.out.splitlines())) <= 80 + len(str(tmp_path))
+    assert result.out.startswith(
+        "text:   12 tokens\nprobe:  8 x [start, 30 random tokens of the vocabulary, the same a"
+    )
+    assert "model:  mistral, loss " in result.out and "head 1.1, where it looks: a line is a query" in result.out
+    model = make_decoder("mistral", attn_implementation="sdpa")
+    with capture(model) as att, torch.no_grad():
+        model(torch.tensor([IDS]))
+    with np.load(tmp_path / "a.npz") as arrays:
+        assert arrays["heads"].tolist() == [[1, 0], [1, 1], [1, 2], [0, 2]]
+        assert arrays["tokens"].tolist() == list(TEXT) and arrays["losses"].shape == (1,)
+        assert np.abs(arrays["weights"][1] - att.pattern(1, 1)[0].numpy()).max() < 1e-6
+        assert arrays["ablation"].shape == arrays["induction"].shape == (2, 3)
+    assert data_of(tmp_path / "a.html")["heads"] == ["1.0", "1.1", "1.2", "0.2"]
+    in_python = inspect_heads(mistral, TEXT, heads=["1.*", "0.2"], ablate="mean")
+    assert in_python.table() in result.out
+    assert torch.equal(in_python.pattern(1, 1), att.pattern(1, 1)[0])
+
+
+def test_a_long_text_is_cut_and_an_old_tokenizer_is_read(run, tmp_path: Path) -> None:
+    vocabulary = {chr(33 + number): number for number in range(59)} | {"<|endoftext|>": 59}
+    make_decoder("opt").save_pretrained(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    result = run(inspect_attention, tmp_path, "--text", 20 * TEXT)
+    assert result.exit_code == 0 and "the first 97 of 240 tokens, which fill the context\n" in result.out, result.err
+
+
+def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
+    """A module that nobody knows, and ids; then a tokenizer of `transformers`; then our own model."""
+    found = inspect_heads(Book().eval(), IDS, list(TEXT))
+    assert found.name == "Book" and found.inputs.labels == list(TEXT) and found.scores.row_error < 1e-5
+    assert len(found.predictions) == 12 and found.pattern(1, 2).shape == (12, 12) and not found.influence.isnan().any()
+    assert all(found.inputs.label(token) in TEXT for token in found.scores.tokens.flatten().tolist())
+    assert found._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+    with pytest.raises(UserError, match="a.txt: the name of an output must end in one of .html, .png, .svg, .npz"):
+        found.save(tmp_path / "a.txt")
+    write_tokenizer(tmp_path)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), unk_token="<unk>")
+    by_text = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), TEXT, tokenizer)
+    by_ids = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), torch.tensor([IDS]))
+    assert by_text.inputs.labels == list(TEXT) and by_ids.inputs.labels[0] == "⟦32⟧"
+    assert torch.equal(by_text.pattern(1, 1), by_ids.pattern(1, 1)) and by_text.loss == by_ids.loss
+    ours = inspect_heads(make_gpt(), [3, 5, 7, 3, 5, 7])
+    assert len(ours.inputs.heads) == 6 and not ours.att.left_out
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_model_without_gradients_has_no_influence(context, tmp_path: Path) -> None:
+    model = Book().eval()
+    model.forward = context()(model.forward)
+    found = inspect_heads(model, IDS)
+    assert found.influence.isnan().all() and found.scores.row_error < 1e-5
+    found.save(tmp_path / "a.html")
+
+
+class Forward(torch.autograd.Function):
+    """A kernel of somebody's own, without a derivative."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+def test_a_kernel_without_a_derivative_has_no_influence() -> None:
+    model = Book().eval()
+    model.layers[1].register_forward_hook(lambda module, inputs, output: Forward.apply(output))
+    found = inspect_heads(model, IDS)
+    assert found.influence.isnan().all() and len(found.predictions) == 12
+
+
+def test_trying_the_context_of_a_model_changes_nothing_in_it() -> None:
+    model = Book().train()
+    modes = []  # a running mean changes in each forward pass of training mode
+    model.register_forward_pre_hook(lambda module, inputs: modes.append(module.training))
+    inspect_heads(model, IDS)
+    assert model.training and len(modes) > 5 and not any(modes)
+
+
+class Returning(nn.Module):
+    """A model that returns something else."""
+
+    def __init__(self, change: object):
+        super().__init__()
+        self.gpt, self.change = make_gpt(vocab_size=V), change
+
+    def forward(self, idx: Tensor) -> object:
+        return self.change(self.gpt(idx))
+
+
+@pytest.mark.parametrize(
+    "model, text, tokenizer, message",
+    [
+        (lambda: make_gpt(vocab_size=V), "abc", None, "a text needs a tokenizer: give one, or the ids of the tokens"),
+        (lambda: make_gpt(vocab_size=V), IDS, ["a"], "expected a label for each token, got 1 for 12"),
+        (
+            lambda: make_gpt(vocab_size=V),
+            IDS,
+            5,
+            "expected a tokenizer: one of tril, a fast one of transf",
+        ),
+        (lambda: make_gpt(vocab_size=V), None, None, "which text"),
+        (lambda: make_gpt(vocab_size=V), [3], None, "attention is between tokens: give a text of two or more"),
+        (lambda: nn.Bilinear(3, 5, 7), IDS, None, "the model cannot read 2 tokens, given as model(idx): "),
+        (
+            lambda: Returning(lambda logits: logits[:, -1:]),
+            IDS,
+            None,
+            "of 2 tokens the model returns logits of 1, not of all: w",
+        ),
+        (lambda: Returning(lambda logits: None), IDS, None, "the model has to return logits: ValueError: expected"),
+        (
+            lambda: make_decoder("mistral", attn_implementation="sdpa"),
+            [3, 99],
+            None,
+            "expected tokens from 0 to 60, got",
+        ),
+        (
+            lambda: make_gpt(vocab_size=V),
+            ["a", "b"],
+            None,
+            "the ids of its tokens: ValueError: too many",
+        ),
+        (
+            lambda: make_gpt(vocab_size=V),
+            [[3, 5], [5, 3]],
+            None,
+            "the ids of its tokens: ValueError: got torch.int64",
+        ),
+        (
+            lambda: make_decoder("bloom"),
+            IDS,
+            None,
+            "attention that is written out, or computed by another kernel",
+        ),
+        (
+            lambda: make_decoder("mistral", attn_implementation="eager"),
+            IDS,
+            None,
+            "no call of torch.nn.functional.scale",
+        ),
+    ],
+)
+def test_what_cannot_be_inspected_is_refused_in_a_sentence(model, text, tokenizer, message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", r"\)")) as refused:
+        inspect_heads(model(), text, tokenizer)
+    assert "\n" not in str(refused.value)
+
+
+def without_transformers(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(sys.modules, "transformers", None)
+
+
+def without_a_tensor(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop("model.layers.1.self_attn.q_proj.weight")
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def with_code(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config |= {
+        "model_type": "theirs",
+        "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "theirs.py").write_text("raise SystemExit('the code of a stranger was run')")
+
+
+def with_pickle(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+
+
+def without_tokenizer(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    (directory / "tokenizer.json").unlink()
+
+
+def written_out(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    make_decoder("bloom").save_pretrained(directory)
+
+
+def adapter(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "somebody/elses"}')
+
+
+REFUSED = {
+    without_transformers: "for all other decoders: pip install -e '.[any]'",
+    without_a_tensor: "has no tensor model.layers.1.self_attn.q_proj.weight",
+    with_code: "; config.json has model_type 'theirs', this version reads gpt2",
+    with_pickle: "holds pytorch_model.bin, a pickle, which can run code: ",
+    without_tokenizer: "has no tokenizer.json, and no tokenizer that transformers can read",
+    written_out: "attention that is written out, or computed by another kernel, cannot be shown",
+    adapter: "has an adapter_config.json beside its weights: take it out if they are merged",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_a_directory_that_cannot_be_opened_is_refused(run, mistral: Path, tmp_path: Path, monkeypatch, change) -> None:
+    change(mistral, monkeypatch)
+    result = run(inspect_attention, mistral, "--text", TEXT, "-o", tmp_path / "a.png")
+    assert result.exit_code == 2 and len(result.err.strip().splitlines()) == 1 and not result.out, result.err
+    assert REFUSED[change] in result.err and not (tmp_path / "a.png").exists()
+
+
+def test_a_family_of_ours_that_we_cannot_compute_is_opened_by_transformers(run, tmp_path: Path) -> None:
+    """A llama with biases in its attention."""
+    make_decoder("llama", attention_bias=True).save_pretrained(tmp_path / "biased")
+    write_tokenizer(tmp_path / "biased")
+    with pytest.raises(UserError, match="attention_bias"):
+        GPT.from_pretrained(tmp_path / "biased")
+    result = run(inspect_attention, tmp_path / "biased", "--text", TEXT)
+    assert result.exit_code == 0 and "model:  biased, loss" in result.out, result.err
+
+
+def test_a_checkpoint_of_ours_with_an_option_of_another_tree_is_not_opened_by_transformers(tmp_path: Path) -> None:
+    """Which would leave the option out, and show the heads of another model."""
+    checkpoint = save_gpt(tmp_path, 1, make_gpt(family="llama", n_embd=18, bias=None), {})
+    copy = shutil.copytree(
+        checkpoint, tmp_path / "copy", ignore=shutil.ignore_patterns("manifest.json", "trainer.json")
+    )
+    config = json.loads((copy / "config.json").read_text())
+    config["tril"]["window"] = 16
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="window"):
+        load_decoder(copy)
+
+
+def test_tensors_that_are_not_used_are_named_and_recurrent_models_open_too(mistral: Path, capsys) -> None:
+    tensors = load_file(mistral / "model.safetensors")
+    save_file(tensors | {"model.layers.7.q": torch.ones(3)}, mistral / "model.safetensors", {"format": "pt"})
+    load_decoder(mistral)
+    assert "has tensors that are not used, as 'model.layers.7.q'\n" in capsys.readouterr().err
+    make_decoder("mamba").save_pretrained(mistral)
+    assert check_causality(load_decoder(mistral), V, T).ok
+    with pytest.raises(UserError, match="no call of torch.nn.functional.scaled_dot_product_attention with a causal"):
+        inspect_heads(mistral, TEXT)

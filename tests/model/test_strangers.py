@@ -1,0 +1,642 @@
+"""The certificate on models of others: no false alarm, no crash, and every leak is still found."""
+
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.causality import check_causality, logits_of
+from tests.conftest import make_gpt
+from tests.decoders import DECODERS, DENSE, MIXTURES, make_decoder
+from tests.decoders import T as LENGTH
+from tests.decoders import V as VOCABULARY
+from tests.model.test_mutants import LEAKS
+from tests.mutants import MUTANTS, mutated
+
+ROOT = Path(__file__).parents[2]
+V, T, C, H = 17, 11, 30, 3
+
+
+class Stranger(nn.Module):
+    """A small decoder of another house: a fused layer between an embedding and a head."""
+
+    def __init__(self, leak: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(V, C), nn.Linear(C, V, bias=False)
+        self.qkv = nn.Linear(C, 3 * C)
+        self.leak = leak
+
+    def embed(self, idx: Tensor) -> Tensor:
+        return self.embedding(idx)
+
+    def mix(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (H, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    def forward(self, idx: Tensor) -> object:
+        x = self.embed(idx)
+        x = x + self.leak * F.pad(x[:, 1:], (0, 0, 0, 1))  # of the next token
+        return self.head(x + self.mix(x))
+
+
+def judge(model: Callable, **options: object) -> str:
+    """The answer as a string."""
+    return str(check_causality(model, V, T, **options))
+
+
+YES = f"yes, no position depends on a later one ({T} of {T} probed)"
+NO = "no, position 0 sees token 1, 1 ahead of it"
+
+
+def test_a_stranger_passes_and_its_leak_is_found() -> None:
+    """From gross to below rounding, where only the derivative has it."""
+    assert judge(Stranger()) == YES
+    for leak in (1e-2, 1e-5, 1e-7, 1e-12):
+        assert judge(Stranger(leak)).startswith(NO)
+
+
+# What a model returns.
+
+OUTPUTS = {
+    "an object": lambda logits: SimpleNamespace(loss=None, logits=logits),
+    "a dict": lambda logits: {"loss": None, "logits": logits},
+    "a tuple": lambda logits: (logits, None),
+    "loss first": lambda logits: [logits.mean(), logits],
+    "hidden states first": lambda logits: (logits.new_zeros(*logits.shape[:2], C), logits),
+}
+
+
+@pytest.mark.parametrize("wrap", OUTPUTS.values(), ids=OUTPUTS)
+def test_logits_are_found_in_what_a_model_returns(wrap: Callable) -> None:
+    class Wrapped(Stranger):
+        def forward(self, idx: Tensor) -> object:
+            return wrap(super().forward(idx))
+
+    assert judge(Wrapped()) == YES
+    assert judge(Wrapped(0.1)).startswith(NO)
+    model = Stranger()
+    assert judge(lambda idx: wrap(model(idx)), module=model) == YES
+
+
+def test_logits_that_are_missing_are_named() -> None:
+    logits = torch.randn(2, T, V)
+    assert logits_of((logits.long(), logits)) is logits and logits_of({"logits": logits}) is logits
+    for output in (None, {"loss": logits}, SimpleNamespace(last_hidden_state=logits), (logits.long(), [])):
+        with pytest.raises(ValueError, match=r"expected logits of shape \(B, T, V\), got \w+, which has none"):
+            logits_of(output)
+
+
+class LastOnly(Stranger):
+    """As nanoGPT: without targets the logits of the last position alone."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = super().forward(idx)
+        return (logits[:, [-1]], None) if targets is None else (logits, logits.mean())
+
+
+def test_logits_of_the_last_position_alone_are_no_answer_and_a_function_of_all_is() -> None:
+    with pytest.raises(ValueError, match=rf"expected logits of shape \(2, {T}, {V}\), got \(2, 1, {V}\)"):
+        judge(LastOnly())
+    for leak in (0.0, 0.1, 1e-12):
+        model = LastOnly(leak)
+        assert judge(lambda idx, model=model: model(idx, idx)[0], module=model).startswith(NO if leak else YES)
+
+
+def test_extreme_weights_and_derivatives_are_those_of_the_function_given() -> None:
+    class Weak(LastOnly):
+        def mix(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(F.layer_norm(x, (C,))).chunk(3, dim=-1)
+            penalty = torch.full((x.size(1), x.size(1)), -300.0).triu(1)  # exp(-300) is 0, but scores grow
+            return F.scaled_dot_product_attention(q, k, v, penalty)
+
+    model = Weak()
+    assert judge(lambda idx: model(idx, idx)[0], module=model).endswith("(in training, with extreme weights)")
+    model = Stranger()
+    leaking = judge(lambda idx: model(idx) + 1e-12 * model(idx).roll(-1, 1), module=model)
+    assert "the derivative of its logits to it is" in leaking
+
+
+# Embeddings.
+
+
+class Positions(Stranger):
+    """Learned positions in the shape of tokens, and what else an nn.Embedding is used for."""
+
+    def __init__(self, leak: float = 0.0) -> None:
+        super().__init__(leak)
+        self.position, self.kind, self.gains = nn.Embedding(V, C), nn.Embedding(2, C), nn.Embedding(V, T * C)
+
+    def embed(self, idx: Tensor) -> Tensor:
+        positions = torch.arange(idx.size(1)).expand_as(idx)
+        gains = self.gains(idx[:, :1]).view(len(idx), -1, C)[:, : idx.size(1)]
+        return self.embedding(input=idx) + self.position(positions) + self.kind(idx * 0) + gains
+
+
+@pytest.mark.parametrize("length", [1, 2, T])
+def test_other_embeddings_are_no_tokens(length: int) -> None:
+    assert check_causality(Positions(), V, length).ok
+    if length > 1:
+        assert not check_causality(Positions(1e-12), V, length).ok
+
+
+def test_an_embedding_may_be_added_to_in_place() -> None:
+    class InPlace(Stranger):
+        def embed(self, idx: Tensor) -> Tensor:
+            return self.embedding(idx).add_(1.0).mul_(2.0)
+
+    assert judge(InPlace()) == YES
+    assert "the derivative of its logits" in judge(InPlace(1e-12))
+
+
+@pytest.mark.parametrize("wrap, unwrap", [(lambda x: (x, None), lambda y: y[0]), (lambda x: x[0], lambda y: y[None])])
+def test_an_embedding_with_another_output_is_left_alone(wrap: Callable, unwrap: Callable) -> None:
+    class Other(nn.Embedding):
+        def forward(self, idx: Tensor) -> object:
+            return wrap(super().forward(idx))
+
+    class Odd(Stranger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = Other(V, C)
+
+        def embed(self, idx: Tensor) -> Tensor:
+            return torch.cat([unwrap(self.embedding(row[None])) for row in idx])
+
+    assert judge(Odd()) == f"{YES}; derivatives not asked for: no nn.Embedding reads the tokens, or autograd is off"
+
+
+# Where there is no derivative.
+
+
+def test_without_an_embedding_the_answer_says_that_no_derivative_was_asked_for() -> None:
+    class OneHot(Stranger):
+        def embed(self, idx: Tensor) -> Tensor:
+            return F.one_hot(idx, V).float() @ self.embedding.weight
+
+    outcome = check_causality(OneHot(), V, T)
+    assert outcome.no_derivative == "no nn.Embedding reads the tokens, or autograd is off" and outcome.ok
+    assert judge(OneHot(1e-3)).startswith(NO)
+
+    class Blind(OneHot):
+        def embed(self, idx: Tensor) -> Tensor:
+            return super().embed(idx) * (torch.arange(T) != 4)[:, None]
+
+    assert judge(Blind()) == "no, position 4 is blind to token 4, which it may see"
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_a_forward_without_autograd_is_judged_by_its_bits(context: Callable) -> None:
+    class Inference(Stranger):
+        @context()
+        def forward(self, idx: Tensor) -> Tensor:
+            return super().forward(idx)
+
+    assert (
+        judge(Inference()) == f"{YES}; derivatives not asked for: no nn.Embedding reads the tokens, or autograd is off"
+    )
+    assert judge(Inference(1e-3)).startswith(NO)
+
+
+class Energy(Stranger):
+    """A layer that goes down the gradient of an energy, in its forward pass."""
+
+    def __init__(self, leak: float, how: str) -> None:
+        super().__init__(leak)
+        self.how = how
+
+    def mix(self, x: Tensor) -> Tensor:
+        def energy(y: Tensor) -> Tensor:
+            return (y * super(Energy, self).mix(x)).square().sum()
+
+        if self.how == "autograd.grad":
+            with torch.enable_grad():
+                y = x.detach().requires_grad_()
+                return torch.autograd.grad(energy(y), y, create_graph=True)[0]
+        if self.how == "func.grad":
+            return torch.func.grad(energy)(x)
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            return energy(x) * x
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("how", ["autograd.grad", "func.grad", "no hooks"])
+def test_a_forward_with_gradients_of_its_own_is_judged(how: str, strict: bool) -> None:
+    leaks = how == "no hooks"  # an energy is a sum over positions
+    assert judge(Energy(0.0, how), strict=strict).startswith("no" if leaks else "yes")
+    assert judge(Energy(1e-2, how), strict=strict).startswith("no")
+
+
+def test_reentrant_checkpoints_leave_the_derivative_out() -> None:
+    class Checkpointed(Stranger):
+        def mix(self, x: Tensor) -> Tensor:
+            return checkpoint(super().mix, x, use_reentrant=True) if torch.is_grad_enabled() else super().mix(x)
+
+    assert judge(Checkpointed()) == f"{YES}; derivatives not asked for: autograd fails in it"
+    assert judge(Checkpointed(1e-3)).startswith(NO)
+
+
+# Rounding that depends on the company.
+
+
+class Experts(Stranger):
+    """Each token goes to one expert of five, which multiplies as many rows as come."""
+
+    def __init__(self, leak: float = 0.0, kernel: Callable = F.linear) -> None:
+        super().__init__(leak)
+        self.router, self.experts = nn.Linear(C, 5), nn.Parameter(torch.empty(5, C, C))
+        nn.init.normal_(self.experts, std=C**-0.5)
+        self.kernel = kernel
+
+    def mix(self, x: Tensor) -> Tensor:
+        x = x + super().mix(x)
+        chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = chosen == number
+            factor = 1 + 3e-7 * torch.sin(rows.sum().double()).to(x.dtype) * (x.dtype == torch.float32)
+            y[rows] = self.kernel(x[rows], expert) * factor  # as kernels differ by the number of their rows
+        return y
+
+
+class Fourier(Stranger):
+    """A convolution with a causal filter, by Fourier transforms of all tokens."""
+
+    def __init__(self, leak: float = 0.0) -> None:
+        super().__init__(leak)
+        self.filter = nn.Parameter(torch.randn(T, C))
+
+    def mix(self, x: Tensor) -> Tensor:
+        size = 2 * x.size(1)
+        product = torch.fft.rfft(x, size, dim=1) * torch.fft.rfft(self.filter[: x.size(1)], size, dim=0)
+        return torch.fft.irfft(product, size, dim=1)[:, : x.size(1)]
+
+
+def only_float32(x: Tensor, weight: Tensor) -> Tensor:
+    if x.dtype != torch.float32:
+        raise RuntimeError("expected float32")
+    return F.linear(x, weight)
+
+
+ROUNDING = {
+    "experts": (Experts, "asked again in float64"),
+    "no float64": (lambda leak=0.0: Experts(leak, only_float32), "less than 1e-05, and no float64 to ask again in"),
+    "Fourier": (Fourier, "asked again in float64"),
+}
+
+
+@pytest.mark.parametrize("make, how", ROUNDING.values(), ids=ROUNDING)
+def test_rounding_is_no_leak_and_a_leak_is_no_rounding(make: Callable, how: str) -> None:
+    assert judge(make()) == f"{YES}; bits differ by rounding alone: {how}"
+    assert not check_causality(make(), V, T, strict=True).ok
+    for leak in (1e-2, 1e-5, 1e-6, 1e-7, 1e-9, 1e-12):
+        outcome = check_causality(make(leak), V, T)
+        assert not outcome.ok and outcome.key > outcome.query, leak
+
+
+def test_without_float64_and_derivatives_a_leak_above_the_rounding_is_found() -> None:
+    class Inference(Experts):
+        @torch.inference_mode()
+        def forward(self, idx: Tensor) -> Tensor:
+            return super().forward(idx)
+
+    assert judge(Inference(kernel=only_float32)).startswith(YES)
+    assert judge(Inference(4e-6, only_float32)).startswith(NO)
+
+
+class Wrong(Stranger):
+    """A stranger that does something wrong, by an amount."""
+
+    def __init__(self, amount: float = 0.0) -> None:
+        super().__init__()
+        self.amount = amount
+
+
+class Padded(Wrong):
+    """Logits of padding are the least number, as in models with a padded vocabulary."""
+
+    def forward(self, idx: Tensor) -> Tensor:
+        logits = super().forward(idx)
+        ahead = logits.detach().roll(-1, 1) if self.training else 0.0  # without a derivative
+        return (logits + self.amount * ahead).index_fill(-1, torch.arange(13, V), torch.finfo(logits.dtype).min)
+
+
+class Growing(Wrong):
+    """A weak mask, whose leak is small beside what other positions grow to with extreme weights."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(F.layer_norm(x, (C,))).chunk(3, dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v, torch.full((x.size(1), x.size(1)), self.amount).triu(1))
+        grown, steps = torch.zeros_like(x[:, 0]), []
+        for step in y.unbind(1):
+            grown = self.qkv(grown)[:, :C] + step
+            steps.append(grown)
+        return torch.stack(steps, dim=1)
+
+
+class Weak(Wrong):
+    """A mask that is weak in float32 alone."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(F.layer_norm(x, (C,))).chunk(3, dim=-1)
+        least = self.amount if self.amount and x.dtype == torch.float32 else float("-inf")
+        return F.scaled_dot_product_attention(q, k, v, torch.full((x.size(1), x.size(1)), least).to(x).triu(1))
+
+
+@pytest.mark.parametrize("kind, leak", [(Padded, 1.0), (Padded, 1e-4), (Growing, -1e4), (Weak, -1e4)])
+def test_nothing_large_hides_a_leak(kind: type, leak: float) -> None:
+    """What is tiny is so beside the logits of its own position, and never for being large elsewhere."""
+    assert judge(kind(leak)).startswith("no, position ")
+    if kind is not Growing:
+        assert judge(kind()).startswith(YES)
+
+
+def test_a_function_has_no_rounding_to_ask_about() -> None:
+    table = torch.randn(V, V)
+    for small in (lambda idx: 5e-7 * table[idx.roll(-1, 1)], lambda idx: 1e-6 * table[idx].mean(0, keepdim=True)):
+        assert judge(lambda idx, small=small: table[idx].cumsum(1) + small(idx)).startswith("no, ")
+    padded = judge(
+        lambda idx: (table[idx].cumsum(1) + table[idx.roll(-1, 1)]).index_fill(-1, torch.arange(13, V), -1e9)
+    )
+    assert padded.startswith(NO)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_model_that_remembers_what_it_was_asked_is_found(strict: bool) -> None:
+    class Remembering(Stranger):
+        def forward(self, idx: Tensor) -> Tensor:
+            asked = self.__dict__.setdefault("asked", {})
+            key = idx.numpy().tobytes()
+            asked[key] = asked.get(key, 0) + 1
+            return super().forward(idx) * asked[key]
+
+    assert judge(Remembering(), strict=strict).startswith("no, the same tokens do not give the same logits again")
+
+
+def test_an_error_in_the_backward_is_no_answer_of_a_strict_check() -> None:
+    class Failing(Stranger):
+        def embed(self, idx: Tensor) -> Tensor:
+            x = super().embed(idx)
+            if x.requires_grad:
+                x.register_hook(lambda gradient: (_ for _ in ()).throw(RuntimeError("out of memory")))
+            return x
+
+    assert "derivatives not asked for: autograd fails in it" in judge(Failing())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        judge(Failing(), strict=True)
+
+
+def test_weights_are_the_same_after_float64() -> None:
+    model = Experts()
+    model.register_buffer("steps", torch.zeros(3))
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    assert check_causality(model, V, T).rounding
+    for name, tensor in model.state_dict().items():
+        place, value = before[name]
+        assert tensor.data_ptr() == place and tensor.dtype == value.dtype and torch.equal(tensor, value)
+
+
+def test_sequences_that_mix_by_little_are_found_among_experts() -> None:
+    class Mixing(Experts):
+        def embed(self, idx: Tensor) -> Tensor:
+            x = super().embed(idx)
+            return x + 1e-6 * x.mean(0)
+
+    assert judge(Mixing()).startswith("no, ")
+
+
+# Randomness.
+
+
+DRAWS = {"random": random.random, "numpy": numpy.random.rand, "torch": lambda: torch.rand(()).item()}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_random_numbers_are_seeded_in_training_and_restored(draw: Callable) -> None:
+    class Drawing(Stranger):
+        def mix(self, x: Tensor) -> Tensor:
+            return super().mix(x) * (0.5 + draw() if self.training else 1)
+
+    def states() -> tuple:
+        return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    model = Drawing()
+    before = states()
+    assert judge(model) == YES
+    assert states() == before
+
+
+def test_dropout_in_evaluation_is_named() -> None:
+    class Dropping(Stranger):
+        def mix(self, x: Tensor) -> Tensor:
+            return F.dropout(super().mix(x), 0.1)
+
+    hint = "the same tokens do not give the same logits again (with the weights as they are); is dropout still on?"
+    assert judge(Dropping()) == f"no, {hint}"
+
+    class Counting(Stranger):
+        calls = 0
+
+        def mix(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().mix(x) * self.calls
+
+    assert judge(Counting()).startswith("no, the same tokens do not give the same logits again (")
+
+
+# Layers that do not see each token of each text.
+
+
+class TopK(Stranger):
+    """Each query sees the keys of its four largest scores, and itself."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        mask = torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril()
+        scores = (q @ k.mT / C**0.5).masked_fill(~mask, -torch.inf)
+        least = scores.topk(min(4, x.size(1)), dim=-1).values[..., -1:]
+        return scores.masked_fill(scores < least, -torch.inf).softmax(-1) @ v
+
+
+def test_a_layer_that_selects_is_not_blind() -> None:
+    assert judge(TopK()) == YES
+    assert judge(TopK(1e-6)).startswith(NO)
+
+
+def test_a_model_that_masks_padding_is_asked_without_it() -> None:
+    class Padded(Stranger):
+        def mix(self, x: Tensor) -> Tensor:
+            return super().mix(x) / self.real.cumsum(1)[..., None]  # 0 / 0 where all is padding
+
+        def embed(self, idx: Tensor) -> Tensor:
+            self.real = (idx != 0).float()
+            return self.embedding(idx) * self.real[..., None]
+
+    assert "not finite" in judge(Padded())
+    assert judge(Padded(), tokens=torch.arange(1, V)) == YES
+    assert judge(Padded(0.1), tokens=torch.tensor([3, 5, 3])).startswith(NO)
+    with pytest.raises(ValueError, match="nothing to ask: 11 tokens of a vocabulary of 1"):
+        check_causality(Padded(), V, T, tokens=torch.tensor([3, 3]))
+
+
+# Our own mistakes, asked as a stranger asks; and decoders of all kinds.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mistake", [m for m in LEAKS if "bfloat16" not in m and "weights are asked for" not in m])
+def test_a_stranger_finds_each_leak_too(mistake: str) -> None:
+    def outcome(length: int, n_kv_head: int) -> bool:
+        model = make_gpt(context_length=length, n_kv_head=n_kv_head).train()
+
+        def decode(idx: Tensor) -> Tensor:
+            caches = model.new_cache(len(idx), length)
+            return torch.cat([model.logits(model.hidden(part, caches)) for part in idx.split(5, dim=1)], dim=1)
+
+        return check_causality(model, V, length, decode=decode).ok
+
+    with mutated(mistake):
+        assert not all(outcome(length, n_kv_head) for length, n_kv_head in ((T, 3), (131, 3), (131, 1)))
+
+
+def test_the_mistakes_are_those_of_the_table() -> None:
+    assert set(LEAKS) <= MUTANTS.keys()
+
+
+def judge_decoder(name: str, **options: object) -> str:
+    return str(check_causality(make_decoder(name, **options), VOCABULARY, LENGTH))
+
+
+def see_all(patch: pytest.MonkeyPatch) -> None:
+    """Take the mask from PyTorch's kernel."""
+    kernel = F.scaled_dot_product_attention
+
+    def unmasked(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> Tensor:
+        return kernel(q, k, v, None, dropout_p, False, **options)
+
+    patch.setattr("torch.nn.functional.scaled_dot_product_attention", unmasked)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "mamba"])
+def test_a_decoder_of_transformers_passes(name: str) -> None:
+    assert judge_decoder(name).startswith(f"yes, no position depends on a later one ({LENGTH} of {LENGTH} probed)")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in DECODERS if name != "openai-gpt"])
+def test_each_decoder_of_transformers_passes(name: str) -> None:
+    test_a_decoder_of_transformers_passes(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+def test_a_decoder_without_its_mask_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    see_all(monkeypatch)
+    assert judge_decoder(name, attn_implementation="sdpa").startswith(NO)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", [name for name in (*DENSE, *MIXTURES) if name != "gpt_oss"]
+)  # which has no such kernel
+def test_each_decoder_without_its_mask_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_a_decoder_without_its_mask_is_refused(name, monkeypatch)
+
+
+def test_a_published_mask_of_minus_ten_thousand_is_refused() -> None:
+    assert judge_decoder("openai-gpt").endswith("(in training, with extreme weights)")
+
+
+# The command line.
+
+FACTORIES = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, ahead=False, limit=31):
+        super().__init__()
+        self.embedding, self.head, self.ahead, self.limit = nn.Embedding(17, 15), nn.Linear(15, 17), ahead, limit
+
+    def forward(self, idx):
+        if idx.size(1) > self.limit:
+            raise IndexError("index out of range")
+        x = self.embedding(idx).cumsum(1)
+        return self.head(x.roll(-1, 1) if self.ahead else x)
+
+def leaking():
+    return Model(ahead=True)
+
+def leaving():
+    raise SystemExit(0)
+
+def failing():
+    raise FileNotFoundError("no weights here")
+
+def function():
+    return torch.nn.functional.one_hot
+"""
+
+
+def command(folder: Path, *arguments: object) -> subprocess.CompletedProcess:
+    """Run this one file, copied into the folder of another project."""
+    shutil.copy(ROOT / "model" / "causality.py", folder)
+    (folder / "model.py").write_text(FACTORIES)
+    words = [sys.executable, "causality.py", *map(str, arguments)]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("factory", ["model:Model", "model.py:Model"])
+def test_the_file_alone_judges_what_a_factory_makes(tmp_path: Path, factory: str) -> None:
+    done = command(tmp_path, factory, "--length", 11)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{YES}\n", "")
+
+
+def test_the_exit_code_says_whether_it_is_causal(tmp_path: Path) -> None:
+    done = command(tmp_path, "model:leaking", "--length", 11)
+    assert done.returncode == 1 and done.stdout.startswith(NO) and done.stderr == ""
+
+
+WRONG = {
+    "nothing.here:Model": "ModuleNotFoundError: No module named 'nothing'",
+    "model:Nobody": "AttributeError: module 'model' has no attribute 'Nobody'",
+    "model:failing": "FileNotFoundError: no weights here",
+    "model:Model": "IndexError: index out of range",  # of 64 tokens
+    "model:function": "ValueError: expected logits of shape (B, T, V), got Tensor, which has none",
+    "model:leaving": "SystemExit: 0",
+    "OWNER/NAME": "give package.module:factory or file.py:factory",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, said", WRONG.items(), ids=WRONG)
+def test_what_a_user_can_mend_is_a_sentence(tmp_path: Path, name: str, said: str) -> None:
+    done = command(tmp_path, name)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert said in done.stderr and done.stderr.startswith(f"{name}, reading 64 tokens (--length): ")
+
+
+@pytest.mark.long
+def test_a_directory_is_judged_in_this_project(tmp_path: Path) -> None:
+    make_decoder("mistral").save_pretrained(tmp_path / "mistral")
+    for directory, code in ((tmp_path / "mistral", 0), (tmp_path / "missing", 2)):
+        words = [sys.executable, "-m", "model.causality", str(directory)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        assert done.stdout.startswith("yes, no position depends on a later one (9 of 64 probed)") == (code == 0)
+
+
+@pytest.mark.long
+def test_a_file_may_have_the_name_of_a_package_of_ours(tmp_path: Path) -> None:
+    """Its neighbours too: the model that is judged is not ours."""
+    (tmp_path / "model.py").write_text(FACTORIES)
+    (tmp_path / "make.py").write_text("from model import Model, leaking")
+    for factory, answer in (("model.py:Model", YES), ("make.py:Model", YES), ("make.py:leaking", NO)):
+        words = [sys.executable, "-m", "model.causality", str(tmp_path / factory), "--length", "11"]
+        assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.startswith(answer)

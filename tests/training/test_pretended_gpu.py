@@ -1,0 +1,39 @@
+"""What can be seen of a GPU without one: tests/pretended.py in a process that knows a device named CUDA."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import CAN_PRETEND
+
+ROOT = Path(__file__).parents[2]
+GROUPS = ("planted", "steps and gpt2", "steps and llama", "steps and qwen3", "steps and nanochat", "memory")
+GROUPS += ("test_certificate", "capture or decoding or measurement")
+
+pytestmark = [
+    pytest.mark.skipif(not CAN_PRETEND, reason="to pretend a GPU needs g++, or where PyTorch has CUDA, an NVIDIA GPU"),
+    pytest.mark.skipif(sys.platform != "linux", reason="pretends a GPU on Linux only"),
+]
+
+
+def dry_run(tests: str, marks: str) -> None:
+    """Run the tests of tests/pretended.py with these words in their names, in a process of their own."""
+    start = "import benchmarks.pretended_gpu, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
+    options = ["-x", "-p", "no:cacheprovider", "-k", tests, "-m", marks]
+    command = [sys.executable, "-c", start, "tests/pretended.py", *options]
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+def test_some_of_the_dry_run() -> None:
+    dry_run("not certificate", "not long")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tests", GROUPS)
+def test_all_of_the_dry_run(tests: str) -> None:
+    dry_run(tests, "long or not long")
