@@ -29,6 +29,7 @@ from training.config import TrainConfig
 from training.options import Config, read_config, to_toml
 
 ROOT = Path(__file__).parents[2]
+GOLDEN = "tests/model/golden/format-3"
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 
@@ -87,7 +88,7 @@ def test_every_config_builds(path: Path) -> None:
         (["README.md"], "README.md: cannot be read as TOML in UTF-8: Expected '=' after a key"),
         (["configs/quickstart.toml", "--resume", "out/x"], "--resume takes configuration and directory from the run"),
         (["--resume", "nowhere"], "nowhere is not the directory of a run: it has no config.toml"),
-        (["--resume", "tests/model/golden/format-3/step-00000003"], "of a run with such a checkpoint, give the directory"),
+        (["--resume", f"{GOLDEN}/step-00000003"], "of a run with such a checkpoint, give the directory"),
     ],
 )
 def test_wrong_options_get_one_sentence(run, arguments: list[str], message: str) -> None:
