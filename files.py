@@ -1,5 +1,6 @@
-"""Read small files whole, wherever they came from. Every room may do so."""
+"""Read small files whole, wherever they came from, and write what has to survive a power cut. Every room may do so."""
 
+import os
 from pathlib import Path
 
 from errors import UserError
@@ -20,3 +21,38 @@ def refuse_pointer(path: Path | str) -> None:
     with open(path, "rb") as file:
         if file.read(len(POINTER)) == POINTER:
             raise UserError(f"{path} is a pointer of Git LFS, not the file itself: fetch that by git lfs pull")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of names in a directory, is on the disk and not only in the system's cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a file or a directory of files its final name, in the same directory, once all of it is on the disk.
+
+    A file of that name is replaced: at any time either the old content is there or the new, never a part.
+    """
+    for path in (*temporary.glob("*"), temporary):
+        sync(path)
+    os.replace(temporary, final)
+    sync(final.parent)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Create a file or replace its content, by way of a file NAME.tmp; see `publish`."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(content)
+    publish(temporary, path)
+
+
+def make_directories(path: Path) -> None:
+    """Create a directory and its missing parents, so that all of them survive a power cut."""
+    if not path.is_dir():
+        make_directories(path.parent)
+        path.mkdir()
+        sync(path.parent)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from data import disk, sources
+from data import sources
 from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
 from data.encoding import TOKENIZER_JSON, Tokenizer
@@ -28,7 +28,7 @@ from data.token_files import has_token_files, open_token_files
 from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer
 from errors import UserError
-from files import read_small
+from files import publish, read_small
 
 FORMAT = 3  # raised when a source is read in another way than before: then it is prepared again
 PREPARED = Path(__file__).parent / "prepared"
@@ -123,9 +123,7 @@ def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | 
             temporary.mkdir()
             try:
                 write_corpus(config, key, temporary, tokenizer)
-                for path in (*temporary.iterdir(), temporary):
-                    disk.sync(path)
-                disk.rename(temporary, directory)
+                publish(temporary, directory)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:

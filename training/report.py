@@ -17,7 +17,7 @@ import numpy as np
 
 from cli.html import own_hash
 from cli.script import visible
-from data import disk
+from files import replace_file
 from inspection.kinds import KINDS, name_of
 from inspection.metrics import METRICS
 from model.checkpoint import step_directories
@@ -43,7 +43,7 @@ def write_report(directory: Path, about: dict) -> None:
     """
     try:
         page = TEMPLATE.render(read_run(directory, about), own_style=own_hash(SOURCE, "style"))
-        disk.replace_file(directory / "report.html", page.encode(errors="replace"))  # a name need not be valid UTF-8
+        replace_file(directory / "report.html", page.encode(errors="replace"))  # a name need not be valid UTF-8
     except Exception as error:
         print(f"there is no new report.html: {error!r:.200}")
 

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data import disk, prepare, sources
+import files
+from data import prepare, sources
 from data.corpus import Corpus, dtype_of, open_corpus
 from data.prepare import DataConfig
 from data.tokenizer import make_tokenizer
@@ -250,9 +251,9 @@ def test_prepared_once_and_again_when_something_changed(text_file: Path) -> None
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events, sync, rename = [], disk.sync, os.rename
-    monkeypatch.setattr(disk, "sync", lambda path: (events.append(path.name), sync(path)))
-    monkeypatch.setattr(os, "rename", lambda old, new: (events.append(f"to {new.name}"), rename(old, new)))
+    events, sync, replace = [], files.sync, os.replace
+    monkeypatch.setattr(files, "sync", lambda path: (events.append(path.name), sync(path)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(f"to {new.name}"), replace(old, new)))
     prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))
     assert sorted(events[:-3]) == sorted(os.listdir("mine"))
     assert events[-3:] == [".mine.tmp", "to mine", Path.cwd().name]
