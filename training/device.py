@@ -5,6 +5,7 @@ import ctypes
 import os
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,6 +125,7 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradie
     cuda = device.type == "cuda"
     return {
         "torch": torch.__version__,
+        "numpy": np.__version__,  # it draws the batches
         "code of model/": code_hash(),
         "cudnn": str(torch.backends.cudnn.version()) if cuda else "any",
         "device": torch.cuda.get_device_name(device) if cuda else device.type,
