@@ -21,7 +21,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from textwrap import shorten
@@ -37,10 +37,10 @@ PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
 HIDDEN = re.compile(r"\..*|__pycache__")
 NO_ENTRY = "without permission to enter"
-NOT_STDLIB = re.compile(r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*")
-GENERATED = re.compile(rb"(?i)auto-?generated")
-CODES = re.compile(rb"(?:0x|\\[xuU]|U\+)[0-9a-fA-F]+|[0-9]+")
-MOST_CODES = 0.08  # of a file; what people write has less
+TABLES_OF_CODES = (
+    r"(cp[0-8]|hp_|iso8859|koi8_|kz|mac_|palmos|ptcp|tis_).*|(aliases|entities|_casefix|stringprep|topics)\.py"
+)
+NOT_STDLIB = re.compile(rf"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*|{TABLES_OF_CODES}")
 BATCH = 100  # rows of Parquet and hub data sets that are read at once
 LONGEST = 1 << 26  # characters of a field of CSV or a row of JSON; a quote that is never closed is read no further
 BETWEEN_ROWS = " \t\r\n,"  # of JSON
@@ -95,7 +95,7 @@ def find_files(source: str) -> tuple[list[Path], str]:
         return [], ""
     if source == "stdlib":
         found = walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB, seen, Counter())
-        found = [path for path in found if path.suffix == ".py" and not is_table(path)]
+        found = [path for path in found if path.suffix == ".py"]
     elif os.path.exists(source):  # its name may hold characters of a glob
         found = walk(Path(source), HIDDEN, seen, left_out)
     else:
@@ -151,14 +151,6 @@ def is_usable(path: Path, seen: set, left_out: Counter) -> bool:
         return True
     left_out[reason] += 1
     return False
-
-
-@cache
-def is_table(path: Path) -> bool:
-    """Return whether source code is a generated table: its head says so, or it is full of numbers in digits or hex."""
-    content = path.read_bytes()
-    codes = sum(map(len, CODES.findall(content)))
-    return bool(GENERATED.search(content[:256])) or codes > MOST_CODES * len(content)
 
 
 def signature(files: list[Path]) -> str:
