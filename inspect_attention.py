@@ -137,4 +137,4 @@ def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:
 
 
 if __name__ == "__main__":
-    run_script(main, outlives_reader=True)  # files are written also if `head` has seen enough
+    run_script(main)

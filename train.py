@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cli.script import run_script
+from cli.script import outlives_readers, run_script
 from data.batches import IGNORE, Batches, seed_for
 from data.prepare import prepare
 from model import GPT
@@ -124,9 +124,9 @@ def train(config: Config, ranks: Ranks) -> None:
 
 
 def main() -> None:
-    with Ranks() as ranks, shared_cores():
+    with outlives_readers(), Ranks() as ranks, shared_cores():
         train(read_config(sys.argv[1:]), ranks)
 
 
 if __name__ == "__main__":
-    run_script(main, outlives_reader=True)
+    run_script(main)

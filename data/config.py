@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cli.options import PathText
-from errors import check_ranges
+from errors import check_numbers
 
 
 @dataclass(frozen=True)
@@ -27,4 +27,4 @@ class DataConfig:
     """Token files to validate on. Left out: the end of those of the source."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, {"max_tokens": (1, 10**15), "val_fraction": (1e-9, 0.999999)})
+        check_numbers(self, max_tokens=(1, 1e30), val_fraction=(1e-9, 0.999999))

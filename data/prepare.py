@@ -156,7 +156,7 @@ def find_prepared(fingerprint: object, *elsewhere: str) -> Corpus | None:
     if fingerprint is None:
         return None
     for directory in (*map(Path, elsewhere), *PREPARED.glob("*")):
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        with suppress(UserError, OSError, ValueError, TypeError, KeyError):
             if json.loads(read_small(directory / "meta.json"))["fingerprint"] == fingerprint:
                 return open_corpus(directory)
     return None
@@ -166,7 +166,7 @@ if __name__ == "__main__":
     import tyro
 
     from cli.options import PathText, parse
-    from cli.script import how_to_run, run_script
+    from cli.script import how_to_run, run_script, visible
 
     @dataclass(frozen=True)
     class Arguments(DataConfig):
@@ -179,7 +179,7 @@ if __name__ == "__main__":
     def main() -> None:
         arguments = parse(Arguments, sys.argv[1:])
         corpus = prepare(arguments, arguments.out)
-        print(f"{corpus.directory}: {corpus}")
+        print(visible(f"{corpus.directory}: {corpus}"))
         source = shlex.quote(str(corpus.directory))
         options = f"--data.source {source} --data.tokenizer {shlex.quote(corpus.meta['tokenizer'])}"
         out_dir = shlex.quote(f"out/{corpus.directory.name}")

@@ -245,7 +245,8 @@ def open_model(checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module,
     model is float32, and a line says so.
     """
     if checkpoint.code_has_changed:
-        print(f"note:   {checkpoint.directory.name} was trained by other code in model/; here it may be another model")
+        name = visible(checkpoint.directory.name)
+        print(f"note:   {name} was trained by other code in model/; here it may be another model")
     model = load_decoder(checkpoint, device)
     stored = next(model.parameters()).dtype
     trained = nested(checkpoint.manifest, "environment", "dtype")

@@ -42,11 +42,6 @@ class Checkpoint:
         return parse_json(self.directory / TRAINER, self.trainer_json)
 
     @property
-    def causal(self) -> str | None:
-        """The certificate of causality from the training; None for a model from elsewhere."""
-        return nested(self.manifest, "certificate", "causal")
-
-    @property
     def code_has_changed(self) -> bool:
         """Whether the model was trained by other files of this package; False for a model from elsewhere."""
         return nested(self.manifest, "environment", "code of model/") not in (None, code_hash())

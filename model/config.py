@@ -7,22 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from errors import UserError, check_ranges
+from errors import UserError, check_numbers
 
-# Larger than any real model, so that a damaged or hostile config.json is refused before memory is allocated.
-RANGES = {
-    "n_layer": (1, 2**9),
-    "n_head": (1, 2**16),
-    "n_kv_head": (1, 2**16),
-    "n_embd": (1, 2**20),
-    "head_dim": (1, 2**20),
-    "n_inner": (1, 2**22),
-    "vocab_size": (1, 2**24),
-    "context_length": (1, 2**15),  # the mask takes its square in bytes, 1 GiB
-    "dropout": (0, 0.99),
-    "rope_theta": (1, 1e30),
-    "norm_eps": (0, 1.0),
-}
+MOST_CONTEXT = 2**15  # the mask takes its square in bytes, 1 GiB
+SIZES = ("n_head", "n_kv_head", "n_embd", "head_dim", "n_inner", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,14 @@ class GPTConfig(ModelConfig):
         families = get_args(ModelConfig.__annotations__["family"])
         if family not in families:
             raise UserError(f"family must be one of {', '.join(families)}, got {family!r}")
-        check_ranges(self, RANGES)
+        # Larger than any real model, so that a damaged or hostile config.json is refused before memory is allocated.
+        check_numbers(
+            self,
+            n_layer=(1, 2**9),
+            context_length=(1, MOST_CONTEXT),
+            dropout=(0, 0.99),
+            **dict.fromkeys(SIZES, (1, 2**24)),
+        )
         if self.n_embd % self.n_head != 0 and (self.head_dim is None or family != "qwen3"):
             raise UserError(f"n_embd must be a multiple of n_head, got n_embd={self.n_embd} and n_head={self.n_head}")
         gated_width = 64 * math.ceil(self.n_embd / 24)  # 8/3 n_embd, rounded up to a multiple of 64

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from model.config import RANGES, GPTConfig
+from model.config import MOST_CONTEXT, GPTConfig
 from model.families import FAMILIES
 
 Tensors = dict[str, Tensor]  # by name, as a state dict
@@ -192,7 +192,7 @@ def config_from_huggingface(content: dict) -> GPTConfig:
         values = {"family": family, **{name: known[key] for name, key in export.fields.items()}}
         if FAMILIES[family].rotary:
             values |= rope_from_huggingface(content)
-            if values["context_length"] > RANGES["context_length"][1]:
+            if values["context_length"] > MOST_CONTEXT:
                 values["context_length"] = CUT_CONTEXT
         for name, value in content.get(OWN_KEY, {}).items():
             if name not in GPTConfig.__dataclass_fields__:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from errors import UserError, check_ranges
+from errors import UserError, check_numbers
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -29,9 +29,6 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), -math.inf)
 
 
-RANGES = {"temperature": (0, 1e30), "top_k": (1, 2**31), "top_p": (1e-9, 1.0), "min_p": (0, 1.0)}
-
-
 @dataclass(frozen=True)
 class Sampler:
     """Choice of the next token; `GPT.generate` describes the options. Raises UserError if one is out of range."""
@@ -42,7 +39,7 @@ class Sampler:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        check_ranges(self, RANGES)
+        check_numbers(self, top_k=(1, 1e30), top_p=(1e-9, 1), min_p=(0, 1))
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose one token per row: (B, V) -> (B, 1)."""

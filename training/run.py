@@ -11,6 +11,7 @@ from pathlib import Path
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from cli.script import visible
 from data import disk
 from data.corpus import Corpus
 from data.known import remember
@@ -109,7 +110,7 @@ class Run:
         text += f" | trained {train_seconds:8.1f} s"
         if sample is not None:
             self.log(step, sample=sample)
-            text += f"\n{'':12} | {' '.join(sample.split())[:SAMPLE_WIDTH]}"
+            text += f"\n{'':12} | {visible(' '.join(sample.split())[:SAMPLE_WIDTH])}"
         self.report()
         return text
 

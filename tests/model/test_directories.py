@@ -118,7 +118,7 @@ BAD = [
     (nothing_but("step-00000007"), "theirs", "theirs holds step-00000007, part of a run: give a run with an intact"),
     (nothing_but("checkpoints"), "theirs", "theirs holds checkpoints, part of a run: give a run with an intact check"),
     (pipes("model.safetensors"), "theirs", "theirs/model.safetensors is not a file"),
-    (pipes("config.json"), "theirs", "theirs/config.json cannot be read: it is not a file of at most"),
+    (pipes("config.json"), "theirs", "there is no file theirs/config.json of at most"),
 ]  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_what_is_no_model_is_named(run, here: Path, monkeypatch, change, place: 
         ({"hidden_act": 999 * "x", "model_type": "llama"}, f"hidden_act = '{59 * 'x'}, a llama of"),
         ({"quantization_config": {"quant_method": "awq"}}, "has quantized weights, {'quant_method': 'awq'}: give the"),
         ({"model_type": None, "_class_name": "UNet"}, "nanochat (inspect_attention.py asks transformers to open"),
-        ({"n_layer": 999 * "x"}, f"n_layer must be a whole number from 1 to 512, got '{59 * 'x'}\n"),
+        ({"n_layer": 10**9}, "n_layer must be a number from 1 to 512, got 1000000000\n"),
     ],
 )
 def test_a_configuration_is_shown_in_part(run, here: Path, change: dict, message: str) -> None:

@@ -84,7 +84,7 @@ def test_filters_worked_out_by_hand(kept: Tensor, expected: list[bool]) -> None:
     [
         (0, {}, "the prompt is empty"),
         (1, {"temperature": float("nan")}, "temperature must be a number from 0 to .*, got nan"),
-        (1, {"top_k": 2.0}, "top_k must be a whole number from 1 to 2,147,483,648, got 2.0"),
+        (1, {"top_k": 0}, "top_k must be a number from 1 to 1e.30, got 0"),
     ],
 )
 def test_impossible_requests_are_refused(length: int, options: dict, message: str) -> None:

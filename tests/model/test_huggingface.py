@@ -159,7 +159,7 @@ def test_a_model_of_the_hub_is_sampled_by_its_name(run, tmp_path: Path, monkeypa
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rotary positions of the type 'yarn'"),
         ("qwen3", {"use_sliding_window": True}, "config.json has use_sliding_window = True"),
         ("gpt2", {"activation_function": "relu"}, "config.json has activation_function = 'relu'"),
-        ("llama", {"hidden_size": None}, "n_embd must be a whole number"),
+        ("llama", {"hidden_size": None}, "config.json does not describe a GPT"),
         ("gpt2", {"model_type": "bert"}, f"model_type 'bert', this version reads {', '.join(FAMILIES)}"),
         ("gpt2", {"tril": 3}, "does not describe a GPT"),
     ],

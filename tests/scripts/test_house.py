@@ -146,9 +146,7 @@ def counted(readme: str) -> str:
 
 def test_readme_counts_lines_as_they_are() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme == counted(readme), (
-        "other lines are counted: python -m tests.scripts.test_house writes them anew"
-    )
+    assert readme == counted(readme), "other lines are counted: python -m tests.scripts.test_house writes them anew"
 
 
 @pytest.mark.long

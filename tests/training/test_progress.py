@@ -1,9 +1,5 @@
 """Progress: the speed that a run prints, no waiting for a device between logs, and an output that nobody reads."""
 
-import io
-import os
-import re
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,8 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from cli.bars import progress_bar
-from cli.script import Screen
 from tests.conftest import often, tiny_run
 from training.progress import Progress
 
@@ -72,25 +66,3 @@ def test_no_step_reads_a_number_between_logs(
     seen = [{name.removeprefix("aten::").split(".")[0] for name in mode.names} for mode in operations]
     assert len(seen) == 7 and all(names >= {"embedding", "_fused_adamw_"} for names in seen)  # forward, and the update
     assert [names & WAITING for names in seen] == [set()] * 7
-
-
-def test_nobody_has_to_read_what_a_training_says(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "w") as pipe:
-        stream = Screen(pipe, outlives_reader=True)
-        for _ in range(3):
-            stream.write("step\n")
-            stream.flush()
-        assert not stream.isatty()
-
-
-def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", log)
-    monkeypatch.setattr("cli.bars.INTERVAL", 0)
-    with progress_bar(iterable=range(3), desc="counting", leave=False) as counted:
-        assert list(counted) == [0, 1, 2]
-    lines = log.getvalue().splitlines()
-    assert len(lines) == 4 and "\r" not in log.getvalue()
-    assert all(re.match(r"counting: +\d+%", line) and line == line.strip() for line in lines)

@@ -1,0 +1,123 @@
+"""The front door of the scripts: exit codes, prompts, text that is safe to print, and outputs that nobody reads."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.bars import progress_bar
+from cli.script import fail, outlives_readers, read_prompt, run_script, visible
+from errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+class Stopped(KeyboardInterrupt):
+    exit_code = 75
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (UserError("n_head must be 3"), 2, "n_head must be 3"),
+        (FileNotFoundError(2, "No such file or directory", "a.txt"), 2, "[Errno 2] No such file or directory: 'a.txt'"),
+        (RuntimeError("CPU: you tried to allocate 9 bytes"), 2, "what needs less: CPU: you tried to allocate 9 bytes"),
+        (RuntimeError("CUDA error: out of memory"), 2, "says what needs less: CUDA error: out of memory"),
+        (MemoryError("Unable to allocate 9 GiB"), 2, "out of memory, docs/train.md says what needs less: Unable"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (Stopped("saved: go on"), 75, "saved: go on"),
+        (RuntimeError("illegal memory access"), None, None),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_a_bug_a_traceback(
+    capsys: pytest.CaptureFixture, error: BaseException, code: int | None, said: str | None
+) -> None:
+    def main() -> None:
+        raise error
+
+    expected = pytest.raises(type(error)) if code is None else pytest.raises(SystemExit)
+    with expected as stopped:
+        run_script(main)
+    if code is not None:
+        assert stopped.value.code == code and said in capsys.readouterr().err
+
+
+def test_a_message_keeps_its_end(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        fail("no" + 10_000 * "\u200b" + ": give another", 2)
+    said = capsys.readouterr().err
+    assert len(said) < 1000 and ": no\\u200b" in said and said.endswith("\\u200b: give another\n")
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("\ta猫 é🙂\n", "\ta猫 é🙂\n"),
+        ("\x1b[2J\x07\x9b", "\\x1b[2J\\x07\\x9b"),
+        ("a\u202eb\u2066c\u200d\u00ad\ufeff", "a\\u202eb\\u2066c\\u200d\\xad\\ufeff"),
+        ("\U000e0041\u2028\u2029\udc80", "\\U000e0041\\u2028\\u2029\\udc80"),
+        ("a\rb", "a\\rb"),
+    ],
+)
+def test_what_a_stranger_wrote_is_visible_and_commands_no_terminal(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+def run_python(code: str, **options: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", f"import sys; from cli.script import *; {code}"]
+    return subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+def test_a_full_disk_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        ended = run_python("run_script(lambda: print('a line'))", stdout=full)
+    assert ended.returncode == 2 and re.fullmatch(r"-c: .*No space left on device\n", ended.stderr)
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+def test_nobody_has_to_read_what_is_said(lasts: bool) -> None:
+    """A training goes on; other scripts end."""
+    code = "run_script(lambda: [print('a line') for _ in range(3)] and sys.exit(7))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        ended = run_python(f"lasting = outlives_readers(); lasting.__enter__(); {code}" if lasts else code, stdout=pipe)
+    assert ended.returncode == (7 if lasts else 0) and not ended.stderr
+
+
+def test_a_pipe_has_each_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr(sys, "stdout", pipe)
+    with outlives_readers():
+        assert not sys.stdout.isatty()
+    run_script(lambda: print("a line"))
+    assert pipe.buffer.getvalue() == b"a line\n"
+
+
+def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr("cli.bars.INTERVAL", 0)
+    with progress_bar(iterable=range(3), desc="counting", leave=False) as counted:
+        assert list(counted) == [0, 1, 2]
+    lines = log.getvalue().splitlines()
+    assert len(lines) == 4 and "\r" not in log.getvalue()
+    assert all(re.match(r"counting: +\d+%", line) and line == line.strip() for line in lines)
+
+
+def test_a_prompt_is_read_as_a_text_to_train_on(run: Callable, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    content = b"\xef\xbb\xbfa\r\nb\r"  # a byte order mark, and line ends of Windows and of old Macs
+    (tmp_path / "p.txt").write_bytes(content)
+    assert read_prompt("@~/p.txt") == "a\r\nb\r" and read_prompt("a\r\n") == "a\r\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert read_prompt("-") == "a\r\nb\r"
+    (tmp_path / "p.txt").write_bytes(b"\xff\xfea\0")
+    with pytest.raises(UnicodeError):
+        read_prompt("@~/p.txt")
