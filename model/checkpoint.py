@@ -4,7 +4,7 @@ config.json  model.safetensors  tokenizer.json  tokenizer_config.json    the mod
 optimizer.safetensors  trainer.json                                      the rest of a training run
 manifest.json                       size and SHA-256 of every file, and the certificate of causality; written last
 
-People may add a README.md, the model card of the Hugging Face hub, and edit it: the manifest never names it.
+Files that the manifest does not name, such as a README.md, are not looked at.
 """
 
 import hashlib
@@ -12,18 +12,30 @@ import json
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from files import read_small
-from model.elsewhere import HUB_NAME, download, parse_json, refuse_others
+from files import read_small, refuse_pointer
 
 FORMAT = 3
 TRAINER = "trainer.json"
-CARD = "README.md"
 STEP = re.compile(r"step-\d{8}")
+HUB_NAME = re.compile(r"(hf:)?(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", re.ASCII)
+FETCHED = (  # never a pickle
+    "*config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+)
+PICKLE = re.compile(r"pytorch_model.*\.bin|.+\.(pt|pth|ckpt|pkl)")
 
 
 @dataclass(frozen=True)
@@ -33,13 +45,12 @@ class Checkpoint:
     directory: Path
     manifest: dict = field(default_factory=dict)
     """The content of manifest.json; empty for a model from elsewhere."""
-    trainer_json: bytes = b"{}"
-    """The content of trainer.json, read once."""
 
     @property
     def trainer(self) -> dict:
         """The state of the training; empty for a model from elsewhere. Raises UserError if it cannot be read."""
-        return parse_json(self.directory / TRAINER, self.trainer_json)
+        path = self.directory / TRAINER
+        return read_json(path) if path.is_file() else {}
 
     @property
     def code_has_changed(self) -> bool:
@@ -51,8 +62,8 @@ def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
     """Find a checkpoint and verify it.
 
     `place` is a checkpoint, a run directory (its newest intact checkpoint is taken), a Hugging Face model directory, or
-    the name OWNER/NAME of a model on the Hugging Face hub. A directory OWNER takes precedence, but never over
-    hf:OWNER/NAME or hf:OWNER/NAME@REVISION. A `Checkpoint` is returned as it is.
+    the name OWNER/NAME or OWNER/NAME@REVISION of a model on the Hugging Face hub. A directory OWNER takes precedence,
+    but never with hf: before the name. A `Checkpoint` is returned as it is.
 
     Raises UserError if there is none.
     """
@@ -60,65 +71,109 @@ def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
         return place
     name = str(place)
     path = Path(os.path.expanduser(name))
-    of_hub, _, revision = name.removeprefix("hf:").partition("@")
-    if HUB_NAME.fullmatch(of_hub) and (name.startswith("hf:") or name == of_hub and not os.path.exists(path.parent)):
-        return Checkpoint(download(of_hub, revision or None))
-    if not os.path.exists(path) or not name:
-        advice = "give a run, a checkpoint, or OWNER/NAME of the Hugging Face hub, as openai-community/gpt2"
-        if HUB_NAME.fullmatch(name):
-            advice = f"the directory {path.parent} hides such a name of the Hugging Face hub, which hf:{name} asks for"
-        raise UserError(f"there is no {name!r}: {advice}")
-    if not (path / "config.json").is_file():
-        for directory in step_directories(path / "checkpoints"):
-            try:
-                return verify(directory)
-            except (UserError, OSError) as error:
-                print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
+    of_hub = HUB_NAME.fullmatch(name)
+    if of_hub and (of_hub[1] or not path.parent.exists()):
+        return verify(download(of_hub[2], of_hub[3]))
+    if not path.exists():
+        raise UserError(f"there is no run or checkpoint {name!r}; a model of the Hugging Face hub is hf:OWNER/NAME")
+    for directory in step_directories(path / "checkpoints"):
+        try:
+            return verify(directory)
+        except (UserError, OSError) as error:
+            print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
     return verify(path)
 
 
 def step_directories(parent: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first."""
-    found = [path for path in parent.iterdir() if STEP.fullmatch(path.name)] if parent.is_dir() else []
-    return sorted(found, reverse=True)
+    return sorted((path for path in parent.glob("*") if STEP.fullmatch(path.name)), reverse=True)
+
+
+@cache
+def download(name: str, revision: str | None) -> Path:
+    """Return a directory with a model of the Hugging Face hub: the copy in the cache if the hub gives none.
+
+    Raises UserError if there is neither.
+    """
+    from huggingface_hub import model_info, snapshot_download  # slow to import, and seldom needed
+
+    print(f"asking the hub for {name}", file=sys.stderr)
+    fetch = partial(snapshot_download, name, revision=revision, allow_patterns=FETCHED)
+    try:
+        model_info(name, revision=revision, timeout=10)  # seconds; the library itself waits for ever
+        return Path(fetch())
+    except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
+        with suppress(Exception):
+            return Path(fetch(local_files_only=True))
+        raise UserError(f"{name} was not found locally, nor on the Hugging Face hub: {one_line(error)}") from error
 
 
 def verify(directory: Path) -> Checkpoint:
-    """Compare a checkpoint with its manifest. A foreign model has no manifest, and passes.
+    """Compare a checkpoint with its manifest. A model from elsewhere has none: it needs a config.json and weights.
 
-    Raises UserError naming the first file that differs, is missing, is not in the manifest, or is a link.
+    Raises UserError naming the first file that is missing or differs.
     """
     path = directory / "manifest.json"
     if not path.is_file():
         if STEP.fullmatch(directory.name):
             raise UserError(f"{directory} has no manifest.json: it was not written to the end")
-        refuse_others(directory, str(directory))
-        trainer = directory / TRAINER
-        return Checkpoint(directory, {}, read_small(trainer) if trainer.is_file() else b"{}")
-    content = read_small(path)
-    manifest = parse_json(path, content)
+        refuse_others(directory)
+        return Checkpoint(directory)
+    manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise UserError(f"{directory} has format {manifest.get('format')!r:.60}, this version reads {FORMAT}")
     manifest.pop("sha256", None)
     files = manifest.get("files")
-    if with_own_hash(manifest) != content or not isinstance(files, dict):
+    if with_own_hash(manifest) != path.read_bytes() or not isinstance(files, dict):
         raise UserError(f"{path} is damaged: its SHA-256 is not the one in it")
-    found = {path.name for path in directory.glob("[!.]*")} - {"manifest.json", CARD}  # not .DS_Store
-    trainer = b"{}"
-    for name in sorted(found | files.keys()):
-        path = directory / name  # which is only opened if it was found in the directory
-        if name not in files:
-            raise UserError(f"{directory} has {name!r:.60}, which is not in the manifest: it does not belong there")
-        if name not in found or path.is_symlink() or not path.is_file():
-            raise UserError(f"{directory} has no {name!r:.60} as a file of its own, which is in the manifest")
-        if name == TRAINER:
-            trainer = read_small(path)
-            digest = hashlib.sha256(trainer).hexdigest()
-        else:
-            digest = sha256(path)
-        if {"size": path.stat().st_size, "sha256": digest} != files[name]:
-            raise UserError(f"{name!r} in {directory} is damaged: its size or SHA-256 is not the one in the manifest")
-    return Checkpoint(directory, manifest, trainer)
+    for name, expected in files.items():
+        path = directory / name
+        if not path.is_file() or {"size": path.stat().st_size, "sha256": sha256(path)} != expected:
+            raise UserError(f"{path} is missing or damaged: its size or SHA-256 is not the one in the manifest")
+    return Checkpoint(directory, manifest)
+
+
+def refuse_others(place: Path) -> None:
+    """Raise UserError if a place holds no model with weights in safetensors."""
+    for path in (place, *sorted(place.glob("*"))):
+        if PICKLE.fullmatch(path.name) and not any(place.glob("model*.safetensors*")):
+            advice = "if you trust it, save it in safetensors, as docs/other_tools.md says"
+            raise UserError(f"{path} is a pickle, which can run code: {advice}")
+    if not (place / "config.json").is_file():
+        raise UserError(f"{place} is no model, and no run with an intact checkpoint: it has no config.json")
+    tensor_files(place, "model")
+
+
+def tensor_files(directory: Path, stem: str) -> list[Path]:
+    """Return the safetensors file of a "model" or an "optimizer", or the several files that an index names.
+
+    Raises UserError for a file that is not there or elsewhere, or of another kind, as a pointer of Git LFS.
+    """
+    paths = [directory / f"{stem}.safetensors"]
+    index = directory / f"{stem}.safetensors.index.json"
+    if not paths[0].is_file() and index.is_file():
+        paths = sorted({directory / str(name) for name in read_json(index).get("weight_map", {}).values()})
+    for path in paths:
+        if path.parent != directory or path.suffix != ".safetensors" or not path.is_file():  # nor a pipe: it would wait
+            raise UserError(f"{directory} has no safetensors file {path.name!r:.60}: fetch all files of the model")
+        refuse_pointer(path)
+    return paths
+
+
+def read_json(path: Path) -> dict:
+    """Return the JSON object in a file. Raises UserError if the file cannot be read or holds something else."""
+    try:
+        content = json.loads(read_small(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} does not hold a JSON object")
+    return content
+
+
+def one_line(error: Exception) -> str:
+    """Return the beginning of a library's message, on one line."""
+    return f"{' '.join(str(error).split()):.300}"
 
 
 def nested(content: object, *keys: str) -> Any:

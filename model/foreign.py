@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from errors import UserError
-from model.checkpoint import Checkpoint, find_checkpoint
-from model.elsewhere import ADAPTER, read_json, refuse_others
+from model.checkpoint import Checkpoint, find_checkpoint, one_line, read_json, tensor_files
 from model.huggingface import OWN_KEY
 from model.load import load_config, load_model
+
+ADAPTER = "adapter_config.json"
 
 
 def load_decoder(path: str | Path | Checkpoint, device: str | torch.device = "cpu") -> nn.Module:
@@ -35,9 +36,9 @@ def load_by_transformers(directory: Path, ours: str) -> nn.Module:
 
     ours: the reason why it is none of our families. Raises UserError as `load_decoder` does.
     """
-    refuse_others(directory, str(directory))  # an index would make `transformers` open what it names
+    tensor_files(directory, "model")  # an index would make `transformers` open what it names
     if (directory / ADAPTER).exists():  # and so would this
-        raise UserError(f"{directory} has an {ADAPTER} beside its weights: take it out if they are merged")
+        raise UserError(f"{directory} has an {ADAPTER}: merge the adapter, and take the file out")
     try:
         import transformers  # an extra, and slow to import
     except ImportError as error:
@@ -56,8 +57,7 @@ def load_by_transformers(directory: Path, ours: str) -> nn.Module:
         with suppress(ValueError):  # attention may be written out there
             model.set_attn_implementation("sdpa")
     except Exception as error:  # of many libraries, without a common class
-        reason = " ".join(str(error).split()).split(". ")[0]
-        raise UserError(f"{directory} cannot be opened by transformers: {reason:.300}; {ours}") from error
+        raise UserError(f"{directory} cannot be opened by transformers: {one_line(error)}; {ours}") from error
     if found["missing_keys"]:
         raise UserError(f"{directory} has no tensor {min(found['missing_keys'])}, which its config.json asks for")
     if found["unexpected_keys"]:

@@ -7,31 +7,29 @@ matrix products of memory that is not aligned to 64 bytes round differently: a l
 the saved one.
 """
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from errors import UserError
-from model.checkpoint import Checkpoint, find_checkpoint
+from model.checkpoint import Checkpoint, find_checkpoint, one_line, read_json, tensor_files
 from model.config import GPTConfig
-from model.elsewhere import read_json, tensor_files
 from model.gpt import GPT
-from model.huggingface import Tensors, config_from_huggingface, tensors_from_huggingface, tensors_to_huggingface
+from model.huggingface import HEAD, Tensors, config_from_huggingface, tensors_from_huggingface
 
-HEAD = "lm_head.weight"
-UNUSED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and rotary tables in old files
-PREFIXES = ("", "transformer.", "model.")
-WRAPPERS = re.compile(r"\b(_orig_mod|module)\.")  # of torch.compile and DataParallel
-Shapes = dict[str, tuple[int, ...]]
+EMBEDDING = "token_embedding.weight"
+POSITIONS = "position_embedding.weight"
 
 
 class skip_parameter_init(TorchFunctionMode):
-    """Create parameters without initialising them. Memory that is never written costs nothing."""
+    """Create parameters without initialising them. Memory that is never written costs nothing.
+
+    On the device "meta" the buffers would have no values either, also those that a layer of somebody's own computes.
+    """
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
@@ -56,22 +54,20 @@ def load_model(
         dtype: the dtype of the weights; None keeps that of the checkpoint.
         config: may ask for another dropout, or for a smaller context_length, than the stored model has.
 
-    Raises UserError if there is no intact checkpoint.
+    Raises UserError if there is no intact checkpoint, or if its tensors are not those of its config.json.
     """
-    checkpoint = find_checkpoint(path)
-    stored = load_config(checkpoint.directory)
-    tensors = load_weights(checkpoint.directory, stored)
-    dtype = dtype or tensors["token_embedding.weight"].dtype
-    weights = {}
-    for name in list(tensors):
-        weights[name] = tensors.pop(name).to(device, dtype, copy=True)  # drops what it has copied
-    weights.setdefault(HEAD, weights["token_embedding.weight"])  # tied
-    with skip_parameter_init():
-        model = GPT(config or stored)
-    if model.position_embedding is not None:
-        weights["position_embedding.weight"] = weights["position_embedding.weight"][: model.config.context_length]
-    model.load_state_dict(weights, assign=True)
-    return model.to(device).eval()
+    directory = find_checkpoint(path).directory
+    stored = load_config(directory)
+    weights = load_weights(directory, stored, device, dtype)
+    try:
+        with skip_parameter_init():
+            model = GPT(config or stored)
+        if POSITIONS in weights:
+            weights[POSITIONS] = weights[POSITIONS][: model.config.context_length]
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise UserError(f"{directory} is not the model that its config.json describes: {one_line(error)}") from error
+    return model.to(device, weights[EMBEDDING].dtype).eval()
 
 
 def load_config(directory: Path) -> GPTConfig:
@@ -79,67 +75,48 @@ def load_config(directory: Path) -> GPTConfig:
     return config_from_huggingface(read_json(directory / "config.json"))
 
 
-def load_weights(directory: Path, config: GPTConfig) -> Tensors:
-    """Return the state dict of the model in a directory, memory-mapped and without a tied head.
+def load_weights(directory: Path, config: GPTConfig, device: str | torch.device, dtype: torch.dtype | None) -> Tensors:
+    """Return a copy of the tensors of a GPT that are in a directory; a tied head is the embedding.
 
-    Raises UserError if the directory holds other tensors than a model with this configuration has.
+    Raises UserError for files that cannot be read, and for a head that contradicts the configuration.
     """
-    with torch.device("meta"):  # without memory, for the shapes
-        expected = GPT(config).state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_to_huggingface(config, expected).items()}
-    embedding = next(iter(shapes))
-    shapes[HEAD] = shapes[embedding]  # some files store a tied head as well
-    tensors = load_tensors(directory, "model", shapes)
-    if not config.tied and HEAD not in tensors:
-        raise UserError(f"{directory} has no tensor {HEAD}")
-    if config.tied and HEAD in tensors and not torch.equal(tensors[HEAD], tensors[embedding]):
-        raise UserError(f"{directory} has a head of its own, and a config.json that says it is the embedding")
-    weights = tensors_from_huggingface(config, tensors)
-    if any(weights.pop(name).any() for name in weights.keys() - expected.keys()):
-        raise UserError(f"{directory} has biases, and a config.json that says it has none")
+    weights = {}
+    for stored, tensor in read_tensors(directory, "model"):
+        for name, part in tensors_from_huggingface(config, stored, tensor).items():
+            if name in weights:
+                raise UserError(f"{directory} has {name} twice, the second time as {stored!s:.60}")
+            kept = dtype if part.is_floating_point() else None
+            weights[name] = part.to(device, kept, copy=True, memory_format=torch.contiguous_format)
+    if config.tied and EMBEDDING in weights:
+        embedding = weights[EMBEDDING]
+        if not weights.setdefault(HEAD, embedding).equal(embedding):  # some files store a tied head as well
+            raise UserError(f"{directory} has a head of its own, and a config.json that says it is the embedding")
     return weights
 
 
-def load_tensors(directory: Path, stem: str, shapes: Shapes) -> Tensors:
-    """Return the tensors of a "model" or an "optimizer" (the stem of the file names), memory-mapped.
+def load_tensors(directory: Path, stem: str, shapes: dict[str, tuple[int, ...]]) -> Tensors:
+    """Return the tensors of an "optimizer" (the stem of the file names), memory-mapped.
 
-    Raises UserError unless the files hold exactly the tensors that `shapes` names, with these shapes, and all numbers
-    are finite. Only the head may be missing.
+    Raises UserError unless the files hold exactly the tensors that `shapes` names, with these shapes.
     """
-    tensors = {}
+    tensors = dict(read_tensors(directory, stem))
+    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != shapes:
+        raise UserError(f"{directory} has other tensors of the {stem} than its model would have")
+    return tensors
+
+
+def read_tensors(directory: Path, stem: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of a "model" or an "optimizer", memory-mapped.
+
+    Raises UserError for files that cannot be read, and for numbers that are not finite.
+    """
     for path in tensor_files(directory, stem):
-        tensors |= read_file(path, shapes)
-    for name in shapes:
-        if name not in tensors and name != HEAD:
-            raise UserError(f"{directory} has no tensor {name}")
-    return tensors
-
-
-def read_file(path: Path, shapes: Shapes) -> Tensors:
-    """Return the tensors of one safetensors file; see `load_tensors`. Shapes are checked before memory is allocated."""
-    tensors = {}
-    try:
-        with safe_open(path, "pt") as file:
-            for stored in sorted(file.keys()):
-                # `transformers` saves a model without a head under names without the prefix of its body.
-                names = [prefix + part for part in (stored, WRAPPERS.sub("", stored)) for prefix in PREFIXES]
-                name = next((name for name in names if name in shapes), None)
-                if name is None:
-                    if UNUSED.search(stored):
-                        continue
-                    raise UserError(f"{path} has a tensor that is not expected: {stored!s:.60}")
-                if name in tensors:
-                    raise UserError(f"{path} has {name} twice, the second time as {stored!s:.60}")
-                header = file.get_slice(stored)
-                shape = tuple(header.get_shape())
-                kind = header.get_dtype()
-                if shape != shapes[name]:
-                    raise UserError(f"{path}: {name} is {shape!s:.60}, expected {shapes[name]}")
-                if kind not in ("F64", "F32", "F16", "BF16"):
-                    raise UserError(f"{path}: {name} holds {kind}, expected floating-point numbers")
-                tensors[name] = file.get_tensor(stored)
-                if not tensors[name].isfinite().all():
-                    raise UserError(f"{path}: {name} holds numbers that are not finite")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read: {error!s:.200}") from error
-    return tensors
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():
+                    tensor = file.get_tensor(name)
+                    if not tensor.isfinite().all():
+                        raise UserError(f"{path}: {name!s:.60} holds numbers that are not finite")
+                    yield name, tensor
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise UserError(f"{path} cannot be read: {one_line(error)}") from error

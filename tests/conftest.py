@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from benchmarks import has_nvidia_gpu
 from model import GPT, GPTConfig
-from model.checkpoint import CARD, sha256, with_own_hash
+from model.checkpoint import sha256, with_own_hash
 from model.huggingface import tensors_to_huggingface
 from training.save import checkpoint_files, save_checkpoint
 
@@ -225,7 +225,7 @@ def sign(checkpoint: Path) -> None:
     manifest["files"] = {
         path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
         for path in checkpoint.iterdir()
-        if path.name not in ("manifest.json", CARD)
+        if path.name != "manifest.json"
     }
     manifest.pop("sha256")
     (checkpoint / "manifest.json").write_bytes(with_own_hash(manifest))

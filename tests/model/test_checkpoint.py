@@ -50,10 +50,10 @@ def test_damage_is_named(save) -> None:
     directory = save()
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match="model.safetensors.* is damaged: its size or SHA-256 is not the one in"):
+    with pytest.raises(UserError, match="model.safetensors is missing or damaged: its size or SHA-256 is not"):
         GPT.from_pretrained(directory)
     path.unlink()
-    with pytest.raises(UserError, match="has no 'model.safetensors'"):
+    with pytest.raises(UserError, match="model.safetensors is missing or damaged"):
         GPT.from_pretrained(directory)
 
 
@@ -62,19 +62,6 @@ def test_a_newer_format_is_named(save) -> None:
     manifest = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
     with pytest.raises(UserError, match="has format 99, this version reads 3"):
-        verify(directory)
-
-
-def test_what_does_not_belong_to_a_checkpoint_is_named(save, tmp_path: Path) -> None:
-    directory = save()
-    (directory / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="has 'notes.txt', which is not in the manifest: it does not belong there"):
-        verify(directory)
-    (directory / "notes.txt").rename(directory / "README.md")  # a model card, which people may write and edit
-    verify(directory)
-    outside = (directory / "trainer.json").rename(tmp_path / "outside.json")
-    (directory / "trainer.json").symlink_to(outside)
-    with pytest.raises(UserError, match="has no 'trainer.json' as a file of its own, which is in"):
         verify(directory)
 
 
