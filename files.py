@@ -1,5 +1,6 @@
 """Read small files whole, wherever they came from, and write what has to survive a power cut. Every room may do so."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def refuse_pointer(path: Path | str) -> None:
     with open(path, "rb") as file:
         if file.read(len(POINTER)) == POINTER:
             raise UserError(f"{path} is a pointer of Git LFS, not the file itself: fetch that by git lfs pull")
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

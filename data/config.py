@@ -20,9 +20,10 @@ class DataConfig:
     text_column: str = "text"
     """The column that holds the text, in tables and hub data sets."""
     max_tokens: int | None = None
-    """Stop at this many tokens in both splits. None: everything. chars and bpe may learn from text beyond them."""
+    """Stop at this many tokens in both splits, or a piece of text later. None: everything. chars and bpe may learn from
+    text beyond them."""
     val_fraction: float = 0.1
-    """Share of the documents that is kept for validation. Of one document, or of token files, it is the end."""
+    """Share of the documents that is kept for validation. Of a few documents, or of token files, it is the end."""
     val_source: PathText | None = None
     """Token files to validate on. Left out: the end of those of the source."""
 

@@ -14,7 +14,7 @@ from data import errors_as_user_error
 from data.encoding import Tokenizer
 from data.tokenizer import TOKENIZER_JSON, load_tokenizer
 from errors import UserError
-from files import read_small
+from files import read_small, sha256
 
 SPLITS = ("train", "val")
 
@@ -33,7 +33,7 @@ class Corpus:
         train = self.meta["train"]
         val = self.meta["val"]
         return (
-            f"{self.meta['source']:.200}, {train['tokens']:,} tokens, {val['tokens']:,} to validate "
+            f"{self.meta['source']!s:.200}, {train['tokens']:,} tokens, {val['tokens']:,} to validate "
             f"({self.tokenizer.name:.60}, {val['bytes'] / val['tokens']:.2f} bytes each)"
         )
 
@@ -49,12 +49,6 @@ def fingerprint(tokenizer: Tokenizer, meta: dict) -> str:
     return hashlib.sha256(tokenizer.files[TOKENIZER_JSON] + hashes.encode()).hexdigest()
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def is_prepared(source: str) -> bool:
     """Return whether a source is the directory of a prepared corpus, intact or not."""
     return Path(source, "train.bin").is_file()
@@ -62,13 +56,13 @@ def is_prepared(source: str) -> bool:
 
 def open_corpus(directory: Path) -> Corpus:
     """Open a prepared corpus. Raises UserError if it is incomplete, or has changed since it was prepared."""
+    if not (directory / "meta.json").is_file():
+        raise UserError(f"{directory} is not empty, and not a complete prepared corpus")
     with errors_as_user_error(f"{directory} is not a complete prepared corpus"):
         meta = json.loads(read_small(directory / "meta.json"))
         tokenizer = load_tokenizer(directory)
-        if not isinstance(meta["source"], str) or not isinstance(meta["tokenizer"], str):
-            raise UserError(f"{directory / 'meta.json'} does not describe a prepared corpus")
         if meta["fingerprint"] != fingerprint(tokenizer, meta):
-            raise UserError(f"{directory} has changed since it was prepared: its fingerprint is not that of its files")
+            raise UserError(f"{directory} has changed since it was prepared: remove it")
         tokens = {split: map_split(directory / f"{split}.bin", meta[split], tokenizer) for split in SPLITS}
         return Corpus(directory, meta, tokenizer, tokens)
 
@@ -77,7 +71,7 @@ def map_split(path: Path, expected: dict, tokenizer: Tokenizer) -> np.ndarray:
     """Memory-map the ids of a split, and compare the file with its entry in meta.json.
 
     Its size is compared, and its content if the file was touched since the preparation. Raises UserError for a file
-    that has changed, or an id that the vocabulary does not have.
+    that has changed.
     """
     dtype = dtype_of(tokenizer)
     stat = path.stat()
@@ -85,9 +79,7 @@ def map_split(path: Path, expected: dict, tokenizer: Tokenizer) -> np.ndarray:
     if stat.st_size != size or expected["tokens"] < 2 or not expected["bytes"] > 0:
         raise UserError(f"{path} has {stat.st_size} bytes instead of {size}")
     tokens = np.memmap(path, dtype, mode="r")
-    if stat.st_ctime_ns != expected["ctime_ns"]:  # no program can set this time
-        if sha256(path) != expected["sha256"]:
-            raise UserError(f"{path} has changed since it was prepared: its SHA-256 is another")
-        if tokens.max() >= tokenizer.vocab_size:
-            raise UserError(f"{path} holds id {tokens.max()}, and the vocabulary has {tokenizer.vocab_size}")
+    # No program can set the ctime.
+    if stat.st_ctime_ns != expected["ctime_ns"] and sha256(path) != expected["sha256"]:
+        raise UserError(f"{path} has changed since it was prepared, its SHA-256 is another: remove {path.parent}")
     return tokens

@@ -15,22 +15,22 @@ import shlex
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
 
-from data import sources
 from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
 from data.encoding import TOKENIZER_JSON, Tokenizer
+from data.sources import find_files
 from data.token_files import has_token_files, open_token_files
 from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer
 from errors import UserError
 from files import publish, read_small
 
-FORMAT = 3  # raised when a source is read in another way than before: then it is prepared again
+FORMAT = 4  # raised when a source is read in another way than before: then it is prepared again
 PREPARED = Path(__file__).parent / "prepared"
 
 
@@ -48,32 +48,26 @@ def prepare(
     Raises UserError if the source cannot be used, if `out` holds something other than this corpus or cannot be written,
     or if the corpus has another fingerprint.
     """
-    corpus = find_prepared(fingerprint, config.source)
-    if corpus is None:
-        is_corpus = is_prepared(config.source)
-        is_tokens = not is_corpus and has_token_files(config.source)
-        if is_tokens and fingerprint is not None:
-            # The run's own copy of the tokenizer: another version of a library may write another.
-            config = replace(config, tokenizer="model")
-        tokenizer = find_tokenizer(config.tokenizer, model)
-        if config.tokenizer == "model" and model is None and not is_corpus:
-            raise UserError("the tokenizer 'model' is that of train.init_from, which is not given")
-        if out is not None and (is_corpus or is_tokens):
-            raise UserError(f"{config.source} is tokens already: there is nothing to write to {out}")
-        if config.val_source and not is_tokens:
-            raise UserError(f"data.val_source is for token files, and {config.source} has none")
-        if is_corpus:
-            corpus = open_source(config, tokenizer)
-        elif is_tokens:
-            corpus = open_token_files(config, tokenizer)
-        else:
-            corpus = prepare_source(config, out, tokenizer)
+    corpus = find_prepared(fingerprint, config.source) or find_corpus(config, out, fingerprint is not None, model)
     if fingerprint not in (None, corpus.meta["fingerprint"]):
-        different = sorted(set(fingerprint.splitlines()) ^ set(corpus.meta["fingerprint"].splitlines()))
-        name, colon, _ = different[0].rpartition(":")  # of token files: a line for each
-        changed = f" ({name:.60} differs, or is missing)" if colon else ""
-        raise UserError(f"{config.source} is not the text this run began with{changed}: put that back to go on")
+        raise UserError(f"{config.source} is not the text this run began with: put that back to go on")
     return corpus
+
+
+def find_corpus(config: DataConfig, out: Path | None, is_resumed: bool, model: Path | None) -> Corpus:
+    """Return the corpus of a configuration: a prepared one, token files, or text, which is prepared.
+
+    is_resumed: the tokenizer of token files is that of `model`: another version of a library may make another one.
+
+    Raises as `prepare`.
+    """
+    if is_prepared(config.source):
+        return open_source(config, find_tokenizer(config.tokenizer, model))
+    if has_token_files(config.source):
+        return open_token_files(config, find_tokenizer("model" if is_resumed else config.tokenizer, model))
+    if config.val_source:
+        raise UserError(f"data.val_source is for token files of datatrove, and {config.source} has none")
+    return prepare_source(config, out, find_tokenizer(config.tokenizer, model))
 
 
 def open_source(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
@@ -83,12 +77,12 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
     """
     corpus = open_corpus(Path(config.source))
     name = corpus.meta["tokenizer"]
-    is_same = name == config.tokenizer
     if tokenizer:  # other files of it may be of another version
-        one, other = ((each.files[TOKENIZER_JSON], each.document_start) for each in (corpus.tokenizer, tokenizer))
-        is_same = one == other
+        is_same = tokenizer.files[TOKENIZER_JSON] == corpus.tokenizer.files[TOKENIZER_JSON]
+    else:
+        is_same = name == config.tokenizer
     if not is_same:
-        raise UserError(f"{config.source} was prepared with --data.tokenizer {name:.200}, not {config.tokenizer}")
+        raise UserError(f"{config.source} was prepared with --data.tokenizer {name!s:.200}, not {config.tokenizer}")
     return corpus
 
 
@@ -97,8 +91,7 @@ def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | 
 
     Raises UserError if the directory holds something else, or a corpus that has changed, or cannot be written.
     """
-    files, left_out = sources.find_files(config.source)
-    key = corpus_key(config, files, tokenizer)
+    key = corpus_key(config, tokenizer)
     directory = (out or default_directory(config, key)).resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
     try:
@@ -106,48 +99,34 @@ def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | 
         # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both
         # work.
         with FileLock(directory.with_name(f".{directory.name}.lock")):
-            if directory.exists() and os.listdir(directory):
-                with suppress(UserError):
-                    corpus = open_corpus(directory)
-                    if key.items() <= corpus.meta.items():
-                        return corpus
-                if out and not (directory / "meta.json").exists():
-                    raise UserError(f"{directory} is not a corpus, and not empty: give another --out")
-                raise UserError(
-                    f"{directory} is not the corpus of this text, or is damaged: "
-                    f"remove it{', or give another --out' if out else ''}"
-                )
-            if left_out:
-                print(f"note: {config.source}: left out {left_out}", file=sys.stderr)
-            shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
-            temporary.mkdir()
-            try:
-                write_corpus(config, key, temporary, tokenizer)
-                publish(temporary, directory)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+            if not directory.exists() or not os.listdir(directory):
+                shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+                temporary.mkdir()
+                try:
+                    write_corpus(config, key, temporary, tokenizer)
+                    publish(temporary, directory)
+                finally:
+                    shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise UserError(
-            f"cannot write a corpus to {out or PREPARED}: {error}; python -m data.prepare SOURCE --out DIR writes "
-            "elsewhere"
+            f"cannot write a corpus: {error}; python -m data.prepare SOURCE --out DIR writes elsewhere"
         ) from None
-    return open_corpus(directory)
+    corpus = open_corpus(directory)
+    if corpus.meta["key"] != key:
+        raise UserError(f"{directory} is the corpus of another text, or of other options: give another --out")
+    return corpus
 
 
-def corpus_key(config: DataConfig, files: list[Path], tokenizer: Tokenizer | None) -> dict:
-    """Return everything that a corpus depends on, by name. meta.json repeats it."""
-    key = {"format": FORMAT, **vars(config), "signature": sources.signature(files), "vocabulary": None}
-    key.pop("val_source")  # of token files
-    key.pop("out", None)  # of the command line
-    if tokenizer:
-        key["vocabulary"] = hashlib.sha256(b"\0".join(tokenizer.files.values())).hexdigest()
-    return key
+def corpus_key(config: DataConfig, tokenizer: Tokenizer | None) -> str:
+    """Return a hash of all that a corpus depends on: options, names, sizes and times of files, a given tokenizer."""
+    stamps = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in find_files(config.source)]
+    options = {**vars(config), "out": None}  # of the command line
+    return hashlib.sha256(repr((FORMAT, options, stamps, tokenizer and tokenizer.files)).encode()).hexdigest()
 
 
-def default_directory(config: DataConfig, key: dict) -> Path:
-    """Return a directory in PREPARED with a readable name, which ends with a hash of the corpus's key."""
-    short = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
-    name = f"{Path(config.source).stem}-{Path(config.tokenizer).stem}-{short}"
+def default_directory(config: DataConfig, key: str) -> Path:
+    """Return a directory in PREPARED with a readable name, which ends with the beginning of the corpus's key."""
+    name = f"{Path(config.source).stem}-{Path(config.tokenizer).stem}-{key[:8]}"
     return PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
 
 
@@ -166,7 +145,7 @@ if __name__ == "__main__":
     import tyro
 
     from cli.options import PathText, parse
-    from cli.script import how_to_run, run_script, visible
+    from cli.script import run_script, visible
 
     @dataclass(frozen=True)
     class Arguments(DataConfig):
@@ -180,9 +159,7 @@ if __name__ == "__main__":
         arguments = parse(Arguments, sys.argv[1:])
         corpus = prepare(arguments, arguments.out)
         print(visible(f"{corpus.directory}: {corpus}"))
-        source = shlex.quote(str(corpus.directory))
-        options = f"--data.source {source} --data.tokenizer {shlex.quote(corpus.meta['tokenizer'])}"
-        out_dir = shlex.quote(f"out/{corpus.directory.name}")
-        print(f"next: {how_to_run('train.py')} {options} --train.out_dir {out_dir}")
+        words = ["--data.source", str(corpus.directory), "--data.tokenizer", arguments.tokenizer]
+        print(f"next: python train.py {shlex.join(words)}")
 
     run_script(main)

@@ -11,7 +11,6 @@ import bz2
 import csv
 import glob
 import gzip
-import hashlib
 import io
 import json
 import lzma
@@ -19,10 +18,8 @@ import os
 import re
 import sys
 import sysconfig
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from textwrap import shorten
 from typing import BinaryIO, TextIO
@@ -36,16 +33,15 @@ PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of
 # too, so that the pieces of a document have the tokens of the whole.
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
 HIDDEN = re.compile(r"\..*|__pycache__")
-NO_ENTRY = "without permission to enter"
-TABLES_OF_CODES = (
-    r"(cp[0-8]|hp_|iso8859|koi8_|kz|mac_|palmos|ptcp|tis_).*|(aliases|entities|_casefix|stringprep|topics)\.py"
-)
-NOT_STDLIB = re.compile(rf"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*|{TABLES_OF_CODES}")
+NOT_STDLIB = re.compile(
+    r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*"
+    r"|(cp[0-8]|hp_|iso8859|koi8_|kz|mac_|palmos|ptcp|tis_).*|(aliases|entities|_casefix|stringprep|topics)\.py"
+)  # tests, what was installed, and tables of codes
 BATCH = 100  # rows of Parquet and hub data sets that are read at once
 LONGEST = 1 << 26  # characters of a field of CSV or a row of JSON; a quote that is never closed is read no further
 BETWEEN_ROWS = " \t\r\n,"  # of JSON
 ROW_START = re.compile(f"[^{BETWEEN_ROWS}]|\\Z")
-PATIENCE = 10  # seconds that the hub has for its first answers
+PATIENCE = 10  # seconds that the hub has for its first answer
 
 Document = str | Iterable[str]  # the text, or its parts one after the other, each of any size
 
@@ -85,78 +81,43 @@ def split_prefix(source: str) -> tuple[str, str]:
     return (prefix, name) if colon and prefix in READERS else ("", source)
 
 
-def find_files(source: str) -> tuple[list[Path], str]:
-    """Return the files of a local source, sorted, and in words how many others are left out and why.
+def find_files(source: str) -> list[Path]:
+    """Return the files of a local source, sorted, each once, however many links lead to it.
 
-    Both are empty for a source with a prefix in READERS. Raises UserError if there is no such source.
+    None for a source with a prefix in READERS. Raises UserError if there is no such source.
     """
-    left_out, seen = Counter(), set()
     if split_prefix(source)[0]:
-        return [], ""
+        return []
     if source == "stdlib":
-        found = walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB, seen, Counter())
+        found = walk(sysconfig.get_path("stdlib"), NOT_STDLIB)
         found = [path for path in found if path.suffix == ".py"]
-    elif os.path.exists(source):  # its name may hold characters of a glob
-        found = walk(Path(source), HIDDEN, seen, left_out)
-    else:
-        matched = sorted(set(matches(source, left_out)))
-        left_out["folder"] += 0 if "**" in source else sum(map(os.path.isdir, matched))
-        found = [path for path in matched if not os.path.isdir(path) and is_usable(path, seen, left_out)]
-    files = sorted(filter(Path.is_file, found))
-    reasons = ", ".join(f"{number} {reason}" for reason, number in (+left_out).items())
-    if not files:
+    elif os.path.isdir(source):
+        found = walk(source, HIDDEN)
+    elif "**" in source:  # `glob` would follow links in circles
+        top, _, name = source.partition("**/")
+        found = (path for folder in glob.glob(top or ".") for path in walk(folder, HIDDEN) if path.match(name or "*"))
+    else:  # its name may hold characters of a glob
+        found = map(Path, [source] if os.path.exists(source) else glob.glob(source))
+    names = {path.resolve(): path for path in sorted(found, reverse=True) if path.is_file()}
+    if not names:
         raise UserError(
-            f"no text found at {source!r}{reasons and f' (left out: {reasons})'}: give a file, a folder, a glob, "
-            f"{':NAME, '.join(READERS)}:NAME or stdlib"
+            f"no text found at {source!r}: give a file, a folder, a glob, {':NAME, '.join(READERS)}:NAME or stdlib"
         )
-    return files, reasons
+    return sorted(names.values())
 
 
-def matches(pattern: str, left_out: Counter) -> Iterator[Path]:
-    """Yield what a glob matches. Its ** enters each folder once, where `glob` follows links in circles."""
-    top, *rest = re.split(r"(?<![^/])\*\*(?:/|$)", pattern, maxsplit=1)
-    starts = map(Path, glob.glob(top or "."))
-    if not rest:
-        yield from starts
-        return
-    for start in starts:
-        skipped = Counter()
-        for folder in filter(Path.is_dir, walk(start, HIDDEN, set(), skipped)):
-            yield from matches(f"{glob.escape(str(folder))}/{rest[0] or '*'}", left_out)
-        left_out[NO_ENTRY] += skipped[NO_ENTRY]
+def walk(folder: str, hidden: re.Pattern) -> Iterator[Path]:
+    """Yield the files in a folder at any depth, but no hidden names. Links are followed, in circles only once."""
 
+    def refuse(error: OSError) -> None:
+        raise UserError(f"cannot read all of {folder}: {error}")
 
-def walk(path: Path, hidden: re.Pattern, seen: set, left_out: Counter) -> Iterator[Path]:
-    """Yield a file, or a folder and what is in it at any depth, but no hidden names and nothing twice."""
-    if is_usable(path, seen, left_out):
-        yield path
-        for inner in sorted(path.iterdir()) if path.is_dir() else ():
-            if hidden.fullmatch(inner.name):
-                left_out["hidden"] += 1
-            else:
-                yield from walk(inner, hidden, seen, left_out)
-
-
-def is_usable(path: Path, seen: set, left_out: Counter) -> bool:
-    """Return whether a file or folder can be read and is not `seen` yet. If not, count the reason."""
-    is_folder = os.path.isdir(path)
-    if not is_folder and not os.path.isfile(path):
-        reason = "not a file (broken link, pipe, socket)"
-    elif not os.access(path, os.R_OK | is_folder * os.X_OK):
-        reason = NO_ENTRY if is_folder else "without permission to read"
-    elif (place := os.path.realpath(path)) in seen:
-        reason = "found under another name"
-    else:
+    seen = set()
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        place = os.path.realpath(parent)
+        folders[:] = [name for name in sorted(folders) if not hidden.fullmatch(name) and place not in seen]
         seen.add(place)
-        return True
-    left_out[reason] += 1
-    return False
-
-
-def signature(files: list[Path]) -> str:
-    """Return a hash of the names, sizes and times of files."""
-    stamps = [f"{path.resolve()}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}" for path in files]
-    return hashlib.sha256("\n".join(stamps).encode(errors="surrogateescape")).hexdigest()
+        yield from (Path(parent, name) for name in names if not hidden.fullmatch(name))
 
 
 def read_files(source: str, text_column: str) -> Iterator[Document]:
@@ -164,32 +125,21 @@ def read_files(source: str, text_column: str) -> Iterator[Document]:
 
     The name of a file says whether it is a table (TABLES), and how it is compressed (COMPRESSED).
     """
-    for path in map(str, find_files(source)[0]):
+    for path in map(str, find_files(source)):
         name, suffix = os.path.splitext(path.lower())
-        open_file = COMPRESSED.get(suffix, partial(open, mode="rb"))
         kind = os.path.splitext(name)[1] if suffix in COMPRESSED else suffix
-        if kind == ".tar":
-            raise UserError(f"{path} is an archive: unpack it")
-        parts = read_file(source, path, open_file, TABLES.get(kind, read_text), text_column)
-        if not os.path.getsize(path):
-            parts = [""]  # also of a kind that nothing can be read from
+        open_file = COMPRESSED.get(suffix, partial(open, mode="rb"))
+        parts = read_file(path, open_file, TABLES.get(kind, read_text), text_column)
         yield from parts if kind in TABLES else [parts]
 
 
-def read_file(source: str, path: str, open_file: Callable, read: Callable, text_column: str) -> Iterator[str]:
+def read_file(path: str, open_file: Callable, read: Callable, text_column: str) -> Iterator[str]:
     """Yield what a function of TABLES, or `read_text`, finds in a file. Raises UserError if it cannot be read."""
-    with (
-        errors_as_user_error(f"cannot read {path}"),
-        io.TextIOWrapper(open_file(path), "utf-8-sig", newline="") as file,
-    ):
+    with errors_as_user_error(f"cannot read {path}"):
         refuse_pointer(path)
-        try:
-            yield from read(path, file, text_column)
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path} is not UTF-8 ({error.reason}): convert or decompress it; if it is no text, leave it out by a "
-                f"glob in quotes, such as '{Path(source if os.path.isdir(source) else '', '**/*.txt')}'"
-            ) from None
+        if os.path.getsize(path):  # nothing can be read from an empty Parquet file
+            with io.TextIOWrapper(open_file(path), "utf-8-sig", newline="") as file:
+                yield from read(path, file, text_column)
 
 
 def open_zstandard(path: str) -> BinaryIO:
@@ -200,23 +150,23 @@ def open_zstandard(path: str) -> BinaryIO:
 
 
 def read_text(path: str, file: TextIO, text_column: str) -> Iterator[str]:
-    """Yield a text in parts."""
-    return iter(partial(file.read, PIECE), "")
+    """Yield a text in parts. Raises UserError for what is no text, though it happens to be valid UTF-8."""
+    for part in iter(partial(file.read, PIECE), ""):
+        if "\0" in part:
+            raise UserError(f"{path} is no text: it has NUL characters, as UTF-16 and binary files do")
+        yield part
 
 
 def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
     """Yield the texts of JSON: of objects one after the other, or of an array of them, on as many lines as they like.
 
-    Raises UserError for a row that is no object, and if no row has the column.
+    Raises UserError for a row that is no object, or has no such column.
     """
-    names = []  # of the first row, until one has the column
     for where, row in json_rows(path, file):
         if not isinstance(row, dict):
             raise UserError(f"{where}: expected an object with the column {text_column!r}, got {row!r:.60}")
-        names = [text_column] if text_column in row else names or list(row)
-        yield text_of(where, row.get(text_column))
-    if names:
-        check_column(path, text_column, names)
+        check_column(where, text_column, list(row))
+        yield text_of(where, row[text_column])
 
 
 def json_rows(path: str, file: TextIO) -> Iterator[tuple[str, object]]:
@@ -249,15 +199,15 @@ def read_csv(path: str, file: TextIO, text_column: str, delimiter: str = ",") ->
     """Yield the texts of a CSV file, whose first row names the columns. Raises UserError for a row unlike it."""
     csv.field_size_limit(LONGEST)
     rows = csv.reader(file, delimiter=delimiter, strict=True)
-    names, line = [], 1
+    line = 1
     try:
+        names = next(rows, [])
+        check_column(path, text_column, names)
+        line = rows.line_num + 1
         for row in rows:
-            if row and not names:
-                names = row
-                check_column(path, text_column, names)
-            elif row:
-                if len(row) != len(names):
-                    raise csv.Error(f"{len(row)} fields instead of {len(names)}")
+            if row and len(row) != len(names):
+                raise csv.Error(f"{len(row)} fields instead of {len(names)}")
+            if row:
                 yield text_of(f"{path}, line {line}", row[names.index(text_column)])
             line = rows.line_num + 1
     except csv.Error as error:
@@ -293,8 +243,7 @@ COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open
 def read_hub(name: str, text_column: str) -> Iterator[str]:
     """Yield the training split of a hub data set, NAME[:CONFIG][@REVISION], read over the network.
 
-    The hub has PATIENCE to say that it has the data set and what is in it. If it falls silent later, the libraries try
-    again for minutes.
+    The hub has PATIENCE to say that it has the data set. If it falls silent later, the libraries try again for minutes.
 
     Raises UserError for a malformed name, and if the hub does not answer.
     """
@@ -310,14 +259,8 @@ def read_hub(name: str, text_column: str) -> Iterator[str]:
     name, config, revision = parts.groups()
     if not os.path.exists(name):
         print(f"asking the hub for {name}", file=sys.stderr)
-        problem = f"cannot read {name} from the hub, which has {PATIENCE} seconds to answer"
-        with errors_as_user_error(problem), ThreadPool(1) as pool:
-            pool.apply_async(
-                lambda: (
-                    hub.repo_exists(name, repo_type="dataset")
-                    and next(hub.list_repo_tree(name, repo_type="dataset"), None)
-                )
-            ).get(PATIENCE)
+        with errors_as_user_error(f"cannot read {name} from the hub"):
+            hub.dataset_info(name, timeout=PATIENCE)
     with errors_as_user_error(f"cannot read {name}"):
         splits = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
         paths = [str(path) for path in splits.get("train", ())]
@@ -356,10 +299,8 @@ def text_of(where: str, value: object) -> str:
     if not isinstance(value, str | None):
         raise UserError(f"{where}: expected a text, got {value!r:.60}")
     text = value or ""
-    try:
+    with errors_as_user_error(f"{where} has half a character"):
         text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: the text has {text[error.start]!r}, which is half a character") from None
     return text
 
 

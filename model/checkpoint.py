@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from files import read_small, refuse_pointer
+from files import read_small, refuse_pointer, sha256
 
 FORMAT = 3
 TRAINER = "trainer.json"
@@ -197,9 +197,3 @@ def code_hash() -> str:
     """Return a short hash of the files of this package, which decide what the weights of a checkpoint mean."""
     paths = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

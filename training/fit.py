@@ -49,7 +49,7 @@ def size_of(data: DataConfig) -> tuple[float, str | None]:
         tokenizer = token_files[0].tokenizer
         return sum(file.num_tokens for file in token_files) * BYTES_PER_TOKEN.get(tokenizer, 3.5), tokenizer
     packed = (".parquet", *COMPRESSED)
-    found, _ = find_files(data.source)
+    found = find_files(data.source)
     sizes = [path.stat().st_size * (COMPRESSION if path.suffix.lower() in packed else 1) for path in found]
     return sum(sizes) if found else math.nan, None
 
