@@ -21,7 +21,7 @@ from data import prepare
 from data.config import DataConfig
 from data.prepare import prepare as prepare_corpus
 from data.token_files import TokenArray, find_token_files, open_token_files
-from data.tokenizer import make_tokenizer, save_tokenizer
+from data.tokenizer import load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError
 from tests.conftest import metrics, same_bits, tiny_run, weights, write_corpus
 
@@ -31,12 +31,11 @@ DOCUMENTS = [[i % 256, (7 * i + 1) % 256, *range(i % 13), END] for i in range(33
 
 
 def write_token_file(path: Path, documents: list[list[int]], tokenizer: str = "bytes", token_size: int = 2) -> None:
-    """Write the three files of a task of datatrove."""
+    """Write the files of a task of datatrove that are read."""
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(np.array([id for ids in documents for id in ids], f"<u{token_size}").tobytes())
-    ends = np.cumsum([len(ids) for ids in documents])
-    Path(f"{path}.index").write_bytes(ends.astype("<u8").tobytes())
-    Path(f"{path}.metadata").write_text(f"{tokenizer}|{token_size}\n{ends[-1]}\n{ends[-1] / 1e3:.2f} K")
+    ids = [id for document in documents for id in document]
+    path.write_bytes(np.array(ids, f"<u{token_size}").tobytes())
+    Path(f"{path}.metadata").write_text(f"{tokenizer}|{token_size}\n{len(ids)}\n{len(ids) / 1e3:.2f} K")
 
 
 @pytest.fixture
@@ -74,13 +73,12 @@ def test_many_files_are_one_array(token_size: int, tmp_path_factory: pytest.Temp
     check()
 
 
-@pytest.mark.parametrize("val_fraction", [0.1, 0.5, 0.9, 1e-9])
-def test_validation_begins_with_a_document(folder: Path, val_fraction: float) -> None:
-    ends = np.cumsum([len(ids) for ids in DOCUMENTS])
-    corpus = open_bytes(folder, val_fraction=val_fraction)
-    cut = len(corpus.tokens["train"])
-    assert cut == ends[ends <= min(ends[-1] - 1, ends[-1] * (1 - val_fraction))][-1]
-    text = [id for ids in DOCUMENTS for id in ids][cut:]
+def test_validation_is_the_end_of_all_tokens(folder: Path) -> None:
+    ids = [id for document in DOCUMENTS for id in document]
+    corpus = open_bytes(folder, val_fraction=0.3)
+    assert corpus.tokens["train"][:].tolist() == ids[: int(len(ids) * 0.7)]
+    text = ids[int(len(ids) * 0.7) :]
+    assert corpus.tokens["val"][:].tolist() == text
     assert corpus.meta["val"]["tokens"] == len(text)
     assert corpus.meta["val"]["bytes"] == len(bytes(id for id in text if id != END).decode(errors="replace").encode())
 
@@ -94,70 +92,32 @@ def test_options_choose_a_part_and_another_validation(folder: Path) -> None:
     assert len(other.tokens["val"]) == sum(len(ids) for ids in DOCUMENTS[97:200])
 
 
-def test_a_file_is_read_when_it_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, memmap = [], np.memmap
-
-    def noted(path: Path, *rest: object, **options: object) -> np.memmap:
-        opened.append(path.name)
-        return memmap(path, *rest, **options)
-
-    monkeypatch.setattr(np, "memmap", noted)
-    train = open_bytes(folder, val_source=str(folder / "00002*")).tokens["train"]
-    assert opened == ["00002_shuffled.ds"]  # whose bytes are counted
-    train[np.arange(7)[None]], train[np.arange(7)[None]]
-    assert opened[1:] == ["00000_shuffled.ds"]
-
-
-def test_the_tokenizer_may_be_the_one_that_the_files_name(tmp_path: Path) -> None:
-    save_tokenizer(make_tokenizer("bpe:300", ["so so " * 99]), tmp_path)
-    path = tmp_path / "tokenizer.json"
-    path = path.rename(tmp_path / "mine.json")
-    write_token_file(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer=str(path))
-    assert prepare_corpus(DataConfig(str(tmp_path / "d"))).tokenizer.name == "bpe:300"
-    write_token_file(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer="some/model")
-    with pytest.raises(UserError, match="unknown tokenizer 'some/model'.*hf download NAME tokenizer.json"):
-        prepare_corpus(DataConfig(str(tmp_path / "d")))
-    text = write_corpus(tmp_path)  # text can be written in it, too
-    assert prepare_corpus(DataConfig(str(text), str(path))).tokenizer.encode("so").size == 1
-
-
 def test_files_of_two_kinds_are_refused(folder: Path) -> None:
-    write_token_file(folder / "00001_shuffled.ds", DOCUMENTS[97:200], tokenizer="gpt2")
-    with pytest.raises(UserError, match="00001_shuffled.ds 2 bytes a token by gpt2, .*00000.* by bytes: give"):
-        prepare_corpus(DataConfig(str(folder)))
-    assert open_bytes(folder).tokenizer.name == "bytes"
-    write_token_file(folder / "00001_shuffled.ds", DOCUMENTS[97:200], token_size=4)
-    with pytest.raises(UserError, match="00001_shuffled.ds 4 bytes a token by bytes, .*00000.* 2 bytes"):
-        open_bytes(folder)
+    for change in ({"tokenizer": "gpt2"}, {"token_size": 4}):
+        write_token_file(folder / "00001_shuffled.ds", DOCUMENTS[97:200], **change)
+        with pytest.raises(UserError, match="00001_shuffled.ds and .*00000.* are of two tokenizers or sizes: give"):
+            open_bytes(folder)
 
 
-def test_another_tokenizer_than_the_files_own_is_refused(tmp_path: Path) -> None:
+def test_the_tokenizer_is_the_one_that_the_files_name(tmp_path: Path) -> None:
     for name, text in {"mine": "so so ", "other": "la la "}.items():
         (tmp_path / name).mkdir()
         save_tokenizer(make_tokenizer("bpe:300", [text * 99]), tmp_path / name)
     mine, other = (tmp_path / name / "tokenizer.json" for name in ("mine", "other"))
-    write_token_file(tmp_path / "d" / "0.ds", DOCUMENTS, tokenizer=str(mine))
-    same = mine.rename(tmp_path / "moved.json"), shutil.copy(tmp_path / "moved.json", mine)
-    for path in same:
-        assert prepare_corpus(DataConfig(str(tmp_path / "d"), str(path))).tokenizer.encode("so").size == 1
-    with pytest.raises(UserError, match=f"0.ds was written by {mine}, not by {other}"):
-        prepare_corpus(DataConfig(str(tmp_path / "d"), str(other)))
-    for learned in ("chars", "bpe:8192"):
-        with pytest.raises(UserError, match=f"0.ds was written by {mine}, so {learned} cannot be learned from it"):
-            prepare_corpus(DataConfig(str(tmp_path / "d"), learned))
-
-
-def test_text_beside_token_files_is_not_passed_over(folder: Path) -> None:
-    write_corpus(folder)
-    with pytest.raises(UserError, match=r"tokens holds token files \(.ds\), and .*corpus.txt: give files of one kind"):
-        open_bytes(folder)
-
-
-def test_files_that_are_to_be_shuffled_are_not_read(folder: Path) -> None:
-    write_token_file(folder / "00002_unshuffled.ds", DOCUMENTS)
-    with pytest.raises(UserError, match="00002_unshuffled.ds is to be shuffled by datatrove, which has not finished"):
-        open_bytes(folder)
-    assert len(open_bytes(folder / "*_unshuffled.ds").tokens["train"])  # of a run that shuffles nothing
+    mine = mine.rename(tmp_path / "mine.json")
+    folder = tmp_path / "d"
+    end = load_tokenizer(mine).end_of_text
+    documents = [[*ids[:-1], end] for ids in DOCUMENTS]
+    write_token_file(folder / "0.ds", documents, tokenizer=str(mine))
+    moved = shutil.copy(mine, tmp_path / "moved.json")
+    for asked in ([], [str(moved)]):
+        assert prepare_corpus(DataConfig(str(folder), *asked)).tokenizer.encode("so").size == 1
+    for name in (str(other), "chars", "bytes"):
+        with pytest.raises(UserError, match=f"0.ds was written by {mine}, not by {name}"):
+            prepare_corpus(DataConfig(str(folder), name))
+    write_token_file(folder / "0.ds", documents, tokenizer="some/model")
+    with pytest.raises(UserError, match="'some/model' is not bytes, chars, .*the path of a tokenizer.json"):
+        prepare_corpus(DataConfig(str(folder)))
 
 
 def damage(folder: Path, name: str, content: str | bytes | None) -> None:
@@ -176,54 +136,42 @@ def damage(folder: Path, name: str, content: str | bytes | None) -> None:
         (".metadata", "bytes|3\n500\n", r"00001_shuffled.ds.metadata does not describe a token file: KeyError: '3'"),
         (".metadata", b"\xff|2\n1\n", r"00001_shuffled.ds.metadata does not describe a token file"),
         (".metadata", "bytes|4\n500\n", r"00001_shuffled.ds has \d+ bytes, and by its .metadata 500 tokens in 2000"),
-        (".index", None, "00001_shuffled.ds.index does not say where documents end, so give a --data.val_source"),
-        (".index", b"", "00001_shuffled.ds.index does not say where documents end"),
-        (".index", b"12345678", "00001_shuffled.ds.index is not the index of .*00001_shuffled.ds: it ends at token"),
+        (
+            "",
+            np.array([97, 98] * 250, "<u2").tobytes(),
+            "00001_shuffled.ds ends with id 98, with which 'bytes' ends no",
+        ),
     ],
 )
 def test_a_file_that_is_not_right_is_named(folder: Path, name: str, content: str | bytes | None, message: str) -> None:
     damage(folder, name, content)
+    if "ends with" in message:
+        damage(folder, ".metadata", "bytes|2\n500\n")
     with pytest.raises(UserError, match=message):
         open_bytes(folder, val_fraction=0.5)
 
 
 def test_ids_beyond_the_vocabulary_are_found_when_they_are_read(folder: Path, run, tmp_path: Path) -> None:
-    write_token_file(folder / "00001_shuffled.ds", [[*ids, 257] for ids in DOCUMENTS[97:200]])
+    write_token_file(folder / "00001_shuffled.ds", [[257, *ids] for ids in DOCUMENTS[97:200]])
     result = run(train, *tiny_run(folder, tmp_path / "out"))
     assert result.exit_code == 2
     assert result.err.endswith("00001_shuffled.ds holds id 257, and the vocabulary has 257\n")
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"val_source": "text"}, r"no tokens found at 'text': give a folder or glob of .ds files"),
-        ({"val_fraction": 0.9999}, "has too few documents to keep 0.9999 of it for validation"),
-        ({"val_fraction": 1e-6, "max_tokens": 2}, "has too few documents to keep 1e-06 of it for validation"),
-        ({"tokenizer": "model"}, "the tokenizer 'model' is that of train.init_from, which is not given"),
-        ({"val_source": "tokens"}, "all token files of tokens are kept for validation"),
-        ({"source": "text", "val_source": "tokens"}, "data.val_source is for token files, and text has none"),
-    ],
-)
-def test_options_that_cannot_be_used_are_refused(
-    folder: Path, options: dict, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder.parent)
-    Path("text").mkdir()
-    write_corpus(Path("text"))
-    with pytest.raises(UserError, match=message):
-        open_bytes(**{"folder": options.pop("source", "tokens"), **options})
-
-
-def test_tokens_without_text_are_refused(tmp_path: Path) -> None:
-    write_token_file(tmp_path / "tokens" / "0.ds", [[END, END]] * 50)
-    with pytest.raises(UserError, match="the tokenizer 'bytes' finds no text in the validation tokens"):
-        open_bytes(tmp_path / "tokens")
-
-
-def test_there_is_nothing_to_prepare(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is tokens already: there is nothing to write to"):
-        prepare_corpus(DataConfig(str(folder), "bytes"), tmp_path / "new")
+def test_options_that_cannot_be_used_are_refused(folder: Path) -> None:
+    text = str(write_corpus(folder.parent))
+    for options, message in (
+        ({"val_source": text}, "no tokens found at .*corpus.txt': give a folder or glob of .ds files"),
+        ({"val_fraction": 0.9999}, "has too few tokens to keep 0.9999 of them for validation"),
+        ({"tokenizer": "model"}, "'model' is not bytes, .* model .if there is a train.init_from."),
+        ({"val_source": str(folder)}, "tokens has too few tokens"),
+        (
+            {"folder": text, "val_source": str(folder)},
+            "data.val_source is for token files of datatrove, and .* has none",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_bytes(**{"folder": folder, **options})
 
 
 def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path, monkeypatch) -> None:
@@ -239,11 +187,11 @@ def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path, monke
     assert metrics(straight, "val_loss") == metrics(out, "val_loss")
     assert run(inspect_attention, out).exit_code == 0
     shutil.rmtree(out / "checkpoints" / "step-00000012")
-    write_token_file(folder / "00001_shuffled.ds", [ids[::-1] for ids in DOCUMENTS[97:200]])
+    write_token_file(folder / "00001_shuffled.ds", [[*ids[-2::-1], END] for ids in DOCUMENTS[97:200]])
     for change in ("another", "missing"):
         result = run(train, "--resume", out)
         assert result.exit_code == 2
-        assert "text this run began with (00001_shuffled.ds differs, or is missing): put that back" in result.err
+        assert "tokens is not the text this run began with: put that back" in result.err
         assert "validation text is not here: give a text with --text" in run(inspect_attention, out).err, change
         (folder / "00001_shuffled.ds").unlink(missing_ok=True)
     damage(folder, "", b"123")
