@@ -55,13 +55,9 @@ class Batches:
 
     def starts(self, batch: int) -> np.ndarray:
         """Return where the sequences of the batch with this number begin, (B,)."""
-        drawn = batch * self.batch_size + np.arange(self.batch_size)
-        epochs, numbers = np.divmod(drawn, self.sequences_per_epoch)
-        starts = np.empty_like(drawn)
-        for epoch in np.unique(epochs).tolist():  # one, or more where an epoch ends inside the batch
-            here = epochs == epoch
-            starts[here] = self.order(epoch)[numbers[here]]
-        return starts
+        n = self.sequences_per_epoch
+        first = batch * self.batch_size
+        return np.array([self.order(number // n)[number % n] for number in range(first, first + self.batch_size)])
 
     def __call__(self, batch: int, device: torch.device) -> Batch:
         """Return inputs and targets of the batch with this number, both (B, T) int64. Targets are one token ahead."""

@@ -11,7 +11,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -34,8 +34,8 @@ CONTEXT = 64  # tokens that a stream decodes together, at most; a character or w
 # is printable as itself, and the others in their order as the characters from U+0100 on.
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 IN_ALPHABET_ORDER = sorted(range(256), key=lambda byte: chr(byte) not in ALPHABET)
-SPELLING = dict(zip(IN_ALPHABET_ORDER, ALPHABET, strict=True))
 BYTES = dict(zip(ALPHABET, IN_ALPHABET_ORDER, strict=True))
+SPELLING = {byte: character for character, byte in BYTES.items()}
 
 
 def to_bytes(spelled: str) -> bytes:
@@ -123,9 +123,7 @@ class TextStream:
         """Add an id, and return the text that is now certain: "" while a character may be incomplete."""
         self.waiting.append(token)
         text = self.end()
-        is_written = self.tokenizer.token_bytes(token).endswith(REPLACEMENT.encode())  # as a character of its own
-        is_uncertain = not text or (text.endswith(REPLACEMENT) and not is_written)
-        if is_uncertain and len(self.waiting) < CONTEXT:
+        if len(self.waiting) < CONTEXT and (not text or text.endswith(REPLACEMENT)):
             return ""
         self.returned = self.waiting
         self.waiting = []
@@ -192,9 +190,8 @@ class TiktokenTokenizer(Tokenizer):
         return {TOKENIZER_JSON: copy.to_str().encode(), TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode()}
 
     def encode_unicode(self, text: str) -> np.ndarray:
-        if self.characters is not None and not self.characters.issuperset(text):
-            character = next(character for character in text if character not in self.characters)
-            raise UserError(f"the chars tokenizer never saw the character {character!r} (U+{ord(character):04X})")
+        if self.characters and (unknown := set(text) - self.characters):
+            raise UserError(f"the chars tokenizer never saw the character {min(unknown)!r} (U+{ord(min(unknown)):04X})")
         encode = self.encoding.encode_to_numpy
         return np.concatenate([encode(piece, disallowed_special=()) for piece in cut([text])])
 
@@ -228,8 +225,10 @@ class HubTokenizer(Tokenizer):
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # a special token's name in a text is ordinary text
-        if getattr(library.model, "dropout", None):
-            raise ValueError("it draws ids at random")
+        if isinstance(library.model, models.BPE):
+            library.model.dropout = None  # which would draw ids at random
+            # Else what is unknown is left out, without an error.
+            library.model.unk_token = library.model.unk_token or "for this character"
         self.library = library
         self.name = name
         self.added = library.get_added_tokens_decoder()
@@ -249,24 +248,9 @@ class HubTokenizer(Tokenizer):
         ids += [number for number, token in self.added.items() if not token.special]
         self.vocab_size = max([max(ids), *self.document_start]) + 1
         self.decoder = repr(library.decoder)
-        if isinstance(library.model, models.BPE) and library.model.unk_token is None:
-            library.model.unk_token = "a name without a token"  # else what is unknown is left out, without an error
 
     def encode_unicode(self, text: str) -> np.ndarray:
-        encode = partial(self.library.encode, add_special_tokens=False)
-        try:
-            return np.array(encode(text).ids, dtype=np.uint32)
-        except Exception:  # the library has no other for what is unknown
-            knows_words = isinstance(self.library.model, models.WordLevel | models.WordPiece)
-            for part in text.split() if knows_words else dict.fromkeys(text):
-                try:
-                    encode(part)
-                except Exception as error:
-                    raise UserError(
-                        f"the tokenizer {self.name!r} has no token for {part!r:.60}, nor an unknown token: take it out "
-                        "of the text, or give another tokenizer"
-                    ) from error
-            raise
+        return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         with errors_as_user_error(f"the tokenizer {self.name!r} cannot decode its ids"):

@@ -64,13 +64,11 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
         return build("chars", ANY_CHARACTER, [character.encode() for character in sorted(characters)])
     if name.startswith("bpe:"):
         return train_bpe(name, texts)
-    known = tiktoken.list_encoding_names()
-    if name not in known:
-        raise UserError(
-            f"unknown tokenizer {name!r}: expected bytes, chars, bpe:SIZE, one of {', '.join(known)}, or the path of a "
-            "tokenizer.json (from the Hugging Face hub: hf download NAME tokenizer.json)"
-        )
-    with errors_as_user_error(f"tiktoken could not download the vocabulary of {name!r} to TIKTOKEN_CACHE_DIR"):
+    problem = (
+        f"{name!r} is not bytes, chars, bpe:SIZE, the path of a tokenizer.json, model (if there is a train.init_from) "
+        "or what tiktoken knows and has in TIKTOKEN_CACHE_DIR or can download"
+    )
+    with errors_as_user_error(problem):
         return TiktokenTokenizer(tiktoken.get_encoding(name))
 
 
@@ -136,40 +134,32 @@ def load_tokenizer(place: Path) -> Tokenizer:
             "T.from_pretrained('DIRECTORY').save_pretrained('DIRECTORY')\""
         )
     content = read_small(path)
-    files = {}
+    files = {name: read_small(path.with_name(name)) for name in END_KEYS if path.with_name(name).is_file()}
     described = dict.fromkeys(END_KEYS, {})
-    starts, ends = [], []
-    for name, key in END_KEYS.items():
-        beside = path.with_name(name)
-        if not beside.is_file():
-            continue
-        files[name] = read_small(beside)
+    for name, beside in files.items():
         # A config.json may be of something else. That of a model is read once more, and then its errors are shown.
         passed = UserError if name == "config.json" else ()
-        with suppress(passed), errors_as_user_error(f"{beside} cannot be read"):
-            described[name] = dict(json.loads(files[name]))
-            starts += [described[name].get("bos_token_id")]
-            end = described[name].get(key)
-            if isinstance(end, dict):  # some files wrap it
-                end = end.get("content")
-            ends += [
-                one
-                for one in (end if isinstance(end, list) else [end])
-                if type(one) is str or type(one) is int and one >= 0
-            ]
+        with suppress(passed), errors_as_user_error(f"{path.with_name(name)} cannot be read"):
+            described[name] = dict(json.loads(beside))
     own_name = described[TOKENIZER_CONFIG].get("tril_name")
     with errors_as_user_error(f"{place} has no tokenizer that this version can read"):
         if own_name is not None:
             tokenizer = TiktokenTokenizer.from_json(str(own_name), content)
             tokenizer.files = {TOKENIZER_JSON: content, TOKENIZER_CONFIG: files[TOKENIZER_CONFIG]}
             return tokenizer
+        ends = []
+        for name, key in END_KEYS.items():
+            end = described[name].get(key)
+            if isinstance(end, dict):  # some files wrap it
+                end = end.get("content")
+            ends += end if isinstance(end, list) else [end]
+        ends = [end for end in ends if type(end) is str or type(end) is int and end >= 0]
         tokenizer = HubTokenizer(f"{TOKENIZER_JSON} of {place.name}", content, ends)
     files.pop("config.json", None)  # is the model's
     # Kept with the tokenizer, this file alone says the start and all ends, in a corpus as in a checkpoint.
-    starts += tokenizer.document_start[::-1]
-    start = next((token for token in starts if type(token) is int and token >= 0), None)
+    start = described["config.json"].get("bos_token_id", next(reversed(tokenizer.document_start), None))
     ends = tokenizer.ends if len(tokenizer.ends) > 1 else next(iter(tokenizer.ends), None)
-    generation = described[GENERATION_CONFIG] | {"bos_token_id": start, "eos_token_id": ends}
+    generation = {"bos_token_id": start} | described[GENERATION_CONFIG] | {"eos_token_id": ends}
     files[GENERATION_CONFIG] = f"{json.dumps(generation, indent=2)}\n".encode()
     tokenizer.files = {TOKENIZER_JSON: content, **files}
     return tokenizer
