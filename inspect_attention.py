@@ -26,12 +26,13 @@ import tyro
 from cli.options import PathText, parse
 from cli.script import read_prompt, run_script
 from errors import UserError
-from inspection import page, terminal
+from inspection import terminal
 from inspection.heads import Ablation
 from inspection.inputs import choose_inputs
 from inspection.inspection import check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
 from inspection.metrics import METRICS
+from inspection.page import check_room
 from inspection.views import VIEWS, View
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
@@ -80,47 +81,33 @@ def main() -> None:
 def inspect(options: Options) -> None:
     """Inspect the checkpoints, write the outputs, and print the heads of the last one."""
     checkpoints = find_checkpoints(options.checkpoints)
-    newest = checkpoints[-1]
     device = find_device(options.device)
     text = None if options.text is None else read_prompt(options.text)
     suffixes = {path.suffix.lower() for path in options.output}
-    writes_page = ".html" in suffixes
-    has_views = writes_page or options.view != "weights"
+    complete = ".html" in suffixes or options.view != "weights"
     inspections = []
     for checkpoint in checkpoints:
         model, precision = open_model(checkpoint, device)
         with precision:
             if not inspections:
-                inputs = choose_inputs(model, text, None, options.heads, newest)
-                if options.view != "weights" and len(inputs.heads) > terminal.MOST_ROWS:
-                    many = f"{len(inputs.heads)} heads are too many for --view {options.view}"
-                    raise UserError(f"{many}: give up to {terminal.MOST_ROWS} --heads")
+                inputs = choose_inputs(model, text, None, options.heads, checkpoints[-1])
                 if suffixes & {".html", ".npz"}:  # check now, not after the work
-                    page.check_room(inputs, len(checkpoints) if writes_page else 1)
+                    check_room(inputs, len(checkpoints) if ".html" in suffixes else 1)
                 print(f"text:   {inputs.note}")
                 if inputs.probe:
                     print(f"probe:  {inputs.probe_note}")
-            name = name_of_model(checkpoint.directory)
-            found = measure(model, inputs, name, options.ablate, has_views, writes_page)
-        inspections = [*inspections, found] if writes_page else [found]  # a picture is of the last one only
+            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, complete)
+        inspections = [*inspections, found] if ".html" in suffixes else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(f"        {found.verified}", flush=True)
-    heads = inputs.heads
-    are_many = len(heads) > terminal.MOST_ROWS
-    width = shutil.get_terminal_size().columns
-    drawn = heads if options.heads and not are_many else []
-    drawings = [(head, found.drawing(head, options.view, width)) for head in drawn]
-    for output in options.output:
-        save(output, inspections)
 
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
-    in_table = terminal.best(found.scores, heads) if are_many and not options.heads else heads
-    print(found.table(in_table))
-    if len(in_table) < len(heads):
-        print(f'the table has {len(in_table)} of {len(heads)} heads; --heads "*.*" shows all, -o page.html draws them')
-    for head, drawing in drawings:
+    print(found.table(inputs.heads if options.heads else ()))
+    for head in inputs.heads if options.heads and len(inputs.heads) <= terminal.MOST_ROWS else ():
+        drawing = found.drawing(head, options.view, shutil.get_terminal_size().columns)
         print(f"\nhead {name_of(head)}, {VIEWS[options.view]}\n{drawing}")
     for output in options.output:
+        save(output, inspections)
         print(f"wrote {output}")
 
 

@@ -17,6 +17,7 @@ from model import GPT
 from model.causality import logits_of
 
 POSITIONS = 256  # logits are computed for so many positions of a sequence at a time: V numbers each
+IGNORE = -100  # the target that F.cross_entropy skips
 
 
 def find_head(model: nn.Module) -> nn.Linear | None:
@@ -43,17 +44,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
-def read(
-    model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None), hidden: list[Tensor] | None = None
-) -> Tensor:
-    """Return the logits of some positions of a text: (B, T) -> (B, positions, V). The head computes no others.
+def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None)) -> tuple[Tensor, Tensor | None]:
+    """Return the logits of some positions of a text, (B, T) -> (B, positions, V). The head computes no others.
 
-    hidden: a list that receives what all the logits would be made of, (B, T, C), if the model names its head.
+    Also returns what all the logits would be made of, (B, T, C), or None if the model does not name its head.
 
     Raises UserError if the model cannot read the text, or returns no logits of all positions.
     """
     T = idx.size(1)
-    hidden = [] if hidden is None else hidden
+    hidden = []
 
     def cut(head: nn.Module, inputs: tuple) -> tuple | None:
         """Keep the hidden states of these positions, as a hook before the head."""
@@ -63,50 +62,44 @@ def read(
 
     head = find_head(model)
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    guard = errors_as_user_error(f"the model cannot read {T} tokens, given as model(idx)")
-    if isinstance(model, GPT):  # a fault of ours has a traceback
-        guard = nullcontext()
-    with guard, head.register_forward_pre_hook(cut) if head is not None else nullcontext():
-        output = model(idx, **options)
+    with errors_as_user_error(f"the model cannot read {T} tokens, given as model(idx)"):
+        with head.register_forward_pre_hook(cut) if head is not None else nullcontext():
+            output = model(idx, **options)
     with errors_as_user_error("the model has to return logits"):
         logits = logits_of(output)
     if hidden:
-        return logits
+        return logits, hidden[0]
     if logits.size(1) != T:
         wrap = "wrap it in a module whose forward does"
         raise UserError(f"of {T} tokens the model returns logits of {logits.size(1)}, not of all: {wrap}")
-    return logits[:, positions]
+    return logits[:, positions], None
 
 
 def logits_in_parts(model: nn.Module, idx: Tensor) -> Iterator[Tensor]:
-    """Yield the logits of a text in float32, some positions at a time, in order: (B, T) -> (B, positions, V).
+    """Yield the logits of a text in float32, POSITIONS at a time, in order: (B, T) -> (B, positions, V).
 
     If they are what the head returns, the model runs once. If it scales or caps them, it runs again for the rest.
     """
-    hidden = []
-    logits = read(model, idx, slice(POSITIONS), hidden)
+    logits, hidden = read(model, idx, slice(POSITIONS))
     yield logits.float()
-    if idx.size(1) <= POSITIONS:
-        return
-    head = model.logits if isinstance(model, GPT) else find_head(model)
-    if hidden and head(hidden[0][:, :POSITIONS]).equal(logits):
-        rest = hidden[0][:, POSITIONS:].split(POSITIONS, dim=1)
-        yield from (head(states).float() for states in rest)
-    else:
-        yield from (rows.float() for rows in read(model, idx, slice(POSITIONS, None)).split(POSITIONS, dim=1))
+    if idx.size(1) > POSITIONS:
+        head = model.logits if isinstance(model, GPT) else find_head(model)
+        if hidden is not None and head(hidden[:, :POSITIONS]).equal(logits):
+            rest = map(head, hidden[:, POSITIONS:].split(POSITIONS, dim=1))
+        else:
+            rest = read(model, idx, slice(POSITIONS, None))[0].split(POSITIONS, dim=1)
+        yield from map(Tensor.float, rest)
 
 
 def sequence_losses(model: nn.Module, idx: Tensor) -> Tensor:
     """Return each sequence's mean cross-entropy in nats a token: (B, T) -> (B,). For T = 1 it is nan."""
-    losses = []
-    following = idx[:, 1:]  # the last position has no next token
-    for logits in logits_in_parts(model, idx):
-        targets = following[:, : logits.size(1)]
-        following = following[:, logits.size(1) :]
+    targets = F.pad(idx[:, 1:], (0, 1), value=IGNORE)  # the last position has no next token
+    losses = 0.0
+    for logits, part in zip(logits_in_parts(model, idx), targets.split(POSITIONS, dim=1), strict=True):
         # As rows: CUDA's kernel for (B, V, T) is not deterministic, and refuses where that is asked for.
-        rows = logits[:, : targets.size(1)].flatten(0, 1)
-        losses.append(F.cross_entropy(rows, targets.flatten(), reduction="none").view(targets.shape))
-    return torch.cat(losses, dim=1).mean(1)
+        rows = F.cross_entropy(logits.flatten(0, 1), part.flatten(), reduction="none")
+        losses = losses + rows.view(part.shape).sum(1)
+    return losses / (idx.size(1) - 1)
 
 
 @torch.no_grad()

@@ -8,13 +8,13 @@ The metrics are defined in inspection/metrics.py. Shapes are named as in model/a
 
 import math
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cli.bars import progress_bar
@@ -24,7 +24,6 @@ from inspection.decoder import device_of, evaluating, read, sequence_losses
 from inspection.kinds import Head
 from inspection.metrics import HeadScores, Metrics
 from inspection.patterns import capture
-from model import GPT
 from model.causality import watched
 
 TOKENS_TOGETHER = 512  # short sequences are read together, up to so many tokens
@@ -35,20 +34,14 @@ ON_REPEATS = ("duplicate", "induction")  # the metrics that need a probe
 Ablation = Literal["zero", "mean"]  # what takes the place of a head's output
 
 
-@dataclass(frozen=True)
-class RepeatProbe:
+class RepeatProbe(NamedTuple):
     """Sequences [start, r, r] and the control [start, r, r'], each (N, 2L + 1): r is L random tokens, r' are others."""
 
     repeated: Tensor
     control: Tensor
 
-    @property
-    def repeat(self) -> int:
-        """Length L of the part that repeats."""
-        return self.repeated.size(1) // 2
 
-
-def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8, seed: int = 0) -> RepeatProbe | None:
+def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8) -> RepeatProbe | None:
     """Draw `num` sequences of random tokens that repeat: a model can predict the second copy from the context only.
 
     tokens: (n,) ids to draw from, without replacement; start: the id that begins each sequence. L is 50, or less if
@@ -57,7 +50,7 @@ def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8, 
     L = min(len(tokens), min(context_length, PROBE_LENGTH) - 1) // 2
     if L < 2:
         return None
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     drawn = [tokens[torch.randperm(len(tokens), generator=generator)[: 2 * L]] for _ in range(num)]
     r, other = torch.stack(drawn).split(L, dim=1)
     first = torch.full((num, 1), start)
@@ -71,10 +64,12 @@ def make_probe(
 
     A model may never have seen some tokens of its vocabulary. Special tokens are left out.
     """
-    special = list(tokenizer.special_tokens.values()) if tokenizer else []
-    ordinary = np.setdiff1d(np.arange(vocab_size), special)
+    ordinary = np.arange(vocab_size)
+    start = [0]
+    if tokenizer:
+        ordinary = np.setdiff1d(ordinary[: tokenizer.vocab_size], list(tokenizer.special_tokens.values()))
+        start = tokenizer.document_start or ordinary
     drawn = np.intersect1d(tokens, ordinary) if len(tokens) else ordinary
-    start = (tokenizer.document_start if tokenizer else []) or ordinary.tolist()
     return repeat_probe(torch.from_numpy(drawn), start[-1], context_length)
 
 
@@ -89,7 +84,7 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
     losses = []
     row_errors = []
 
-    def measure_sequences(sequences: Tensor, repeat: int | None = None) -> tuple[Metrics, Metrics]:
+    def measure_sequences(sequences: Tensor, repeat: int | None = None) -> list[Metrics]:
         """Return metric -> (N, L, H) of the heads and of even ones; store errors of rows and, of a text, losses."""
         parts = []
         for idx in sequences.to(device_of(model)).split(max(1, TOKENS_TOGETHER // sequences.size(1))):
@@ -102,65 +97,54 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
                 raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
             if verify:
                 row_errors.extend(att.verify().values())
-            parts.append((att.sequence_scores(repeat), att.even_scores(repeat)))
-        scores, even = (
-            {name: torch.cat([part[name] for part in of]) for name in of[0]} for of in zip(*parts, strict=True)
-        )
-        return scores, even
+            parts.append((att.scores(repeat), att.scores(repeat, even=True)))
+        return [{name: torch.cat([part[name] for part in of]) for name in of[0]} for of in zip(*parts, strict=True)]
 
     N, T = text.shape
     rows = {"previous": N * (T - 2), "current": N * (T - 1), "sink": N * (T - 1)}
     with evaluating(model):
         samples, even = measure_sequences(text)
-        received = samples.pop("received")
-        tokens = most_attended(text.cpu(), received)
-        samples["token"], rows["token"] = share_of(tokens, text.cpu(), received)
-        even["token"], _ = share_of(tokens, text.cpu(), even.pop("received"))
+        received = samples.pop("received"), even.pop("received")
+        tokens, rows["token"], samples["token"], even["token"] = most_attended(text.cpu(), *received)
         if probe is not None:
-            repeated, even_repeated = measure_sequences(probe.repeated, probe.repeat)
-            control, _ = measure_sequences(probe.control, probe.repeat)
+            repeat = probe.repeated.size(1) // 2
+            found, even_found = measure_sequences(torch.cat(probe), repeat)
             for name in ON_REPEATS:
-                samples[name] = repeated[name]
-                samples[f"{name}_control"] = control[name]
-                even[name] = even_repeated[name]
-                rows[name] = len(probe.repeated) * probe.repeat
+                samples[name], samples[f"{name}_control"] = found[name].chunk(2)
+                even[name] = even_found[name]
+                rows[name] = len(probe.repeated) * repeat
     chance = {name: values.mean(0) for name, values in even.items()}
     rows = {name: torch.as_tensor(number).expand_as(tokens) for name, number in rows.items()}
     return HeadScores(samples, torch.cat(losses), max(row_errors, default=math.nan), tokens, chance, rows)
 
 
-def most_attended(text: Tensor, received: Tensor) -> Tensor:
-    """Return the token of a text (N, T) that gets most of each head's attention, (L, H).
+def most_attended(text: Tensor, received: Tensor, even: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find the token of a text (N, T) that gets most of each head's attention.
 
-    received: the mean weight of each key, (N, L, H, T_key). The last T keys are the text.
-    """
-    received = received[..., -text.size(1) :]
-    tokens, numbers = text.unique(return_inverse=True)
-    shares = received.new_zeros(*received.shape[:3], len(tokens))
-    shares.scatter_add_(3, numbers[:, None, None].expand_as(received), received)
-    return tokens[shares.mean(0).argmax(-1)]
+    received: the mean weight of each key, (N, L, H, T_key), whose last T are the text; even: that of even heads.
 
-
-def share_of(tokens: Tensor, text: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight of one token for each head, where a query may see it, and the number of such queries.
-
-    tokens: (L, H); text and received: as in `most_attended`. Returns (N, L, H) and (L, H). In a text without the token
-    all queries count. A text counts as much as it has such queries.
+    Returns the token (L, H), the number of queries that may see it (L, H), and the mean weight that these give it, of
+    heads and of even ones (N, L, H). In a text without the token all queries count. A text counts as much as it has
+    such queries.
     """
     N, T = text.shape
-    is_token = text[:, None, None] == tokens[..., None]  # (N, L, H, T)
-    counts = is_token.cumsum(-1).bool() | ~is_token.any(-1, keepdim=True)
-    rows = counts[..., 1:].sum((0, -1))
-    return (received[..., -T:] * is_token).sum(-1) * (N * (T - 1) / rows), rows
+    tokens, numbers = text.unique(return_inverse=True)
+    is_token = F.one_hot(numbers).double()  # (N, T, tokens)
+    sees = is_token.cumsum(1).clamp(max=1)
+    rows = torch.where(sees[:, -1:] > 0, sees, 1)[:, 1:].sum((0, 1)).long()
+    weigh = is_token[:, None] * (N * (T - 1) / rows)
+    shares = [of[..., -T:] @ weigh for of in (received, even)]  # (N, L, H, tokens)
+    most = (shares[0].mean(0) * rows).argmax(-1)  # by its share of all queries
+    found = [torch.take_along_dim(share, most[None, ..., None], dim=3)[..., 0] for share in shares]
+    return tokens[most], rows[most], *found
 
 
 def as_json(scores: HeadScores) -> dict[str, list[list[float | None]]]:
-    """Return the means for JSON: metric -> L rows of H numbers, with four decimals; None for what is not finite."""
-    tables = {}
-    for name, mean in scores.mean.items():
-        rows = mean.round(decimals=4).tolist()
-        tables[name] = [[x if math.isfinite(x) else None for x in row] for row in rows]
-    return tables
+    """Return the means for JSON: metric -> L rows of H numbers, with four decimals; None for what is not a number."""
+    return {
+        name: [[None if math.isnan(x) else round(x, 4) for x in row] for row in mean.tolist()]
+        for name, mean in scores.mean.items()
+    }
 
 
 def replace_head(layer: int, output: Tensor, head: Head, mode: Ablation) -> Tensor:
@@ -177,27 +161,20 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
 
     The head's output becomes zero, or its mean over the text (N, T) (Michel, Levy and Neubig 2019). The model was
     trained for neither, and other heads can take over: this is one measure of importance among several.
+
+    Raises UserError for another mode.
     """
+    if mode not in get_args(Ablation):
+        raise UserError(f"a head is ablated by {' or '.join(get_args(Ablation))}, not {mode!r}")
     text = text.to(device_of(model))
-    blocks = list(model.blocks) if isinstance(model, GPT) else []  # of ours, those below a head need not run again
-    outputs = {}  # of each block
-    with evaluating(model), ExitStack() as undo:
-        for block in blocks:
-            hook = block.register_forward_hook(lambda block, inputs, output: outputs.update({block: output}))
-            undo.enter_context(hook)
+    with evaluating(model):
         with capture(model) as att:
             before = sequence_losses(model, text)
-        undo.close()
-        L, _, H, _ = att.shape
-        rises = torch.full((len(text), L, H), torch.nan, dtype=torch.float64)
-        for layer, place in progress_bar(iterable=heads, unit=" heads", leave=False, delay=1):
-            below = blocks[:layer]
-            for block in below:
-                block.forward = lambda *_, block=block: outputs[block]
-                undo.callback(delattr, block, "forward")
-            with capture(model, partial(replace_head, head=(layer - len(below), place), mode=mode)):
-                rises[:, layer, place] = (sequence_losses(model, text) - before).cpu()
-            undo.close()
+        L, N, H, _ = att.shape
+        rises = torch.full((N, L, H), torch.nan, dtype=torch.float64)
+        for head in progress_bar(iterable=heads, unit=" heads", leave=False, delay=1):
+            with capture(model, partial(replace_head, head=head, mode=mode)):
+                rises[:, *head] = (sequence_losses(model, text) - before).cpu()
     return rises
 
 
@@ -219,17 +196,16 @@ def influence(model: nn.Module, idx: Tensor) -> Tensor:
     shares = torch.full((T, T), torch.nan)
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
     rows = affordable_rows(T, flops_per_row, idx.device)
-    hidden = []
     with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded:
-        logits = read(model, idx, rows.to(idx.device), hidden)
+        logits, hidden = read(model, idx, rows.to(idx.device))
         if not embedded or not logits.requires_grad:
             return shares
-        source = hidden[0] if hidden else logits  # through the head all predictions go at once
-        of_source = rows.tolist() if hidden else range(len(rows))
-        likeliest = logits.float().softmax(-1).max(-1).values
+        # Through the head all predictions go at once, if the model names it.
+        source, places = (logits, range(len(rows))) if hidden is None else (hidden, rows.tolist())
+        likeliest = logits.float().log_softmax(-1).max(-1).values
         with suppress(NotImplementedError):  # a kernel without a derivative
-            (towards,) = torch.autograd.grad(likeliest.log().sum(), source, retain_graph=True)
-            for row, place in zip(rows.tolist(), of_source, strict=True):
+            (towards,) = torch.autograd.grad(likeliest.sum(), source, retain_graph=True)
+            for row, place in zip(rows.tolist(), places, strict=True):
                 gradients = torch.autograd.grad(source[0, place], embedded, towards[0, place], retain_graph=True)
                 norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
                 shares[row] = (norms / norms.sum()).cpu()

@@ -13,10 +13,9 @@ import html
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from io import BytesIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import get_args
 
 import numpy as np
 import torch
@@ -24,13 +23,14 @@ from torch import Tensor, nn
 
 from cli.script import visible
 from errors import UserError
+from files import replace_file
 from inspection.decoder import device_of, evaluating, predictions, read
 from inspection.heads import Ablation, ablate, head_scores, influence
 from inspection.inputs import Inputs, choose_inputs
 from inspection.kinds import Head
 from inspection.metrics import HeadScores
 from inspection.patterns import Captured, capture
-from inspection.terminal import in_words, sayings, table, triangle
+from inspection.terminal import report, sayings, triangle
 from inspection.views import Said, View, moved_lengths, residual_of, say
 from model.checkpoint import STEP, Checkpoint, find_checkpoint, nested
 from model.device import autocast, dtype_name, find_device, is_fast
@@ -76,9 +76,8 @@ class Inspection:
         return self.pattern(layer, head) * self.lengths[layer, head]
 
     def table(self, heads: Sequence[Head] = ()) -> str:
-        """Format a line for each of these heads, by default of all that are shown, and one for each kind."""
-        lines = table(self.scores, heads or self.inputs.heads, self.inputs.label)
-        return f"{lines}\n\n{in_words(self.scores, self.inputs.heads, self.inputs.label)}"
+        """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
+        return report(self.scores, self.inputs.heads, heads, self.inputs.label)
 
     def drawing(self, head: Head, view: View = "weights", width: int = 80) -> str:
         """Draw a view of one head in characters, for a terminal of so many columns.
@@ -96,7 +95,7 @@ class Inspection:
     def save(self, path: str | Path) -> None:
         """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).
 
-        Raises UserError for another suffix, and if the heads do not fit.
+        Raises UserError for another suffix, and if the heads do not fit; OSError if it cannot be written.
         """
         save(Path(path), [self])
 
@@ -112,28 +111,22 @@ def save(path: Path, inspections: Sequence[Inspection]) -> None:
     from inspection import page, plots  # which use an inspection; plots is slow to import
 
     check_output(path)
-    last = inspections[-1]
-    path = path.resolve()  # behind a link
-    try:
-        with TemporaryDirectory(prefix=".tril-", dir=path.parent) as directory:
-            unfinished = Path(directory, f"output{path.suffix.lower()}")
-            if unfinished.suffix == ".html":
-                unfinished.write_text(page.render(inspections), encoding="utf-8")
-            elif unfinished.suffix == ".npz":
-                page.check_room(last.inputs, 1)
-                np.savez_compressed(unfinished, **arrays(last))
-            else:
-                plots.draw_heads(unfinished, last)
-            os.replace(unfinished, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    content = BytesIO()
+    if path.suffix.lower() == ".html":
+        content.write(page.render(inspections).encode())
+    elif path.suffix.lower() == ".npz":
+        page.check_room(inspections[-1].inputs, 1)
+        np.savez_compressed(content, **arrays(inspections[-1]))
+    else:
+        plots.draw_heads(content, inspections[-1], path.suffix[1:])
+    replace_file(path.resolve(), content.getvalue())  # behind a link
 
 
 def check_output(path: Path) -> None:
     """Raise UserError unless a file of this name can be written, and its suffix is one of FORMATS."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
-    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"cannot write {path}: it is a directory, or in none that can be written to")
 
 
@@ -143,12 +136,13 @@ def arrays(inspection: Inspection) -> dict[str, np.ndarray]:
     heads (n, 2): layer and head; weights (n, T, T): row = query, column = key; tokens (T,): labels; losses (N,); and
     each metric by its name, (L, H).
     """
-    named = {name: values.numpy() for name, values in inspection.scores.mean.items()}
-    return named | {
-        "heads": np.array(inspection.inputs.heads),
-        "weights": np.stack([inspection.pattern(*head).numpy() for head in inspection.inputs.heads]),
+    heads = inspection.inputs.heads
+    return {
+        **inspection.scores.mean,
+        "heads": np.array(heads),
+        "weights": torch.stack([inspection.pattern(*head) for head in heads]),
         "tokens": np.array(inspection.inputs.labels),
-        "losses": inspection.scores.losses.numpy(),
+        "losses": inspection.scores.losses,
     }
 
 
@@ -175,66 +169,46 @@ def inspect_heads(
     Raises UserError if the model, text or tokenizer cannot be used, and NotTheKernels if the weights computed are not
     those that the kernel used.
     """
-    if ablate not in (None, *get_args(Ablation)):
-        raise UserError(f"expected ablate to be None or one of {', '.join(get_args(Ablation))}, got {ablate!r:.80}")
     checkpoint = None
     precision = nullcontext()
     name = type(model).__name__
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
-    if not isinstance(model, nn.Module):
-        if not isinstance(model, str | Path):
-            raise UserError(f"expected a module or the path of a model, got {type(model).__name__}")
+    if isinstance(model, str | Path):
         checkpoint = find_checkpoint(model)
         model, precision = open_model(checkpoint, find_device(device))
         name = name_of_model(checkpoint.directory)
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
     with precision:
         inputs = choose_inputs(model, text, tokenizer, heads, checkpoint)
         return measure(model, inputs, name, ablate)
 
 
 def measure(
-    model: nn.Module,
-    inputs: Inputs,
-    name: str,
-    ablation: Ablation | None = None,
-    with_views: bool = True,
-    with_page: bool = True,
+    model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | None = None, complete: bool = True
 ) -> Inspection:
     """Measure the heads of a model and capture the text that is shown; see `inspect_heads`.
 
-    with_views: also what heads take and say; with_page: and what else a page shows. Each takes seconds on a CPU.
+    complete: also what heads take and say, and what else a page shows. That takes seconds on a CPU.
     """
     scores = head_scores(model, inputs.measured, inputs.probe)
     if ablation:
         scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
     idx = inputs.shown.to(device_of(model))
-    capturing = capture(model, with_values=with_views)
+    capturing = capture(model, with_values=complete)
     with evaluating(model), torch.no_grad(), residual_of(model) as residual, capturing as att:
         read(model, idx, slice(1))
     row_error = max(scores.row_error, *att.verify().values())
-    shares = None
-    guesses = []
-    lengths = None
-    said = {}
-    if with_views:
-        lengths = moved_lengths(att)
-        if residual and lengths is not None:
-            said = say(model, att, residual[0], inputs.heads)
-    if with_page:
-        shares = influence(model, idx)
-        guesses = [(inputs.label(token), probability) for token, probability in predictions(model, idx)]
-    q = att[0][0]
-    return Inspection(
-        name=visible(name),
-        verified=f"weights match the fused kernel: max row error {row_error:.1e} "
-        f"({dtype_name(q.dtype)}, {q.device.type})",
-        inputs=inputs,
-        scores=scores,
-        att=att,
-        influence=shares,
-        predictions=guesses,
+    q = att.calls[0].q
+    verified = f"weights match the fused kernel: max row error {row_error:.1e} ({dtype_name(q.dtype)}, {q.device.type})"
+    found = Inspection(visible(name), verified, inputs, scores, att)
+    if not complete:
+        return found
+    lengths = moved_lengths(att)
+    return replace(
+        found,
+        influence=influence(model, idx),
+        predictions=[(inputs.label(token), probability) for token, probability in predictions(model, idx)],
         lengths=lengths,
-        said=said,
+        said={} if lengths is None or not residual else say(model, att, residual[0], inputs.heads),
     )
 
 

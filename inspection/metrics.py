@@ -7,7 +7,7 @@ al. 2022. Of a head that attends evenly, which is what chance is, entropy is 1, 
 model/attention.py.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,33 +61,34 @@ def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:
     blocks: weights (B, H, queries, keys up to the last of these queries), in the order of the queries.
     repeat: the length L for duplicate and induction; None leaves these two out.
     """
-    rows = defaultdict(list)  # metric -> its values in each block, (B, H, queries)
-    received = None
+    sums = {}  # metric -> (B, H), in the precision of the weights; "received" -> (B, H, keys so far)
+    counts = Counter()  # metric -> the number of rows in its sum
     for weights in blocks:
         keys = torch.arange(weights.size(3), device=weights.device)
         start = len(keys) - weights.size(2)  # the position of the first query
-        queries = keys[start:]
         later = slice(max(0, 1 - start), None)  # leaves out query 0
         later_weights = weights[:, :, later]
-        block = {
+        queries = keys[start:]
+        rows = {
             "distance": (weights * (queries[:, None] - keys)).sum(-1),
             "mass": weights.sum(-1),
             "entropy": torch.special.entr(later_weights).sum(-1) / (queries[later] + 1).log(),
             "sink": later_weights[..., 0],
             "current": at_distance(weights, 0, first=1),
             "previous": at_distance(weights, 1, first=2),
+            "received": later_weights.transpose(2, 3),
         }
         if repeat is not None:
-            block["duplicate"] = at_distance(weights, repeat, first=repeat + 1)
-            block["induction"] = at_distance(weights, repeat - 1, first=repeat + 1)
-        for name, values in block.items():
-            rows[name].append(values.clone())  # a view would keep all weights in memory
-        here = later_weights.sum(2)
-        received = here if received is None else here + F.pad(received, (0, len(keys) - received.size(2)))
-    joined = {name: torch.cat(values, dim=2).cpu().double() for name, values in rows.items()}
-    means = {name: values.mean(2) for name, values in joined.items()}
+            rows["duplicate"] = at_distance(weights, repeat, first=repeat + 1)
+            rows["induction"] = at_distance(weights, repeat - 1, first=repeat + 1)
+        for name, values in rows.items():
+            before = sums.get(name, values.new_zeros(1))
+            if name == "received":  # by more keys than before
+                before = F.pad(before, (0, len(keys) - before.size(-1)))
+            sums[name] = before + values.sum(-1)
+            counts[name] += values.size(-1)
+    means = {name: total.cpu().double() / counts[name] for name, total in sums.items()}
     means["distance"] = means["distance"] / means.pop("mass")
-    means["received"] = received.cpu().double() / joined["sink"].size(2)
     return means
 
 

@@ -9,7 +9,6 @@ takes one to two bytes a weight.
 """
 
 import base64
-import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,30 +45,29 @@ def render(inspections: Sequence[Inspection]) -> str:
 
     Raises UserError if there is no room.
     """
-    last = inspections[-1]
-    heads = last.inputs.heads
-    check_room(last.inputs, len(inspections))
+    inputs = inspections[-1].inputs
+    check_room(inputs, len(inspections))
     checkpoints = [describe(inspection) for inspection in inspections]
     stored = {}
-    for checkpoint, inspection in enumerate(inspections):
-        for head in heads:
-            stored[f"{checkpoint}/{name_of(head)}"] = encode(inspection.pattern(*head))
-        stored[f"{checkpoint}/influence"] = encode(inspection.influence.nan_to_num(0.0))  # 0: not computed
+    for place, inspection in enumerate(inspections):
+        for head in inputs.heads:
+            stored[f"{place}/{name_of(head)}"] = encode(inspection.pattern(*head))
+        stored[f"{place}/influence"] = encode(inspection.influence.nan_to_num(0.0))  # 0: not computed
         if inspection.lengths is not None:
-            lengths = torch.stack([inspection.lengths[head].float() for head in heads])
-            stored[f"{checkpoint}/values"] = pack(lengths, "<f4")
+            lengths = torch.stack([inspection.lengths[head].float() for head in inputs.heads])
+            stored[f"{place}/values"] = pack(lengths, "<f4")
         if inspection.said:
-            checkpoints[checkpoint]["said"], numbers = said_by(inspection)
-            stored[f"{checkpoint}/says"] = pack(numbers, "<i4")
+            checkpoints[place]["said"], numbers = said_by(inspection)
+            stored[f"{place}/says"] = pack(numbers, "<i4")
     source = TEMPLATE.read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-    names = dict.fromkeys((inspections[0].name, last.name))  # one if they are the same
+    names = dict.fromkeys((inspections[0].name, inspections[-1].name))  # one if they are the same
     return page.render(
         policy=f"script-src {own_hash(source, 'script')}; style-src {own_hash(source, 'style')}",
         title=f"Heads of {' to '.join(names)}",
-        inputs=last.inputs,
+        inputs=inputs,
         metrics=list(METRICS.items()),
-        heads=[name_of(head) for head in heads],
+        heads=[name_of(head) for head in inputs.heads],
         checkpoints=checkpoints,
         stored=stored,
     )
@@ -91,9 +89,7 @@ def said_by(inspection: Inspection) -> tuple[list[str], Tensor]:
 
     The numbers are places among the labels, then logits in hundredths. Where there is no logit stands UNKNOWN.
     """
-    tokens, logits = next(iter(inspection.said.values()))
-    unknown = tokens, torch.full_like(logits, math.nan)
-    said = [inspection.said.get(head, unknown) for head in inspection.inputs.heads]
+    said = [inspection.said[head] for head in inspection.inputs.heads]
     tokens, logits = (torch.stack(each) for each in zip(*said, strict=True))
     used, places = tokens.unique(return_inverse=True)
     hundredths = (100 * logits.double()).round().nan_to_num(UNKNOWN).long()
@@ -123,11 +119,11 @@ def describe_head(inspection: Inspection, head: Head) -> dict:
     scores = inspection.scores
     kind = kind_of(scores, head)
     measured = scores.mean, scores.chance
-    figures = {}
-    for name, (_, form, _) in METRICS.items():
-        found = [number(of[name][head], form) for of in measured if name in of]
-        if found:
-            figures[name] = [figure or "–" for figure in found]
+    figures = {
+        name: [number(of, name, head) or "–" for of in measured if name in of]
+        for name in METRICS
+        if name in scores.mean
+    }
     return {
         "tag": tag(kind),
         "kind": f"looks {'' if kind.name == 'other' else 'at '}{KINDS[kind.name]}",

@@ -6,6 +6,7 @@ diagonal, which a query cannot see, stay blank.
 
 import math
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from inspection.inspection import Inspection
 from inspection.kinds import kind_of, name_of, tag
-from inspection.terminal import grid_columns
 from model.attention import make_causal_mask
 
 DPI = 100  # pixels an inch
@@ -38,8 +38,8 @@ def drawable(text: str) -> str:
     return "".join(character if ord(character) in known else f"⟨u+{ord(character):04x}⟩" for character in text)
 
 
-def draw_heads(path: Path, inspection: Inspection) -> None:
-    """Draw heads as tiles of one image, a row for each layer if all layers have the same heads.
+def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None:
+    """Draw heads as tiles of one image, a row for each layer if all layers have the same heads. form: png or svg.
 
     One image for all, because hundreds of axes would take a minute. Tokens are named along the outer edges, as many as
     fit. The name of a head stands in its tile above the diagonal.
@@ -47,7 +47,10 @@ def draw_heads(path: Path, inspection: Inspection) -> None:
     heads = inspection.inputs.heads
     labels = inspection.inputs.labels
     T = len(labels)
-    columns = grid_columns(heads)
+    layers = {layer for layer, _ in heads}
+    columns = len({head for _, head in heads})
+    if columns * len(layers) != len(heads):  # they have not all the same heads
+        columns = math.ceil(math.sqrt(len(heads)))
     rows = math.ceil(len(heads) / columns)
     side = min(8.0, max(1.2, 16 / columns))  # inches of a tile
     step = math.ceil(T / (0.8 * DPI * side))  # tokens that share a pixel
@@ -77,4 +80,4 @@ def draw_heads(path: Path, inspection: Inspection) -> None:
     rule = "a row is a query, the token that looks; a column is a key, a token it can look at"
     title = f"{drawable(inspection.name)}\n{rule}{note}"
     figure.suptitle(title, fontsize=9, parse_math=False)  # the name of a run may hold any character
-    figure.savefig(path)
+    figure.savefig(file, format=form)

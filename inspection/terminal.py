@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from inspection.kinds import KINDS, Head, Heads, by_kind, name_of, short
-from inspection.metrics import METRICS, HeadScores
+from inspection.metrics import METRICS, HeadScores, Metrics
 from inspection.views import Said
 
 GREY = " .:-=+*#%@"  # darker for a larger weight, in tenths
 VISIBLE = {" ": "␣", "\n": "↵", "\t": "⇥"}
-WIDTH = 80  # columns of a terminal
 MOST_ROWS = 16  # heads in a table, unless more are asked for
+MOST_NAMED = 2  # heads of a kind that fit a line of 80 columns
 
 
 def label(token: bytes) -> str:
@@ -35,6 +35,17 @@ def label(token: bytes) -> str:
     return shown
 
 
+def report(scores: HeadScores, shown: Heads, heads: Heads, label_of: Callable[[int], str]) -> str:
+    """Format a table of some heads, by default of all that are shown, of many the best, and a line for each kind."""
+    heads = heads or (shown if len(shown) <= MOST_ROWS else best(scores, shown))
+    parts = f"{table(scores, heads, label_of)}\n\n{in_words(scores, shown, label_of)}"
+    if len(heads) == len(shown):
+        return parts
+    return (
+        f'{parts}\nthe table has {len(heads)} of {len(shown)} heads; --heads "*.*" shows all, -o page.html draws them'
+    )
+
+
 def table(scores: HeadScores, heads: Heads, label_of: Callable[[int], str]) -> str:
     """Format one line for each head, and one for a head that attends evenly; more if their masks differ.
 
@@ -42,24 +53,22 @@ def table(scores: HeadScores, heads: Heads, label_of: Callable[[int], str]) -> s
 
     label_of: names a token, for the metric "token". After ablation there is no room for it.
     """
-    chance = scores.chance
-    mean = scores.mean
-    error = scores.error
-    left_out = "token" if "ablation" in mean else ""
-    columns = [name for name in METRICS if name in mean and name != left_out]
-    rows = [["head", *(METRICS[name][0] for name in columns)]]
-    for head in heads:
-        cells = {name: number(mean[name][head], METRICS[name][1]) for name in columns}
-        if "token" in cells:
-            by_chance = number(chance["token"][head], ".2f")
-            cells["token"] = f"{label_of(scores.tokens[head].item()):.10} {cells['token']} ({by_chance})"
-        if "ablation" in cells and not error["ablation"][head].isnan():
-            cells["ablation"] += f" ± {error['ablation'][head]:.4f}"
-        rows.append([name_of(head), *cells.values()])
-    for head in heads:
-        cells = {name: number(chance[name][head], METRICS[name][1]) for name in chance if name != "token"}
-        rows.append(["even", *(cells.get(name, "") for name in columns)])
-    rows = dict.fromkeys(map(tuple, rows))
+    left_out = "token" if "ablation" in scores.mean else ""
+    columns = [name for name in METRICS if name in scores.mean and name != left_out]
+
+    def cell(name: str, head: Head) -> str:
+        """Format what was measured of a head."""
+        text = number(scores.mean, name, head)
+        if name == "token":
+            return f"{label_of(scores.tokens[head].item()):.10} {text} ({number(scores.chance, name, head)})"
+        if name == "ablation" and len(scores.losses) > 1:
+            return f"{text} ± {scores.error[name][head]:.4f}"
+        return text
+
+    rows = [("head", *(METRICS[name][0] for name in columns))]
+    rows += [(name_of(head), *(cell(name, head) for name in columns)) for head in heads]
+    known = {name: values for name, values in scores.chance.items() if name != "token"}
+    rows += dict.fromkeys(("even", *(number(known, name, head) for name in columns)) for head in heads)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
     return "\n".join([*lines, "even: a head that attends evenly; inspect_attention.py --help defines columns"])
@@ -68,40 +77,32 @@ def table(scores: HeadScores, heads: Heads, label_of: Callable[[int], str]) -> s
 def best(scores: HeadScores, heads: Heads) -> list[Head]:
     """Choose heads for a shorter table: the best two of each kind, after --ablate those that the loss needs most."""
     if "ablation" in scores.mean:
-        rise = scores.mean["ablation"]
-        return sorted(heads, key=lambda head: -rise[head])[:MOST_ROWS]
+        return sorted(heads, key=lambda head: -scores.mean["ablation"][head])[:MOST_ROWS]
     return [head for group in by_kind(scores, heads).values() for head, _ in group[:2]]
 
 
 def in_words(scores: HeadScores, heads: Heads, label_of: Callable[[int], str]) -> str:
-    """Format one line for each kind: the number of its heads, and as many of the highest scores as fit, up to three.
+    """Format one line for each kind: the number of its heads, and the highest scores.
 
     label_of: as in `table`.
     """
     lines = ["heads by where they look, each with its score (and that of an even head)"]
     for name, group in by_kind(scores, heads).items():
         line = f"{len(group):4d}  {KINDS[name]}"
-        named = []
-        for head, kind in group[:3]:
-            token = f" {label_of(scores.tokens[head].item()):.8}" if name == "token" else ""
-            named.append(f"{name_of(head)}{token} {short(kind.score)} ({short(kind.chance)})")
-        while len(", ".join([line, *named, "..."])) > WIDTH:
-            named.pop()
-        if len(group) > len(named):
-            named.append("...")
-        lines.append(line if name == "other" else f"{line}: {', '.join(named)}")
+        if name != "other":
+            named = []
+            for head, kind in group[:MOST_NAMED]:
+                token = f" {label_of(scores.tokens[head].item()):.8}" if name == "token" else ""
+                named.append(f"{name_of(head)}{token} {short(kind.score)} ({short(kind.chance)})")
+            line = f"{line}: {', '.join(named + ['...'] * (len(group) > MOST_NAMED))}"
+        lines.append(line)
     return "\n".join(lines)
 
 
-def number(value: Tensor, form: str) -> str:
-    """Format a number of the table; empty if it was not measured."""
-    return "" if value.isnan() else format(value.item(), form)
-
-
-def grid_columns(heads: Heads) -> int:
-    """Choose the number of columns of a grid: a row for each layer if all layers have the same heads, else a square."""
-    num_layers, columns = (len(set(numbers)) for numbers in zip(*heads, strict=True))
-    return columns if num_layers * columns == len(heads) else math.ceil(math.sqrt(len(heads)))
+def number(metrics: Metrics, name: str, head: Head) -> str:
+    """Format a metric of a head, (L, H); empty if it was not measured."""
+    value = metrics[name][head].item() if name in metrics else math.nan
+    return "" if math.isnan(value) else format(value, METRICS[name][1])
 
 
 def triangle(pattern: Tensor, labels: Sequence[str], width: int) -> str:
@@ -117,24 +118,19 @@ def triangle(pattern: Tensor, labels: Sequence[str], width: int) -> str:
     lines = []
     for row, name in enumerate(labels):
         characters = "".join(GREY[min(9, int(10 * weight))] for weight in pattern[row, : row + 1].tolist())
-        lines.append(f"{row:4d} {name[:16]:>16} {characters}".rstrip())
+        lines.append(f"{row:4d} {name:>16.16} {characters}".rstrip())
     return "\n".join(lines)
-
-
-def cut(text: str, most: int) -> str:
-    """Shorten a text to so many characters, the last of which says so."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def sayings(said: Said, labels: Sequence[str], label_of: Callable[[int], str]) -> str:
     """Format two lines for each token of a text: what a head makes likelier after it, and what it makes unlikelier."""
     lines = []
     for row, (name, tokens, logits) in enumerate(zip(labels, *said, strict=True)):
-        parts = zip(tokens.tolist(), logits.tolist(), strict=True)
-        words = [f"{cut(label_of(token), 5)} {logit:+.1f}".ljust(11) for token, logit in parts]
-        if logits.isnan().any():
-            words = ["was not", "computed"]
-        half = len(words) // 2
-        lines.append(f"{row:4d} {name[:11]:>11} {'  '.join(words[:half])}".rstrip())
+        words = ["was not computed"]
+        if not logits.isnan().any():
+            pairs = zip(map(label_of, tokens.tolist()), logits, strict=True)
+            words = [f"{word:.5} {logit:+.1f}".ljust(11) for word, logit in pairs]
+        half = len(tokens) // 2
+        lines.append(f"{row:4d} {name:>11.11} {'  '.join(words[:half])}".rstrip())
         lines.append(f"{'':17}{'  '.join(words[half:])}".rstrip())
     return "\n".join(lines)

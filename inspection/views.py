@@ -31,13 +31,9 @@ Said = tuple[Tensor, Tensor]  # n likeliest and n unlikeliest tokens, and their 
 def moved_lengths(att: Captured) -> Tensor | None:
     """Return the length of what each head moves from each token, (L, H, T); None if it is not known of all layers."""
     L, _, H, T = att.shape
-    lengths = []
-    for layer in range(L):
-        for head in range(H):
-            moved = att.moved(layer, head)
-            if moved is None:
-                return None
-            lengths.append(moved[0, -T:].norm(dim=-1).cpu())
+    if None in (att.projections.get(layer) for layer in range(L)):
+        return None
+    lengths = [att.moved(layer, head)[0, -T:].norm(dim=-1).cpu() for layer in range(L) for head in range(H)]
     return torch.stack(lengths).unflatten(0, (L, H))
 
 
@@ -62,31 +58,30 @@ def say(model: GPT, att: Captured, residual: Tensor, heads: Heads) -> dict[Head,
     al. 2021). A cap on logits is left out. On a CPU only as many positions as `affordable_rows` are computed.
     """
     V, C = model.lm_head.weight.shape
-    T = residual.size(1)
     n = min(MOST_SAID, V // 2)
-    rows = affordable_rows(T, 2 * V * C * len(heads), residual.device)
+    rows = affordable_rows(residual.size(1), 2 * V * C * len(heads), residual.device)
     places = rows.to(residual.device)
     norm = model.final_norm
-    centre = isinstance(norm, nn.LayerNorm)
     wide = torch.promote_types(residual.dtype, torch.float32)  # also of `Captured.moved`
     unembedding = model.lm_head.weight.to(wide)
-    x = residual[0, places].to(wide)
-    x = x - x.mean(-1, keepdim=True) if centre else x
+
+    def centred(x: Tensor) -> Tensor:
+        """Subtract the mean, as a LayerNorm does."""
+        return x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
+
+    x = centred(residual[0, places].to(wide))
     scale = (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
     if norm.weight is not None:
         scale = scale * norm.weight
-    found = []
-    together = max(1, POSITIONS // len(rows))  # one product for several heads is faster
-    with exact_products(residual.device):
-        for start in range(0, len(heads), together):
-            some = heads[start : start + together]
-            outputs = torch.stack([att.pattern(*head)[0, places] @ att.moved(*head)[0] for head in some])
-            outputs = outputs - outputs.mean(-1, keepdim=True) if centre else outputs
-            for direct in (outputs * scale).flatten(0, 1).split(POSITIONS):
-                logits = F.linear(direct, unembedding)
-                ends = (logits.topk(n), logits.topk(n, largest=False))
-                found.append([torch.cat(each, dim=1).cpu() for each in zip(*ends, strict=True)])
-    of_rows, tokens_of_rows = (torch.cat(each).unflatten(0, (len(heads), -1)) for each in zip(*found, strict=True))
-    logits = torch.full((len(heads), T, 2 * n), torch.nan, dtype=wide).index_copy(1, rows, of_rows)
-    tokens = torch.zeros(logits.shape, dtype=torch.long).index_copy(1, rows, tokens_of_rows)
-    return dict(zip(heads, zip(tokens, logits, strict=True), strict=True))
+    found = {}
+    for head in heads:
+        logits = torch.full((residual.size(1), 2 * n), torch.nan, dtype=wide)
+        tokens = torch.zeros(logits.shape, dtype=torch.long)
+        with exact_products(residual.device):
+            direct = scale * centred(att.pattern(*head)[0, places] @ att.moved(*head)[0])
+            for row, part in zip(rows.split(POSITIONS), direct.split(POSITIONS), strict=True):
+                shares = F.linear(part, unembedding)
+                ends = shares.topk(n), shares.topk(n, largest=False)
+                logits[row], tokens[row] = (torch.cat(each, dim=1).cpu() for each in zip(*ends, strict=True))
+        found[head] = tokens, logits
+    return found

@@ -18,7 +18,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
 
 FORMULA_KEYS = 512  # most keys for which the formula trains faster on a CPU (benchmarks/results/step_cpu_2026-11-23.md)
 
@@ -56,12 +55,6 @@ def repeat_kv(k: Tensor, q: Tensor) -> Tensor:
 
 class Attend(nn.Module):
     """Weighted sums of the values, by the formula or a kernel, which needs no mask for a whole text or one query."""
-
-    def __call__(self, *inputs: Tensor | float) -> Tensor:
-        """Run `forward`. Inspection, a TorchFunctionMode, sees the call as it sees those of PyTorch's functions."""
-        if has_torch_function(inputs):
-            return handle_torch_function(super().__call__, inputs, *inputs)
-        return super().__call__(*inputs)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
         """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D)."""

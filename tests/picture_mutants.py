@@ -146,8 +146,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "the file has the chance of the first head": (
         "page.py",
-        "number(of[name][head], form)",
-        "number(of[name][0, 0], form)",
+        "number(of, name, head)",
+        "number(of, name, (0, 0))",
     ),
     "tiles in columns": ("plots.py", "row, column = divmod(number, columns)", "column, row = divmod(number, rows)"),
     "tiles of the opposite heads": (

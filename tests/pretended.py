@@ -274,7 +274,7 @@ def test_capture_scores_and_verification(family: str, dtype: str, n_kv_head: int
             lengths = moved_lengths(att)
             said = say(model, att, residual[0], [(0, 1), (1, 5)])
         assert att.pattern(1, 5).shape == (2, 29, 29) and att.pattern(1, 5).device.type == "cuda"
-        assert att[0][0].dtype == DTYPES[dtype]
+        assert att.calls[0].q.dtype == DTYPES[dtype]
         assert att.verify() == {0: 0.0, 1: 0.0}
         assert scores.mean["induction"].shape == scores.chance["induction"].shape == (2, 6)
         assert att.moved(1, 5).device.type == "cuda" and lengths.shape == (2, 6, 29)

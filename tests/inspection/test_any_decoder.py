@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import StaticCache
 
 from errors import UserError
 from inspection import NotTheKernels, ablate, capture, head_scores, influence
@@ -62,16 +61,16 @@ def test_weights_are_those_of_the_eager_twin_and_a_planted_error_is_found(name: 
     expected = [weights for weights in found if weights is not None and weights.size(-1) == T]  # not of linear layers
     assert len(att.calls) == len(expected) > 0 and not att.left_out
     for layer, weights in enumerate(expected):
-        torch.testing.assert_close(att.patterns(layer), weights, rtol=0, atol=1e-5)
+        torch.testing.assert_close(att.calls[layer].weights(), weights, rtol=0, atol=1e-5)
     assert max(att.verify().values()) < 1e-5
     if changes:
         assert not att.pattern(0, 0)[:, WINDOW:, 0].any() or not att.pattern(1, 0)[:, WINDOW:, 0].any()
 
     honest = att.calls[0]
-    seen = att[0][2].clone()  # bool in all of these types
+    seen = honest.weights()[:, :1] > 0
     one_more_or_less = seen.clone()
     one_more_or_less[..., T // 2, T // 3] ^= True
-    wrong = [{"mask": one_more_or_less}, {"mask": seen.triu(-2)}]  # a key, a window
+    wrong = [{"mask": as_bias(one_more_or_less)}, {"mask": as_bias(seen.triu(-2))}]  # a key, a window
     wrong += [{"scale": 1.05 * (honest.scale or honest.q.size(-1) ** -0.5)}]
     for changed in wrong:
         att.calls[0] = dataclasses.replace(honest, **changed)
@@ -152,7 +151,7 @@ def test_every_option_of_the_kernel_is_seen(option: str, num_kv: int, monkeypatc
     )
     att = call_captured(q, k, v, **options, enable_gqa=num_kv == 1)
     expected = expected_weights(q, k, bias, options.get("scale", 7**-0.5)).float()
-    torch.testing.assert_close(att.patterns(0), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(att.calls[0].weights(), expected, rtol=0, atol=1e-6)
     for head in range(3):
         torch.testing.assert_close(att.pattern(0, head), expected[:, head], rtol=0, atol=1e-6)
     att.verify()
@@ -162,12 +161,26 @@ def test_every_option_of_the_kernel_is_seen(option: str, num_kv: int, monkeypatc
         att.verify()
 
 
-@pytest.mark.parametrize("options", [{}, {"attn_mask": TRIANGLE.mT}, {"attn_mask": TRIANGLE.roll(1, 1)}], ids=range(3))
-def test_what_sees_later_keys_is_left_out(options: dict) -> None:
-    q, k, v = torch.randn(3, B, 3, T, 7)
-    att = call_captured(q, k, v, **options)
-    assert not att.calls and att.left_out == [f"queries {tuple(q.shape)} of keys {tuple(k.shape)}"]
-    with pytest.raises(UserError, match=r"; others were: queries \(2, 3, 13, 7\) of keys"):
+BUFFER = torch.arange(2 * T) < T  # keys in the first half of a buffer, of which the rest is empty
+NO_TEXT = {  # name -> the shapes of queries and keys, and options of the call
+    "both directions": ((B, 3, T, 7), (B, 3, T, 7), {}),
+    "the future": ((B, 3, T, 7), (B, 3, T, 7), {"attn_mask": TRIANGLE.mT}),
+    "one key of the future": ((B, 3, T, 7), (B, 3, T, 7), {"attn_mask": TRIANGLE.roll(1, 1)}),
+    "a mask beside the flag": ((B, 3, T, 7), (B, 3, T, 7), {"attn_mask": TRIANGLE.triu(-3), "is_causal": True}),
+    "a padded source": ((B, 3, T, 7), (B, 3, 2 * T, 7), {"attn_mask": BUFFER.expand(B, 1, T, 2 * T)}),
+    "packed heads": ((1, 1, 3, 7), (1, 1, 2 * T, 7), {"attn_mask": BUFFER.expand(1, 1, 1, 2 * T)}),
+    "a static cache": ((1, 3, T, 7), (1, 3, 2 * T, 7), {"attn_mask": F.pad(TRIANGLE, (0, T))}),
+    "heads joined with the batch": ((B * 3, T, 7), (B * 3, T, 7), {"is_causal": True}),
+    "fewer keys": ((1, 3, T, 7), (1, 3, T - 2, 7), {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("case", NO_TEXT)
+def test_what_is_no_attention_of_a_text_to_its_past_is_left_out(case: str) -> None:
+    of_q, of_k, options = NO_TEXT[case]
+    att = call_captured(torch.randn(of_q), torch.randn(of_k), **options)
+    assert att.left_out == [f"queries {of_q} of keys {of_k}"]
+    with pytest.raises(UserError, match=r"; others were: queries .* of keys"):
         att.scores()
 
 
@@ -202,52 +215,18 @@ def test_layers_of_pytorch_are_seen_and_cross_attention_is_no_head() -> None:
         att.verify()
         x = model.tokens(idx) + model.places.weight[:T]
         _, expected = model.layers[0].self_attn(x, x, x, attn_mask=~TRIANGLE, average_attn_weights=False)
-        torch.testing.assert_close(att.patterns(0), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(att.calls[0].weights(), expected, rtol=0, atol=1e-6)
         with capture(model):
             torch.testing.assert_close(model(idx), logits, rtol=0, atol=1e-5)  # not by the fast path of one operator
 
 
-def test_a_compiled_model_is_seen_and_calls_without_heads_are_left_out() -> None:
+def test_a_compiled_model_is_seen() -> None:
     model, idx = make_gpt().eval(), torch.randint(17, (B, 11))
     compiled = torch.compile(model, backend="eager")
     compiled(idx)
-    torch.testing.assert_close(run_captured(compiled, idx).patterns(1), run_captured(model, idx).patterns(1))
-    x = torch.randn(B * 3, T, 7)
-    assert call_captured(x, x, x, is_causal=True).left_out == ["queries (6, 13, 7) of keys (6, 13, 7)"]  # whose heads?
-    assert not call_captured(x[None, :1], x[None, :3], x[None, :3], is_causal=True).calls
-
-
-@torch.no_grad()
-def test_a_buffer_of_keys_is_as_long_as_what_is_in_it() -> None:
-    """A static cache has 31 places; the source of a cross attention is padded; one query of packed heads is no text."""
-    model, idx = make_decoder("mistral", attn_implementation="sdpa"), torch.randint(2, V, (1, T))
-    whole = run_captured(model, idx)
-    with capture(model) as att:
-        cache = StaticCache(config=model.config, max_cache_len=31)
-        model(idx[:, :8], past_key_values=cache)
-        model(idx[:, 8:], past_key_values=cache)
-    att.verify()
-    torch.testing.assert_close(att.patterns(1), whole.patterns(1)[:, :, 8:], rtol=0, atol=1e-6)
-    q, k = torch.randn(B, 3, T, 7), torch.randn(B, 3, 2 * T, 7)
-    source = (torch.arange(2 * T) < T).expand(B, 1, T, 2 * T)
-    assert not call_captured(q, k, attn_mask=source).calls
-    packed, mask = torch.randn(1, 1, 3, 7), (torch.arange(2 * T) < T).expand(1, 1, 1, -1)
-    assert not call_captured(packed, k[:1, :1], attn_mask=mask).calls
-
-
-def test_a_mask_beside_the_flag_counts() -> None:
-    q, k, v = torch.randn(3, B, 3, T, 7)
-    near = torch.ones(T, T, dtype=torch.bool).triu(-3)
-    for mask in (near, as_bias(near).float()):
-        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=near & TRIANGLE)
-        try:
-            given = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=True)
-        except RuntimeError:
-            pytest.skip("this version of PyTorch refuses a mask beside the flag")
-        torch.testing.assert_close(given, expected)
-        att = call_captured(q, k, v, attn_mask=mask, is_causal=True)
-        torch.testing.assert_close(att.patterns(0) @ v, given, rtol=0, atol=1e-5)
-        att.verify()
+    torch.testing.assert_close(
+        run_captured(compiled, idx).calls[1].weights(), run_captured(model, idx).calls[1].weights()
+    )
 
 
 def test_queries_that_see_nothing_in_a_mask_of_least_numbers_have_no_weights(monkeypatch) -> None:
@@ -255,7 +234,9 @@ def test_queries_that_see_nothing_in_a_mask_of_least_numbers_have_no_weights(mon
     q, k, v = torch.randn(3, B, 3, T, 7)
     att = call_captured(q, k, v, attn_mask=as_bias(PADDED).float().clamp(min=-3e38))
     att.verify()
-    assert not att.patterns(0)[1, :, :3].any() and att.patterns(0)[1, :, 3:].sum(-1).allclose(torch.ones(1))
+    assert not att.calls[0].weights()[1, :, :3].any() and att.calls[0].weights()[1, :, 3:].sum(-1).allclose(
+        torch.ones(1)
+    )
 
 
 class Twice(nn.Module):
@@ -299,10 +280,10 @@ def test_a_replaced_output_keeps_its_gradient_and_measuring_keeps_each_mode() ->
 def test_a_query_that_is_overwritten_is_remembered() -> None:
     q, k, v = torch.randn(3, B, 3, T, 7)
     att = call_captured(q, k, v, is_causal=True)
-    before = att.patterns(0)
+    before = att.calls[0].weights()
     q.mul_(3)
     k.mul_(3)
-    assert att.patterns(0).equal(before)
+    assert att.calls[0].weights().equal(before)
 
 
 def test_layers_that_differ_cannot_be_compared() -> None:
@@ -322,13 +303,13 @@ def test_layers_that_differ_cannot_be_compared() -> None:
 def test_generation_is_captured_call_by_call() -> None:
     """With a cache of `transformers` the queries of the last call are rows of the whole pattern."""
     model, idx = make_decoder("mistral", attn_implementation="sdpa"), torch.randint(2, V, (1, T))
-    whole = run_captured(model, idx).patterns(1)
+    whole = run_captured(model, idx).calls[1].weights()
     with capture(model) as att:
         cache = model(idx[:, :8], use_cache=True).past_key_values
         model(idx[:, 8:], past_key_values=cache)
     assert len(att.calls) == 2
     att.verify()
-    torch.testing.assert_close(att.patterns(1), whole[:, :, 8:], rtol=0, atol=1e-6)
+    torch.testing.assert_close(att.calls[1].weights(), whole[:, :, 8:], rtol=0, atol=1e-6)
 
 
 def test_a_mask_that_changes_after_the_call_is_remembered() -> None:
@@ -364,7 +345,7 @@ def table() -> str:
         with torch.no_grad():
             found = eager(idx, output_attentions=True).attentions
         expected = [weights for weights in found if weights is not None and weights.size(-1) == T]
-        error = max((att.patterns(layer) - weights).abs().max().item() for layer, weights in enumerate(expected))
+        error = max((att.calls[layer].weights() - weights).abs().max().item() for layer, weights in enumerate(expected))
         proof = max(att.verify().values())
         certify = partial(check_causality, model, V, T, mask=REACH if name in NEAR and changes else None)
         answers = [str(certify()).split()[0].strip(",;")]

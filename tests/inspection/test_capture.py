@@ -74,7 +74,7 @@ def test_the_callers_autocast_does_not_matter() -> None:
     model = make_gpt().eval()
     with torch.autocast("cpu", torch.bfloat16), capture(model) as att:
         model(torch.randint(V, (B, 6)))
-    assert att[0][0].dtype == torch.bfloat16
+    assert att.calls[0].q.dtype == torch.bfloat16
     att.verify()
     with torch.autocast("cpu", torch.bfloat16):
         assert att.pattern(0, 0).dtype == torch.float32
@@ -117,10 +117,12 @@ def test_rounding_grows_with_the_scores() -> None:
 
 WRONG = {
     "scale": lambda q, k, mask, scale: WEIGHTS(q * (5 / 6) ** 0.5, k, mask),  # sqrt(D + 1)
-    "mask": lambda q, k, mask, scale: WEIGHTS(q, k, mask.roll(1, 1) | mask),
+    "mask": lambda q, k, mask, scale: WEIGHTS(q, k, mask.roll(1, -1).maximum(mask)),
     "keys of another head": lambda q, k, mask, scale: WEIGHTS(q, k.flip(-1), mask),
     "another group's keys": lambda q, k, mask, scale: WEIGHTS(q, k.roll(1, 1), mask),
-    "one weight": lambda q, k, mask, scale: WEIGHTS(q, k, mask) + 1e-3 * (torch.arange(mask.size(1)) == T - 1) * mask,
+    "one weight": lambda q, k, mask, scale: (
+        WEIGHTS(q, k, mask) + 1e-3 * (torch.arange(mask.size(-1)) == T - 1) * (mask == 0)
+    ),
     "not a number": lambda q, k, mask, scale: WEIGHTS(q, k, mask) * float("nan"),
 }
 

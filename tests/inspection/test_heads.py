@@ -15,7 +15,7 @@ import inspection.heads
 import inspection.patterns
 from inspection import ablate, head_scores, influence, repeat_probe
 from inspection.decoder import predictions
-from inspection.heads import as_json, most_attended, share_of
+from inspection.heads import as_json, most_attended
 from inspection.inspection import Inspection
 from inspection.metrics import measure
 from model import GPT
@@ -77,29 +77,33 @@ def test_known_heads_have_their_known_values(name: str, rows: int) -> None:
 def test_scores_do_not_depend_on_blocks_and_are_those_of_the_patterns(size: int, monkeypatch) -> None:
     model, idx = make_gpt(n_kv_head=1).eval(), torch.randint(V, (B, T))
     att = run_captured(model, idx)
-    before = [tensor.clone() for layer in range(L) for tensor in att[layer]]
+    before = [tensor.clone() for call in att.calls for tensor in (call.q, call.k)]
     monkeypatch.setattr(inspection.patterns, "BLOCK_SIZE", size * B * H * T if size < T else size)
-    found = att.sequence_scores(5)
-    assert all(torch.equal(*pair) for pair in zip(before, [t for n in range(L) for t in att[n]], strict=True))
+    found = att.scores(5)
+    assert all(
+        torch.equal(*pair) for pair in zip(before, [x for call in att.calls for x in (call.q, call.k)], strict=True)
+    )
     for layer in range(L):
         for head in range(H):
             for b in range(B):
                 alone = measure(in_blocks(att.pattern(layer, head)[b], T), 5)
                 for name in found:
                     torch.testing.assert_close(found[name][b, layer, head], alone[name][0, 0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(att.scores(5)["sink"], found["sink"].mean(0))
 
 
 def test_a_probe_repeats_and_its_control_does_not() -> None:
     tokens = torch.tensor([3, 5, 7, 11, 13, 2, 19])
-    probe = repeat_probe(tokens, 99, 1000, num=5, seed=1)
+    probe = repeat_probe(tokens, 99, 1000, num=5)
     r, again, other = probe.repeated[:, 1:4], probe.repeated[:, 4:], probe.control[:, 4:]
-    assert probe.repeat == 3 and probe.repeated.shape == probe.control.shape == (5, 7)
+    assert probe.repeated.shape == probe.control.shape == (5, 7)
     assert torch.equal(r, again) and torch.equal(probe.control[:, :4], probe.repeated[:, :4])
     assert (probe.repeated[:, 0] == 99).all() and len(r.unique(dim=0)) > 1
     for first, second in zip(r.tolist(), other.tolist(), strict=True):
         assert len({*first, *second}) == 6 and {*first, *second} <= set(tokens.tolist())
-    lengths = [repeat_probe(torch.arange(n), 0, T).repeat for n, T in ((1000, 11), (1000, 1000), (4, 5), (1000, 101))]
+    lengths = [
+        repeat_probe(torch.arange(n), 0, T).repeated.size(1) // 2
+        for n, T in ((1000, 11), (1000, 1000), (4, 5), (1000, 101))
+    ]
     assert lengths == [5, 50, 2, 50]
     assert repeat_probe(tokens[:3], 0, 1000) is None and repeat_probe(tokens, 0, 4) is None
 
@@ -128,10 +132,10 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
     model.eval()
     torch.testing.assert_close(scores.losses, loss(model, text), rtol=0, atol=1e-5)
     assert head_scores(model, text[:1]).error["sink"].isnan().all()
-    assert math.isnan(head_scores(model, text[:1, :1]).losses.item()) and not model.training
+    assert math.isnan(head_scores(make_gpt(), text[:1, :1]).losses.item()) and not model.training
     for sequences, name in ((probe.repeated, "induction"), (probe.control, "induction_control")):
         att = run_captured(model, sequences)
-        torch.testing.assert_close(scores.mean[name], att.scores(probe.repeat)["induction"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(scores.mean[name], att.scores(5)["induction"].mean(0), rtol=0, atol=1e-6)
 
 
 def test_scores_as_json_are_the_rounded_means() -> None:
@@ -205,10 +209,10 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
 
 
 def test_keys_in_front_of_the_tokens_are_left_out() -> None:
-    text, received = torch.tensor([[5, 7, 5]]), torch.tensor([[[[0.4, 0.1, 0.2, 0.3]]]])
-    token = most_attended(text, received)
-    share, rows = share_of(token, text, received)
-    assert token.item() == 5 and share.item() == pytest.approx(0.4) and rows.item() == 2
+    text, received = torch.tensor([[5, 7, 5]]), torch.tensor([[[[0.4, 0.1, 0.2, 0.3]]]]).double()
+    token, rows, share, even = most_attended(text, received, received / 2)
+    assert token.item() == 5 and rows.item() == 2
+    assert share.item() == pytest.approx(0.4) and even.item() == pytest.approx(0.2)
     att = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4))
     found = Inspection("", "", None, None, att)
     assert found.pattern(0, 0).tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]

@@ -283,7 +283,7 @@ def check_png(path: Path, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "DPI", 30)
     monkeypatch.setattr(plots, "LABEL_HEIGHT", 1.2)
     monkeypatch.setattr(plots, "Figure", figure)
-    plots.draw_heads(path, inspection)
+    plots.draw_heads(path, inspection, "png")
     pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
     ax, bar = figures[0].axes
     side = int(figures[0].axes[0].images[0].get_array().shape[1] / 3.1)  # more than a tile's, which three and gaps fill

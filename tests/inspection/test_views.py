@@ -11,7 +11,7 @@ import inspect_attention
 import inspection.heads
 import inspection.views
 from errors import UserError
-from inspection import capture, inspect_heads, terminal
+from inspection import capture, inspect_heads
 from inspection.views import moved_lengths, residual_of, say
 from model import GPT
 from tests.conftest import make_gpt
@@ -59,7 +59,7 @@ def test_what_is_moved_is_the_value_through_the_output_projection(family: str, n
     for layer, (x, output) in enumerate(seen):
         moved = torch.stack([transformed(model, layer, head, x) for head in range(H)])
         torch.testing.assert_close(lengths[layer], moved.norm(dim=-1), rtol=1e-4, atol=1e-5)
-        weights = att.patterns(layer)[0]
+        weights = att.calls[layer].weights()[0]
         bias = getattr(model.blocks[layer].attention.o_proj, "bias", None)
         total = (weights @ moved).sum(0) + (0 if bias is None else bias)
         torch.testing.assert_close(total, output, rtol=1e-4, atol=1e-5)  # the heads' shares are all there is
@@ -205,12 +205,12 @@ def test_the_terminal_draws_each_view(run, straight: Path) -> None:
     assert max(map(len, result.out.splitlines())) <= 80
     for row, (tokens, logits) in enumerate(zip(*found.said[1, 2], strict=True)):
         words = [
-            f"{terminal.cut(found.inputs.label(token), 5)} {logit:+.1f}"
+            f"{found.inputs.label(token):.5} {logit:+.1f}"
             for token, logit in zip(tokens.tolist(), logits.tolist(), strict=True)
         ]
         for line, half in zip(lines[2 * row : 2 * row + 2], (words[:5], words[5:]), strict=True):
             assert [line[17 + 13 * place :][:11].rstrip() for place in range(5)] == half
-    assert logits[0] > logits[4] > logits[9] > logits[5] and terminal.cut("⟨u+0001⟩", 5) == "⟨u+0…"
+    assert logits[0] > logits[4] > logits[9] > logits[5]
     too_many = run(inspect_attention, straight, "--heads", *(17 * ["0.1"]), "--view", "says")
     assert too_many.exit_code == 0  # the same head
     refused = run(inspect_attention, straight, "--view", "says")

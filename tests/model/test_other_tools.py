@@ -40,7 +40,7 @@ def ours(checkpoint: Path) -> tuple[Tensor, list[Tensor]]:
     model = GPT.from_pretrained(checkpoint)
     with capture(model) as att:
         logits = model(IDX)
-    return logits.log_softmax(-1), [att.patterns(layer) for layer in range(len(att.calls))]
+    return logits.log_softmax(-1), [att.calls[layer].weights() for layer in range(len(att.calls))]
 
 
 @needs("mlx_lm")  # before the others: beside them it aborts
