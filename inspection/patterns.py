@@ -26,7 +26,7 @@ from errors import UserError
 from inspection.metrics import Metrics, measure
 from model import GPT
 from model.attention import Attend, attention_weights, repeat_kv
-from model.causality import exact_products
+from model.device import exact_products
 
 # The largest error of a row of weights that rounding explains, for each precision of queries and keys.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

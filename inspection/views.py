@@ -16,7 +16,7 @@ from inspection.heads import affordable_rows
 from inspection.kinds import Head, Heads
 from inspection.patterns import Captured
 from model import GPT
-from model.causality import exact_products
+from model.device import exact_products
 
 View = Literal["weights", "values", "says"]
 VIEWS: dict[View, str] = {  # name -> what it shows in a terminal

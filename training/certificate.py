@@ -12,8 +12,8 @@ from cli.bars import progress_bar
 from errors import UserError
 from inspection.decoder import evaluating
 from model import GPT
-from model.causality import check_causality, exact_products, watched
-from model.device import autocast, dtype_name
+from model.causality import check_causality, watched
+from model.device import autocast, dtype_name, exact_products
 from model.load import skip_parameter_init
 from training.sharded import gather
 
@@ -27,7 +27,7 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
     """Probe the loss as it will be trained, the logits in `dtype`, and decoding with a cache; print the outcome.
 
     loss_fn: the loss of inputs and targets, both (batch_size, T). Returns a record for checkpoints. Raises UserError if
-    a position sees a token that it may not see, or the loss does not use a parameter that is to be trained.
+    a position sees a token that it may not see, or misses one that it may see.
     """
     T = model.config.context_length
 
@@ -38,11 +38,17 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
         with autocast(model.device, dtype):
             return model(idx)
 
+    def exact(idx: Tensor) -> Tensor:
+        calls.update()
+        with exact_products(model.device):
+            return model(idx)
+
     def decode(idx: Tensor) -> Tensor:
         calls.update()
         caches = model.new_cache(len(idx), T)
         chunks = idx.tensor_split((T // 2, T // 2 + 1, T // 2 + 3), dim=1)  # long, single, short, long
-        return model.logits(torch.cat([model.hidden(chunk, caches) for chunk in chunks if chunk.size(1)], dim=1))
+        with exact_products(model.device):
+            return model.logits(torch.cat([model.hidden(chunk, caches) for chunk in chunks if chunk.size(1)], dim=1))
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         calls.update()
@@ -56,9 +62,8 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
         module=model,
         decode=decode,
         loss_fn=loss,
-        exact=model,
         strict=True,
-        extreme=[forward] if dtype == torch.bfloat16 else [],
+        extreme=[exact, forward] if dtype == torch.bfloat16 else [exact],
         batch_size=batch_size,
         mask=None,  # the triangle; a layer with a window has another: see `check_causality`
     )
@@ -66,25 +71,9 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
     if not outcome.ok:
         meant = "; if that is meant, see `mask` in training/certificate.py" if "blind" in outcome.finding else ""
         raise UserError(f"refusing to train: {outcome.finding}{meant}")
-    find_untrained(model, loss_fn, batch_size)
     print(f"causal: {outcome}, {time.perf_counter() - began:.1f} s")
     record = {"causal": str(outcome), "length": T, "num_probed": outcome.num_probed}
     return record if model.device.type == "cpu" else {**record, **compare_with_cpu(model, dtype)}
-
-
-def find_untrained(model: GPT, loss_fn: LossFn, batch_size: int) -> None:
-    """Raise UserError if a parameter that is to be trained gets no gradient: its run could not be resumed."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    tokens = torch.randint(model.config.vocab_size, (batch_size, model.config.context_length), device=model.device)
-    loss_fn(model, tokens, tokens.clone()).backward()  # two tensors, as in training: else it is compiled anew
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            use = "the loss does not use it; use it, or freeze it with requires_grad_(False)"
-            raise UserError(f"refusing to train: {name} gets no gradient: {use}")
-    model.zero_grad()
-    for buffer, value in buffers:
-        if not buffer.equal(value):  # an expanded buffer cannot be written to
-            buffer.copy_(value)
 
 
 def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:
@@ -120,7 +109,7 @@ def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:
 def compute(model: GPT, idx: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Return the logits of a text, and the gradients of its loss by the embeddings of its tokens, on the CPU."""
     idx = idx.to(model.device)
-    with evaluating(model), watched(model, idx) as embedded:
+    with evaluating(model), watched(idx) as embedded:
         products = exact_products(model.device) if dtype == torch.float32 else autocast(model.device, dtype)
         with products:  # without TF32
             logits = model(idx).float()

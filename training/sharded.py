@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from model import causality
 from model.huggingface import Tensors
 
 
@@ -40,4 +39,8 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     A scalar stays whole.
     """
     tensor = tensor.to(like.device, like.dtype)
-    return tensor if tensor.dim() == 0 else causality.shard_like(tensor, like)
+    if tensor.dim() == 0 or not is_sharded(like):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)

@@ -90,7 +90,7 @@ def test_a_finished_run_is_shown_in_full(straight: Path) -> None:
     assert sorted(page.texts["title"][1:]) == sorted(6 * ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"])
     assert page.entries["Validation loss, nats a token"] == f"{losses[12]:.4f}"
     assert page.entries["Best checkpoint"] == f"step {min((4, 8, 12), key=losses.get)}"
-    assert page.entries["causal"].startswith("yes, no position depends on a later one")
+    assert page.entries["causal"].startswith("yes, none of the ")
     assert page.entries["config.toml"] == (straight / "config.toml").read_text()
     assert page.entries["See what each head is worth"].endswith(f"inspect_attention.py {straight} --ablate zero")
     assert page.entries["Write heads.html"].endswith(f"inspect_attention.py {straight} -o {straight}/heads.html")
