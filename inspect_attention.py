@@ -13,6 +13,7 @@ First of all: --text, --heads, --view, -o, --ablate, --device.
 Without --text it reads the validation text, if that is on this machine.
 """
 
+import cores  # noqa: F401  before torch
 import logging
 import shutil
 import sys

@@ -11,6 +11,7 @@ First of all: --prompt, --max_new_tokens, --num_samples, --temperature, --stop.
 A text ends after --max_new_tokens, at its own end, or before --stop.
 """
 
+import cores  # noqa: F401  before torch
 import json
 import secrets
 import sys

@@ -10,6 +10,7 @@
 This file is the whole story, in the order in which it happens: the loss, then the loop.
 """
 
+import cores  # noqa: F401  before torch
 import sys
 from functools import partial
 
@@ -23,7 +24,6 @@ from data.prepare import prepare
 from model import GPT
 from model.device import autocast
 from training.certificate import certify
-from training.cores import shared_cores
 from training.device import choose_compiled, choose_device, compile_loss, environment, keep_freed_memory, set_seed
 from training.distributed import Ranks
 from training.optimizer import FiniteGuard, clip_gradients, learning_rate_at, make_optimizer, set_schedule
@@ -86,7 +86,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 guard.check()
                 with progress.paused("saving"):
                     run.save(step, progress.train_seconds, model, optimizer, scaler)
-                    ranks.wait_for_first()
+                    ranks.barrier()
             if stopping:
                 break
 
@@ -124,7 +124,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
 
 def main() -> None:
-    with outlives_readers(), Ranks() as ranks, shared_cores():
+    with outlives_readers(), Ranks() as ranks:
         train(read_config(sys.argv[1:]), ranks)
 
 

@@ -36,6 +36,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from cores import SETTINGS
+
 from benchmarks import nanogpt
 from benchmarks.loss import ROOT, measure_loss, run, standard_library
 from cli.options import parse
@@ -49,7 +51,6 @@ from model.device import dtype_name, find_device, has_bfloat16
 from model.packed import packed
 from train import next_token_loss
 from training.config import TrainConfig
-from training.cores import SETTINGS
 from training.device import compile_loss, set_seed
 from training.directory import read_metrics
 from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
@@ -350,7 +351,7 @@ def bytes_read(model: nn.Module) -> int:
 def measure_busy(bench: Bench) -> Iterator[dict]:
     """Train the quickstart for some steps, alone and beside a program that keeps one core busy.
 
-    "spinning" has libgomp's own setting of how long threads spin: so PyTorch trains without training/cores.py.
+    "spinning" has libgomp's own setting of how long threads spin: so PyTorch trains without cores.py.
     """
     if bench.device.type != "cpu":
         return

@@ -13,10 +13,9 @@ If a rank dies, torchrun reports it and stops the others; with --max-restarts it
 
 import contextlib
 import os
-import re
 import sys
-import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -27,19 +26,20 @@ from errors import UserError
 from model import GPT
 from model.device import dtype_name
 from training.config import TrainConfig
-from training.sharded import is_sharded
+from training.sharded import is_sharded, shard_model
 
 Result = TypeVar("Result")
 
-POLL_SECONDS = 0.1  # between two looks at whether rank 0 has finished
 TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+PREPARATION = timedelta(days=30)  # at most, of rank 0, while the others wait
+FAILURE = timedelta(seconds=5)  # at most, between the ends of two ranks that fail by the same error
 
 
 class Ranks:
     """Place of this process among the processes of a run. Without `torchrun` there is one process.
 
-    Inside of the context only the first rank prints, and an error raised on several ranks is printed once. Raises
-    UserError if torchrun is to restart ranks on several nodes without the setting that this needs.
+    Inside of the context only the first rank prints. An error that all ranks raise is printed by the first one.
+    Raises UserError if torchrun is to restart ranks on several nodes without the setting that this needs.
     """
 
     # The values of a single process.
@@ -47,8 +47,7 @@ class Ranks:
     local_rank = 0  # on this machine
     world = 1  # the number of ranks
     may_resume = False  # without --resume, after a restart
-    share: Tensor | None = None  # of the summed gradients, flat
-    times_waited = 0
+    summed: Tensor | None = None  # this rank's share of the summed gradients, flat
 
     def __init__(self) -> None:
         self.silence = contextlib.ExitStack()
@@ -61,10 +60,11 @@ class Ranks:
             is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             if is_shared and self.may_resume and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
                 raise UserError("to restart on several nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each")
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_shared else "0"
-            self.store = dist.PrefixStore(attempt, store)
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"] if is_shared else "0", store)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+            self.hosts = dist.new_group(backend="gloo")
+            self.failed = dist.new_group(backend="gloo")  # of its own, so that nobody takes an error for a barrier
         self.is_first = self.rank == 0
 
     def __enter__(self) -> "Ranks":
@@ -76,20 +76,26 @@ class Ranks:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.silence.close()
-        if error is None:
+        if error is None or isinstance(error, SystemExit):
             if self.started:
                 dist.destroy_process_group()
         elif self.world > 1:
-            if isinstance(error, RuntimeError) and re.search("[Cc]onnection", str(error)):  # gloo has no class for it
+            if has_lost_rank(error):
                 sentence = "lost the connection to another rank; torchrun says which one ended, and how"
                 error = UserError(f"{sentence}: go on with --resume, or let torchrun do so with --max-restarts")
-            code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
-            with contextlib.suppress(RuntimeError):  # the store may have ended with the process that holds it
-                self.store.set("ended", str(code))
-                if code != 1 and self.store.add(f"told: {error}", 1) > 1:
-                    sys.exit(code)
-            if isinstance(error, UserError):
+            elif not self.is_told_by_first():
+                return
+            if self.is_first:
                 raise error
+            sys.exit(getattr(error, "exit_code", 1))
+
+    def is_told_by_first(self) -> bool:
+        """Return whether all ranks have raised an error, or the first has ended. Each rank with an error calls this."""
+        try:
+            dist.monitored_barrier(self.failed, FAILURE)
+        except RuntimeError as error:
+            return has_lost_rank(error)
+        return True
 
     def check(self, config: TrainConfig, step: int, dtype: torch.dtype) -> None:
         """Raise UserError if the ranks cannot train as configured, or do not begin at the same step and precision."""
@@ -124,19 +130,7 @@ class Ranks:
         """Put the model on the device; with fsdp only this rank's shard of each parameter. Returns the same model."""
         if parallel != "fsdp":
             return model.to(device)
-        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-        mesh = dist.init_device_mesh(device.type, (self.world,))
-        # The root is gathered again for the backward pass, which one could spare: but after a forward pass alone its
-        # parameters would be whole copies, and what the certificate writes to those would be lost.
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh, reshard_after_forward=True)
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)  # the loss of a micro-batch is a share of the step's already
-        register_fsdp_forward_method(model, "hidden")
-        register_fsdp_forward_method(model, "logits")
-        model.fill_buffers()
-        return model
+        return shard_model(model, dist.init_device_mesh(device.type, (self.world,)))
 
     def micro_batches(self, num_micro_batches: int) -> range:
         """Return the numbers of this rank's micro-batches in a step."""
@@ -158,14 +152,14 @@ class Ranks:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
         for gradient in received.view(self.world, -1):
-            self.share = gradient.clone() if self.share is None else self.share.add_(gradient)
+            self.summed = gradient.clone() if self.summed is None else self.summed.add_(gradient)
 
     def share_gradients(self, model: nn.Module) -> None:
         """All-gather the summed gradients of the step into `parameter.grad`."""
-        if self.share is None:
+        if self.summed is None:
             return
-        gradients = self.all_gather(self.share).flatten()
-        self.share = None
+        gradients = self.all_gather(self.summed).flatten()
+        self.summed = None
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = gradients[: parameter.numel()].view_as(parameter)
@@ -198,21 +192,18 @@ class Ranks:
     def first_then_others(self, work: Callable[..., Result], *arguments: object, **options: object) -> Result:
         """Call `work` on rank 0, which may take hours, then on the others, who find the result on the disk."""
         if not self.is_first:
-            self.wait_for_first()
+            self.barrier()
         result = work(*arguments, **options)
         if self.is_first:
-            self.wait_for_first()
+            self.barrier()
         return result
 
-    def wait_for_first(self) -> None:
-        """Wait until rank 0 has called this method as often. Polling cannot time out, as a collective can."""
-        if self.world == 1:
-            return
-        self.times_waited += 1
-        here = f"first was here {self.times_waited}"
-        if self.is_first:
-            self.store.set(here, "")
-        while not self.store.check([here]):
-            if self.store.check(["ended"]):
-                sys.exit(int(self.store.get("ended")))
-            time.sleep(POLL_SECONDS)
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        if self.world > 1:
+            dist.monitored_barrier(self.hosts, PREPARATION)
+
+
+def has_lost_rank(error: BaseException) -> bool:
+    """Return whether the error is of a connection to a rank that has ended. gloo has no class for it."""
+    return isinstance(error, RuntimeError) and "onnection" in str(error)

@@ -9,7 +9,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from training.sharded import full, is_sharded, local, shard_like
+from training.sharded import from_own_shard, gather_tensor, is_sharded, own_shard, shard_like
 
 # Coefficients of a x + b x^3 + c x^5. Applied five times, this polynomial takes singular values from 0.01 to 1 to
 # values between 0.7 and 1.2, which is near enough to 1 (Jordan et al. 2024).
@@ -69,11 +69,11 @@ class Muon(torch.optim.AdamW):
         for matrix in matrices:
             by_shape[matrix.shape].append(matrix)
         for alike in by_shape.values():
-            stack = torch.stack([torch.zeros_like(local(matrix)) for matrix in alike])
+            stack = torch.stack([torch.zeros_like(own_shard(matrix)) for matrix in alike])
             group = {"params": alike, "weight_decay": weight_decay, "momentum": FIRST_MOMENTUM, "stack": stack}
             self.add_param_group(group)
             for matrix, momentum in zip(alike, stack, strict=True):
-                self.state[matrix]["momentum"] = as_shard(momentum, matrix)  # a view of the stack
+                self.state[matrix]["momentum"] = from_own_shard(momentum, matrix)  # a view of the stack
 
     @torch.no_grad()
     def step(self) -> None:
@@ -86,17 +86,17 @@ class Muon(torch.optim.AdamW):
             matrices = group["params"]
             rate = group["lr"]
             momentum = group["stack"]
-            parameters = [local(matrix) for matrix in matrices]
+            parameters = [own_shard(matrix) for matrix in matrices]
             enabled = (getattr(self, "found_inf", momentum.new_zeros(())) == 0).float()
-            gradient = torch.stack([local(matrix.grad) for matrix in matrices])
+            gradient = torch.stack([own_shard(matrix.grad) for matrix in matrices])
             gradient = gradient.where(enabled > 0, momentum)
             momentum.lerp_(gradient, 1 - group["momentum"])  # if the update is skipped, the two are equal
             ahead = gradient.lerp(momentum, group["momentum"]).to(self.precision)  # (Nesterov 1983)
             if is_sharded(matrices[0]):  # each rank gathers one matrix at a time, and keeps its own rows of the update
                 update = torch.empty_like(momentum)
                 for part, matrix, own in zip(ahead, matrices, update, strict=True):
-                    whole = full(as_shard(part, matrix))
-                    own.copy_(local(shard_like(orthogonalize(whole[None])[0], matrix)))
+                    whole = gather_tensor(from_own_shard(part, matrix))
+                    own.copy_(own_shard(shard_like(orthogonalize(whole[None])[0], matrix)))
             else:
                 update = orthogonalize(ahead).to(momentum.dtype)
             rows, columns = matrices[0].shape
@@ -104,19 +104,3 @@ class Muon(torch.optim.AdamW):
             update = list(update * (-rate * max(1, rows / columns) ** 0.5 * enabled))
             torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * enabled)
             torch._foreach_add_(parameters, update)
-
-
-def as_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Wrap this process's shard of a tensor as a DTensor like the parameter, if that is sharded."""
-    if not is_sharded(parameter):
-        return tensor
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        tensor,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

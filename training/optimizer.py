@@ -12,7 +12,7 @@ from model.huggingface import Tensors
 from model.load import load_tensors
 from training.config import TrainConfig
 from training.muon import Muon, momentum_at
-from training.sharded import full, shard_like
+from training.sharded import gather_tensor, shard_like
 
 HEAD_SHARE = 1 / 3  # of Muon's learning rate, for the head, biases and norms; found by trying, and not sensitive
 
@@ -79,9 +79,9 @@ def set_schedule(optimizer: Optimizer, step: int, config: TrainConfig) -> None:
 def clip_gradients(model: GPT, most: float) -> Tensor:
     """Scale the gradients down to a norm of at most `most`, and return the norm that they had. 0 leaves them alone."""
     if most:
-        return full(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
+        return gather_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return full(torch.nn.utils.get_total_norm(gradients))
+    return gather_tensor(torch.nn.utils.get_total_norm(gradients))
 
 
 def optimizer_tensors(model: GPT, optimizer: Optimizer) -> Tensors:

@@ -1,8 +1,26 @@
-"""Tensors that may be sharded over ranks: PyTorch's DTensors, recognised without their import, which is slow."""
+"""Tensors that fsdp may shard over ranks: the DTensors of PyTorch, recognised without their import, which is slow."""
 
 from torch import Tensor
+from torch.distributed import DeviceMesh
 
+from model import GPT
 from model.huggingface import Tensors
+
+
+def shard_model(model: GPT, mesh: DeviceMesh) -> GPT:
+    """Shard each parameter over the ranks of a mesh, on its kind of device, and return the same model."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    # The root is gathered again for the backward pass, which one could spare: but after a forward pass alone its
+    # parameters would be whole copies, and what the certificate writes to those would be lost.
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)  # the loss of a micro-batch is a share of the step's already
+    register_fsdp_forward_method(model, "hidden")
+    register_fsdp_forward_method(model, "logits")
+    model.fill_buffers()
+    return model
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -10,7 +28,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def full(tensor: Tensor) -> Tensor:
+def gather_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor. If it is sharded this is a collective: every rank has to call it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
@@ -22,13 +40,13 @@ def gather(tensors: Tensors, keep: bool) -> Tensors:
     """
     gathered = {}
     for name, tensor in tensors.items():
-        whole = full(tensor)
+        whole = gather_tensor(tensor)
         if keep:
             gathered[name] = whole.cpu() if is_sharded(tensor) else tensor
     return gathered
 
 
-def local(tensor: Tensor) -> Tensor:
+def own_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard, or the tensor itself if it is not sharded. No memory is copied."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
@@ -44,3 +62,13 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def from_own_shard(shard: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor of which each rank holds its shard, sharded as `like` is. No memory is copied."""
+    if not is_sharded(like):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    whole = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(shard, like.device_mesh, like.placements, run_check=False, **whole)

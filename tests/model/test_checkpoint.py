@@ -146,7 +146,7 @@ def measure_saving(directory: Path, optimizer: str) -> None:
                     patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
                 elif where == "shards":
                     patch.setattr("training.sharded.is_sharded", lambda tensor: True)
-                    patch.setattr("training.sharded.full", torch.clone)
+                    patch.setattr("training.sharded.gather_tensor", torch.clone)
                 peak = peak_memory(lambda: save(self, step, *rest))
             shares[where] = peak / sum(path.stat().st_size for path in self.checkpoints[0].iterdir())
 

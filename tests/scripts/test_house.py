@@ -25,6 +25,7 @@ MAY_IMPORT = {  # package -> what it may import of ours, besides itself
     "model": set(),
     "data": {"cli"},
     "cli": set(),
+    "cores.py": set(),
     "errors.py": set(),
     "files.py": set(),
     "training": {"model", "data", "cli", "inspection"},
@@ -71,6 +72,12 @@ def test_imports_follow_the_arrows(file: str) -> None:
     """All may import errors.py and files.py, which are no rooms."""
     room = file.split("/")[0]
     assert packages(file) & OURS <= MAY_IMPORT[room] | {room}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_sets_how_threads_wait_before_torch_is_loaded(script: str) -> None:
+    names = list(imports(f"{script}.py"))
+    assert {*names[: names.index("cores")]} <= sys.stdlib_module_names
 
 
 def test_no_files_import_each_other() -> None:
