@@ -3,6 +3,7 @@
 model/families.py has the parts in which families differ. Shapes are named as in model/attention.py.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -174,21 +175,16 @@ class GPT(nn.Module):
         return load_model(path, device, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT":
-        """Apply fn, as `to` and `to_empty` ask for, but keep the masks, and share again what this separates."""
-        masks = [block.attention.causal_mask for block in self.blocks]
-        super()._apply(fn, recurse)
-        for block, mask in zip(self.blocks, masks, strict=True):
-            block.attention.causal_mask = mask  # one from `to_empty` would have no values
-        self.fill_buffers()
-        return self
+        """Apply fn, as `to` and `to_empty` ask for: once to what layers share, and so that masks keep their values."""
 
-    def fill_buffers(self) -> None:
-        """Move the masks to the device of the weights, compute the rotary tables there, and tie the shared tensors."""
+        @functools.cache
+        def apply(tensor: Tensor) -> Tensor:
+            applied = fn(tensor)
+            return tensor.to(applied.device) if tensor.dtype == torch.bool else applied
+
+        super()._apply(apply, recurse)
         if self.config.tied:
             self.lm_head.weight = self.token_embedding.weight
-        moved: dict[int, Tensor] = {}  # one tensor for the layers that share one
-        for block in self.blocks:
-            mask = block.attention.causal_mask
-            block.attention.causal_mask = moved.setdefault(id(mask), mask.to(self.device))
         if self.rotary is not None:
             self.rotary.fill(self.device)
+        return self

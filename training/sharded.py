@@ -19,7 +19,6 @@ def shard_model(model: GPT, mesh: DeviceMesh) -> GPT:
         module.set_gradient_divide_factor(1.0)  # the loss of a micro-batch is a share of the step's already
     register_fsdp_forward_method(model, "hidden")
     register_fsdp_forward_method(model, "logits")
-    model.fill_buffers()
     return model
 
 
