@@ -29,11 +29,10 @@ from data.encoding import TextStream
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import UserError, check_numbers
 from model.checkpoint import find_checkpoint
-from model.device import dtype_name, find_device
+from model.device import dtype_name, find_device, weights_dtype
 from model.load import load_model
 from model.packed import packed
 from model.sampling import Sampler, stream
-from training.device import weights_dtype
 
 
 @dataclass(frozen=True)

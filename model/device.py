@@ -22,7 +22,7 @@ def find_device(name: str) -> torch.device:
         there.cpu()  # fails on the device "meta"
         return there.device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0][:80]
+        reason = str(error).splitlines()[0]
         raise UserError(f"device {name!r} cannot be used here (try auto, cpu, cuda or mps): {reason}") from error
 
 
@@ -38,6 +38,13 @@ def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype == torch.float16:
         return device.type != "cpu"
     return dtype != torch.bfloat16 or has_bfloat16(device)
+
+
+def weights_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the precision of the weights for generating text; auto is bfloat16 where that is native, else float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    return torch.bfloat16 if has_bfloat16(device) else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:

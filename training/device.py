@@ -110,13 +110,6 @@ def set_seed(device: torch.device, seed: int) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def weights_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the precision of the weights for generating text; auto is bfloat16 where that is native, else float32."""
-    if name != "auto":
-        return getattr(torch, name)
-    return torch.bfloat16 if has_bfloat16(device) else torch.float32
-
-
 def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradients: str) -> dict[str, str]:
     """Return the facts about the machine and the code that decide the last bits of a run's numbers, as name -> value.
 

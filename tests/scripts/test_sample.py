@@ -11,9 +11,9 @@ import inspect_attention
 import sample
 import train
 from data.tokenizer import make_tokenizer
+from model.device import weights_dtype
 from sample import Text
 from tests.conftest import metrics, tiny_run
-from training.device import weights_dtype
 
 
 def texts(run, *arguments: object) -> list[str]:
