@@ -1,4 +1,4 @@
-"""Measure this machine: attention, steps, optimizers, text, token files, decoding, time to a loss, a busy machine.
+"""Measure this machine: attention, steps, optimizers, text, decoding, time to a loss, a busy machine.
 
 Ways to run:
     make bench                                           all stages, into benchmarks/results/
@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from cores import SETTINGS
 
-from benchmarks import nanogpt
-from benchmarks.loss import ROOT, measure_loss, run, standard_library
+from benchmarks import ROOT, evaluations, nanogpt, train
+from benchmarks.loss import measure_loss, standard_library
 from cli.options import parse
 from cli.script import run_script
 from data.batches import Batches, seed_for
@@ -52,7 +52,6 @@ from model.packed import packed
 from train import next_token_loss
 from training.config import TrainConfig
 from training.device import compile_loss, set_seed
-from training.directory import read_metrics
 from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
 
 # name: shape, and batch sizes, of which the first is nanoGPT's
@@ -271,32 +270,6 @@ def measure_prepare(bench: Bench) -> Iterator[dict]:
             yield {"what": f"{way}, {tokenizer}", "ms": ms, "MB/s": path.stat().st_size / ms / 1e3}
 
 
-def measure_shards(bench: Bench) -> Iterator[dict]:
-    """Time the opening of token files without content, and a micro-batch from many of them and from one as large."""
-    most = 3 if bench.tiny else 1_000
-    total = 15_000 if bench.tiny else 10**11  # tokens of all files
-    shape = (3, 5) if bench.tiny else (32, 1024)  # (B, T)
-    works = {}
-    with TemporaryDirectory() as directory:
-        for number in (1, most):
-            folder = Path(directory) / str(number)
-            tokens = total // number
-            folder.mkdir()
-            for path in (folder / f"{i:05}.ds" for i in range(number)):
-                with open(path, "wb") as file:
-                    file.seek(2 * tokens - 2)
-                    file.write(np.array([256], "<u2").tobytes())  # the end of a text
-                Path(f"{path}.metadata").write_text(f"bytes|2\n{tokens}\n{tokens}")
-            began = time.perf_counter()
-            corpus = prepare(DataConfig(str(folder), "bytes"))
-            what = f"open {number:,} files of {2 * tokens / 1e6:g} MB"
-            yield {"what": what, "ms": 1e3 * (time.perf_counter() - began)}
-            batches = Batches(corpus.tokens["train"], *shape, seed=0)
-            works[number] = partial(next, map(partial(batches, device=bench.device), count()))
-        for number, ms in bench.measure(works).items():
-            yield {"what": f"{shape[0]} x {shape[1]:,} of {number:,} files", "ms": ms}
-
-
 @torch.no_grad()
 def measure_decode(bench: Bench) -> Iterator[dict]:
     """Time greedy decoding after a prompt, with random weights: nanoGPT, which has no cache, ours, `transformers`.
@@ -383,11 +356,9 @@ def busy_program() -> Iterator[None]:
 def milliseconds_a_step(steps: int, variables: dict[str, str]) -> float:
     """Return the time of a training step of the quickstart on the CPU, with these environment variables."""
     decided = dict.fromkeys(SETTINGS)  # the environment of this process may have some
-    with TemporaryDirectory() as out:
-        options = ["--train.max_steps", steps, "--train.eval_tokens", 1000, "--train.sample_tokens", 0]
-        options += ["--train.out_dir", out, "--train.device", "cpu"]
-        run(ROOT / "train.py", ROOT / "configs" / "quickstart.toml", *options, variables=decided | variables)
-        return 1e3 * read_metrics(Path(out))[-1]["train_seconds"] / steps
+    options = ["--train.max_steps", steps, "--train.eval_tokens", 1000, "--train.device", "cpu"]
+    lines = train(ROOT / "train.py", ROOT / "configs" / "quickstart.toml", *options, variables=decided | variables)
+    return 1e3 * evaluations(lines)[-1]["train_seconds"] / steps
 
 
 STAGES = {
@@ -395,7 +366,6 @@ STAGES = {
     "step": measure_step,
     "optimizer": measure_optimizer,
     "prepare": measure_prepare,
-    "shards": measure_shards,
     "decode": measure_decode,
     "loss": lambda bench: measure_loss(bench.device, bench.text, bench.tiny),
     "busy": measure_busy,

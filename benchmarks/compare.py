@@ -3,6 +3,8 @@
     python benchmarks/compare.py configs/quickstart.toml "configs/quickstart.toml --train.learning_rate 0.01" --seeds 5
     python benchmarks/compare.py ../before:configs/quickstart.toml configs/quickstart.toml
 
+    python benchmarks/compare.py configs/tinystories.toml configs/tinystories.toml --ranks 0 2
+
 A way to train is a configuration with options, perhaps of another checkout: "[CHECKOUT:]CONFIG.toml [OPTION ...]".
 Each run is a process of its own; A and B take turns. Losses are validation losses in bits per byte, which do not depend
 on the tokenizer. Tokens and seconds to a loss are interpolated between the evaluations of the mean over all seeds.
@@ -16,17 +18,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
-from tempfile import TemporaryDirectory
 
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.loss import ROOT, run
+from benchmarks import ROOT, evaluations, train
 from cli.options import parse
 from cli.script import run_script
 from errors import UserError
-from training.directory import read_metrics
 
 # Student's t for a two-sided confidence of 95 %, by degrees of freedom: 1, 2, 3, ...
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -45,6 +45,8 @@ class Options:
     """Runs of each way, with consecutive seeds."""
     first_seed: int = 1
     """The first of them. A choice that was made with some seeds is confirmed with others."""
+    ranks: tuple[int, int] = (0, 0)
+    """Processes of each way, under torchrun; 0 is train.py alone."""
     out: Path | None = None
     """New directory for the runs. None: they are deleted at the end."""
 
@@ -78,11 +80,11 @@ def command_of(way: str) -> list[str]:
     return [str(script), str(file), *options]
 
 
-def train(way: str, seed: int, out: Path) -> Curve:
+def curve_of(way: str, seed: int, ranks: int, out: Path | None) -> Curve:
     """Train once, in a new process. Raises UserError if that fails."""
-    run(*command_of(way), "--train.seed", seed, "--train.out_dir", out)
-    lines = read_metrics(out)
-    evaluated = [line for line in lines if "val_bits_per_byte" in line]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    lines = train(*torchrun, *command_of(way), "--train.seed", seed, out=out)
+    evaluated = evaluations(lines)
     logged = [line for line in lines if "tokens_per_second" in line]
     tokens_per_step = logged[-1]["tokens"] / logged[-1]["step"]
     return Curve(
@@ -146,12 +148,11 @@ def main() -> None:
         command_of(way)
         print(f"{name}  {way}")
     curves = {"A": [], "B": []}
-    with TemporaryDirectory() as temporary:
-        for seed in range(options.first_seed, options.first_seed + options.seeds):
-            for name, way in ways.items():
-                out = (options.out or Path(temporary)) / f"{name}{seed}"
-                curves[name].append(train(way, seed, out))
-                print(f"{name}, seed {seed}: {curves[name][-1].losses[-1]:.4f}", file=sys.stderr, flush=True)
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        for (name, way), ranks in zip(ways.items(), options.ranks, strict=True):
+            out = options.out and options.out / f"{name}{seed}"
+            curves[name].append(curve_of(way, seed, ranks, out))
+            print(f"{name}, seed {seed}: {curves[name][-1].losses[-1]:.4f}", file=sys.stderr, flush=True)
     print(f"\n{table(curves['A'], curves['B'], options.first_seed)}")
 
 

@@ -12,16 +12,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.loss import ROOT, run
+from benchmarks import ROOT, evaluations, train
 from cli.options import parse
 from cli.script import run_script
-from training.directory import read_metrics
 
 COLUMNS = ("bits/byte", "induction", "before", "entropy", "seconds")
 
@@ -54,18 +52,15 @@ def main() -> None:
     rows = []
     curves = []
     for seed in options.seeds:
-        with TemporaryDirectory() as out:
-            arguments = ["--train.seed", seed, "--train.out_dir", out, *shlex.split(options.options)]
-            run(ROOT / "train.py", options.config, *arguments)
-            lines = read_metrics(Path(out))
-        evaluations = [line for line in lines if "val_loss" in line]
-        last = evaluations[-1]
+        lines = train(ROOT / "train.py", options.config, "--train.seed", seed, *shlex.split(options.options))
+        evaluated = evaluations(lines)
+        last = evaluated[-1]
         rows.append((last["val_bits_per_byte"], *scores(last), last["train_seconds"]))
         print(f"{seed:8}" + "".join(f"{number:11.3f}" for number in rows[-1]), flush=True)
-        points = [f"{line['step']}: {line['val_bits_per_byte']:.3f} {scores(line)[0]:.2f}" for line in evaluations]
+        points = [f"{line['step']}: {line['val_bits_per_byte']:.3f} {scores(line)[0]:.2f}" for line in evaluated]
         curves.append(f"{seed:8} {', '.join(points)}")
-        if "sample" in lines[-1]:
-            curves.append(f"{'':8} {lines[-1]['sample']!r}")
+        samples = [line["sample"] for line in lines if "sample" in line]
+        curves += [f"{'':8} {text!r}" for text in samples[-1:]]
     for name, summary in {"median": median, "least": min, "most": max}.items():
         print(f"{name:>8}" + "".join(f"{summary(column):11.3f}" for column in zip(*rows, strict=True)))
     print("\nstep: bits per byte, induction; and the last sample", *curves, sep="\n")

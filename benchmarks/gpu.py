@@ -1,7 +1,7 @@
 """Do on the first day with an NVIDIA GPU what could not be done without one, and write a report. `make gpu` runs it.
 
 The report, benchmarks/results/gpu_<device>_<date>.md, has what three commands print: the tests that need a GPU, the
-benchmarks, and the memory that training needs beside the memory that was counted. They take at most 25 minutes.
+benchmarks, and the memory that training needs. They take at most 25 minutes.
 """
 
 import re
@@ -14,15 +14,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import ROOT
 from cli.script import fail, run_script
 from errors import UserError
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COMMANDS = {  # command -> most minutes
     "-m pytest -m cuda": 8,
     "benchmarks/bench.py --device cuda --out benchmarks/results": 10,
-    "benchmarks/memory.py --measured --configs configs/shakespeare_char.toml configs/fineweb_edu.toml": 7,
+    "benchmarks/memory.py --configs configs/shakespeare_char.toml configs/fineweb_edu.toml": 7,
 }
 
 

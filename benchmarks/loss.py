@@ -1,23 +1,17 @@
 """Time to a loss on characters, beside nanoGPT: python benchmarks/bench.py --stages loss --text input.txt"""
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 
 import torch
 
+from benchmarks import ROOT, evaluations, run, train
 from data.prepare import DataConfig, prepare
-from errors import UserError
-from training.directory import read_metrics
 
-ROOT = Path(__file__).parent.parent
 LIKE_TINY_SHAKESPEARE = 1_115_394  # characters
 SEEDS = (1, 2, 3)
 
@@ -42,13 +36,12 @@ def measure_loss(device: torch.device, text: Path | None, tiny: bool) -> Iterato
             return json.loads(out.splitlines()[-1]) | {"process s": seconds}
 
         def train_ours(config: str, *options: object) -> dict:
-            out = mkdtemp(dir=directory)
-            options = [*options, "--train.device", device, "--train.out_dir", out]
-            options += ["--train.max_steps", 2, "--train.eval_every", 2] if tiny else []
-            _, seconds = run(ROOT / "train.py", ROOT / "configs" / f"{config}.toml", *options)
-            last = [line for line in read_metrics(Path(out)) if "val_loss" in line][-1]
+            fewer = ["--train.max_steps", 2, "--train.eval_every", 2] if tiny else []
+            file = ROOT / "configs" / f"{config}.toml"
+            lines = train(ROOT / "train.py", file, *options, "--train.device", device, *fewer)
+            last = evaluations(lines)[-1]
             result = {"loss": last["val_loss"], "bits a byte": last["val_bits_per_byte"]}
-            return result | {"loop s": last["train_seconds"], "process s": seconds}
+            return result | {"loop s": last["train_seconds"], "process s": lines[-1]["process seconds"]}
 
         on_text = ["--data.source", corpus]
         theirs = []
@@ -81,19 +74,3 @@ def standard_library() -> str:
     """Read the source code of the Python standard library, without its packages, ASCII only."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return "".join(file.read_text(encoding="ascii", errors="ignore") for file in files)
-
-
-def run(*arguments: object, variables: dict[str, str | None] | None = None) -> tuple[str, float]:
-    """Run Python, and return the printed text and the seconds.
-
-    variables: added to those of the environment; None takes one away.
-
-    Raises UserError with the end of stderr if it fails.
-    """
-    began = time.perf_counter()
-    command = [sys.executable, *map(str, arguments)]
-    environment = {name: value for name, value in (os.environ | (variables or {})).items() if value is not None}
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=environment)
-    if done.returncode:
-        raise UserError(f"{' '.join(command[1:])}: exit code {done.returncode}: {done.stderr.strip()[-400:]}")
-    return done.stdout, time.perf_counter() - began

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import bench, distributed, first_run, heads, nanogpt
+from benchmarks import bench, first_run, nanogpt
 from model import GPT, GPTConfig
 from training.config import TrainConfig
 
@@ -77,19 +77,6 @@ def test_every_stage_is_measured(tmp_path: Path) -> None:
     assert named["gpt2 / nanoGPT, tiny"]["same batch"] == pytest.approx(first["ms"] / second["ms"])
 
 
-@pytest.mark.long
-def test_heads_and_ranks_are_measured(corpus_file: Path, tmp_path: Path) -> None:
-    out, config = tmp_path / "results.jsonl", tmp_path / "tiny.toml"
-    config.write_text(
-        "model = {n_layer = 1, n_head = 2, n_embd = 16, context_length = 11}\n"
-        f"data = {{source = '{corpus_file}', tokenizer = 'bytes'}}\ntrain = {{batch_size = 3, device = 'cpu'}}\n"
-    )
-    heads.main(heads.Options(tiny=True, out=out))
-    distributed.main(distributed.Options(config=config, nproc=(2,), steps=12, turns=1, out=out))
-    ways = [json.loads(line)["way"] for line in out.read_text(encoding="utf-8").splitlines()]
-    assert ways == ["ours", "theirs", "eager", "alone", "ddp, 2 ranks", "fsdp, 2 ranks"]
-
-
 def test_seeds_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     heads = {"induction_control": [[0.0, 0.1], [0.25, 0.5]], "previous": [[0.0, 0.75], [0.5, None]]}
     heads |= {"induction": [[0.0, 0.1], [0.75, 0.875]], "entropy": [[0.0, 0.25], [0.5, 0.25]]}
@@ -97,12 +84,12 @@ def test_seeds_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     seeds = iter(losses)
     commands = []
 
-    def lines(directory: Path) -> list[dict]:
+    def train(*command: object) -> list[dict]:
+        commands.append(command)
         line = {"step": 13, "val_loss": 0.0, "val_bits_per_byte": losses[next(seeds)], "heads": heads}
-        return [line | {"train_seconds": 5.0}, {"step": 13, "sample": "def"}]
+        return [line | {"train_seconds": 5.0}, {"step": 13, "sample": "def"}, {"process seconds": 7.0}]
 
-    monkeypatch.setattr(first_run, "run", lambda *command: commands.append(command))
-    monkeypatch.setattr(first_run, "read_metrics", lines)
+    monkeypatch.setattr(first_run, "train", train)
     monkeypatch.setattr(sys, "argv", ["first_run.py", "--seeds", "3", "7", "11", "--options=--train.dtype float32"])
     first_run.main()
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -114,7 +101,7 @@ def test_seeds_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", ["bench", "compare", "distributed", "first_run", "heads", "memory"])
+@pytest.mark.parametrize("script", ["bench", "compare", "first_run", "memory"])
 def test_each_script_starts_from_the_command_line(script: str) -> None:
     """Where nothing has made the modules of this project known before."""
     command = [sys.executable, f"benchmarks/{script}.py", "--help"]

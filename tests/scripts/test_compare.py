@@ -56,6 +56,6 @@ def test_a_rate_of_nothing_learns_nothing(
 ) -> None:
     (tmp_path / "tiny.toml").write_text("[train]\nseed = 1\n")
     way = f"{tmp_path / 'tiny.toml'} {' '.join(tiny_run(corpus_file, tmp_path / 'unused', train__max_steps=8))}"
-    monkeypatch.setattr(sys, "argv", ["compare.py", way, f"{way} --train.learning_rate 1e-9"])
+    monkeypatch.setattr(sys, "argv", ["compare.py", way, f"{way} --train.learning_rate 1e-9", "--ranks", "0", "2"])
     compare.main()
     assert capsys.readouterr().out.count(": A is better") == 1
