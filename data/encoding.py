@@ -1,7 +1,4 @@
-"""Text to token ids and back: one interface, and the two kinds of tokenizer behind it.
-
-    TiktokenTokenizer   ours, a `tiktoken.Encoding`; data/tokenizer.py makes and saves it
-    HubTokenizer        any other tokenizer.json, read by the library `tokenizers`
+"""Text to token ids and back, by a tokenizer.json: its own library reads it, and `tiktoken` encodes by those of ours.
 
 Special tokens, such as the end of a text, have no text. Their names in a text are ordinary text. (A tokenizer of whole
 words, or Unigram, may know such a name as a word nevertheless.)
@@ -9,10 +6,7 @@ words, or Unigram, may know such a name as a word nevertheless.)
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import cached_property
-from typing import Self
 
 import numpy as np
 import tiktoken
@@ -53,10 +47,21 @@ def split_into_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
     )
 
 
-class Tokenizer(ABC):
-    """The interface of both kinds of tokenizer."""
+class Tokenizer:
+    """Any tokenizer.json, through the library `tokenizers`: the ids are those that `AutoTokenizer` gives.
 
-    name: str
+    A text has to be encoded as a whole, because each id may depend on all of it. (A class of `transformers` may ignore
+    parts of the file: LlamaTokenizer of version 5 drops a space with which a text begins.)
+
+    Args:
+        name: for messages.
+        content: of tokenizer.json.
+        ends: the ids or names of the tokens that end a text. The first that exists is end_of_text, unless there is
+            "<|endoftext|>". If none exists, a special token of OTHER_ENDS is.
+
+    Raises any exception for a bad file.
+    """
+
     vocab_size: int
     """One more than the largest id of a text, its start or its end. Some smaller ids may be unused."""
     end_of_text: int | None
@@ -70,6 +75,36 @@ class Tokenizer(ABC):
     """The special tokens: name -> id."""
     files: dict[str, bytes]
     """The content of the tokenizer's files by name, as it was read or is to be written."""
+
+    def __init__(self, name: str, content: bytes, ends: Iterable[int | str]):
+        library = tokenizers.Tokenizer.from_buffer(content)
+        library.no_truncation()
+        library.no_padding()
+        library.encode_special_tokens = True  # a special token's name in a text is ordinary text
+        if isinstance(library.model, models.BPE):
+            library.model.dropout = None  # which would draw ids at random
+            # Else what is unknown is left out, without an error.
+            library.model.unk_token = library.model.unk_token or "for this character"
+        self.library = library
+        self.name = name
+        self.files = {TOKENIZER_JSON: content}
+        self.added = library.get_added_tokens_decoder()
+        self.special_tokens = {token.content: number for number, token in self.added.items() if token.special}
+        vocabulary = library.get_vocab()
+        numbers = vocabulary | {number: number for number in vocabulary.values()}
+        found = [numbers[end] for end in (END_OF_TEXT, *ends) if end in numbers]
+        found = found or [self.special_tokens[end] for end in OTHER_ENDS if end in self.special_tokens][:1]
+        self.end_of_text = found[0] if found else None
+        self.ends = list(dict.fromkeys([*found, *(end for end in ends if isinstance(end, int))]))
+        # The library adds a start, if the file asks for one, to the ids of any text: here to those of a word.
+        word = tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a")).encode("a")
+        framed = library.post_process(word)
+        self.start_of_text = framed.ids[:1] if framed.special_tokens_mask[:1] == [1] else []
+        # Some models have no row for special tokens that are only added, to fill texts for example. No text has them.
+        ids = list(library.get_vocab(with_added_tokens=False).values())
+        ids += [number for number, token in self.added.items() if not token.special]
+        self.vocab_size = max([max(ids), *self.document_start]) + 1
+        self.decoder = repr(library.decoder)
 
     def check_fits(self, rows: int) -> None:
         """Raise UserError if a text can have an id that a model with this many embeddings has no embedding for."""
@@ -90,17 +125,79 @@ class Tokenizer(ABC):
             text.encode()  # raises UnicodeEncodeError for a lone surrogate, which tiktoken would replace
             return self.encode_unicode(text)
 
-    @abstractmethod
     def encode_unicode(self, text: str) -> np.ndarray:
         """Return the ids of a text without lone surrogates, for `encode`. May raise any exception."""
+        return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
-    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids. Special tokens and unused ids have no text. Broken characters become U+FFFD."""
+        with errors_as_user_error(f"the tokenizer {self.name!r} cannot decode its ids"):
+            return self.library.decode(list(ids), skip_special_tokens=True)
 
-    @abstractmethod
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that label one token: its text, the name of a special token, or b"" for an unused id."""
+        spelled = self.library.id_to_token(token) or ""
+        if token in self.added:
+            return spelled.encode()
+        if "ByteFallback" in self.decoder and (byte := re.fullmatch("<0x([0-9A-F]{2})>", spelled)):
+            return bytes.fromhex(byte[1])
+        if "ByteLevel" in self.decoder and set(spelled) <= BYTES.keys():
+            return to_bytes(spelled)
+        return spelled.replace("\u2581", " ").encode()  # SentencePiece's sign for a space (Kudo and Richardson 2018)
+
+
+class TiktokenTokenizer(Tokenizer):
+    """A tokenizer of ours: its text is encoded by `tiktoken`, which is faster, and may be encoded in pieces.
+
+    Args:
+        name: bytes, chars, bpe:SIZE or a name that tiktoken knows.
+        content: of tokenizer.json, as `describe` writes it. Raises any exception for another content.
+    """
+
+    def __init__(self, name: str, content: bytes):
+        super().__init__(name, content, [])
+        described = json.loads(content)
+        vocabulary = described["model"]["vocab"]
+        special = self.special_tokens
+        ranks = {to_bytes(spelled): rank for spelled, rank in vocabulary.items() if spelled not in special}
+        pattern = described["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        self.encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        self.characters = {token.decode() for token in ranks} if name == "chars" else None
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "tril_name": name,
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+            "unk_token": END_OF_TEXT,
+        }
+        self.files[TOKENIZER_CONFIG] = f"{json.dumps(config, indent=2)}\n".encode()
+
+    def encode_unicode(self, text: str) -> np.ndarray:
+        if self.characters and (unknown := set(text) - self.characters):
+            raise UserError(f"the chars tokenizer never saw the character {min(unknown)!r} (U+{ord(min(unknown)):04X})")
+        encode = self.encoding.encode_to_numpy
+        return np.concatenate([encode(piece, disallowed_special=()) for piece in cut([text])])
+
+
+def describe(pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> bytes:
+    """Return the tokenizer.json of a tokenizer as `tiktoken` has it. `tokenizers` and `transformers` read it, too."""
+    spelled = {token.decode("latin-1").translate(SPELLING): rank for token, rank in ranks.items()}
+    # tiktoken joins any two neighbours that form a token, lowest rank first: list every such pair in that order.
+    merges = [
+        (token[:cut], token[cut:])
+        for token in sorted(spelled, key=spelled.get)
+        for cut in range(1, len(token))
+        if token[:cut] in spelled and token[cut:] in spelled
+    ]
+    # In the vocabulary special tokens keep their ids. Only added, they would get the next free ones.
+    vocabulary = spelled | special
+    # Without unk_token, other tools would leave out a character that chars does not know, which flatters a model.
+    model = models.BPE(vocabulary, merges, ignore_merges=True, unk_token=END_OF_TEXT, fuse_unk=True)
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = split_into_bytes(pattern)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(sorted(special, key=special.get))
+    return library.to_str().encode()
 
 
 class TextStream:
@@ -133,135 +230,3 @@ class TextStream:
         """Return the text that `add` has not returned, with a broken character replaced."""
         decode = self.tokenizer.decode
         return decode(self.returned + self.waiting)[len(decode(self.returned)) :]
-
-
-class TiktokenTokenizer(Tokenizer):
-    """A tokenizer of ours. Its tokens are byte strings, and a text may be encoded in pieces."""
-
-    start_of_text = []
-
-    def __init__(self, encoding: tiktoken.Encoding):
-        self.encoding = encoding
-        self.name = encoding.name
-        self.vocab_size = encoding.n_vocab
-        self.special_tokens = dict(encoding._special_tokens)
-        self.end_of_text = self.special_tokens.get(END_OF_TEXT)
-        self.ends = [] if self.end_of_text is None else [self.end_of_text]
-        self.ordinary = {rank: token for token, rank in encoding._mergeable_ranks.items()}
-        self.characters = {token.decode() for token in self.ordinary.values()} if self.name == "chars" else None
-
-    @classmethod
-    def from_json(cls, name: str, content: bytes) -> Self:
-        """Return the tokenizer of a tokenizer.json of ours. Raises any exception for another content."""
-        described = json.loads(content)
-        special = {token["content"]: token["id"] for token in described["added_tokens"]}
-        vocabulary = described["model"]["vocab"]
-        ranks = {to_bytes(spelled): rank for spelled, rank in vocabulary.items() if spelled not in special}
-        pattern = described["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-        return cls(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
-
-    @cached_property
-    def files(self) -> dict[str, bytes]:
-        """The content of FILES by name. `from_json` reads it, and so do `tokenizers` and `transformers`."""
-        special = self.special_tokens
-        spelled = {token.decode("latin-1").translate(SPELLING): rank for rank, token in self.ordinary.items()}
-        # tiktoken joins any two neighbours that form a token, lowest rank first: list every such pair in that order.
-        merges = [
-            (token[:cut], token[cut:])
-            for token in sorted(spelled, key=spelled.get)
-            for cut in range(1, len(token))
-            if token[:cut] in spelled and token[cut:] in spelled
-        ]
-        # In the vocabulary special tokens keep their ids. Only added, they would get the next free ones.
-        vocabulary = spelled | special
-        # Without unk_token, other tools would leave out a character that chars does not know, which flatters a model.
-        model = models.BPE(vocabulary, merges, ignore_merges=True, unk_token=END_OF_TEXT, fuse_unk=True)
-        copy = tokenizers.Tokenizer(model)
-        copy.pre_tokenizer = split_into_bytes(self.encoding._pat_str)
-        copy.decoder = decoders.ByteLevel()
-        copy.add_special_tokens(sorted(special, key=special.get))
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "tril_name": self.name,
-            "bos_token": END_OF_TEXT,
-            "eos_token": END_OF_TEXT,
-            "unk_token": END_OF_TEXT,
-        }
-        return {TOKENIZER_JSON: copy.to_str().encode(), TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode()}
-
-    def encode_unicode(self, text: str) -> np.ndarray:
-        if self.characters and (unknown := set(text) - self.characters):
-            raise UserError(f"the chars tokenizer never saw the character {min(unknown)!r} (U+{ord(min(unknown)):04X})")
-        encode = self.encoding.encode_to_numpy
-        return np.concatenate([encode(piece, disallowed_special=()) for piece in cut([text])])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(self.ordinary.get(token, b"") for token in ids).decode(errors="replace")
-
-    def token_bytes(self, token: int) -> bytes:
-        try:
-            return self.encoding.decode_single_token_bytes(token)
-        except KeyError:
-            return b""
-
-
-class HubTokenizer(Tokenizer):
-    """Any tokenizer.json, through the library `tokenizers`: the ids are those that `AutoTokenizer` gives.
-
-    A text has to be encoded as a whole, because each id may depend on all of it. (A class of `transformers` may ignore
-    parts of the file: LlamaTokenizer of version 5 drops a space with which a text begins.)
-
-    Args:
-        name: for messages.
-        content: of tokenizer.json.
-        ends: the ids or names of the tokens that end a text. The first that exists is end_of_text, unless there is
-            "<|endoftext|>". If none exists, a special token of OTHER_ENDS is.
-
-    Raises any exception for a bad file.
-    """
-
-    def __init__(self, name: str, content: bytes, ends: Iterable[int | str]):
-        library = tokenizers.Tokenizer.from_buffer(content)
-        library.no_truncation()
-        library.no_padding()
-        library.encode_special_tokens = True  # a special token's name in a text is ordinary text
-        if isinstance(library.model, models.BPE):
-            library.model.dropout = None  # which would draw ids at random
-            # Else what is unknown is left out, without an error.
-            library.model.unk_token = library.model.unk_token or "for this character"
-        self.library = library
-        self.name = name
-        self.added = library.get_added_tokens_decoder()
-        self.special_tokens = {token.content: number for number, token in self.added.items() if token.special}
-        vocabulary = library.get_vocab()
-        numbers = vocabulary | {number: number for number in vocabulary.values()}
-        found = [numbers[end] for end in (END_OF_TEXT, *ends) if end in numbers]
-        found = found or [self.special_tokens[end] for end in OTHER_ENDS if end in self.special_tokens][:1]
-        self.end_of_text = found[0] if found else None
-        self.ends = list(dict.fromkeys([*found, *(end for end in ends if isinstance(end, int))]))
-        # The library adds a start, if the file asks for one, to the ids of any text: here to those of a word.
-        word = tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a")).encode("a")
-        framed = library.post_process(word)
-        self.start_of_text = framed.ids[:1] if framed.special_tokens_mask[:1] == [1] else []
-        # Some models have no row for special tokens that are only added, to fill texts for example. No text has them.
-        ids = list(library.get_vocab(with_added_tokens=False).values())
-        ids += [number for number, token in self.added.items() if not token.special]
-        self.vocab_size = max([max(ids), *self.document_start]) + 1
-        self.decoder = repr(library.decoder)
-
-    def encode_unicode(self, text: str) -> np.ndarray:
-        return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        with errors_as_user_error(f"the tokenizer {self.name!r} cannot decode its ids"):
-            return self.library.decode(list(ids), skip_special_tokens=True)
-
-    def token_bytes(self, token: int) -> bytes:
-        spelled = self.library.id_to_token(token) or ""
-        if token in self.added:
-            return spelled.encode()
-        if "ByteFallback" in self.decoder and (byte := re.fullmatch("<0x([0-9A-F]{2})>", spelled)):
-            return bytes.fromhex(byte[1])
-        if "ByteLevel" in self.decoder and set(spelled) <= BYTES.keys():
-            return to_bytes(spelled)
-        return spelled.replace("\u2581", " ").encode()  # SentencePiece's sign for a space (Kudo and Richardson 2018)

@@ -21,7 +21,7 @@ import numpy as np
 from cli.bars import progress_bar
 from data.config import DataConfig
 from data.corpus import SPLITS, dtype_of, fingerprint
-from data.encoding import END_OF_TEXT, HubTokenizer, Tokenizer
+from data.encoding import END_OF_TEXT, TiktokenTokenizer, Tokenizer
 from data.sources import documents
 from data.tokenizer import make_tokenizer, save_tokenizer
 from errors import UserError
@@ -135,7 +135,7 @@ def write_tokens(config: DataConfig, to_train: float, tokenizer: Tokenizer, dire
     ends = {END_OF_TEXT, *(name for name, token in tokenizer.special_tokens.items() if token in tokenizer.ends)}
     written = set()  # of the ends
     start = np.array(tokenizer.document_start, dtype_of(tokenizer))
-    found = pieces(config, to_train, room, whole=isinstance(tokenizer, HubTokenizer))
+    found = pieces(config, to_train, room, whole=not isinstance(tokenizer, TiktokenTokenizer))
     progress = progress_bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
     with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val, progress:
         files = {"train": train, "val": val}

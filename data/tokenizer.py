@@ -7,7 +7,7 @@
     PATH        a tokenizer.json from elsewhere
 
 The last id of bytes, chars and bpe is `<|endoftext|>`, which starts every document. Models from elsewhere have a
-tokenizer.json of their own, by the name "model". Such a file is used unchanged (`HubTokenizer` in data/encoding.py).
+tokenizer.json of their own, by the name "model". Such a file is used unchanged (`Tokenizer` in data/encoding.py).
 """
 
 import json
@@ -24,9 +24,9 @@ from data.encoding import (
     END_OF_TEXT,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
-    HubTokenizer,
     TiktokenTokenizer,
     Tokenizer,
+    describe,
     split_into_bytes,
     to_bytes,
 )
@@ -69,14 +69,14 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
         "or what tiktoken knows and has in TIKTOKEN_CACHE_DIR or can download"
     )
     with errors_as_user_error(problem):
-        return TiktokenTokenizer(tiktoken.get_encoding(name))
+        known = tiktoken.get_encoding(name)
+        return TiktokenTokenizer(name, describe(known._pat_str, known._mergeable_ranks, known._special_tokens))
 
 
 def build(name: str, pattern: str, tokens: list[bytes]) -> TiktokenTokenizer:
     """Return a tokenizer of these tokens, whose ids count from 0, and of END_OF_TEXT as the last."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    special = {END_OF_TEXT: len(ranks)}
-    return TiktokenTokenizer(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
+    return TiktokenTokenizer(name, describe(pattern, ranks, {END_OF_TEXT: len(ranks)}))
 
 
 def train_bpe(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
@@ -144,9 +144,7 @@ def load_tokenizer(place: Path) -> Tokenizer:
     own_name = described[TOKENIZER_CONFIG].get("tril_name")
     with errors_as_user_error(f"{place} has no tokenizer that this version can read"):
         if own_name is not None:
-            tokenizer = TiktokenTokenizer.from_json(str(own_name), content)
-            tokenizer.files = {TOKENIZER_JSON: content, TOKENIZER_CONFIG: files[TOKENIZER_CONFIG]}
-            return tokenizer
+            return TiktokenTokenizer(str(own_name), content)
         ends = []
         for name, key in END_KEYS.items():
             end = described[name].get(key)
@@ -154,14 +152,14 @@ def load_tokenizer(place: Path) -> Tokenizer:
                 end = end.get("content")
             ends += end if isinstance(end, list) else [end]
         ends = [end for end in ends if type(end) is str or type(end) is int and end >= 0]
-        tokenizer = HubTokenizer(f"{TOKENIZER_JSON} of {place.name}", content, ends)
+        tokenizer = Tokenizer(f"{TOKENIZER_JSON} of {place.name}", content, ends)
     files.pop("config.json", None)  # is the model's
     # Kept with the tokenizer, this file alone says the start and all ends, in a corpus as in a checkpoint.
     start = described["config.json"].get("bos_token_id", next(reversed(tokenizer.document_start), None))
     ends = tokenizer.ends if len(tokenizer.ends) > 1 else next(iter(tokenizer.ends), None)
     generation = {"bos_token_id": start} | described[GENERATION_CONFIG] | {"eos_token_id": ends}
     files[GENERATION_CONFIG] = f"{json.dumps(generation, indent=2)}\n".encode()
-    tokenizer.files = {TOKENIZER_JSON: content, **files}
+    tokenizer.files |= files
     return tokenizer
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from data import errors_as_user_error
 from data.config import DataConfig
-from data.encoding import TOKENIZER_JSON, HubTokenizer, Tokenizer
+from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.prepare import find_prepared, prepare
 from data.token_files import has_token_files
 from data.tokenizer import load_tokenizer
@@ -147,7 +147,7 @@ def as_tokenizer(tokenizer: object, checkpoint: Checkpoint | None) -> Tokenizer 
         kinds = "one of tril, a fast one of transformers, or a list with a label for each token"
         raise UserError(f"expected a tokenizer: {kinds}, got {type(tokenizer).__name__}")
     content = tokenizer.backend_tokenizer.to_str().encode()
-    return HubTokenizer(type(tokenizer).__name__, content, [tokenizer.eos_token])
+    return Tokenizer(type(tokenizer).__name__, content, [tokenizer.eos_token])
 
 
 def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> list[int]:

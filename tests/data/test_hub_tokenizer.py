@@ -15,7 +15,7 @@ import inspect_attention
 import sample
 import train
 from data import prepare, sources
-from data.encoding import FILES, HubTokenizer, TextStream
+from data.encoding import FILES, TextStream, Tokenizer
 from data.prepare import DataConfig
 from data.tokenizer import END_KEYS, END_OF_TEXT, load_tokenizer, save_tokenizer
 from errors import UserError
@@ -81,11 +81,11 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def ours(kind: str, tmp_path: Path) -> HubTokenizer:
+def ours(kind: str, tmp_path: Path) -> Tokenizer:
     return load_tokenizer(put(KINDS[kind], tmp_path / "tokenizer"))
 
 
-def test_ids_are_theirs(kind: str, ours: HubTokenizer, tmp_path: Path) -> None:
+def test_ids_are_theirs(kind: str, ours: Tokenizer, tmp_path: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer", split_special_tokens=True)
 
     any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -98,12 +98,12 @@ def test_ids_are_theirs(kind: str, ours: HubTokenizer, tmp_path: Path) -> None:
         assert ours.decode(start + ids) == theirs.decode(ids, skip_special_tokens=True)
 
     check()
-    assert isinstance(ours, HubTokenizer) and ours.vocab_size == len(theirs)
+    assert type(ours) is Tokenizer and ours.vocab_size == len(theirs)
     assert ours.document_start == ([2, 1] if kind == "llama" else [2])
     assert ours.special_tokens == dict(zip(SPECIALS, range(3), strict=True))
 
 
-def test_a_stream_gives_the_text_that_their_decoder_writes(kind: str, ours: HubTokenizer) -> None:
+def test_a_stream_gives_the_text_that_their_decoder_writes(kind: str, ours: Tokenizer) -> None:
     @given(text=st.text(sorted({*KNOWN, "\ufffd"})), prompt=st.text(sorted(set(KNOWN))))
     @settings(deadline=None, max_examples=20)
     def check(text: str, prompt: str) -> None:
@@ -240,7 +240,7 @@ def test_a_start_is_found_without_knowing_a_letter(tmp_path: Path) -> None:
 
 
 def test_a_document_has_the_ids_of_the_whole(
-    kind: str, ours: HubTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, ours: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "PIECE", 23)  # characters, at which documents are cut for others
     text = KNOWN.lstrip() * 3
