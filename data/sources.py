@@ -89,8 +89,7 @@ def find_files(source: str) -> list[Path]:
     if split_prefix(source)[0]:
         return []
     if source == "stdlib":
-        found = walk(sysconfig.get_path("stdlib"), NOT_STDLIB)
-        found = [path for path in found if path.suffix == ".py"]
+        found = [path for path in walk(sysconfig.get_path("stdlib"), NOT_STDLIB) if path.suffix == ".py"]
     elif os.path.isdir(source):
         found = walk(source, HIDDEN)
     elif "**" in source:  # `glob` would follow links in circles

@@ -12,7 +12,6 @@ tokenizer.json of their own, by the name "model". Such a file is used unchanged 
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import tiktoken
@@ -137,9 +136,7 @@ def load_tokenizer(place: Path) -> Tokenizer:
     files = {name: read_small(path.with_name(name)) for name in END_KEYS if path.with_name(name).is_file()}
     described = dict.fromkeys(END_KEYS, {})
     for name, beside in files.items():
-        # A config.json may be of something else. That of a model is read once more, and then its errors are shown.
-        passed = UserError if name == "config.json" else ()
-        with suppress(passed), errors_as_user_error(f"{path.with_name(name)} cannot be read"):
+        with errors_as_user_error(f"{path.with_name(name)} cannot be read"):
             described[name] = dict(json.loads(beside))
     own_name = described[TOKENIZER_CONFIG].get("tril_name")
     with errors_as_user_error(f"{place} has no tokenizer that this version can read"):

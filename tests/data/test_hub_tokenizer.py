@@ -160,8 +160,6 @@ def test_a_text_ends_where_a_publisher_says(
     assert again.ends == ends and again.files == ours.files
     kept = json.loads(again.files["generation_config.json"])
     assert kept == {"bos_token_id": ends[0], "more": "kept", "eos_token_id": ends if ends[1:] else ends[0]}
-    (directory / "config.json").write_text("// of something else\n{}")
-    load_tokenizer(directory / "tokenizer.json")
     (directory / "generation_config.json").write_text("[1]")
     with pytest.raises(UserError, match=r"generation_config\.json cannot be read: TypeError"):
         load_tokenizer(directory / "tokenizer.json")

@@ -168,15 +168,6 @@ def test_long_texts_are_cut_where_tokens_are_cut_anyway(text_file: Path, monkeyp
     assert "".join(pieces) == "猫" * 10_000 and max(map(len, pieces)) <= 512
 
 
-def test_bpe_learns_from_the_beginning_of_a_large_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in (("a", "first words " * 50), ("b", "first words " * 50), ("c", "second " * 200)):
-        Path(f"{name}.txt").write_text(text)
-    monkeypatch.setattr("data.tokenizer.BPE_SAMPLE", 1000)  # ends in the second file
-    tokenizer = make("*.txt", "bpe:300").tokenizer
-    learned = [tokenizer.token_bytes(token) for token in range(300)]
-    assert b" words" in learned and b"second" not in learned
-
-
 def test_tokens_are_as_narrow_as_the_vocabulary_allows() -> None:
     sizes = {2**16: np.uint16, 2**16 + 1: np.uint32}
     assert {size: dtype_of(SimpleNamespace(vocab_size=size)) for size in sizes} == sizes

@@ -64,17 +64,6 @@ def test_a_stream_decodes_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert "".join(map(stream.add, ids)) == REPLACEMENT * 498 + "é" and max(lengths) <= 2 * CONTEXT
 
 
-def test_special_tokens() -> None:
-    for name, size in (("bytes", 257), ("bpe:280", 280), ("chars", len(set(TEXT)) + 1)):
-        tokenizer = ALL[name]
-        assert tokenizer.vocab_size == size
-        assert tokenizer.special_tokens == {END_OF_TEXT: size - 1} == {END_OF_TEXT: tokenizer.end_of_text}
-        assert tokenizer.token_bytes(size - 1) == END_OF_TEXT.encode() and tokenizer.decode([size - 1]) == ""
-    for name in ("bytes", "bpe:280"):
-        ids = ALL[name].encode(f"a {END_OF_TEXT} b").tolist()
-        assert ALL[name].end_of_text not in ids and ALL[name].decode(ids) == f"a {END_OF_TEXT} b"
-
-
 def test_special_tokens_behind_a_gap_keep_their_ids(tmp_path: Path) -> None:
     """As in cl100k_base: 257 is the end of text, and nothing has the id 256."""
     ranks, special = {bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: 257, "<|x|>": 276}
