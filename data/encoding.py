@@ -174,7 +174,8 @@ class TiktokenTokenizer(Tokenizer):
 
     def encode_unicode(self, text: str) -> np.ndarray:
         if self.characters and (unknown := set(text) - self.characters):
-            raise UserError(f"the chars tokenizer never saw the character {min(unknown)!r} (U+{ord(min(unknown)):04X})")
+            first = min(unknown, key=text.index)
+            raise UserError(f"the chars tokenizer never saw the character {first!r} (U+{ord(first):04X})")
         encode = self.encoding.encode_to_numpy
         return np.concatenate([encode(piece, disallowed_special=()) for piece in cut([text])])
 

@@ -109,8 +109,9 @@ def open_token_files(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
         raise UserError(f"{config.source} has too few tokens to keep {config.val_fraction:g} of them for validation")
     counted = val[:COUNTED_TOKENS].tolist()
     num_bytes = max(1, len(tokenizer.decode(counted).encode()))
-    digests = [hashlib.sha256(tokenizer.files[TOKENIZER_JSON]).hexdigest(), *(file.digest for file in all_files)]
-    meta = {"source": config.source, "tokenizer": tokenizer.name, "fingerprint": "\n".join(digests)}
+    identity = tokenizer.files[TOKENIZER_JSON] + "".join(file.digest for file in all_files).encode()
+    fingerprint = hashlib.sha256(identity).hexdigest()
+    meta = {"source": config.source, "tokenizer": tokenizer.name, "fingerprint": fingerprint}
     splits = {"train": train, "val": val}
     for split, ids in splits.items():
         meta[split] = {"tokens": len(ids), "bytes": len(ids) * num_bytes / len(counted)}

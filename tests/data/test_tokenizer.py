@@ -45,7 +45,7 @@ def test_a_stream_gives_the_text_of_all_ids(name: str, data: st.DataObject) -> N
 
 def test_chars_names_the_character_it_does_not_know(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"never saw the character 'ß' \(U\+00DF\)"):
-        ALL["chars"].encode("the maß ñ")
+        ALL["chars"].encode("the maß $")
     # Left out by other tools, it would cost a model nothing, and flatter it when a loss is divided by bytes.
     save_tokenizer(ALL["chars"], tmp_path)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
