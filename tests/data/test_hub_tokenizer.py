@@ -225,7 +225,7 @@ def test_a_model_has_rows_for_all_that_a_text_can_have(run, corpus_file: Path, t
         assert text.finish == finish
     theirs.add_tokens(["<tool>"])
     data = ["--data.source", corpus_file, "--data.tokenizer", "model", "--train.out_dir", tmp_path / "out"]
-    for command in ([sample], [inspect_attention, "--text", "the cat"], [train, *data, "--train.init_from"]):
+    for command in ([sample], [train, *data, "--train.init_from"]):
         assert "has 299 tokens, the model 297\n" in run(*command, put(theirs, model)).err
 
 
