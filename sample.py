@@ -27,7 +27,7 @@ from cli.options import PathText, parse
 from cli.script import read_prompt, run_script, visible
 from data.encoding import TextStream
 from data.tokenizer import Tokenizer, load_tokenizer
-from errors import UserError, check_numbers
+from errors import check_numbers
 from model.checkpoint import find_checkpoint
 from model.device import dtype_name, find_device, weights_dtype
 from model.load import load_model
@@ -59,8 +59,8 @@ class Options:
     """Number of texts to generate."""
     seed: int | None = None
     """The same seed gives the same texts for the same prompt and num_samples. None: different texts each time."""
-    stop: str | None = None
-    """End a text before this string; $'\\n' is the end of a line, to bash."""
+    stop: str = ""
+    """End a text before this string, unless it is empty; $'\\n' is the end of a line, to bash."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object per sample instead of text."""
     device: str = "auto"
@@ -76,8 +76,8 @@ class Options:
 class Text:
     """Text that grows token by token until it ends; `finish` says why it ended, and is empty before."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: str | None, prompt: Sequence[int] = ()):
-        self.stop = stop or ""
+    def __init__(self, tokenizer: Tokenizer, stop: str, prompt: Sequence[int]):
+        self.stop = stop
         self.ends = tokenizer.ends
         self.stream = TextStream(tokenizer, prompt)
         self.text = ""
@@ -128,10 +128,7 @@ def main() -> None:
     tokenizer = load_tokenizer(checkpoint.directory)
     tokenizer.check_fits(model.config.vocab_size)
 
-    ids = tokenizer.start_of_text + tokenizer.encode(prompt).tolist()
-    ids = ids or tokenizer.document_start
-    if not ids:
-        raise UserError("this model's tokenizer has no token that begins a text: give a --prompt")
+    ids = tokenizer.start_of_text + tokenizer.encode(prompt).tolist() or tokenizer.document_start
     seed = secrets.randbits(32) if options.seed is None else options.seed
     idx = torch.tensor([ids] * options.num_samples, device=device)
     tokens = stream(model, idx, options.max_new_tokens, sampler, seed)

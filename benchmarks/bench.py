@@ -1,4 +1,4 @@
-"""Measure this machine: attention, steps, optimizers, text, decoding, time to a loss, a busy machine.
+"""Measure this machine: attention, steps, optimizers, text, decoding, time to a loss.
 
 Ways to run:
     make bench                                           all stages, into benchmarks/results/
@@ -17,7 +17,6 @@ import math
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,9 +35,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from cores import SETTINGS
-
-from benchmarks import ROOT, evaluations, nanogpt, train
+from benchmarks import nanogpt
 from benchmarks.loss import measure_loss, standard_library
 from cli.options import parse
 from cli.script import run_script
@@ -321,46 +318,6 @@ def bytes_read(model: nn.Module) -> int:
     return sum(weight.nbytes for name, weight in model.named_parameters() if not re.search("position|wpe", name))
 
 
-def measure_busy(bench: Bench) -> Iterator[dict]:
-    """Train the quickstart for some steps, alone and beside a program that keeps one core busy.
-
-    "spinning" has libgomp's own setting of how long threads spin: so PyTorch trains without cores.py.
-    """
-    if bench.device.type != "cpu":
-        return
-    ways = {"ours": {}, "spinning": {"GOMP_SPINCOUNT": "300000"}}
-    alone = {}
-    for place in ("alone", "beside a busy program"):
-        times = {way: [] for way in ways}
-        with contextlib.nullcontext() if place == "alone" else busy_program():
-            for _ in range(1 if bench.tiny else 3):
-                for way, variables in ways.items():
-                    times[way].append(milliseconds_a_step(2 if bench.tiny else 30, variables))
-        for way in ways:
-            ms = statistics.median(times[way])
-            slower = ms / alone.setdefault(way, ms)
-            yield {"what": f"{way}, {place}", "ms": ms, "times as long": slower, "all ms": times[way]}
-
-
-@contextlib.contextmanager
-def busy_program() -> Iterator[None]:
-    """Run a program that keeps one core busy."""
-    program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        program.kill()
-        program.wait()
-
-
-def milliseconds_a_step(steps: int, variables: dict[str, str]) -> float:
-    """Return the time of a training step of the quickstart on the CPU, with these environment variables."""
-    decided = dict.fromkeys(SETTINGS)  # the environment of this process may have some
-    options = ["--train.max_steps", steps, "--train.eval_tokens", 1000, "--train.device", "cpu"]
-    lines = train(ROOT / "train.py", ROOT / "configs" / "quickstart.toml", *options, variables=decided | variables)
-    return 1e3 * evaluations(lines)[-1]["train_seconds"] / steps
-
-
 STAGES = {
     "attention": measure_attention,
     "step": measure_step,
@@ -368,7 +325,6 @@ STAGES = {
     "prepare": measure_prepare,
     "decode": measure_decode,
     "loss": lambda bench: measure_loss(bench.device, bench.text, bench.tiny),
-    "busy": measure_busy,
 }
 
 

@@ -64,9 +64,9 @@ def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, fa
         assert weights_dtype("float32", device) == torch.float32
 
 
-def feed(tokens: list[int], stop: str | None = None) -> tuple[list[str], Text]:
+def feed(tokens: list[int], stop: str = "") -> tuple[list[str], Text]:
     """The text that is certain after each token, and the text in the end."""
-    text, certain = Text(make_tokenizer("bytes", []), stop), []
+    text, certain = Text(make_tokenizer("bytes", []), stop, []), []
     for token in tokens:
         text.add(token)
         certain.append(text.certain)
