@@ -85,12 +85,14 @@ class Inspection:
         Raises UserError if the view is not known of this model.
         """
         labels = self.inputs.labels
-        if view == "says":
-            if not self.said:
-                raise UserError(NO_SAYINGS)
-            return sayings(self.said[head], labels, self.inputs.label)
-        shown = self.pattern(*head) if view == "weights" else self.values(*head)
-        return triangle(shown if view == "weights" else shown / (shown.max() or 1), labels, width)
+        if view == "weights":
+            return triangle(self.pattern(*head), labels, width)
+        if view == "values":
+            values = self.values(*head)
+            return triangle(values / (values.max() or 1), labels, width)
+        if not self.said:
+            raise UserError(NO_SAYINGS)
+        return sayings(self.said[head], labels, self.inputs.label)
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).

@@ -19,7 +19,7 @@ from torch import Tensor
 Metrics = dict[str, Tensor]  # the name of a metric -> its values, one for each head and often for each sequence
 METRICS = {  # name -> title and format in a table, and definition; A_ij is the weight of query i for key j
     "entropy": ("entropy", ".2f", "evenness of a row: -sum_j A_ij ln A_ij over its maximum ln(i + 1), for i >= 1"),
-    "distance": ("distance", ".1f", "mean distance in tokens: the sum of A_ij (i - j) over the sum of A_ij"),
+    "distance": ("distance", ".1f", "mean distance in tokens: sum_j A_ij (i - j)"),
     "sink": ("sink", ".2f", "weight of the first token, A_i0, for i >= 1 (row 0 has no choice)"),
     "current": ("self", ".2f", "weight of the token itself, A_ii, for i >= 1"),
     "previous": ("prev", ".2f", "weight of the token before, A_i,i-1, for i >= 2 (before token 1 is the first token)"),
@@ -71,7 +71,6 @@ def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:
         queries = keys[start:]
         rows = {
             "distance": (weights * (queries[:, None] - keys)).sum(-1),
-            "mass": weights.sum(-1),
             "entropy": torch.special.entr(later_weights).sum(-1) / (queries[later] + 1).log(),
             "sink": later_weights[..., 0],
             "current": at_distance(weights, 0, first=1),
@@ -87,9 +86,7 @@ def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:
                 before = F.pad(before, (0, len(keys) - before.size(-1)))
             sums[name] = before + values.sum(-1)
             counts[name] += values.size(-1)
-    means = {name: total.cpu().double() / counts[name] for name, total in sums.items()}
-    means["distance"] = means["distance"] / means.pop("mass")
-    return means
+    return {name: total.cpu().double() / counts[name] for name, total in sums.items()}
 
 
 def at_distance(weights: Tensor, distance: int, first: int) -> Tensor:

@@ -70,10 +70,8 @@ class Call:
 
     def even(self) -> "Call":
         """Return this call with heads that attend evenly to all keys they may see: one for each mask of its own."""
-        if self.mask is None:
-            return replace(self, q=self.q[:1, :1], k=self.k[:1, :1], scale=0.0)
-        B, H = self.mask.shape[:2]
-        mask = torch.where(self.mask > HIDES, 0.0, -torch.inf)
+        mask = self.mask if self.mask is None else self.mask.masked_fill(self.mask > HIDES, 0.0)
+        B, H = (1, 1) if mask is None else mask.shape[:2]
         return replace(self, q=self.q[:B, :H], k=self.k[:B, :1], mask=mask, scale=0.0)
 
     def blocks(self) -> Iterator[Tensor]:
@@ -83,14 +81,13 @@ class Call:
         nothing has weights of zero.
         """
         B, H, T, _ = self.q.shape
-        before = self.k.size(2) - T
-        height = max(1, BLOCK_SIZE // (B * H * self.k.size(2)))
+        num_keys = self.k.size(2)
+        height = max(1, BLOCK_SIZE // (B * H * num_keys))
         for start in range(0, T, height):
             q = self.q[:, :, start : start + height].to(self.dtype)
-            k = self.k[:, :, : before + start + q.size(2)].to(self.dtype)
-            if self.mask is None:
-                rows = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril(start)
-            else:
+            k = self.k[:, :, : num_keys - T + start + height].to(self.dtype)
+            rows = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril(start)
+            if self.mask is not None:
                 rows = self.mask[:, :, start : start + height, : k.size(2)].to(self.dtype)
             with exact_products(q.device):
                 weights = attention_weights(q, k, rows, self.scale)
@@ -100,8 +97,7 @@ class Call:
 
     def weights(self) -> Tensor:
         """Return the attention weights of all heads before dropout, (B, H, T_query, T_key), of `dtype`."""
-        num_keys = self.k.size(2)
-        return torch.cat([F.pad(block, (0, num_keys - block.size(3))) for block in self.blocks()], dim=2)
+        return torch.cat([F.pad(block, (0, self.k.size(2) - block.size(3))) for block in self.blocks()], dim=2)
 
     def row_errors(self) -> tuple[Tensor, Tensor]:
         """Estimate the error of each row of the weights, and the error that the rounding of scores explains.
@@ -191,19 +187,19 @@ class Captured(TorchFunctionMode):
     ) -> Tensor:
         """Store a call of the kernel. Return its output, or what replaces it."""
         dtype = output.dtype  # of the inputs, or that to which autocast casts them
-        shape = query.size(-2), key.size(-2)
-        is_square = shape[0] == shape[1]
+        T_query, T_key = query.size(-2), key.size(-2)
+        is_text = T_query == T_key
         mask = None
         if is_causal:
-            is_text = is_square and attn_mask is None
+            is_text &= attn_mask is None
         else:
-            mask = query.new_zeros(1, 1, *shape, dtype=dtype)
+            mask = query.new_zeros(1, 1, T_query, T_key, dtype=dtype)
             if attn_mask is not None:
                 is_bool = attn_mask.dtype == torch.bool
                 mask = torch.where(attn_mask, mask, -torch.inf) if is_bool else mask + attn_mask.detach().to(dtype)
             sees = mask > HIDES
-            # The queries belong to the last keys. Behind these a buffer may be empty.
-            is_text = not sees.triu(shape[1] - shape[0] + 1).any() and (is_square or sees[..., -1].any())
+            is_text |= bool(sees[..., -1].any())  # the queries belong to the last keys; behind these is no empty buffer
+            is_text &= not sees.triu(T_key - T_query + 1).any()
         if query.dim() != 4 or query.size(1) % key.size(1) or not is_text:
             self.left_out.append(f"queries {tuple(query.shape)} of keys {tuple(key.shape)}")
             return output
@@ -214,8 +210,8 @@ class Captured(TorchFunctionMode):
         q = query.detach().to(dtype, copy=True)
         k = key.detach().to(dtype, copy=True)
         values = value.detach().to(dtype, copy=True) if self.with_values else value.new_empty(()).expand(value.shape)
-        options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        self.seen.append(Call(q, k, mask, scale, values, partial(kernel, **options)))
+        kernel = partial(kernel, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        self.seen.append(Call(q, k, mask, scale, values, kernel))
         if self.replace is not None:
             output = self.replace(len(self.seen) - 1, output)
         self.output = output if self.with_values else None

@@ -5,12 +5,12 @@ diagonal, which a query cannot see, stay blank.
 """
 
 import math
+import warnings
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 import torch.nn.functional as F
-from matplotlib import font_manager
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -32,12 +32,6 @@ def pool(pattern: Tensor, step: int) -> Tensor:
     return pooled.masked_fill(~make_causal_mask(len(pooled)), math.nan)
 
 
-def drawable(text: str) -> str:
-    """Replace characters that the font lacks, and would draw as empty boxes, by their code points."""
-    known = font_manager.get_font(font_manager.findfont("DejaVu Sans")).get_charmap()
-    return "".join(character if ord(character) in known else f"⟨u+{ord(character):04x}⟩" for character in text)
-
-
 def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None:
     """Draw heads as tiles of one image, a row for each layer if all layers have the same heads. form: png or svg.
 
@@ -47,17 +41,13 @@ def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None
     heads = inspection.inputs.heads
     labels = inspection.inputs.labels
     T = len(labels)
-    layers = {layer for layer, _ in heads}
     columns = len({head for _, head in heads})
-    if columns * len(layers) != len(heads):  # they have not all the same heads
-        columns = math.ceil(math.sqrt(len(heads)))
     rows = math.ceil(len(heads) / columns)
     side = min(8.0, max(1.2, 16 / columns))  # inches of a tile
     step = math.ceil(T / (0.8 * DPI * side))  # tokens that share a pixel
     size = math.ceil(T / step)  # pixels of a tile
-    gap = max(1, size // 16)
-    pitch = size + gap  # from one tile to the next
-    mosaic = torch.full((rows * pitch - gap, columns * pitch - gap), math.nan)
+    pitch = size + max(1, size // 16)  # from one tile to the next
+    mosaic = torch.full((rows * pitch, columns * pitch), math.nan)
     figure = Figure(figsize=(columns * side + 1.5, rows * side + 1.5), dpi=DPI, layout="constrained")
     ax = figure.subplots()
     for number, head in enumerate(heads):
@@ -70,7 +60,7 @@ def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None
     image = ax.imshow(mosaic.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis", interpolation="nearest")
     figure.colorbar(image, ax=ax, shrink=0.6, fraction=0.05, pad=0.02, label="weight")
     named = range(0, T, math.ceil(T * LABEL_HEIGHT / side))
-    names = [f"{drawable(labels[i])} {i}" for i in named]
+    names = [f"{labels[i]} {i}" for i in named]
     for axis, count in ((ax.xaxis, columns), (ax.yaxis, rows)):
         places = [start * pitch + (i + 0.5) / step - 0.5 for start in range(count) for i in named]
         axis.set_ticks(places, names * count, fontsize=7, parse_math=False)
@@ -78,6 +68,8 @@ def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None
     ax.spines[:].set_visible(False)
     note = f"\na point is the largest of {step} x {step} weights" if step > 1 else ""
     rule = "a row is a query, the token that looks; a column is a key, a token it can look at"
-    title = f"{drawable(inspection.name)}\n{rule}{note}"
-    figure.suptitle(title, fontsize=9, parse_math=False)  # the name of a run may hold any character
-    figure.savefig(file, format=form)
+    figure.suptitle(
+        f"{inspection.name}\n{rule}{note}", fontsize=9, parse_math=False
+    )  # the name of a run may hold any character
+    with warnings.catch_warnings(action="ignore"):  # the font lacks some characters, and draws boxes
+        figure.savefig(file, format=form)

@@ -1,38 +1,24 @@
 """Show heads in a terminal: token labels, tables, and one head drawn in characters."""
 
 import math
-import unicodedata
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from cli.script import visible
 from inspection.kinds import KINDS, Head, Heads, by_kind, name_of, short
 from inspection.metrics import METRICS, HeadScores, Metrics
 from inspection.views import Said
 
 GREY = " .:-=+*#%@"  # darker for a larger weight, in tenths
-VISIBLE = {" ": "␣", "\n": "↵", "\t": "⇥"}
+SHOWN = str.maketrans(" \n\t", "␣↵⇥")
 MOST_ROWS = 16  # heads in a table, unless more are asked for
 MOST_NAMED = 2  # heads of a kind that fit a line of 80 columns
 
 
 def label(token: bytes) -> str:
-    """Show a token with every character visible and no two tokens alike: `␣the`, `↵`, `⟨e2⟩` for part of a character.
-
-    Characters that are invisible or could be mistaken are written as their code points, as in ⟨u+200b⟩.
-    """
-    shown = ""
-    for character in token.decode(errors="surrogateescape"):
-        code = ord(character)
-        if 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8
-            shown += f"⟨{code - 0xDC00:02x}⟩"
-        elif character in VISIBLE:
-            shown += VISIBLE[character]
-        elif not character.isprintable() or character in "␣↵⇥⟨⟩⟦⟧" or unicodedata.combining(character):
-            shown += f"⟨u+{code:04x}⟩"
-        else:
-            shown += character
-    return shown
+    """Show a token with every character visible: `␣the`, `↵`; `\\xe2` is a part of one, `\\u200b` a hidden one."""
+    return visible(token.decode(errors="backslashreplace")).translate(SHOWN)
 
 
 def report(scores: HeadScores, shown: Heads, heads: Heads, label_of: Callable[[int], str]) -> str:

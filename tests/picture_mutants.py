@@ -172,7 +172,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "tag(kind_of(inspection.scores, heads[0]))",
     ),
     "tags in the first row of tiles": ("plots.py", "ax.text(left + size, top,", "ax.text(left + size, 0,"),
-    "names of tokens off by one": ("plots.py", "drawable(labels[i])", "drawable(labels[i - 1])"),
+    "names of tokens off by one": ("plots.py", "{labels[i]} {i}", "{labels[i - 1]} {i}"),
     "names shift from tile to tile": ("plots.py", "start * pitch +", "start * size +"),
     "names as if nothing were pooled": ("plots.py", "(i + 0.5) / step - 0.5", "i"),
     "a picture does not say that it pools": ("plots.py", "if step > 1 else", "if step > 99 else"),

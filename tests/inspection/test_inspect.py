@@ -16,7 +16,7 @@ from inspection import ablate, capture, decoder, head_scores, influence, page, t
 from inspection.inputs import choose_inputs
 from inspection.inspection import name_of_model, open_model
 from inspection.metrics import METRICS, HeadScores
-from inspection.plots import drawable, pool
+from inspection.plots import pool
 from inspection.terminal import label, triangle
 from model import GPT
 from model.attention import attention_weights
@@ -43,10 +43,9 @@ def texts_of(run_directory: Path) -> torch.Tensor:
     "token, shown",
     [
         (b" the", "␣the"),
-        (b"\t\r\n", "⇥⟨u+000d⟩↵"),
-        (b"\xe2\x80", "⟨e2⟩⟨80⟩"),
-        ("␣⟨e2⟩".encode(), "⟨u+2423⟩⟨u+27e8⟩e2⟨u+27e9⟩"),
-        ("\u200b\u202e\u00a0e\u0301".encode(), "⟨u+200b⟩⟨u+202e⟩⟨u+00a0⟩e⟨u+0301⟩"),
+        (b"\t\r\n", "⇥\\r↵"),
+        (b"\xe2\x80", "\\xe2\\x80"),
+        ("\u200b\u202e".encode(), "\\u200b\\u202e"),
         ("猫🐈</script>".encode(), "猫🐈</script>"),
     ],
 )
@@ -62,14 +61,13 @@ def test_a_head_is_drawn_in_characters() -> None:
     assert "do not fit 80 columns: give a shorter --text, or" in triangle(torch.eye(70), ["a"] * 70, 80)
 
 
-def test_pictures_pool_by_the_largest_and_spell_what_the_font_lacks() -> None:
+def test_pictures_pool_by_the_largest() -> None:
     pattern = torch.zeros(7, 7)
     pattern[6, 4] = 0.8
     assert torch.equal(pool(pattern, 1).nan_to_num(0), pattern)
     small = pool(pattern, 2)
     assert small.shape == (4, 4) and small[3, 2] == pattern[6, 4] and small.nansum() == pattern[6, 4]
     assert torch.equal(small.isnan(), torch.ones(4, 4).triu(1).bool())
-    assert drawable("␣a⟨e2⟩↵") == "␣a⟨e2⟩↵" and drawable("猫") == "⟨u+732b⟩"
 
 
 def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:

@@ -156,13 +156,3 @@ def test_a_head_has_the_first_kind_that_stands_out() -> None:
     assert [tag(kind_of(scores, head)) for head in heads] == ["ind .36", "token .31", "prev .30", "sink .90", "", ""]
     few = HeadScores(samples, torch.zeros(1), 0.0, scores.tokens, chance, {"sink": torch.full((1, 6), 2)})
     assert kind_of(few, (0, 0)) == Kind("other", 1.0, 0.0)  # two rows are too few for a name
-
-
-def test_the_words_fit_a_terminal() -> None:
-    samples = {name: torch.full((1, 1, 17), 0.9).double() for name in ("induction", "entropy")}
-    chance = {"induction": torch.full((1, 17), 0.01).double()}
-    scores = HeadScores(
-        samples, torch.zeros(1), 0.0, torch.zeros(1, 17), chance, {"induction": torch.full((1, 17), 99)}
-    )
-    line = terminal.in_words(scores, [(0, head) for head in range(17)], str).splitlines()[1]
-    assert len(line) <= 80 and line.endswith("0.0 .90 (.01), 0.1 .90 (.01), ...") and line.startswith("  17  what")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from inspection import Inspection, page
 from inspection.inputs import Inputs
-from inspection.kinds import KINDS, by_kind, kind_of, name_of, short, tag
+from inspection.kinds import by_kind, name_of
 from inspection.metrics import HeadScores
 
 L, H, T = 2, 3, 11
@@ -118,53 +118,6 @@ def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
     assert "<img" not in text and text.count("<script") == text.count("</script>") == 2 + len(HEADS) + 1
 
 
-def test_a_head_has_its_scores_beside_those_of_an_even_one(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    write(path, inspected(400), inspected(800, heads=HEADS[1:]))
-    scores = inspected(800).scores
-    kind = kind_of(scores, (0, 2))
-    head = data_of(path)["checkpoints"][1]["heads"][1]
-    assert head["kind"] == f"looks at {KINDS[kind.name]}" and head["tag"] == tag(kind)
-    assert head["even"] == short(kind.chance) and head["token"] == "<b>2"
-    figures = [scores.mean["previous"][0, 2], scores.chance["previous"][0, 2]]
-    assert head["scores"]["previous"] == [f"{number:.2f}" for number in figures]
-    unknown, known = (each["scores"]["ablation"] for each in data_of(path)["checkpoints"][1]["heads"][:2])
-    assert unknown == ["–"] and known == [f"{scores.mean['ablation'][0, 2]:+.4f}"]
-
-
-def test_what_heads_move_and_say_is_stored_for_those_shown(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    heads = [(1, 2), (0, 0), (0, 1)]
-    inspection = inspected(heads=heads)
-    write(path, inspection)
-    lengths = np.stack([inspection.lengths[head] for head in heads])
-    assert (unpacked(path, "0/values", "<f4") == lengths.ravel()).all()
-    places, hundredths = unpacked(path, "0/says", "<i4").reshape(2, 3, T, 6)
-    labels = data_of(path)["checkpoints"][0]["said"]
-    tokens, logits = inspection.said[1, 2]
-    assert [labels[place] for place in places[0, 4]] == [f"<b>{token}" for token in tokens[4].tolist()]
-    assert (hundredths[0, :UNSAID] / 100 == pytest.approx(logits[:UNSAID].numpy(), abs=0.00501)) is True
-    assert (hundredths[0, UNSAID] == page.UNKNOWN).all()
-
-
-def luminance(colour: str) -> float:
-    """Return the relative luminance of #rgb or #rrggbb, as WCAG 2 defines it."""
-    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
-    channels = [channel / 255 for channel in bytes.fromhex(digits)]
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return np.dot(linear, [0.2126, 0.7152, 0.0722])
-
-
-def test_quiet_text_is_readable_on_light_and_on_dark() -> None:
-    style = page.TEMPLATE.read_text(encoding="utf-8")
-    found = re.findall(r"--(page|raised|muted|ink|accent): light-dark\((#\w+), (#\w+)\)", style)
-    colours = {name: pair for name, *pair in found}
-    for text, ground in (("muted", "page"), ("muted", "raised"), ("ink", "page"), ("accent", "page")):
-        for of_text, of_ground in zip(colours[text], colours[ground], strict=True):
-            dark, light = sorted((luminance(of_text), luminance(of_ground)))
-            assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, ground)
-
-
 # ---- The page in a browser. What its pictures show is tested in tests/inspection/test_pictures.py.
 
 
@@ -198,26 +151,6 @@ def expect(page, sentence: str, link: str) -> None:
     """Wait until the page shows and links to what is expected."""
     found = "() => [document.querySelector('#sentence').innerText, location.hash]"
     page.wait_for_function(f"(wanted) => JSON.stringify(({found})()) === JSON.stringify(wanted)", arg=[sentence, link])
-
-
-@pytest.mark.long
-def test_pointing_and_pressing_show_what_a_token_looks_at_and_who_looks_at_it(show: Callable) -> None:
-    page = show(link="#1.2/5")
-    tokens = page.locator("#text .token")
-    expect(page, "what ␣w5 (5) looks at", "#1.2/5")
-    tokens.nth(8).hover()
-    expect(page, "what ␣w8 (8) looks at", "#1.2/5")
-    page.mouse.move(3, 3)
-    expect(page, "what ␣w5 (5) looks at", "#1.2/5")
-    for sentence, link in (("what ␣w8 (8) looks at", "#1.2/8"), ("who looks at ␣w8 (8)", "#1.2/8/who")) * 2:
-        tokens.nth(8).click()
-        expect(page, sentence, link)
-    page.locator("#heads button").nth(1).click()
-    expect(page, "who looks at ␣w8 (8)", "#0.1/8/who")
-    page.locator("#before").click()
-    expect(page, "who looks at ␣w7 (7)", "#0.1/7/who")
-    page.locator("#who").click()
-    expect(page, "what ␣w7 (7) looks at", "#0.1/7")
 
 
 @pytest.mark.long
@@ -304,39 +237,6 @@ def test_all_that_matters_is_seen_at_one_look(show: Callable, shape: tuple[int, 
         assert box["y"] >= 0 and box["y"] + box["height"] <= 800 and box["x"] + box["width"] <= 1280, part
     for part in ("#text", "#heads"):
         assert page.locator(part).evaluate("(part) => part.scrollHeight <= part.clientHeight"), part
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("width", [700, 1280])
-def test_nothing_is_cut_or_filled_in(show: Callable, width: int) -> None:
-    inspection = inspected(length=701, shape=(2, 14))
-    said = {head: tuple(each.repeat(1, 2)[:, :10] for each in pair) for head, pair in inspection.said.items()}
-    page = show(replace(inspection, said=said), width=width, link="#1.1/350/says")
-    bottom = page.locator("#most").bounding_box()
-    for part in page.locator("#said td").all():
-        box = part.bounding_box()
-        assert box["y"] + box["height"] <= bottom["y"] + bottom["height"]
-    for name, caption in zip(inspection.inputs.heads, page.locator("#heads span").all(), strict=True):
-        text = caption.text_content()
-        visible = caption.evaluate("""(span) => {
-            const range = document.createRange();
-            const { bottom, right } = span.getBoundingClientRect();
-            return [...span.textContent].filter((_, i) => {
-                range.setStart(span.firstChild, i);
-                range.setEnd(span.firstChild, i + 1);
-                const letter = range.getBoundingClientRect();
-                return letter.top < bottom && letter.right <= right + 0.1;
-            }).join("").trim();
-        }""")
-        assert visible in (text, name_of(name))
-    for title in page.locator("#scores td:first-child").all():
-        height = """(cell) => {
-            const range = document.createRange();
-            range.selectNodeContents(cell);
-            return range.getBoundingClientRect().height;
-        }"""
-        assert title.evaluate(height) < 30  # one line
-    assert page.locator("#outline").evaluate("(part) => getComputedStyle(part, '::before').inset") == "-3px"
 
 
 @pytest.mark.long
