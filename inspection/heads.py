@@ -26,7 +26,6 @@ from inspection.metrics import HeadScores, Metrics
 from inspection.patterns import capture
 from model.causality import watched
 
-TOKENS_TOGETHER = 512  # short sequences are read together, up to so many tokens
 CPU_FLOPS = 5e11  # spent on each extra of a page on a CPU: about five seconds
 PROBE_LENGTH = 101  # tokens of a probe, if the context and its vocabulary allow: a start, and 50 twice
 PROBE_TOKENS = "probe_tokens"  # in trainer.json: tokens to draw a probe from
@@ -84,31 +83,30 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
     losses = []
     row_errors = []
 
-    def measure_sequences(sequences: Tensor, repeat: int | None = None) -> list[Metrics]:
+    def measure_together(idx: Tensor, repeat: int | None = None) -> tuple[Metrics, Metrics]:
         """Return metric -> (N, L, H) of the heads and of even ones; store errors of rows and, of a text, losses."""
-        parts = []
-        for idx in sequences.to(device_of(model)).split(max(1, TOKENS_TOGETHER // sequences.size(1))):
-            with capture(model) as att:
-                if repeat is None:
-                    losses.append(sequence_losses(model, idx).cpu())
-                else:
-                    read(model, idx, slice(1))
-            if (shown := att.shape[1::2]) != idx.shape:
-                raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
-            if verify:
-                row_errors.extend(att.verify().values())
-            parts.append((att.scores(repeat), att.scores(repeat, even=True)))
-        return [{name: torch.cat([part[name] for part in of]) for name in of[0]} for of in zip(*parts, strict=True)]
+        idx = idx.to(device_of(model))
+        with capture(model) as att:
+            if repeat is None:
+                losses.append(sequence_losses(model, idx).cpu())
+            else:
+                read(model, idx, slice(1))
+        if (shown := att.shape[1::2]) != idx.shape:
+            raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
+        if verify:
+            row_errors.append(max(att.verify().values()))
+        return att.scores(repeat), att.scores(repeat, even=True)
 
     N, T = text.shape
     rows = {"previous": N * (T - 2), "current": N * (T - 1), "sink": N * (T - 1)}
     with evaluating(model):
-        samples, even = measure_sequences(text)
+        parts = zip(*map(measure_together, text.split(1)), strict=True)
+        samples, even = ({name: torch.cat([part[name] for part in of]) for name in of[0]} for of in parts)
         received = samples.pop("received"), even.pop("received")
         tokens, rows["token"], samples["token"], even["token"] = most_attended(text.cpu(), *received)
         if probe is not None:
             repeat = probe.repeated.size(1) // 2
-            found, even_found = measure_sequences(torch.cat(probe), repeat)
+            found, even_found = measure_together(torch.cat(probe), repeat)
             for name in ON_REPEATS:
                 samples[name], samples[f"{name}_control"] = found[name].chunk(2)
                 even[name] = even_found[name]

@@ -138,7 +138,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "(weights.clip(0, 1) * 65535).round()",
         "(weights.clip(0, 1) * 255).round() * 257",
     ),
-    "the file stores lengths in another order": ("page.py", "for head in heads])", "for head in heads[::-1]])"),
+    "the file stores lengths in another order": (
+        "page.py",
+        "for head in inputs.heads])",
+        "for head in inputs.heads[::-1]])",
+    ),
     "the file rounds logits to tenths": (
         "page.py",
         "(100 * logits.double()).round()",

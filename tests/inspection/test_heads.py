@@ -119,7 +119,6 @@ def loss(model: GPT, text: Tensor) -> Tensor:
 @pytest.mark.parametrize("positions", [3, 256])
 def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions: int, monkeypatch) -> None:
     monkeypatch.setattr(inspection.decoder, "POSITIONS", positions)
-    monkeypatch.setattr(inspection.heads, "TOKENS_TOGETHER", 2 * T + 1)  # two sequences at a time
     model, text = make_gpt(**changes, bias=None), torch.randint(V, (5, T))
     probe = repeat_probe(torch.arange(V - 1), V - 1, T, num=3)
     scores = head_scores(model, text, probe)
@@ -155,7 +154,6 @@ def test_scores_as_json_are_the_rounded_means() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: str, monkeypatch) -> None:
     """Compare with a model whose output projection reads zero, or a constant, from the head."""
-    monkeypatch.setattr(inspection.heads, "TOKENS_TOGETHER", 2 * T + 1)  # two of five sequences at a time
     monkeypatch.setattr(inspection.decoder, "POSITIONS", 3)  # whose logits are made in parts
     model, text = make_gpt(family=family, n_embd=18, bias=None, dropout=0.0).eval(), torch.randint(V, (5, T))
     D, heads = model.config.head_dim, [(layer, head) for layer in range(L) for head in range(H)]
