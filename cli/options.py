@@ -51,11 +51,13 @@ def expand(path: str) -> str:
     return os.path.expanduser(path)
 
 
-PathText = Annotated[str, rule("PATH", expand)]
+PATH_TEXT = rule("PATH", expand)
+PathText = Annotated[str, PATH_TEXT]
 """A path that is compared or written as text, or a text that may be a path, such as a source."""
 WORDS = {
     bool: rule("{true,false}", "true".__eq__, ("true", "false")),
     Path: rule("PATH", lambda text: Path(expand(text))),
+    PathText | None: PATH_TEXT,
     str | None: rule("STR", str),  # a text may be the word None
 }
 

@@ -11,9 +11,10 @@ class DataConfig:
     """The text to learn from."""
 
     source: PathText = "stdlib"
-    """stdlib (the Python standard library); a file, folder or glob of text, JSON, CSV, TSV or Parquet;
-    hf:NAME[:CONFIG][@REVISION] on the Hugging Face hub; a directory made by data.prepare, as it was made;
-    or a folder or glob of datatrove's token files (.ds)."""
+    """stdlib (the Python standard library); a file, folder or glob of text,
+    JSON, CSV, TSV or Parquet; hf:NAME[:CONFIG][@REVISION] on the hub of
+    Hugging Face; a directory made by data.prepare; or a folder or glob of
+    datatrove's token files (.ds)."""
     tokenizer: PathText = "bpe:4096"
     """bytes, chars, bpe:SIZE (trained on the source), a tiktoken name such as gpt2 or o200k_base,
     the path of a tokenizer.json; or model: that of train.init_from."""

@@ -1,8 +1,10 @@
-"""The benchmarks run in tiny sizes, and their baseline, nanoGPT, learns what our GPT-2 learns."""
+"""The benchmarks run in tiny sizes, their statistics are known ones, and nanoGPT learns what our GPT-2 learns."""
 
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -10,9 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import bench, first_run, nanogpt
+from benchmarks import bench, compare, first_run, gpu, nanogpt
+from errors import UserError
 from model import GPT, GPTConfig
+from tests.conftest import tiny_run
 from training.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
 
 RENAMED = {"token_embedding": "tokens", "position_embedding": "positions", "final_norm": "norm", "lm_head": "head"}
 RENAMED |= {"attention_norm": "norm_1", "mlp_norm": "norm_2", "attention.o_proj": "attention.residual"}
@@ -105,5 +111,70 @@ def test_seeds_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 def test_each_script_starts_from_the_command_line(script: str) -> None:
     """Where nothing has made the modules of this project known before."""
     command = [sys.executable, f"benchmarks/{script}.py", "--help"]
-    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and "usage: " in ran.stdout, ran.stderr
+
+
+def test_the_report_has_what_each_command_prints(run: Callable, tmp_path: Path, monkeypatch) -> None:
+    result = run(gpu)  # other tests see no GPU
+    assert result.exit_code == 2 and "sees no NVIDIA GPU" in result.err
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H900 80GB")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    commands = {"-c print(6*7)": 1, "-c import(time)": 1, "-c input();": 1, "-c while(1):0": 0.02}
+    monkeypatch.setattr(gpu, "COMMANDS", commands)
+    result = run(gpu)
+    (report,) = tmp_path.glob("gpu_nvidia-h900-80gb_*.md")
+    text = report.read_text()
+    assert "`python -c print(6*7)`\n\n```text\n42\nexit code 0" in text and "SyntaxError" in text
+    assert "stopped after 0.02 minutes" in text and result.out.startswith("42\n")
+    assert result.exit_code == 1 and "failed, as the report says: -c import(time), " in result.err
+
+
+def test_the_interval_is_the_paired_one_of_student() -> None:
+    for freedom, quantile in enumerate(compare.T_95, start=1):
+        scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(math.pi * freedom)
+        width = quantile / 1000
+        middles = ((i + 0.5) * width for i in range(1000))  # the midpoint rule, over Student's density
+        inside = 2 * width * sum(scale * (1 + t * t / freedom) ** (-(freedom + 1) / 2) for t in middles)
+        assert inside == pytest.approx(0.95, abs=1e-4), freedom
+    # Differences 1, 2, 3: mean 2, standard error 1 / sqrt(3), t of two degrees of freedom 4.303.
+    assert compare.interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
+
+
+def curves(*shifts: float) -> list[compare.Curve]:
+    return [compare.Curve([4 + s, 3 + s, 2 + s], [0.0, 70.0, 140.0], [0.0, 1.0, 2.0], 70.0) for s in shifts]
+
+
+def test_the_table() -> None:
+    for loss, expected in {3.5: 50, 3.0: 100, 2.5: 250, 2.0: 400, 5.0: 0, 1.9: math.inf}.items():
+        assert compare.amount_until(loss, [4.0, 3.0, 2.0], [0.0, 100.0, 400.0]) == expected
+    lines = compare.table(curves(0.0, 0.2), curves(1.0, 1.3)).splitlines()
+    assert [line.split()[0] for line in lines[2:4]] == ["1", "2"]
+    of_others = compare.table(curves(0.0, 0.2), curves(1.0, 1.3), first_seed=71).splitlines()
+    assert [line.split()[0] for line in of_others[2:4]] == ["71", "72"]
+    assert lines[4].split() == ["mean", "2.1000", "3.1500", "+1.0500"]
+    assert lines[5] == "with 95 % confidence B - A is between +0.4147 and +1.6853: A is better"
+    assert lines[-3].split() == ["tokens", "to", "3.1500", "66.5", "140.0"]  # A's mean curve: 4.1, 3.1, 2.1
+    assert "B is better" in compare.table(curves(1.0, 1.3), curves(0.0, 0.2))
+    assert "no difference is seen" in compare.table(curves(0.0, 0.2), curves(-0.4, 0.7))
+
+
+def test_commands(tmp_path: Path) -> None:
+    expected = [f"{ROOT}/train.py", f"{ROOT}/configs/quickstart.toml", "--train.learning_rate", "0.01"]
+    assert compare.command_of(f"{ROOT}:configs/quickstart.toml --train.learning_rate 0.01") == expected
+    for way in ("no.toml", f"{tmp_path}:configs/quickstart.toml", ""):
+        with pytest.raises(UserError, match="there is no"):
+            compare.command_of(way)
+
+
+@pytest.mark.long
+def test_a_rate_of_nothing_learns_nothing(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "tiny.toml").write_text("[train]\nseed = 1\n")
+    way = f"{tmp_path / 'tiny.toml'} {' '.join(tiny_run(corpus_file, tmp_path / 'unused', train__max_steps=8))}"
+    monkeypatch.setattr(sys, "argv", ["compare.py", way, f"{way} --train.learning_rate 1e-9", "--ranks", "0", "2"])
+    compare.main()
+    assert capsys.readouterr().out.count(": A is better") == 1

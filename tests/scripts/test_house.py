@@ -4,7 +4,6 @@ import ast
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,34 +92,6 @@ def test_a_file_that_can_be_lifted_out_imports_torch_alone(file: str) -> None:
     assert packages(file) - {"torch"} <= sys.stdlib_module_names
 
 
-CAUSALITY_ALONE = """
-import torch
-from torch import nn
-from causality import check_causality
-
-class Encoder(nn.Module):
-    def __init__(self, mask):
-        super().__init__()
-        self.embedding, self.head, self.mask = nn.Embedding(17, 15), nn.Linear(15, 17), mask
-        layer = nn.TransformerEncoderLayer(15, 3, 31, 0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, idx):
-        mask = nn.Transformer.generate_square_subsequent_mask(idx.size(1)) if self.mask else None
-        return self.head(self.encoder(self.embedding(idx), mask))
-
-print(*(check_causality(Encoder(mask), vocab_size=17, length=11) for mask in (True, False)), sep="\\n")
-"""
-
-
-def test_the_certificate_works_alone_in_an_empty_folder(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "model" / "causality.py", tmp_path)
-    command = [sys.executable, "-c", CAUSALITY_ALONE]
-    ok, leaking = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert ok == "yes, none of the 11 probed positions (of 11) depends on a later one"
-    assert leaking.startswith("no, position 0 sees token 1, 1 ahead of it")
-
-
 def reached(file: str) -> set[str]:
     """The files that a file imports, directly or not, and itself."""
     found, new = set(), {file}
@@ -162,10 +133,6 @@ def test_skipped_tests_say_why() -> None:
     command = [sys.executable, "-m", "pytest", "-m", "cuda", "tests/training/test_cuda.py"]
     result = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
     assert result.returncode == 0 and re.search(r"\d+: needs an NVIDIA GPU", result.stdout), result.stdout
-
-
-def test_configs_holds_configurations_only() -> None:
-    assert {path.suffix for path in (ROOT / "configs").iterdir()} == {".toml"}
 
 
 @by_file
