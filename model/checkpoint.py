@@ -117,7 +117,13 @@ def verify(directory: Path) -> Checkpoint:
     if not path.is_file():
         if STEP.fullmatch(directory.name):
             raise UserError(f"{directory} has no manifest.json: it was not written to the end")
-        refuse_others(directory)
+        for found in (directory, *sorted(directory.glob("*"))):
+            if PICKLE.fullmatch(found.name) and not any(directory.glob("model*.safetensors*")):
+                advice = "if you trust it, save it in safetensors, as docs/other_tools.md says"
+                raise UserError(f"{found} is a pickle, which can run code: {advice}")
+        if not (directory / "config.json").is_file():
+            raise UserError(f"{directory} is no model, and no run with an intact checkpoint: it has no config.json")
+        tensor_files(directory, "model")
         return Checkpoint(directory)
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
@@ -131,17 +137,6 @@ def verify(directory: Path) -> Checkpoint:
         if not path.is_file() or {"size": path.stat().st_size, "sha256": sha256(path)} != expected:
             raise UserError(f"{path} is missing or damaged: its size or SHA-256 is not the one in the manifest")
     return Checkpoint(directory, manifest)
-
-
-def refuse_others(place: Path) -> None:
-    """Raise UserError if a place holds no model with weights in safetensors."""
-    for path in (place, *sorted(place.glob("*"))):
-        if PICKLE.fullmatch(path.name) and not any(place.glob("model*.safetensors*")):
-            advice = "if you trust it, save it in safetensors, as docs/other_tools.md says"
-            raise UserError(f"{path} is a pickle, which can run code: {advice}")
-    if not (place / "config.json").is_file():
-        raise UserError(f"{place} is no model, and no run with an intact checkpoint: it has no config.json")
-    tensor_files(place, "model")
 
 
 def tensor_files(directory: Path, stem: str) -> list[Path]:

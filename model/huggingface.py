@@ -116,7 +116,7 @@ LLAMA = Codec(
         "rope_theta": "rope_theta",
         "tie_word_embeddings": "tied",
     },
-    {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,)},
     {
         "num_key_value_heads": None,
         "head_dim": None,
@@ -131,14 +131,13 @@ CODECS = {
     "qwen3": replace(
         LLAMA,
         architecture="Qwen3ForCausalLM",
-        accepted={"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
         defaults=LLAMA.defaults | {"num_key_value_heads": 32, "head_dim": 128},
     ),
     "nanochat": replace(
         LLAMA,
         architecture="NanoChatForCausalLM",
         names=LLAMA.names | {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
-        accepted={"hidden_act": ("relu2",), "attention_bias": (False,), "final_logit_softcapping": (15.0,)},
+        accepted=LLAMA.accepted | {"hidden_act": ("relu2",), "final_logit_softcapping": (15.0,)},
     ),
 }
 
@@ -152,8 +151,6 @@ def config_to_huggingface(config: GPTConfig) -> dict:
         "model_type": config.family,
         **{key: accepted[0] for key, accepted in codec.accepted.items()},
         **{key: values[name] for key, name in codec.fields.items()},
-        "bos_token_id": None,
-        "eos_token_id": None,
         "pad_token_id": None,  # else `transformers` may take a real token as padding, and not train it
         OWN_KEY: {name: value for name, value in values.items() if name not in {"family", *codec.fields.values()}},
     }
@@ -214,13 +211,12 @@ def tensors_from_huggingface(config: GPTConfig, theirs: str, tensor: Tensor) -> 
     """Return the tensors of a GPT that a tensor of `transformers` holds: one, or q, k and v, or none that we use."""
     codec = CODECS[config.family]
     name = translate(WRAPPERS.sub("", theirs), {other: own for own, other in codec.names.items()})
-    if UNUSED.search(theirs) or (name.endswith("bias") and not config.bias and codec.conv1d and not tensor.any()):
+    zeros = codec.conv1d and not config.bias and name.endswith("bias") and not tensor.any()
+    if zeros or UNUSED.search(theirs):
         return {}
-    if not codec.conv1d:
-        return {name: tensor}
-    if name.endswith("proj.weight"):
+    if codec.conv1d and name.endswith("proj.weight"):
         tensor = tensor.T
-    if "q_proj" not in name:
+    if not codec.conv1d or "q_proj" not in name:
         return {name: tensor}
     widths = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
     return {name.replace("q_proj", part): each for part, each in zip(QKV, tensor.split(widths), strict=True)}
@@ -228,5 +224,4 @@ def tensors_from_huggingface(config: GPTConfig, theirs: str, tensor: Tensor) -> 
 
 def translate(name: str, names: dict[str, str]) -> str:
     """Replace whole parts of a name, which are between dots."""
-    parts = "|".join(map(re.escape, names))
-    return re.sub(rf"\b({parts})\b", lambda found: names[found[0]], name)
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], name)

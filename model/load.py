@@ -33,9 +33,8 @@ class skip_parameter_init(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
-        tensor = kwargs.get("tensor")  # as the functions of torch.nn.init pass it on
-        if getattr(func, "__module__", None) == "torch.nn.init" and isinstance(tensor, nn.Parameter):
-            return tensor
+        if getattr(func, "__module__", None) == "torch.nn.init" and isinstance(kwargs["tensor"], nn.Parameter):
+            return kwargs["tensor"]
         return func(*args, **kwargs)
 
 
@@ -81,10 +80,8 @@ def load_weights(directory: Path, config: GPTConfig, device: str | torch.device,
     Raises UserError for files that cannot be read, and for a head that contradicts the configuration.
     """
     weights = {}
-    for stored, tensor in read_tensors(directory, "model"):
-        for name, part in tensors_from_huggingface(config, stored, tensor).items():
-            if name in weights:
-                raise UserError(f"{directory} has {name} twice, the second time as {stored!s:.60}")
+    for theirs, tensor in read_tensors(directory, "model"):
+        for name, part in tensors_from_huggingface(config, theirs, tensor).items():
             kept = dtype if part.is_floating_point() else None
             weights[name] = part.to(device, kept, copy=True, memory_format=torch.contiguous_format)
     if config.tied and EMBEDDING in weights:
