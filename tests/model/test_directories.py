@@ -112,7 +112,7 @@ def test_the_hub_is_asked_only_for_its_names(here: Path, monkeypatch, place: str
     if asked:
         assert find_checkpoint(place).directory == here / "theirs"
     else:
-        with pytest.raises(UserError, match=f"there is no run or checkpoint {re.escape(repr(place))}; a model of the"):
+        with pytest.raises(UserError, match=f"there is no folder {re.escape(repr(place))} of a run or"):
             find_checkpoint(place)
     assert calls == [asked] * bool(asked)
 

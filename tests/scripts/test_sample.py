@@ -117,7 +117,7 @@ def test_a_prompt_that_cannot_be_read_stops_no_training(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["{run}x"], "x'; a model of the Hugging Face hub is hf:OWNER/NAME"),
+        (["{run}x"], "x' of a run or model; one of the Hugging Face hub is hf:OWNER/NAME"),
         (["{run}", "--num_samples", "0"], "num_samples must be a number from 1 to 1e+30"),
         (["{run}", "--prompt", "@{tmp}/latin1.txt"], "can't decode byte 0xe9 in position 3"),
     ],
