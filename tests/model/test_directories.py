@@ -117,11 +117,6 @@ def test_the_hub_is_asked_only_for_its_names(here: Path, monkeypatch, place: str
     assert calls == [asked] * bool(asked)
 
 
-def test_a_home_is_found(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(here))
-    assert find_checkpoint("~/theirs").directory == here / "theirs"
-
-
 def hub(tmp_path: Path, address: str) -> dict[str, str]:
     """The environment of a process for which the hub has another address."""
     return os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,16 +46,16 @@ def test_packed_weights_give_the_same_logits(family: str) -> None:
         with packed(model):  # nothing is left to pack
             torch.testing.assert_close(logits(), expected, atol=0.05, rtol=0.05)
         assert "forward" in vars(model.lm_head)
-    assert not any("forward" in vars(module) for module in model.modules())
+    with packed(model.float()):
+        assert not any("forward" in vars(module) for module in model.modules())
 
 
 @needs_bfloat16
 def test_sampling_packs_the_weights(run, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    apply = Product.apply
-    monkeypatch.setattr(Product, "apply", lambda self, *call: seen.append(self) or apply(self, *call))
+    apply = Mock(wraps=Product.apply)
+    monkeypatch.setattr(Product, "apply", lambda *call: apply(*call))
     assert run(sample, straight, "--device", "cpu", "--dtype", "bfloat16", "--max_new_tokens", 2).exit_code == 0
-    assert seen
+    assert apply.called
 
 
 @needs_bfloat16
@@ -102,18 +103,8 @@ def test_layers_of_other_kinds_many_rows_and_gradients_are_left_alone() -> None:
     assert model[0].weight.grad is not None and "forward" not in vars(model[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_precisions_are_not_packed(dtype: torch.dtype) -> None:
-    model = make("gpt2").to(dtype)
-    with packed(model):
-        assert not any("forward" in vars(module) for module in model.modules())
-
-
 def test_a_cache_in_float32_serves_a_model_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU without AMX."""
-    for dtype in (torch.float32, torch.float64):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        assert make("qwen3").to(dtype).new_cache(2, 7)[0].keys.dtype == dtype
     model = make("qwen3", n_kv_head=1)
     idx = torch.randint(101, (2, 7))
     caches = {}
@@ -124,6 +115,5 @@ def test_a_cache_in_float32_serves_a_model_in_bfloat16(monkeypatch: pytest.Monke
             hidden = model.hidden(idx[:, :5], cache)
             caches[amx] = cache, torch.cat((hidden, model.hidden(idx[:, 5:], cache)), dim=1)
     assert (caches[True][0][0].keys.dtype, caches[False][0][0].keys.dtype) == (torch.bfloat16, torch.float32)
-    assert caches[False][0][0].keys.bfloat16().equal(caches[True][0][0].keys)
     torch.testing.assert_close(caches[False][1], caches[True][1], atol=0.1, rtol=0.1)
     assert caches[False][1].dtype == torch.bfloat16
