@@ -91,17 +91,6 @@ def load_weights(directory: Path, config: GPTConfig, device: str | torch.device,
     return weights
 
 
-def load_tensors(directory: Path, stem: str, shapes: dict[str, tuple[int, ...]]) -> Tensors:
-    """Return the tensors of an "optimizer" (the stem of the file names), memory-mapped.
-
-    Raises UserError unless the files hold exactly the tensors that `shapes` names, with these shapes.
-    """
-    tensors = dict(read_tensors(directory, stem))
-    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != shapes:
-        raise UserError(f"{directory} has other tensors of the {stem} than its model would have")
-    return tensors
-
-
 def read_tensors(directory: Path, stem: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a "model" or an "optimizer", memory-mapped.
 

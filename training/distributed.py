@@ -114,8 +114,6 @@ class Ranks:
                 raise UserError("train.parallel fsdp needs train.dtype bfloat16 or float32, got float16")
         if self.world == 1:
             return
-        if config.device.startswith("cuda:"):
-            raise UserError(f"each of {self.world} ranks has a GPU of its own: --train.device cuda, not one of them")
         begins = [""] * self.world
         dist.all_gather_object(begins, f"at step {step} in {dtype_name(dtype)}")
         different = sorted({*begins})

@@ -1,4 +1,4 @@
-"""A configuration for a text where no file gives one: the number of layers decides the rest.
+"""A configuration for a text where no file gives one: a row of a table, by what the text can fill.
 
 With CUDA the model is as deep as the text can fill at TOKENS_PER_PARAMETER (Hoffmann et al. 2022), read at most EPOCHS
 times (Muennighoff et al. 2023). Without CUDA it is the smallest, and reads no more tokens than the quickstart. The
@@ -17,13 +17,13 @@ from data.sources import COMPRESSED, find_files, split_prefix
 from data.token_files import find_token_files, has_token_files
 from training.config import Config
 
-SHAPES = {  # by n_layer
-    2: {"n_embd": 128, "n_head": 4, "context_length": 256, "rope_theta": 1000.0},
-    6: {"n_embd": 256, "n_head": 4, "context_length": 256, "rope_theta": 2000.0},
-    8: {"n_embd": 512, "n_head": 4, "context_length": 512, "rope_theta": 4000.0},
-    12: {"n_embd": 768, "n_head": 6, "context_length": 1024, "rope_theta": 8000.0},
-}
-BATCHES = {2: (8, 1), 6: (32, 1), 8: (32, 2), 12: (32, 4)}  # n_layer -> batch_size, grad_accum_steps
+SHAPE = ("n_layer", "n_embd", "n_head", "context_length", "rope_theta")
+SIZES = [  # SHAPE, batch_size, grad_accum_steps
+    (2, 128, 4, 256, 1000.0, 8, 1),
+    (6, 256, 4, 256, 2000.0, 32, 1),
+    (8, 512, 4, 512, 4000.0, 32, 2),
+    (12, 768, 6, 1024, 8000.0, 32, 4),
+]
 TOKENS_PER_PARAMETER = 20
 EPOCHS = 4
 FEWEST_STEPS = 100  # of a run, and between two evaluations
@@ -54,9 +54,9 @@ def size_of(data: DataConfig) -> tuple[float, str | None]:
     return sum(sizes) if found else math.nan, None
 
 
-def tokens_for(n_layer: int) -> int:
+def tokens_for(n_layer: int, n_embd: int, *rest: float) -> int:
     """Return the tokens that a model should be trained on: its blocks have about 12 n_layer n_embd^2 parameters."""
-    return TOKENS_PER_PARAMETER * 12 * n_layer * SHAPES[n_layer]["n_embd"] ** 2
+    return TOKENS_PER_PARAMETER * 12 * n_layer * n_embd**2
 
 
 def fit_to_text(config: Config, num_bytes: float, tokenizer: str | None, on_gpu: bool) -> Config:
@@ -70,16 +70,12 @@ def fit_to_text(config: Config, num_bytes: float, tokenizer: str | None, on_gpu:
     num_tokens = num_bytes / BYTES_PER_TOKEN.get(tokenizer, 3.5)
     most_tokens = config.data.max_tokens
     readable = EPOCHS * (num_tokens if most_tokens is None else min(most_tokens, num_tokens))
-    filled = [n_layer for n_layer in SHAPES if tokens_for(n_layer) <= readable]
-    n_layer = max(filled if on_gpu else [], default=min(SHAPES))
-    shape = SHAPES[n_layer]
-    batch_size, grad_accum_steps = BATCHES[n_layer]
-    tokens = tokens_for(n_layer)
-    if readable > 0:  # else it is not known, or empty, which the preparation will say
-        tokens = min(tokens, readable)
-    if not on_gpu:
-        tokens = min(tokens, TOKENS_ON_CPU)
-    max_steps = max(FEWEST_STEPS, round(tokens / (batch_size * grad_accum_steps * shape["context_length"])))
+    filled = [size for size in SIZES if on_gpu and tokens_for(*size) <= readable]
+    size = filled[-1] if filled else SIZES[0]
+    *shape, batch_size, grad_accum_steps = size
+    model = replace(config.model, **dict(zip(SHAPE, shape, strict=True)))
+    tokens = min(tokens_for(*size) if on_gpu else TOKENS_ON_CPU, readable)  # the first if the other is nan
+    max_steps = max(FEWEST_STEPS, round(tokens / (batch_size * grad_accum_steps * model.context_length)))
     every = math.ceil(max_steps / min(EVALUATIONS, max_steps // FEWEST_STEPS))  # the last is not a short one
     train = replace(
         config.train,
@@ -93,16 +89,11 @@ def fit_to_text(config: Config, num_bytes: float, tokenizer: str | None, on_gpu:
         sample_prompt="",
         sharp_first_layer=not on_gpu,  # of more than two layers it is not known to help
     )
-    model = replace(config.model, n_layer=n_layer, **shape)
     return replace(config, model=model, data=replace(config.data, tokenizer=tokenizer), train=train)
 
 
 def name_of(source: str) -> str:
-    """Return the name of the directory for a run on this source."""
+    """Return the name of a run on this source: that of a file, or NAME of hf:OWNER/NAME:CONFIG@REVISION."""
     prefix, name = split_prefix(source)
-    if prefix:
-        name = re.match("[^:@]*", name)[0].rpartition("/")[2]  # NAME of hf:OWNER/NAME:CONFIG@REVISION
-        name = name if re.search("[A-Za-z]", name) else f"{prefix} {name}"
-    else:
-        name = Path(name).resolve().stem
+    name = re.split("[:@]", name)[0].rpartition("/")[2] if prefix else Path(name).resolve().stem
     return re.sub(r"\W+", "-", name).strip("-") or "text"

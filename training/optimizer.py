@@ -1,6 +1,7 @@
 """The optimizer of a run: parameter groups, schedule, state as named tensors, and the guard against inf and nan."""
 
 import math
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from torch.optim import Optimizer
 
 from model import GPT
 from model.huggingface import Tensors
-from model.load import load_tensors
+from model.load import read_tensors
 from training.config import TrainConfig
 from training.muon import Muon, momentum_at
 from training.sharded import gather_tensor, shard_like
@@ -30,26 +31,18 @@ def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.f
     A group's "lr_share" is its part of the learning rate. dtype is the precision of training. Muon's iteration has the
     same, except that it is float32 for float16, whose range is too small.
     """
-    embeddings = []
-    inside = []
-    head = []
-    others = []
+    parts = defaultdict(list)
     for name, parameter in model.named_parameters():  # a tied head has the name of the embedding
-        if not parameter.requires_grad:
-            continue
-        if parameter.dim() != 2:
-            others.append(parameter)
-        elif name.startswith("blocks."):
-            inside.append(parameter)
-        elif name == "lm_head.weight":
-            head.append(parameter)
-        else:
-            embeddings.append(parameter)
+        if parameter.requires_grad:
+            parts[name.partition(".")[0] if parameter.dim() == 2 else "others"].append(parameter)
+    others = parts.pop("others", [])
     options = {"lr": config.learning_rate, "betas": (0.9, config.beta2)}
     if config.optimizer == "adamw":
-        groups = [{"params": embeddings + inside + head}, {"params": others, "weight_decay": 0.0}]
+        groups = [{"params": sum(parts.values(), [])}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, weight_decay=config.weight_decay, fused=True, **options)
-    groups = [{"params": embeddings}, {"params": head + others, "lr_share": HEAD_SHARE}]
+    inside = parts.pop("blocks", [])
+    head = parts.pop("lm_head", [])
+    groups = [{"params": sum(parts.values(), [])}, {"params": head + others, "lr_share": HEAD_SHARE}]
     precision = torch.float32 if dtype == torch.float16 else dtype
     return Muon(inside, config.weight_decay, groups, precision, **options)
 
@@ -77,11 +70,8 @@ def set_schedule(optimizer: Optimizer, step: int, config: TrainConfig) -> None:
 
 
 def clip_gradients(model: GPT, most: float) -> Tensor:
-    """Scale the gradients down to a norm of at most `most`, and return the norm that they had. 0 leaves them alone."""
-    if most:
-        return gather_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return gather_tensor(torch.nn.utils.get_total_norm(gradients))
+    """Scale the gradients down to a norm of at most `most`, and return the norm that they had. 0: as they are."""
+    return gather_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), most or math.inf))
 
 
 def optimizer_tensors(model: GPT, optimizer: Optimizer) -> Tensors:
@@ -94,16 +84,9 @@ def optimizer_tensors(model: GPT, optimizer: Optimizer) -> Tensors:
 
 
 def load_optimizer_tensors(model: GPT, optimizer: Optimizer, directory: Path) -> None:
-    """Give the optimizer the state that a checkpoint holds. Raises UserError if the checkpoint holds another one."""
-    shapes = {}
+    """Give the optimizer the state that a checkpoint holds."""
     parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        shape = tuple(parameter.shape)
-        if "momentum" in optimizer.state[parameter]:
-            shapes[f"{name}.momentum"] = shape
-        elif parameter.requires_grad:
-            shapes |= {f"{name}.step": (), f"{name}.exp_avg": shape, f"{name}.exp_avg_sq": shape}
-    for name, tensor in load_tensors(directory, "optimizer", shapes).items():
+    for name, tensor in read_tensors(directory, "optimizer"):
         name, _, key = name.rpartition(".")
         parameter = parameters[name]
         value = shard_like(tensor, parameter)

@@ -53,8 +53,7 @@ class Progress:
 
     def print(self, text: str) -> None:
         """Print a text above the line."""
-        with self.line.external_write_mode():
-            print(text)
+        self.line.write(text)
 
     def lap(self) -> None:
         """Add the time since the last lap to the training seconds."""

@@ -23,6 +23,8 @@ from inspection.metrics import METRICS
 from model.checkpoint import step_directories
 from training.directory import best_validation, next_commands, read_metrics
 
+Curves = dict[str, list[tuple[int, float]]]  # name -> (step, value) of each point
+
 SOURCE = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
 TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: visible(str(value)), trim_blocks=True)
 # The norm can show trouble before the loss does. The configuration determines the learning rate, one number the speed.
@@ -30,10 +32,8 @@ CHARTS = {
     "Loss, nats a token": {"training": "train_loss", "validation": "val_loss"},
     "Gradient norm": {"norm": "grad_norm"},
 }
-MOST_HEADS = 144  # of a chart: GPT-2 small has as many
 MOST_POINTS = 10_000  # of a chart
 MOST_EVALUATIONS = 30
-MOST_LETTERS = 2000  # of a sample
 
 
 def write_report(directory: Path, about: dict) -> None:
@@ -54,15 +54,14 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
     options = tomllib.loads(config)
     lines = read_metrics(directory)
     checkpoints = step_directories(directory / "checkpoints")
-    max_steps = options["train"]["max_steps"]
     saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
-    best = best_validation(lines, checkpoints)
-    finished = saved == max_steps and any(line["step"] == max_steps for line in lines if "val_loss" in line)
+    finished = saved == options["train"]["max_steps"]  # which is evaluated before it is saved
     latest = {key: value for line in lines for key, value in line.items() if value is not None}
     step = max(saved, latest.get("step", 0))
-    session = about.get("certificate", {}) | about.get("environment", {})
+    best = best_validation(lines, checkpoints)
     if best:
         latest["best"] = best["step"]
+    session = about.get("certificate", {}) | about.get("environment", {})
     return {
         "name": directory.absolute().name,
         "options": options,
@@ -73,20 +72,12 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "latest": latest,
         "charts": {
-            title: draw_chart(
-                {
-                    name: [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-                    for name, key in keys.items()
-                },
-                step,
-            )
-            for title, keys in CHARTS.items()
-            if latest.keys() & keys.values()
+            title: draw_chart(curves, step) for title, keys in CHARTS.items() if (curves := read_curves(lines, keys))
         },
         "heads": {
             f"{METRICS[kind][0]}: {KINDS[kind]}": draw_chart(curves, step, 0, 1)
             for kind in KINDS
-            if (curves := read_heads(kind, lines))
+            if (curves := read_heads(lines, kind))
         },
         "sections": {
             "Next": next_commands(directory, saved, best, finished),
@@ -99,29 +90,42 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
 
 def read_evaluations(lines: list[dict]) -> list[tuple[str, str]]:
     """Return (step and losses, sample) of at most MOST_EVALUATIONS, the newest first; the last one is among them."""
-    samples = {line["step"]: line["sample"][:MOST_LETTERS] for line in lines if "sample" in line}
-    validations = [line for line in lines if line.get("val_loss") is not None]
-    evaluations = []
-    for line in validations[:: -1 - len(validations) // MOST_EVALUATIONS]:
-        losses = f"{line['val_loss']:.4f} nats a token, {line['val_bits_per_byte']:.4f} bits a byte"
-        evaluations.append((f"step {line['step']:,}: {losses}", samples.get(line["step"], "")))
-    return evaluations
+    samples = {line["step"]: line["sample"] for line in lines if "sample" in line}
+    evaluations = [
+        (
+            "step {step:,}: {val_loss:.4f} nats a token, {val_bits_per_byte:.4f} bits a byte".format(**line),
+            samples.get(line["step"], ""),
+        )
+        for line in lines
+        if line.get("val_loss") is not None
+    ]
+    return evaluations[:: -1 - len(evaluations) // MOST_EVALUATIONS]
 
 
-def read_heads(kind: str, lines: list[dict]) -> dict[str, list]:
-    """Return the scores of each head, {name: [(step, score)]}, of at most MOST_HEADS: those that are ever highest."""
+def read_curves(lines: list[dict], keys: dict[str, str]) -> Curves:
+    """Return the points of the numbers with these keys, {name: key}; those without a point are left out."""
+    curves = defaultdict(list)
+    for line in lines:
+        for name, key in keys.items():
+            if line.get(key) is not None:
+                curves[name].append((line["step"], line[key]))
+    return curves
+
+
+def read_heads(lines: list[dict], kind: str) -> Curves:
+    """Return the scores of each head for a kind of head."""
     curves = defaultdict(list)
     for line in lines:
         for head, score in np.ndenumerate(line.get("heads", {}).get(kind, ())):  # of each layer and head
             if score is not None:
                 curves[name_of(head)].append((line["step"], score))
-    return dict(sorted(curves.items(), key=lambda curve: max(score for _, score in curve[1]))[-MOST_HEADS:])
+    return curves
 
 
-def draw_chart(curves: dict[str, list], last_step: int, *scale: float) -> dict[str, object]:
+def draw_chart(curves: Curves, last_step: int, *scale: float) -> dict[str, object]:
     """Return the curves, each from its last point back, and the axes and ticks of a chart from step 0 to `last_step`.
 
-    scale: the lowest and the highest value; by default those of the curves, which have at least one point.
+    scale: the lowest and the highest value; by default those of the curves.
     """
     width = max(last_step, 5)  # for ticks at whole steps
     values = scale or [value for points in curves.values() for _, value in points]

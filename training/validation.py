@@ -47,17 +47,13 @@ class Validation:
         self.tokenizer = corpus.tokenizer
         val = corpus.meta["val"]
         self.bits_per_byte_per_nat = val["tokens"] / val["bytes"] / math.log(2)
-        start = self.tokenizer.document_start
-        self.prompt = []
-        problem = "this tokenizer has no token that begins a text"
+        prompt = []
         try:
-            self.prompt = [*start, *self.tokenizer.encode(config.sample_prompt).tolist()]
-        except UserError as error:
-            problem = str(error)
-        if not self.prompt:
-            self.prompt = start or self.tokens[:1].tolist()
-            if config.sample_tokens and ranks.is_first:
-                print(f"note: samples do not begin with train.sample_prompt: {problem}")
+            prompt = self.tokenizer.encode(config.sample_prompt).tolist()
+        except UserError as error:  # as of a character that this text has not
+            print(f"note: samples do not begin with train.sample_prompt: {error}")
+        # A tokenizer need not have a token that begins a text.
+        self.prompt = [*self.tokenizer.document_start, *prompt] or self.tokens[:1].tolist()
         text = self.tokens[: min(context_length, MOST_SCORED)]
         self.text = torch.from_numpy(text.astype(np.int64))[None]
         self.probe = make_probe(self.tokenizer, self.tokenizer.vocab_size, probe_tokens(corpus, config), context_length)

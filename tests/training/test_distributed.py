@@ -84,7 +84,6 @@ def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.Monkey
     ranks.world = 2
     for options, message in (
         ({"grad_accum_steps": 3}, "2 ranks cannot share the 3 micro-batches of a step"),
-        ({"device": "cuda:1"}, "each of 2 ranks has a GPU of its own"),
         ({"parallel": "fsdp"}, "fsdp is for several processes"),
     ):
         with pytest.raises(UserError, match=message):
