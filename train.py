@@ -79,7 +79,7 @@ def train(config: Config, ranks: Ranks) -> None:
             if step != start.resumed_step and (step % c.eval_every == 0 or step == c.max_steps):
                 guard.check()
                 with progress.paused("evaluating"):
-                    record = validation.measure(model, loss_fn)
+                    record = validation.evaluate(model, loss_fn)
                     progress.print(run.log_validation(step, progress.train_seconds, record))
             stopping = step == c.max_steps or ranks.any_rank(interrupt)
             if step not in (0, start.resumed_step) and (stopping or step % c.checkpoint_every == 0):

@@ -31,7 +31,7 @@ from training.sharded import is_sharded, shard_model
 Result = TypeVar("Result")
 
 TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-PREPARATION = timedelta(days=30)  # at most, of rank 0, while the others wait
+LONGEST_WAIT = timedelta(days=30)  # for rank 0, which prepares data for hours or saves
 FAILURE = timedelta(seconds=5)  # at most, between the ends of two ranks that fail by the same error
 
 
@@ -199,7 +199,7 @@ class Ranks:
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
         if self.world > 1:
-            dist.monitored_barrier(self.hosts, PREPARATION)
+            dist.monitored_barrier(self.hosts, LONGEST_WAIT)
 
 
 def has_lost_rank(error: BaseException) -> bool:

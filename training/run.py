@@ -103,7 +103,7 @@ class Run:
             self.tracker.send(record)
 
     def log_validation(self, step: int, train_seconds: float, record: dict) -> str:
-        """Log a record of `Validation.measure`, and return lines to print."""
+        """Log a record of `Validation.evaluate`, and return lines to print."""
         sample = record.pop("sample", None)
         self.log(step, **record, train_seconds=train_seconds)
         text = f"step {step:7d} | val loss {record['val_loss']:7.4f} | bits/byte {record['val_bits_per_byte']:6.4f}"

@@ -28,7 +28,7 @@ def probe_tokens(corpus: Corpus, config: TrainConfig) -> np.ndarray:
 
 
 class Validation:
-    """Measure a model in training, always on the same text and with the same random numbers.
+    """Evaluation of a model in training, always on the same text and with the same random numbers.
 
     Args:
         corpus: has the validation text and the tokenizer.
@@ -58,7 +58,7 @@ class Validation:
         self.text = torch.from_numpy(text.astype(np.int64))[None]
         self.probe = make_probe(self.tokenizer, self.tokenizer.vocab_size, probe_tokens(corpus, config), context_length)
 
-    def measure(self, model: GPT, loss_fn: LossFn) -> dict:
+    def evaluate(self, model: GPT, loss_fn: LossFn) -> dict:
         """Return a record for metrics.jsonl: val_loss, val_bits_per_byte, heads and, if wanted, a sample."""
         val_loss = self.loss(model, loss_fn)
         with autocast(model.device, self.dtype):
