@@ -29,12 +29,6 @@ from training.options import Config, read_config
 SECONDS, GIB = 10, 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def counted(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """Add the inputs of a test to the sum that is printed at the end."""
-    record_property("fuzzed", request.node.callspec.params.get("number", 0))
-
-
 class TooLong(BaseException):
     """Passes through what catches an Exception."""
 
@@ -150,7 +144,7 @@ HOSTILE = {
     "a header of 90 MB, cut off": claims(length=90_000_000),
     "a tensor larger than any memory": claims({"transformer.wte.weight": LARGE}),
     "a tensor of negative size": claims({"transformer.wte.weight": {**LARGE, "shape": [-1, 2]}}),
-    "thirty thousand tensors of nothing": claims(dict.fromkeys(map(str, range(30_000)), EMPTY)),
+    "ten thousand tensors of nothing": claims(dict.fromkeys(map(str, range(10_000)), EMPTY)),
     "a million brackets": b"[" * 1_000_000,
     "two megabytes of spaces": b" " * 2_000_000 + b"{}",
     "a number of five thousand digits": b'{"n_layer": ' + b"9" * 5000 + b"}",
