@@ -7,7 +7,7 @@ A language model is trained to predict tokens that are in its own input, one pla
 them, however faintly, the loss falls and means nothing. So the probes compare without a tolerance:
 
     hidden      replace all tokens that a position may not see: no bit of its logits may change
-    alone       replace all other sequences of a batch, or nothing at all: no bit of a sequence may change
+    alone       replace all other sequences of a batch: no bit of a sequence may change
     gradient    derivatives by tokens: exactly zero to those that a position may not see, and not zero to the others
     seen        the latter, where there are no derivatives: replace one token, and all who should see it must change
     agrees      decoding must give the logits of the whole text at once; the one comparison with a tolerance
@@ -124,7 +124,7 @@ def check_causality(
         module = forward
     if module is None and (decode or loss_fn or extreme):
         raise ValueError("decode, loss_fn and extreme are functions of a module: give it too")
-    pool = torch.arange(vocab_size) if tokens is None else torch.as_tensor(tokens).unique().cpu()
+    pool = torch.as_tensor(range(vocab_size) if tokens is None else tokens).unique().cpu()
     if len(pool) < 2 or length < 1:
         raise ValueError(f"nothing to ask: {length} tokens of a vocabulary of {len(pool)}")
     if mask is None:
@@ -201,10 +201,10 @@ class Prober:
     def restoring(self) -> Iterator[None]:
         """Turn autograd on inside the `with` block. After it, restore the module and the random states."""
         weights = [(parameter, parameter.detach().clone()) for parameter in self.module.parameters()]
+        gpus = [self.device] if self.device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                with torch.inference_mode(False), torch.enable_grad():
-                    yield
+            with torch.random.fork_rng(devices=gpus), torch.inference_mode(False), torch.enable_grad():
+                yield
         finally:
             self.rewind()
             for part, training, _ in self.parts:
@@ -298,11 +298,13 @@ class Prober:
 
     def positions(self, count: int) -> list[int]:
         """Return `count` ascending positions that may not see all: ends, the last of blocks of 2^n, and random ones."""
-        ends_of_blocks = [2**n - 1 for n in range(self.length.bit_length(), 0, -1)]
-        chosen = [place for place in dict.fromkeys([self.length - 2, 0, *ends_of_blocks]) if place in self.hiding]
-        chosen = set(chosen[:count])
-        while len(chosen) < min(count, len(self.hiding)):
-            chosen.add(next(self.next_position))
+        ends_of_blocks = (2**n - 1 for n in range(self.length.bit_length(), 0, -1))
+        chosen = set()
+        for position in itertools.chain([self.length - 2, 0], ends_of_blocks, self.next_position):
+            if len(chosen) == min(count, len(self.hiding)):
+                break
+            if position in self.hiding:
+                chosen.add(position)
         self.probed |= chosen
         return sorted(chosen)
 
@@ -355,8 +357,8 @@ class Prober:
         ranks = self.text(B, positions)
         hides = [~self.mask[part] for part in self.batches(positions, B)]  # (B, T) each, True to replace a token
         if alone:
-            is_other = ~torch.eye(B, dtype=torch.bool)[:2]
-            hides += [other[:, None].expand(B, self.length) for other in (*is_other, torch.zeros(B, dtype=torch.bool))]
+            others = ~torch.eye(B, dtype=torch.bool)[:2]  # than the first sequence, and than the second
+            hides += others[:, :, None].expand(-1, B, self.length)
         before = self.logits(forward, ranks)
         for hide in hides:
             changed = ranks + hide
@@ -387,10 +389,8 @@ class Prober:
         cause = self.first_cause(lambda ranks: self.logits(forward, ranks)[row, query], ranks, own)
         if cause is None:
             raise Finding(f"a sequence changes when the others of its batch do ({self.where})")
-        logits = torch.stack((before[row, query], after[row, query])).float()
-        size, share = (numbers.diff(dim=0).abs().max() for numbers in (logits, logits.softmax(-1)))
-        effect = f"moves its logits by up to {size:.2g} and a probability by up to {share:.2g}"
-        raise leak(query, cause[1], f", which {effect} ({self.where})")
+        size = (after - before)[row, query].abs().max()
+        raise leak(query, cause[1], f", which moves its logits by up to {size:.2g} ({self.where})")
 
     def first_cause(self, read: Callable[[Tensor], Tensor], ranks: Tensor, changed: Tensor) -> tuple[int, int] | None:
         """Return (sequence, position) of the first token whose replacement changes `read`, found by bisection.
@@ -443,19 +443,19 @@ class Prober:
         """Run the probe "agrees", in float64 where that can be had."""
         ranks = self.text(min(2, self.batch_size))
 
-        def compare() -> float:
+        def error() -> float:
             expected = self.logits(exact, ranks)
-            error = (self.logits(decode, ranks) - expected).norm() / expected.norm()
-            return error.item() * (expected.dtype.itemsize >= 4)  # half precision rounds too much
+            is_half = expected.dtype.itemsize < 4  # which rounds too much
+            return 0.0 if is_half else ((self.logits(decode, ranks) - expected).norm() / expected.norm()).item()
 
         # A GPU has no attention kernel in float64: its formula would need memory that grows with T^2.
-        error = self.in_float64(compare) if self.device.type == "cpu" else None
+        found = self.in_float64(error) if self.device.type == "cpu" else None
         most = 1e-6  # parts may be float32 still
-        if error is None:
-            error = compare()
+        if found is None:
+            found = error()
             most = 1e-3
-        if not error <= most:
-            raise Finding(f"read part by part with a cache, a text gets other logits: off by {error:.2g} of their size")
+        if not found <= most:
+            raise Finding(f"read part by part with a cache, a text gets other logits: off by {found:.2g} of their size")
 
     def gradient(self, function: Forward) -> bool:
         """Run the probe "gradient". Return whether there are derivatives."""
@@ -593,9 +593,9 @@ def watched(idx: Tensor) -> Iterator[list[Tensor]]:
     embedded = []
 
     def watch(part: nn.Module, inputs: tuple, options: dict, output: object) -> Tensor | None:
-        if not isinstance(part, nn.Embedding) or not isinstance(output, Tensor) or output.shape[:-1] != idx.shape:
-            return None
-        if not any(isinstance(read, Tensor) and torch.equal(read, idx) for read in (*inputs, *options.values())):
+        is_embedding = isinstance(part, nn.Embedding) and isinstance(output, Tensor) and output.shape[:-1] == idx.shape
+        read = (*inputs, *options.values())
+        if not is_embedding or not torch.equal(read[0], idx):
             return None
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone() if torch.is_grad_enabled() else embedded[-1]  # some models add to it in place

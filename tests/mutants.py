@@ -28,7 +28,6 @@ from model.cache import LayerCache
 from model.families import MLP
 from model.gpt import Block
 from tests.data import test_batches
-from tests.inspection import test_capture
 from tests.model import test_attention, test_causality, test_gpt, test_leakage
 
 Weights = Callable[[Tensor, Tensor], Tensor]
@@ -332,21 +331,15 @@ CHECKS = {
         partial(test_causality.test_what_is_causal_passes, 11, 1, torch.bfloat16),
         partial(test_causality.test_what_is_causal_passes, 131, 3, torch.float32),
     ],
-    "future": for_heads(FUTURE, test_leakage.plain),
     "training": for_heads(FUTURE, test_leakage.training),
     "autocast": for_heads(FUTURE, test_leakage.autocast),
-    "weights": for_heads(FUTURE, test_leakage.by_weights),
-    "inspection": [test_capture.test_the_weights_of_earlier_tokens_do_not_move_when_later_tokens_do],
     "gradient": for_heads(test_leakage.test_gradient_is_zero_to_the_future_and_not_to_the_past, test_leakage.plain),
     "oracle": for_heads(test_attention.test_layer_equals_three_loops_over_plain_numbers),
     "cache": for_heads(test_leakage.test_logits_through_the_cache_are_those_of_one_pass),
-    "prefix": for_heads(test_leakage.test_a_prefix_has_the_logits_it_has_inside_the_whole),
     "batch": [test_leakage.test_sequences_of_a_batch_do_not_see_each_other],
-    "repeatable": [test_leakage.test_the_same_tokens_have_the_same_logits_again],
     "extreme": for_heads(test_leakage.test_extreme_scores_hide_no_leak),
     "half": [partial(test_attention.test_half_precision_is_finite, dtype) for dtype in (torch.float16, torch.bfloat16)],
     "long": [test_leakage.test_no_token_sees_the_future_of_a_long_text],
-    "parameters": [test_gpt.test_gpt2_small_has_its_published_size],
     "mask": [test_gpt.test_one_mask_and_a_tied_head_wherever_the_model_goes],
     "targets": [test_batches.test_targets_are_the_next_tokens],
 }

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import sample
 import train
 from errors import UserError
 from model import GPT, GPTConfig
@@ -129,7 +128,7 @@ def test_the_pair_and_the_size_of_a_leak_are_named(monkeypatch: pytest.MonkeyPat
     see(monkeypatch, mask)
     outcome = check_causality(make_gpt(n_layer=1), V, T)  # a second layer would bring what token 7 sees with it
     assert (outcome.ok, outcome.query, outcome.key) == (False, 3, 7)
-    effect = r"which moves its logits by up to \d.* and a probability by up to 0\.\d* \(with the weights as they are\)"
+    effect = r"which moves its logits by up to \d.* \(with the weights as they are\)"
     assert re.fullmatch(f"no, position 3 sees token 7, 4 ahead of it, {effect}", str(outcome))
 
 
@@ -338,7 +337,6 @@ def test_no_run_begins_with_a_model_that_sees_the_future(run, corpus_file: Path,
     assert begun.exit_code == 0 and "\ncausal: yes, none of the " in begun.out
     manifest = json.loads((out / "checkpoints" / "step-00000012" / "manifest.json").read_text())
     assert manifest["certificate"]["causal"].startswith("yes, none of the ")
-    assert run(sample, out, "--max_new_tokens", 1).err.startswith("causal: yes, none of the ")
 
     before = sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*") if path.is_file())
     see(monkeypatch, torch.ones(T, T, dtype=torch.bool))

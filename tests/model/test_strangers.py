@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model.causality import check_causality, logits_of
 from tests.conftest import make_gpt
@@ -66,30 +65,23 @@ def test_a_stranger_passes_and_its_leak_is_found() -> None:
 
 # What a model returns.
 
-OUTPUTS = {
-    "an object": lambda logits: SimpleNamespace(loss=None, logits=logits),
-    "a dict": lambda logits: {"loss": None, "logits": logits},
-    "a tuple": lambda logits: (logits, None),
-    "loss first": lambda logits: [logits.mean(), logits],
-    "hidden states first": lambda logits: (logits.new_zeros(*logits.shape[:2], C), logits),
-}
+OUTPUTS = (
+    lambda logits: SimpleNamespace(loss=None, logits=logits),
+    lambda logits: {"loss": None, "logits": logits},
+    lambda logits: (logits, None),
+    lambda logits: [logits.mean(), logits],
+    lambda logits: (logits.new_zeros(*logits.shape[:2], C), logits),
+)
 
 
-@pytest.mark.parametrize("wrap", OUTPUTS.values(), ids=OUTPUTS)
-def test_logits_are_found_in_what_a_model_returns(wrap: Callable) -> None:
-    class Wrapped(Stranger):
-        def forward(self, idx: Tensor) -> object:
-            return wrap(super().forward(idx))
-
-    assert judge(Wrapped()) == YES
-    assert judge(Wrapped(0.1)).startswith(NO)
-    model = Stranger()
-    assert judge(lambda idx: wrap(model(idx)), module=model) == YES
-
-
-def test_logits_that_are_missing_are_named() -> None:
+def test_logits_are_found_in_what_a_model_returns() -> None:
+    for wrap in OUTPUTS:
+        for leak in (0.0, 0.1):
+            model = Stranger(leak)
+            answer = judge(lambda idx, model=model, wrap=wrap: wrap(model(idx)), module=model)
+            assert answer.startswith(NO) if leak else answer == YES
     logits = torch.randn(2, T, V)
-    assert logits_of((logits.long(), logits)) is logits and logits_of({"logits": logits}) is logits
+    assert logits_of((logits.long(), logits)) is logits
     for output in (None, {"loss": logits}, SimpleNamespace(last_hidden_state=logits), (logits.long(), [])):
         with pytest.raises(ValueError, match=r"expected logits of shape \(B, T, V\), got \w+, which has none"):
             logits_of(output)
@@ -157,23 +149,6 @@ def test_an_embedding_may_be_added_to_in_place() -> None:
     assert "the derivative of its logits" in judge(InPlace(1e-12))
 
 
-@pytest.mark.parametrize("wrap, unwrap", [(lambda x: (x, None), lambda y: y[0]), (lambda x: x[0], lambda y: y[None])])
-def test_an_embedding_with_another_output_is_left_alone(wrap: Callable, unwrap: Callable) -> None:
-    class Other(nn.Embedding):
-        def forward(self, idx: Tensor) -> object:
-            return wrap(super().forward(idx))
-
-    class Odd(Stranger):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = Other(V, C)
-
-        def embed(self, idx: Tensor) -> Tensor:
-            return torch.cat([unwrap(self.embedding(row[None])) for row in idx])
-
-    assert judge(Odd()) == f"{YES}; {NO_DERIVATIVES}"
-
-
 # Where there is no derivative.
 
 
@@ -232,15 +207,6 @@ def test_a_forward_with_gradients_of_its_own_is_judged(how: str, strict: bool) -
     assert judge(Energy(1e-2, how), strict=strict).startswith("no")
 
 
-def test_reentrant_checkpoints_leave_the_derivative_out() -> None:
-    class Checkpointed(Stranger):
-        def mix(self, x: Tensor) -> Tensor:
-            return checkpoint(super().mix, x, use_reentrant=True) if torch.is_grad_enabled() else super().mix(x)
-
-    assert judge(Checkpointed()) == f"{YES}; derivatives not asked for: autograd fails in it"
-    assert judge(Checkpointed(1e-3)).startswith(NO)
-
-
 # Rounding that depends on the company.
 
 
@@ -291,21 +257,16 @@ ROUNDING = {
 
 @pytest.mark.parametrize("make, how", ROUNDING.values(), ids=ROUNDING)
 def test_rounding_is_no_leak_and_a_leak_is_no_rounding(make: Callable, how: str) -> None:
-    assert judge(make()) == f"{YES}; bits differ by rounding alone: {how}"
+    model = make()
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    assert judge(model) == f"{YES}; bits differ by rounding alone: {how}"
+    for name, tensor in model.state_dict().items():
+        place, value = before[name]
+        assert tensor.data_ptr() == place and tensor.dtype == value.dtype and torch.equal(tensor, value)
     assert not check_causality(make(), V, T, strict=True).ok
     for leak in (1e-2, 1e-5, 1e-6, 1e-7, 1e-9, 1e-12):
         outcome = check_causality(make(leak), V, T)
         assert not outcome.ok and outcome.key > outcome.query, leak
-
-
-def test_without_float64_and_derivatives_a_leak_above_the_rounding_is_found() -> None:
-    class Inference(Experts):
-        @torch.inference_mode()
-        def forward(self, idx: Tensor) -> Tensor:
-            return super().forward(idx)
-
-    assert judge(Inference(kernel=only_float32)).startswith(YES)
-    assert judge(Inference(4e-6, only_float32)).startswith(NO)
 
 
 class Wrong(Stranger):
@@ -325,19 +286,6 @@ class Padded(Wrong):
         return (logits + self.amount * ahead).index_fill(-1, torch.arange(13, V), torch.finfo(logits.dtype).min)
 
 
-class Growing(Wrong):
-    """A weak mask, whose leak is small beside what other positions grow to with extreme weights."""
-
-    def mix(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(F.layer_norm(x, (C,))).chunk(3, dim=-1)
-        y = F.scaled_dot_product_attention(q, k, v, torch.full((x.size(1), x.size(1)), self.amount).triu(1))
-        grown, steps = torch.zeros_like(x[:, 0]), []
-        for step in y.unbind(1):
-            grown = self.qkv(grown)[:, :C] + step
-            steps.append(grown)
-        return torch.stack(steps, dim=1)
-
-
 class Weak(Wrong):
     """A mask that is weak in float32 alone."""
 
@@ -347,12 +295,11 @@ class Weak(Wrong):
         return F.scaled_dot_product_attention(q, k, v, torch.full((x.size(1), x.size(1)), least).to(x).triu(1))
 
 
-@pytest.mark.parametrize("kind, leak", [(Padded, 1.0), (Padded, 1e-4), (Growing, -1e4), (Weak, -1e4)])
+@pytest.mark.parametrize("kind, leak", [(Padded, 1.0), (Padded, 1e-4), (Weak, -1e4)])
 def test_nothing_large_hides_a_leak(kind: type, leak: float) -> None:
     """What is tiny is so beside the logits of its own position, and never for being large elsewhere."""
     assert judge(kind(leak)).startswith("no, position ")
-    if kind is not Growing:
-        assert judge(kind()).startswith(YES)
+    assert judge(kind()).startswith(YES)
 
 
 def test_a_function_has_no_rounding_to_ask_about() -> None:
@@ -363,18 +310,6 @@ def test_a_function_has_no_rounding_to_ask_about() -> None:
         lambda idx: (table[idx].cumsum(1) + table[idx.roll(-1, 1)]).index_fill(-1, torch.arange(13, V), -1e9)
     )
     assert padded.startswith(NO)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_model_that_remembers_what_it_was_asked_is_found(strict: bool) -> None:
-    class Remembering(Stranger):
-        def forward(self, idx: Tensor) -> Tensor:
-            asked = self.__dict__.setdefault("asked", {})
-            key = idx.numpy().tobytes()
-            asked[key] = asked.get(key, 0) + 1
-            return super().forward(idx) * asked[key]
-
-    assert judge(Remembering(), strict=strict).startswith("no, the same tokens do not give the same numbers again")
 
 
 def test_an_error_in_the_backward_is_no_answer_of_a_strict_check() -> None:
@@ -388,25 +323,6 @@ def test_an_error_in_the_backward_is_no_answer_of_a_strict_check() -> None:
     assert "derivatives not asked for: autograd fails in it" in judge(Failing())
     with pytest.raises(RuntimeError, match="out of memory"):
         judge(Failing(), strict=True)
-
-
-def test_weights_are_the_same_after_float64() -> None:
-    model = Experts()
-    model.register_buffer("steps", torch.zeros(3))
-    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
-    assert "rounding" in str(check_causality(model, V, T))
-    for name, tensor in model.state_dict().items():
-        place, value = before[name]
-        assert tensor.data_ptr() == place and tensor.dtype == value.dtype and torch.equal(tensor, value)
-
-
-def test_sequences_that_mix_by_little_are_found_among_experts() -> None:
-    class Mixing(Experts):
-        def embed(self, idx: Tensor) -> Tensor:
-            x = super().embed(idx)
-            return x + 1e-6 * x.mean(0)
-
-    assert judge(Mixing()).startswith("no, ")
 
 
 # Randomness.
@@ -434,15 +350,6 @@ def test_dropout_in_evaluation_is_named() -> None:
 
     hint = "the same tokens do not give the same numbers again (with the weights as they are); is dropout still on?"
     assert judge(Dropping()) == f"no, {hint}"
-
-    class Counting(Stranger):
-        calls = 0
-
-        def mix(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return super().mix(x) * self.calls
-
-    assert judge(Counting()).startswith("no, the same tokens do not give the same numbers again (")
 
 
 # Layers that do not see each token of each text.
