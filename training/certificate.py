@@ -72,8 +72,8 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
         meant = "; if that is meant, see `mask` in training/certificate.py" if "blind" in outcome.finding else ""
         raise UserError(f"refusing to train: {outcome.finding}{meant}")
     print(f"causal: {outcome}, {time.perf_counter() - began:.1f} s")
-    record = {"causal": str(outcome), "length": T, "num_probed": outcome.num_probed}
-    return record if model.device.type == "cpu" else {**record, **compare_with_cpu(model, dtype)}
+    record = {"causal": str(outcome)}
+    return record if model.device.type == "cpu" else record | compare_with_cpu(model, dtype)
 
 
 def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:
