@@ -43,12 +43,11 @@ FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 50rem; border: 0"></ifr
 
 
 @dataclass(frozen=True, repr=False)
-class Inspection:
+class Inspection(Inputs):
     """Everything measured on one model. A notebook shows it as its page."""
 
     name: str  # of the model, as "quickstart step-00000400"
     verified: str  # one line that says how the weights were verified
-    inputs: Inputs
     scores: HeadScores
     att: Captured  # queries and keys of the text that is shown, (1, T)
     influence: Tensor | None = None  # (T, T), rows of nan were not computed
@@ -77,14 +76,14 @@ class Inspection:
 
     def table(self, heads: Sequence[Head] = ()) -> str:
         """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
-        return report(self.scores, self.inputs.heads, heads, self.inputs.label)
+        return report(self.scores, self.heads, heads, self.label)
 
     def drawing(self, head: Head, view: View = "weights", width: int = 80) -> str:
         """Draw a view of one head in characters, for a terminal of so many columns.
 
         Raises UserError if the view is not known of this model.
         """
-        labels = self.inputs.labels
+        labels = self.labels
         if view == "weights":
             return triangle(self.pattern(*head), labels, width)
         if view == "values":
@@ -92,7 +91,7 @@ class Inspection:
             return triangle(values / (values.max() or 1), labels, width)
         if not self.said:
             raise UserError(NO_SAYINGS)
-        return sayings(self.said[head], labels, self.inputs.label)
+        return sayings(self.said[head], labels, self.label)
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).
@@ -117,7 +116,7 @@ def save(path: Path, inspections: Sequence[Inspection]) -> None:
     if path.suffix.lower() == ".html":
         content.write(page.render(inspections).encode())
     elif path.suffix.lower() == ".npz":
-        page.check_room(inspections[-1].inputs, 1)
+        page.check_room(inspections[-1], 1)
         np.savez_compressed(content, **arrays(inspections[-1]))
     else:
         plots.draw_heads(content, inspections[-1], path.suffix[1:])
@@ -138,12 +137,12 @@ def arrays(inspection: Inspection) -> dict[str, np.ndarray]:
     heads (n, 2): layer and head; weights (n, T, T): row = query, column = key; tokens (T,): labels; losses (N,); and
     each metric by its name, (L, H).
     """
-    heads = inspection.inputs.heads
+    heads = inspection.heads
     return {
         **inspection.scores.mean,
         "heads": np.array(heads),
         "weights": torch.stack([inspection.pattern(*head) for head in heads]),
-        "tokens": np.array(inspection.inputs.labels),
+        "tokens": np.array(inspection.labels),
         "losses": inspection.scores.losses,
     }
 
@@ -201,7 +200,7 @@ def measure(
     row_error = max(scores.row_error, *att.verify().values())
     q = att.calls[0].q
     verified = f"weights match the fused kernel: max row error {row_error:.1e} ({dtype_name(q.dtype)}, {q.device.type})"
-    found = Inspection(visible(name), verified, inputs, scores, att)
+    found = Inspection(**vars(inputs), name=visible(name), verified=verified, scores=scores, att=att)
     if not complete:
         return found
     lengths = moved_lengths(att)

@@ -45,29 +45,29 @@ def render(inspections: Sequence[Inspection]) -> str:
 
     Raises UserError if there is no room.
     """
-    inputs = inspections[-1].inputs
-    check_room(inputs, len(inspections))
+    last = inspections[-1]
+    check_room(last, len(inspections))
     checkpoints = [describe(inspection) for inspection in inspections]
     stored = {}
     for place, inspection in enumerate(inspections):
-        for head in inputs.heads:
+        for head in last.heads:
             stored[f"{place}/{name_of(head)}"] = encode(inspection.pattern(*head))
         stored[f"{place}/influence"] = encode(inspection.influence.nan_to_num(0.0))  # 0: not computed
         if inspection.lengths is not None:
-            lengths = torch.stack([inspection.lengths[head].float() for head in inputs.heads])
+            lengths = torch.stack([inspection.lengths[head].float() for head in last.heads])
             stored[f"{place}/values"] = pack(lengths, "<f4")
         if inspection.said:
             checkpoints[place]["said"], numbers = said_by(inspection)
             stored[f"{place}/says"] = pack(numbers, "<i4")
     source = TEMPLATE.read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-    names = dict.fromkeys((inspections[0].name, inspections[-1].name))  # one if they are the same
+    names = dict.fromkeys((inspections[0].name, last.name))  # one if they are the same
     return page.render(
         policy=f"script-src {own_hash(source, 'script')}; style-src {own_hash(source, 'style')}",
         title=f"Heads of {' to '.join(names)}",
-        inputs=inputs,
+        inputs=last,
         metrics=list(METRICS.items()),
-        heads=[name_of(head) for head in inputs.heads],
+        heads=[name_of(head) for head in last.heads],
         checkpoints=checkpoints,
         stored=stored,
     )
@@ -89,16 +89,16 @@ def said_by(inspection: Inspection) -> tuple[list[str], Tensor]:
 
     The numbers are places among the labels, then logits in hundredths. Where there is no logit stands UNKNOWN.
     """
-    said = [inspection.said[head] for head in inspection.inputs.heads]
+    said = [inspection.said[head] for head in inspection.heads]
     tokens, logits = (torch.stack(each) for each in zip(*said, strict=True))
     used, places = tokens.unique(return_inverse=True)
     hundredths = (100 * logits.double()).round().nan_to_num(UNKNOWN).long()
-    return [inspection.inputs.label(token) for token in used.tolist()], torch.stack((places, hundredths))
+    return [inspection.label(token) for token in used.tolist()], torch.stack((places, hundredths))
 
 
 def describe(inspection: Inspection) -> dict:
     """Return the texts about one checkpoint, its heads and its predictions, and the head and the row to open at."""
-    heads = inspection.inputs.heads
+    heads = inspection.heads
     best, _ = next(iter(by_kind(inspection.scores, heads).values()))[0]  # of the first kind
     is_computed = ~inspection.influence[:, -1].isnan()
     elsewhere = inspection.pattern(*best).tril(-1)[:, 1:]  # every head may rest on the first token or on its own
@@ -128,6 +128,6 @@ def describe_head(inspection: Inspection, head: Head) -> dict:
         "tag": tag(kind),
         "kind": f"looks {'' if kind.name == 'other' else 'at '}{KINDS[kind.name]}",
         "even": short(kind.chance),
-        "token": inspection.inputs.label(scores.tokens[head].item()),
+        "token": inspection.label(scores.tokens[head].item()),
         "scores": figures,
     }

@@ -38,8 +38,8 @@ def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None
     One image for all, because hundreds of axes would take a minute. Tokens are named along the outer edges, as many as
     fit. The name of a head stands in its tile above the diagonal.
     """
-    heads = inspection.inputs.heads
-    labels = inspection.inputs.labels
+    heads = inspection.heads
+    labels = inspection.labels
     T = len(labels)
     columns = len({head for _, head in heads})
     rows = math.ceil(len(heads) / columns)

@@ -140,8 +140,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "the file stores lengths in another order": (
         "page.py",
-        "for head in inputs.heads])",
-        "for head in inputs.heads[::-1]])",
+        "for head in last.heads])",
+        "for head in last.heads[::-1]])",
     ),
     "the file rounds logits to tenths": (
         "page.py",

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from inspection import Inspection, page
-from inspection.inputs import Inputs
 from inspection.kinds import by_kind, name_of
 from inspection.metrics import HeadScores
 
@@ -59,7 +58,7 @@ def inspected(
     logits = noise("logits", step, *shape, length, 14).sort(-1, descending=True).values[..., [0, 1, 2, 13, 12, 11]]
     logits[:, :, UNSAID : UNSAID + 1] = float("nan")
     spoken = noise("spoken", step, *shape, length, 6).argsort(-1) + 10 * step
-    inputs = Inputs(
+    found = Inspection(
         heads=heads,
         measured=None,
         shown=None,
@@ -68,11 +67,8 @@ def inspected(
         note="a text",
         probe=None,
         probe_note="random tokens",
-    )
-    return Inspection(
         name=name or f"step-{step:08d}",
         verified="weights match the kernel",
-        inputs=replace(inputs, **changes),
         scores=HeadScores(
             samples, torch.tensor([1000 / step]), 0.0, torch.arange(len(heads)).view(shape), chance, rows
         ),
@@ -82,6 +78,7 @@ def inspected(
         lengths=noise("lengths", step, *shape, length).exp() if known else None,
         said={head: (spoken[head], logits[head]) for head in heads} if known else {},
     )
+    return replace(found, **changes)
 
 
 def write(path: Path, *inspections: Inspection) -> None:

@@ -110,7 +110,7 @@ def assert_shows(
     found: dict, inspection: Inspection, head: tuple, token: int, who: bool = False, view: str = "weights"
 ):
     """Assert that the page shows one head, token and view of an inspection in all its parts."""
-    shown, labels = inspection.inputs.heads, inspection.inputs.labels
+    shown, labels = inspection.heads, inspection.labels
     T = len(labels)
     factor = inspection.lengths.numpy() if view == "values" else np.ones((2, 3, T))
     amounts = {each: inspection.pattern(*each).numpy() * factor[each] for each in shown}
@@ -313,7 +313,7 @@ def check_png(path: Path, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
         each = len(marks) // count
         for i, (place, mark) in enumerate(zip(axis.get_ticklocs(), marks, strict=True)):
             number = int(mark.split()[-1])
-            assert mark == f"{inspection.inputs.labels[number]} {number}"
+            assert mark == f"{inspection.labels[number]} {number}"
             assert (place + 0.5 - i // each * pitch) * step == pytest.approx(number + 0.5, abs=1e-3)
         assert marks[0].endswith(" 0") and each > 3
     assert [float(label.get_text()) for label in bar.get_yticklabels()] == pytest.approx(bar.get_yticks())

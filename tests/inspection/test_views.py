@@ -205,7 +205,7 @@ def test_the_terminal_draws_each_view(run, straight: Path) -> None:
     assert max(map(len, result.out.splitlines())) <= 80
     for row, (tokens, logits) in enumerate(zip(*found.said[1, 2], strict=True)):
         words = [
-            f"{found.inputs.label(token):.5} {logit:+.1f}"
+            f"{found.label(token):.5} {logit:+.1f}"
             for token, logit in zip(tokens.tolist(), logits.tolist(), strict=True)
         ]
         for line, half in zip(lines[2 * row : 2 * row + 2], (words[:5], words[5:]), strict=True):

@@ -85,9 +85,9 @@ def test_a_long_text_is_cut_and_an_old_tokenizer_is_read(run, tmp_path: Path) ->
 def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     """A module that nobody knows, and ids; then a tokenizer of `transformers`; then our own model."""
     found = inspect_heads(Book().eval(), IDS, list(TEXT))
-    assert found.name == "Book" and found.inputs.labels == list(TEXT) and found.scores.row_error < 1e-5
+    assert found.name == "Book" and found.labels == list(TEXT) and found.scores.row_error < 1e-5
     assert len(found.predictions) == 12 and found.pattern(1, 2).shape == (12, 12) and not found.influence.isnan().any()
-    assert all(found.inputs.label(token) in TEXT for token in found.scores.tokens.flatten().tolist())
+    assert all(found.label(token) in TEXT for token in found.scores.tokens.flatten().tolist())
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     with pytest.raises(UserError, match="a.txt: the name of an output must end in one of .html, .png, .svg, .npz"):
         found.save(tmp_path / "a.txt")
@@ -95,10 +95,10 @@ def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), unk_token="<unk>")
     by_text = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), TEXT, tokenizer)
     by_ids = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), torch.tensor([IDS]))
-    assert by_text.inputs.labels == list(TEXT) and by_ids.inputs.labels[0] == "⟦32⟧"
+    assert by_text.labels == list(TEXT) and by_ids.labels[0] == "⟦32⟧"
     assert torch.equal(by_text.pattern(1, 1), by_ids.pattern(1, 1)) and by_text.loss == by_ids.loss
     ours = inspect_heads(make_gpt(), [3, 5, 7, 3, 5, 7])
-    assert len(ours.inputs.heads) == 6 and not ours.att.left_out
+    assert len(ours.heads) == 6 and not ours.att.left_out
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -64,7 +64,7 @@ def read_inspect(names: dict[str, object], shown: list[str]) -> None:
     assert len(shown) == 1 and "<iframe srcdoc=" in shown[0]
     nanogpt = names["EveryPosition"](NanoGPT())
     found = inspect_heads(nanogpt, [5, 3, 5, 3], ["to", "be", "to", "be"])
-    assert len(found.inputs.heads) == 6 and found.inputs.labels == ["to", "be", "to", "be"]
+    assert len(found.heads) == 6 and found.labels == ["to", "be", "to", "be"]
 
 
 def read_trust(names: dict[str, object], shown: list[str]) -> None:
