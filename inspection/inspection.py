@@ -31,7 +31,7 @@ from inspection.kinds import Head
 from inspection.metrics import HeadScores
 from inspection.patterns import Captured, capture
 from inspection.terminal import report, sayings, triangle
-from inspection.views import Said, View, moved_lengths, residual_of, say
+from inspection.views import Said, View, moved_lengths, say
 from model.checkpoint import STEP, Checkpoint, find_checkpoint, nested
 from model.device import autocast, dtype_name, find_device, is_fast
 from model.foreign import load_decoder
@@ -194,8 +194,7 @@ def measure(
     if ablation:
         scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
     idx = inputs.shown.to(device_of(model))
-    capturing = capture(model, with_values=complete)
-    with evaluating(model), torch.no_grad(), residual_of(model) as residual, capturing as att:
+    with evaluating(model), torch.no_grad(), capture(model, with_values=complete) as att:
         read(model, idx, slice(1))
     row_error = max(scores.row_error, *att.verify().values())
     q = att.calls[0].q
@@ -209,7 +208,7 @@ def measure(
         influence=influence(model, idx),
         predictions=[(inputs.label(token), probability) for token, probability in predictions(model, idx)],
         lengths=lengths,
-        said={} if lengths is None or not residual else say(model, att, residual[0], inputs.heads),
+        said={} if lengths is None or att.residual is None else say(model, att, inputs.heads),
     )
 
 

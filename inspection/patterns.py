@@ -138,6 +138,7 @@ class Captured(TorchFunctionMode):
         """Forget the forward pass before, as a hook."""
         self.in_layer = False  # of ours, whose own call of the kernel is a detail
         self.output: Tensor | None = None  # of the last call
+        self.residual: Tensor | None = None  # the stream before the final norm of a model of ours, (B, T, C)
         self.projections: dict[int, Tensor | None] = {}  # layer -> weight (C, H * width of a value); None: several
         self.seen: list[Call] = []
         self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
@@ -149,6 +150,10 @@ class Captured(TorchFunctionMode):
             others = f"; others were: {self.left_out[0]}" if self.left_out else ""
             raise UserError(f"{UNSEEN}{others}")
         return self.seen
+
+    def end(self, norm: nn.Module, inputs: tuple) -> None:
+        """Keep the residual stream, as a hook before the final norm."""
+        self.residual = inputs[0]
 
     def enter(self, *_: object) -> None:
         """Begin a call of a layer of ours, as a hook."""
@@ -191,15 +196,15 @@ class Captured(TorchFunctionMode):
         is_text = T_query == T_key
         mask = None
         if is_causal:
-            is_text &= attn_mask is None
+            is_text = is_text and attn_mask is None
         else:
             mask = query.new_zeros(1, 1, T_query, T_key, dtype=dtype)
             if attn_mask is not None:
                 is_bool = attn_mask.dtype == torch.bool
                 mask = torch.where(attn_mask, mask, -torch.inf) if is_bool else mask + attn_mask.detach().to(dtype)
             sees = mask > HIDES
-            is_text |= bool(sees[..., -1].any())  # the queries belong to the last keys; behind these is no empty buffer
-            is_text &= not sees.triu(T_key - T_query + 1).any()
+            # The queries belong to the last keys: behind these is no empty buffer.
+            is_text = (is_text or sees[..., -1].any()) and (~sees.triu(T_key - T_query + 1)).all()
         if query.dim() != 4 or query.size(1) % key.size(1) or not is_text:
             self.left_out.append(f"queries {tuple(query.shape)} of keys {tuple(key.shape)}")
             return output
@@ -306,6 +311,7 @@ def capture(model: nn.Module, replace: Replace | None = None, with_values: bool 
         stack.enter_context(model.register_forward_pre_hook(captured.begin))
         if isinstance(model, GPT):  # its parts may be called without it, from this one on, as `GPT.generate` does
             stack.enter_context(model.token_embedding.register_forward_pre_hook(captured.begin))
+            stack.enter_context(model.final_norm.register_forward_pre_hook(captured.end))
         for module in model.modules():
             if isinstance(module, Attend):
                 stack.enter_context(module.register_forward_pre_hook(captured.enter))

@@ -3,8 +3,6 @@
 Shapes are named as in model/attention.py.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -37,20 +35,8 @@ def moved_lengths(att: Captured) -> Tensor | None:
     return torch.stack(lengths).unflatten(0, (L, H))
 
 
-@contextmanager
-def residual_of(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Yield a list that receives the residual stream before the final norm, (B, T, C), if the model is one of ours."""
-    found = []
-    if not isinstance(model, GPT):
-        yield found
-        return
-    hook = model.final_norm.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0]))
-    with hook:
-        yield found
-
-
 @torch.no_grad()
-def say(model: GPT, att: Captured, residual: Tensor, heads: Heads) -> dict[Head, Said]:
+def say(model: GPT, att: Captured, heads: Heads) -> dict[Head, Said]:
     """Return the tokens that the output of each head makes likeliest and unlikeliest, at each position of a text.
 
     The residual stream, (1, T, C), is a sum to which each head adds its output. Its share of the logits is what the
@@ -58,6 +44,7 @@ def say(model: GPT, att: Captured, residual: Tensor, heads: Heads) -> dict[Head,
     al. 2021). A cap on logits is left out. On a CPU only as many positions as `affordable_rows` are computed.
     """
     V, C = model.lm_head.weight.shape
+    residual = att.residual
     n = min(MOST_SAID, V // 2)
     rows = affordable_rows(residual.size(1), 2 * V * C * len(heads), residual.device)
     places = rows.to(residual.device)

@@ -20,7 +20,7 @@ from benchmarks.memory import cells_of
 from benchmarks.pretended_gpu import pretended_gpu
 from inspection import capture, head_scores
 from inspection.heads import repeat_probe
-from inspection.views import moved_lengths, residual_of, say
+from inspection.views import moved_lengths, say
 from model import GPT, GPTConfig
 from model.attention import make_causal_mask
 from model.gpt import Block
@@ -265,14 +265,14 @@ def test_capture_scores_and_verification(family: str, dtype: str, n_kv_head: int
         model = make_model(family, n_kv_head).eval()
         text = torch.randint(101, (2, 29))
         with torch.autocast("cuda", DTYPES[dtype], enabled=dtype != "float32"):
-            with residual_of(model) as residual, capture(model, with_values=True) as att:
+            with capture(model, with_values=True) as att:
                 model(text.to("cuda"))
             scores = head_scores(model, text, repeat_probe(torch.arange(101), 0, 29))
             # All pretended numbers are equal, so that every linear layer seems to read the heads.
             assert att.projections == {0: None, 1: None}
             att.projections = {layer: block.attention.o_proj.weight for layer, block in enumerate(model.blocks)}
             lengths = moved_lengths(att)
-            said = say(model, att, residual[0], [(0, 1), (1, 5)])
+            said = say(model, att, [(0, 1), (1, 5)])
         assert att.pattern(1, 5).shape == (2, 29, 29) and att.pattern(1, 5).device.type == "cuda"
         assert att.calls[0].q.dtype == DTYPES[dtype]
         assert att.verify() == {0: 0.0, 1: 0.0}

@@ -12,28 +12,23 @@ import inspection.heads
 import inspection.views
 from errors import UserError
 from inspection import capture, inspect_heads
-from inspection.views import moved_lengths, residual_of, say
+from inspection.views import moved_lengths, say
 from model import GPT
 from tests.conftest import make_gpt
 
 T, L, H = 7, 2, 3
-FAMILIES = {
-    "gpt2": {"n_embd": 15},
-    "llama": {"n_embd": 18},
-    "qwen3": {"n_embd": 18},
-    "nanochat": {"n_embd": 18},
-}
+FAMILIES = {"gpt2": {"n_embd": 15}, "llama": {"n_embd": 18}, "qwen3": {"n_embd": 18}, "nanochat": {"n_embd": 18}}
 GROUPED = pytest.mark.parametrize("n_kv_head", [1, 3])
 
 
 def captured(model: GPT, idx: Tensor):
-    """Run a model: its `Captured` with values, the residual stream, and the inputs and outputs of its attention."""
+    """Run a model: its `Captured` with values, and the inputs and outputs of its attention."""
     seen = []
     for block in model.blocks:
         block.attention.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0][0], output[0])))
-    with torch.no_grad(), residual_of(model) as residual, capture(model, with_values=True) as att:
+    with torch.no_grad(), capture(model, with_values=True) as att:
         model(idx)
-    return att, residual[0], seen
+    return att, seen
 
 
 def transformed(model: GPT, layer: int, head: int, x: Tensor) -> Tensor:
@@ -53,7 +48,7 @@ def transformed(model: GPT, layer: int, head: int, x: Tensor) -> Tensor:
 @torch.no_grad()
 def test_what_is_moved_is_the_value_through_the_output_projection(family: str, n_kv_head: int) -> None:
     model = make_gpt(family=family, n_kv_head=n_kv_head, bias=None, **FAMILIES[family]).eval()
-    att, _, seen = captured(model, torch.randint(17, (1, T)))
+    att, seen = captured(model, torch.randint(17, (1, T)))
     lengths = moved_lengths(att)
     assert lengths.shape == (L, H, T)
     for layer, (x, output) in enumerate(seen):
@@ -71,20 +66,20 @@ def test_what_is_moved_is_the_value_through_the_output_projection(family: str, n
 def test_what_a_head_says_is_its_share_of_the_logits(family: str, n_kv_head: int, monkeypatch) -> None:
     model = make_gpt(family=family, n_kv_head=n_kv_head, bias=None, **FAMILIES[family]).eval()
     idx = torch.randint(17, (1, T))
-    att, residual, seen = captured(model, idx)
+    att, seen = captured(model, idx)
     monkeypatch.setattr(inspection.views, "POSITIONS", 3)
-    said = say(model, att, residual, [(layer, head) for layer in range(L) for head in range(H)])
+    said = say(model, att, [(layer, head) for layer in range(L) for head in range(H)])
 
     # The logits are linear in the parts of the residual stream once the scale of the final norm is that of the whole.
     norm = model.final_norm
     centre = (lambda x: x - x.mean(-1, keepdim=True)) if family == "gpt2" else (lambda x: x)
-    sigma = (centre(residual[0]).square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    sigma = (centre(att.residual[0]).square().mean(-1, keepdim=True) + norm.eps).sqrt()
     gain = torch.ones(()) if norm.weight is None else norm.weight
 
     def share(part: Tensor) -> Tensor:
         return centre(part) / sigma * gain @ model.lm_head.weight.T
 
-    rest = residual[0]
+    rest = att.residual[0]
     total = torch.zeros(T, 17)
     for layer, (x, _) in enumerate(seen):
         for head in range(H):
@@ -104,9 +99,9 @@ def test_what_a_head_says_is_its_share_of_the_logits(family: str, n_kv_head: int
 
 def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -> None:
     model = make_gpt().eval()
-    att, residual, _ = captured(model, torch.randint(17, (1, T)))
+    att, _ = captured(model, torch.randint(17, (1, T)))
     monkeypatch.setattr(inspection.heads, "CPU_FLOPS", 2 * 17 * 15 * 3.5)
-    tokens, logits = say(model, att, residual, [(0, 1)])[0, 1]
+    tokens, logits = say(model, att, [(0, 1)])[0, 1]
     assert (~logits.isnan()).all(1).nonzero().flatten().tolist() == [0, 3, 6] and tokens.shape == logits.shape == (
         T,
         10,
