@@ -101,12 +101,8 @@ def how_to_run(script: str, launcher: str = "") -> str:
 
 def visible(text: str) -> str:
     """Return the text with escapes for characters that nobody sees, or that a terminal would obey."""
-
-    def shown(match: re.Match) -> str:
-        letter = match[0]
-        return letter.encode("unicode_escape").decode() if unicodedata.category(letter) in HIDDEN else letter
-
-    return re.sub(r"[^\n\t -~]", shown, text)
+    hidden = [letter for letter in {*text} - {"\n", "\t"} if unicodedata.category(letter) in HIDDEN]
+    return text.translate({ord(letter): letter.encode("unicode_escape").decode() for letter in hidden})
 
 
 def read_prompt(prompt: str) -> str:

@@ -220,7 +220,7 @@ def test_a_model_has_rows_for_all_that_a_text_can_have(run, corpus_file: Path, t
     ours, end = load_tokenizer(model), theirs.token_to_id(END_OF_TEXT)
     assert ours.end_of_text == end  # eos_token may end a turn only; a sample ends at either
     for token, finish in ((end, "end of text"), (2, "end of text"), (3, "")):
-        text = sample.Text(ours, None)
+        text = sample.Text(ours, "", [])
         text.add(token)
         assert text.finish == finish
     theirs.add_tokens(["<tool>"])

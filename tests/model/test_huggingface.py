@@ -178,9 +178,7 @@ def test_tensors_that_do_not_fit_are_named(name: str, change: dict, message: str
 
 
 @pytest.mark.parametrize("family, unused", [("llama", "self_attn.rotary_emb.inv_freq"), ("gpt2", "attn.bias")])
-def test_heads_and_prefixes_may_be_missing_and_old_masks_are_left_out(
-    family: str, unused: str, tmp_path: Path
-) -> None:
+def test_heads_and_prefixes_may_be_missing_and_old_masks_are_left_out(family: str, unused: str, tmp_path: Path) -> None:
     path, idx = save_foreign(make(family), tmp_path) / "model.safetensors", torch.randint(V, (3, 11))
     expected, tensors = GPT.from_pretrained(path.parent)(idx), load_file(path)
     embedding = next(name for name in tensors if "embed_tokens" in name or "wte" in name)

@@ -2,12 +2,10 @@
 
 import math
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-import numpy as np
 import pytest
 import torch
 
@@ -142,12 +140,6 @@ def test_a_path_may_begin_in_the_home_folder_and_is_not_empty(option: str, run, 
         assert parse(Config, [], tmp_path / "a.toml") == parse(Config, arguments("~/a"))
     refused = run(train, *arguments(""))
     assert refused.exit_code == 2 and "expected a path, got an empty text" in " ".join(re.split(r"[\s│]+", refused.err))
-
-
-@pytest.mark.parametrize("options, taken", [({"temperature": 0.8, "top_k": 3}, True), ({"top_p": 0}, False)])
-def test_numbers_of_numpy_are_numbers(options: dict, taken: bool) -> None:
-    with nullcontext() if taken else pytest.raises(UserError, match="top_p must be"):
-        Sampler(**{name: np.array(value)[()] for name, value in options.items()})
 
 
 def test_none_is_a_text_for_a_text_and_nothing_for_a_number() -> None:

@@ -15,7 +15,7 @@ from errors import UserError
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.config import MAY_CHANGE, TrainConfig
 from training.device import environment
-from training.directory import command, next_commands
+from training.directory import command, next_commands, read_metrics
 from training.options import tables
 from training.resume import refuse_changes
 
@@ -168,3 +168,9 @@ def test_a_printed_command_runs_from_where_one_stands(tmp_path: Path, monkeypatc
         python, script, run = shlex.split(command("sample.py", Path("a run")))
         assert Path(script).samefile(Path(train.__file__).with_name("sample.py")) and run == "a run"
         assert shutil.which(python)
+
+
+@pytest.mark.parametrize("loss", ['"1"', "[1]", "NaN", "1e999", "1" + 400 * "0"])
+def test_losses_are_numbers(tmp_path: Path, loss: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 3, "val_loss": {loss}}}\n')
+    assert read_metrics(tmp_path) == []
