@@ -11,7 +11,7 @@ INTERVAL = 10  # seconds between two lines
 def progress_bar(**options: object) -> tqdm:
     """Return a progress bar on stderr. The options are those of `tqdm`."""
     if not sys.stderr.isatty():
-        options |= {"mininterval": INTERVAL, "file": Lines(sys.stderr), "ncols": 80, "dynamic_ncols": False}
+        options |= {"mininterval": INTERVAL, "file": Lines(sys.stderr)}
     return tqdm(**options)
 
 
