@@ -59,22 +59,17 @@ class Tokenizer:
         ends: the ids or names of the tokens that end a text. The first that exists is end_of_text, unless there is
             "<|endoftext|>". If none exists, a special token of OTHER_ENDS is.
 
+    Attributes:
+        vocab_size: one more than the largest id of a text, its start or its end. Some smaller ids may be unused.
+        end_of_text: the id that is written before each document. None if the tokenizer has none.
+        ends: the ids at which a sample ends: end_of_text, then others, such as the end of an answer. Some may be ids of
+            the model that the tokenizer does not have.
+        start_of_text: the id with which a prompt has to begin (often called BOS); empty if there is none.
+        special_tokens: the special tokens: name -> id.
+        files: the content of the tokenizer's files by name, as it was read or is to be written.
+
     Raises any exception for a bad file.
     """
-
-    vocab_size: int
-    """One more than the largest id of a text, its start or its end. Some smaller ids may be unused."""
-    end_of_text: int | None
-    """The id that is written before each document. None if the tokenizer has none."""
-    ends: list[int]
-    """The ids at which a sample ends: end_of_text, then others, such as the end of an answer. Some may be ids of the
-    model that the tokenizer does not have."""
-    start_of_text: list[int]
-    """The id with which a prompt has to begin (often called BOS); empty if the tokenizer puts none there."""
-    special_tokens: dict[str, int]
-    """The special tokens: name -> id."""
-    files: dict[str, bytes]
-    """The content of the tokenizer's files by name, as it was read or is to be written."""
 
     def __init__(self, name: str, content: bytes, ends: Iterable[int | str]):
         library = tokenizers.Tokenizer.from_buffer(content)

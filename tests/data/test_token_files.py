@@ -1,7 +1,6 @@
 """Token files of datatrove as a corpus: the tokens of one array, and a sentence for a file that is not right."""
 
 import importlib.util
-import re
 import shutil
 import subprocess
 import sys
@@ -196,11 +195,6 @@ def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path, monke
         (folder / "00001_shuffled.ds").unlink(missing_ok=True)
     damage(folder, "", b"123")
     assert "00001_shuffled.ds has 3 bytes" in run(train, "--resume", out).err
-
-
-def test_a_configuration_is_chosen_for_token_files(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    train.read_config(["--data.source", str(folder), "--train.device", "cpu"])
-    assert re.search(r"config: for about [\d,]+ bytes of text: 2 layers of 128, bytes, ", capsys.readouterr().out)
 
 
 def read_documents(ids: np.ndarray, end: int) -> Iterator[list[int]]:

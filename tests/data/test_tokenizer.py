@@ -8,7 +8,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.encoding import CONTEXT, REPLACEMENT, TextStream, describe
+from data.encoding import REPLACEMENT, TextStream, describe
 from data.tokenizer import END_OF_TEXT, WORDS, TiktokenTokenizer, build, load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError
 
@@ -52,16 +52,6 @@ def test_chars_names_the_character_it_does_not_know(tmp_path: Path) -> None:
     unknown = ALL["chars"].end_of_text
     cat = ALL["chars"].encode(" 🐈").tolist()
     assert theirs.encode("the maß 🐈ñ🦙").ids == [*ALL["chars"].encode("the ma"), unknown, *cat, unknown, unknown]
-
-
-def test_a_stream_decodes_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a long prompt nor text that stays broken is decoded at every token."""
-    ours, decode = ALL["bytes"], ALL["bytes"].decode
-    prompt, ids = ours.encode("é" * 997 + "x").tolist(), [0xC3] * 499 + [0xA9]
-    lengths = []
-    monkeypatch.setattr(ours, "decode", lambda ids: lengths.append(len(ids)) or decode(ids))
-    stream = TextStream(ours, prompt)
-    assert "".join(map(stream.add, ids)) == REPLACEMENT * 498 + "é" and max(lengths) <= 2 * CONTEXT
 
 
 def test_special_tokens_behind_a_gap_keep_their_ids(tmp_path: Path) -> None:
