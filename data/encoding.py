@@ -30,11 +30,12 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 IN_ALPHABET_ORDER = sorted(range(256), key=lambda byte: chr(byte) not in ALPHABET)
 BYTES = dict(zip(ALPHABET, IN_ALPHABET_ORDER, strict=True))
 SPELLING = {byte: character for character, byte in BYTES.items()}
+UNSPELLING = str.maketrans(BYTES)
 
 
 def to_bytes(spelled: str) -> bytes:
-    """Return the bytes of a spelling. Raises KeyError for a character that spells no byte."""
-    return bytes(BYTES[character] for character in spelled)
+    """Return the bytes of a spelling, which has no other characters than ALPHABET."""
+    return spelled.translate(UNSPELLING).encode("latin-1")
 
 
 def split_into_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
