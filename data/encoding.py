@@ -56,7 +56,7 @@ class Tokenizer:
 
     Args:
         name: for messages.
-        content: of tokenizer.json.
+        library: the tokenizer, whose settings are changed.
         ends: the ids or names of the tokens that end a text. The first that exists is end_of_text, unless there is
             "<|endoftext|>". If none exists, a special token of OTHER_ENDS is.
 
@@ -67,13 +67,12 @@ class Tokenizer:
             the model that the tokenizer does not have.
         start_of_text: the id with which a prompt has to begin (often called BOS); empty if there is none.
         special_tokens: the special tokens: name -> id.
-        files: the content of the tokenizer's files by name, as it was read or is to be written.
+        files: the content of the tokenizer's files by name, as it was read or is to be written: set by who makes it.
 
-    Raises any exception for a bad file.
+    Raises any exception for a tokenizer without tokens.
     """
 
-    def __init__(self, name: str, content: bytes, ends: Iterable[int | str]):
-        library = tokenizers.Tokenizer.from_buffer(content)
+    def __init__(self, name: str, library: tokenizers.Tokenizer, ends: Iterable[int | str]):
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # a special token's name in a text is ordinary text
@@ -83,11 +82,10 @@ class Tokenizer:
             library.model.unk_token = library.model.unk_token or "for this character"
         self.library = library
         self.name = name
-        self.files = {TOKENIZER_JSON: content}
         self.added = library.get_added_tokens_decoder()
         self.special_tokens = {token.content: number for number, token in self.added.items() if token.special}
-        vocabulary = library.get_vocab()
-        numbers = vocabulary | {number: number for number in vocabulary.values()}
+        self.vocabulary = library.get_vocab()
+        numbers = self.vocabulary | {number: number for number in self.vocabulary.values()}
         found = [numbers[end] for end in (END_OF_TEXT, *ends) if end in numbers]
         found = found or [self.special_tokens[end] for end in OTHER_ENDS if end in self.special_tokens][:1]
         self.end_of_text = found[0] if found else None
@@ -147,16 +145,15 @@ class TiktokenTokenizer(Tokenizer):
 
     Args:
         name: bytes, chars, bpe:SIZE or a name that tiktoken knows.
-        content: of tokenizer.json, as `describe` writes it. Raises any exception for another content.
+        library: as `from_ranks` makes it.
+        content: of its tokenizer.json.
+        pattern: cuts text into words.
     """
 
-    def __init__(self, name: str, content: bytes):
-        super().__init__(name, content, [])
-        described = json.loads(content)
-        vocabulary = described["model"]["vocab"]
+    def __init__(self, name: str, library: tokenizers.Tokenizer, content: bytes, pattern: str):
+        super().__init__(name, library, [])
         special = self.special_tokens
-        ranks = {to_bytes(spelled): rank for spelled, rank in vocabulary.items() if spelled not in special}
-        pattern = described["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        ranks = {to_bytes(spelled): rank for spelled, rank in self.vocabulary.items() if spelled not in special}
         self.encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         self.characters = {token.decode() for token in ranks} if name == "chars" else None
         config = {
@@ -166,7 +163,7 @@ class TiktokenTokenizer(Tokenizer):
             "eos_token": END_OF_TEXT,
             "unk_token": END_OF_TEXT,
         }
-        self.files[TOKENIZER_CONFIG] = f"{json.dumps(config, indent=2)}\n".encode()
+        self.files = {TOKENIZER_JSON: content, TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode()}
 
     def encode_unicode(self, text: str) -> np.ndarray:
         if self.characters and (unknown := set(text) - self.characters):
@@ -176,8 +173,8 @@ class TiktokenTokenizer(Tokenizer):
         return np.concatenate([encode(piece, disallowed_special=()) for piece in cut([text])])
 
 
-def describe(pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> bytes:
-    """Return the tokenizer.json of a tokenizer as `tiktoken` has it. `tokenizers` and `transformers` read it, too."""
+def from_ranks(name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> TiktokenTokenizer:
+    """Return the tokenizer that a `tiktoken.Encoding` of these arguments is."""
     spelled = {token.decode("latin-1").translate(SPELLING): rank for token, rank in ranks.items()}
     # tiktoken joins any two neighbours that form a token, lowest rank first: list every such pair in that order.
     merges = [
@@ -194,7 +191,7 @@ def describe(pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> 
     library.pre_tokenizer = split_into_bytes(pattern)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(sorted(special, key=special.get))
-    return library.to_str().encode()
+    return TiktokenTokenizer(name, library, library.to_str().encode(), pattern)
 
 
 class TextStream:

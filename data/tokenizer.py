@@ -25,7 +25,7 @@ from data.encoding import (
     TOKENIZER_JSON,
     TiktokenTokenizer,
     Tokenizer,
-    describe,
+    from_ranks,
     split_into_bytes,
     to_bytes,
 )
@@ -69,13 +69,13 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
     )
     with errors_as_user_error(problem):
         known = tiktoken.get_encoding(name)
-        return TiktokenTokenizer(name, describe(known._pat_str, known._mergeable_ranks, known._special_tokens))
+    return from_ranks(name, known._pat_str, known._mergeable_ranks, known._special_tokens)
 
 
 def build(name: str, pattern: str, tokens: list[bytes]) -> TiktokenTokenizer:
     """Return a tokenizer of these tokens, whose ids count from 0, and of END_OF_TEXT as the last."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    return TiktokenTokenizer(name, describe(pattern, ranks, {END_OF_TEXT: len(ranks)}))
+    return from_ranks(name, pattern, ranks, {END_OF_TEXT: len(ranks)})
 
 
 def train_bpe(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
@@ -140,8 +140,11 @@ def load_tokenizer(place: Path) -> Tokenizer:
             described[name] = dict(json.loads(beside))
     own_name = described[TOKENIZER_CONFIG].get("tril_name")
     with errors_as_user_error(f"{place} has no tokenizer that this version can read"):
+        library = tokenizers.Tokenizer.from_buffer(content)
         if own_name is not None:
-            return TiktokenTokenizer(str(own_name), content)
+            split = json.loads(library.pre_tokenizer.__getstate__())["pretokenizers"][0]  # of `split_into_bytes`
+            pattern = split["pattern"]["Regex"]
+            return TiktokenTokenizer(str(own_name), library, content, pattern)
         ends = []
         for name, key in END_KEYS.items():
             end = described[name].get(key)
@@ -149,14 +152,14 @@ def load_tokenizer(place: Path) -> Tokenizer:
                 end = end.get("content")
             ends += end if isinstance(end, list) else [end]
         ends = [end for end in ends if type(end) is str or type(end) is int and end >= 0]
-        tokenizer = Tokenizer(f"{TOKENIZER_JSON} of {place.name}", content, ends)
+        tokenizer = Tokenizer(f"{TOKENIZER_JSON} of {place.name}", library, ends)
     files.pop("config.json", None)  # is the model's
     # Kept with the tokenizer, this file alone says the start and all ends, in a corpus as in a checkpoint.
     start = described["config.json"].get("bos_token_id", next(reversed(tokenizer.document_start), None))
     ends = tokenizer.ends if len(tokenizer.ends) > 1 else next(iter(tokenizer.ends), None)
     generation = {"bos_token_id": start} | described[GENERATION_CONFIG] | {"eos_token_id": ends}
     files[GENERATION_CONFIG] = f"{json.dumps(generation, indent=2)}\n".encode()
-    tokenizer.files |= files
+    tokenizer.files = {TOKENIZER_JSON: content, **files}
     return tokenizer
 
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
+import tokenizers
 import torch
 from torch import Tensor, nn
 
@@ -146,8 +147,8 @@ def as_tokenizer(tokenizer: object, checkpoint: Checkpoint | None) -> Tokenizer 
     if not hasattr(tokenizer, "backend_tokenizer"):
         kinds = "one of tril, a fast one of transformers, or a list with a label for each token"
         raise UserError(f"expected a tokenizer: {kinds}, got {type(tokenizer).__name__}")
-    content = tokenizer.backend_tokenizer.to_str().encode()
-    return Tokenizer(type(tokenizer).__name__, content, [tokenizer.eos_token])
+    library = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    return Tokenizer(type(tokenizer).__name__, library, [tokenizer.eos_token])
 
 
 def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> list[int]:

@@ -8,7 +8,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.encoding import REPLACEMENT, TextStream, describe
+from data.encoding import REPLACEMENT, TextStream, from_ranks
 from data.tokenizer import END_OF_TEXT, WORDS, TiktokenTokenizer, build, load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError
 
@@ -57,7 +57,7 @@ def test_chars_names_the_character_it_does_not_know(tmp_path: Path) -> None:
 def test_special_tokens_behind_a_gap_keep_their_ids(tmp_path: Path) -> None:
     """As in cl100k_base: 257 is the end of text, and nothing has the id 256."""
     ranks, special = {bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: 257, "<|x|>": 276}
-    save_tokenizer(TiktokenTokenizer("gap", describe(WORDS, ranks, special)), tmp_path)
+    save_tokenizer(from_ranks("gap", WORDS, ranks, special), tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert (loaded.end_of_text, loaded.vocab_size, loaded.special_tokens) == (257, 277, special)
     assert loaded.token_bytes(256) == b"" and loaded.decode([97, 256, 999, 98]) == "ab"
