@@ -26,11 +26,11 @@ from model.device import autocast
 from training.certificate import certify
 from training.device import choose_compiled, choose_device, compile_loss, environment, keep_freed_memory, set_seed
 from training.distributed import Ranks
+from training.model import make_model
 from training.optimizer import FiniteGuard, clip_gradients, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config
 from training.progress import Interrupt, Interrupted, Progress
-from training.resume import find_start, make_model, restore_state
-from training.run import Run, is_done
+from training.run import RunDirectory
 from training.validation import Validation
 
 
@@ -49,40 +49,40 @@ def train(config: Config, ranks: Ranks) -> None:
     device, dtype = choose_device(c, config.model.n_embd, ranks.local_rank)
 
     # 1. What an earlier session left, the text, the model and its optimizer.
-    start = find_start(config, ranks.may_resume)
-    ranks.check(c, start.step, dtype)
-    if is_done(config, start, ranks.is_first):
+    run = RunDirectory(config, ranks)
+    ranks.check(c, run.step, dtype)
+    if run.is_done():
         return
-    corpus = ranks.first_then_others(prepare, config.data, fingerprint=start.fingerprint, model=start.model_directory)
+    corpus = ranks.first_then_others(prepare, config.data, fingerprint=run.fingerprint, model=run.model_directory)
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
     validation = Validation(corpus, c, T, dtype, ranks)
-    model = ranks.wrap_model(make_model(config, corpus, start), c.parallel, device)
+    model = ranks.wrap_model(make_model(config, corpus, run.base), c.parallel, device)
     keep_freed_memory(device)
     optimizer = make_optimizer(model, c, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    restore_state(start, model, optimizer, scaler)
+    run.restore(model, optimizer, scaler)
 
     # 2. Compile the loss, not the model, which stays a plain GPT to save. Train nothing that sees the future.
     compiled = choose_compiled(c, device)
     loss_fn = partial(compile_loss(next_token_loss, c, device) if compiled else next_token_loss, dtype=dtype)
     certificate = certify(model, loss_fn, dtype, c.batch_size)
-    run = Run(config, start, corpus, certificate, environment(device, dtype, compiled, ranks.order(c)), ranks.is_first)
-    run.lock_and_write_config()
+    run.begin(corpus, certificate, environment(device, dtype, compiled, ranks.order(c)))
 
     # 3. The steps.
     guard = FiniteGuard(optimizer, device)
     interrupt = Interrupt(prints=ranks.is_first)
-    with Progress(start.step, start.train_seconds, c.max_steps, tokens_per_step, device) as progress:
+    with Progress(run.step, run.train_seconds, c.max_steps, tokens_per_step, device) as progress:
         while True:
             # The step that a session resumes is not evaluated or saved a second time.
             step = progress.step
-            if step != start.resumed_step and (step % c.eval_every == 0 or step == c.max_steps):
+            is_new = step > run.step
+            if (is_new or step == 0) and (step % c.eval_every == 0 or step == c.max_steps):
                 guard.check()
                 with progress.paused("evaluating"):
                     record = validation.evaluate(model, loss_fn)
                     progress.print(run.log_validation(step, progress.train_seconds, record))
             stopping = step == c.max_steps or ranks.any_rank(interrupt)
-            if step not in (0, start.resumed_step) and (stopping or step % c.checkpoint_every == 0):
+            if is_new and (stopping or step % c.checkpoint_every == 0):
                 guard.check()
                 with progress.paused("saving"):
                     run.save(step, progress.train_seconds, model, optimizer, scaler)
@@ -116,11 +116,9 @@ def train(config: Config, ranks: Ranks) -> None:
                 run.log(progress.step, **line, **progress.speed(line["train_loss"]))
 
     if step < c.max_steps:
-        run.finish(Interrupted.exit_code)
-        raise Interrupted(run.how_to_continue(step))
-    run.finish()
+        raise Interrupted(run.finish(step, Interrupted.exit_code))
     validation.print_sample(model)
-    run.print_next(step)
+    print(run.finish(step))
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import NamedTuple
 
 # Only pytest -m cuda sees a GPU, and what pretends one. The workers of pytest-xdist have the environment of the first
@@ -26,9 +26,9 @@ from safetensors.torch import load_file
 
 from benchmarks import has_nvidia_gpu
 from model import GPT, GPTConfig
-from model.checkpoint import sha256, with_own_hash
-from model.huggingface import tensors_to_huggingface
-from training.save import checkpoint_files, save_checkpoint
+from model.checkpoint import sha256, to_json, with_own_hash
+from model.huggingface import config_to_huggingface, tensors_to_huggingface
+from training.save import save_checkpoint
 
 # Where temporary files are in memory, waiting for the disk costs nothing; a killed process loses as much, or as little.
 if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30:
@@ -59,11 +59,15 @@ def make_gpt(**changes: object) -> GPT:
 
 def save_gpt(parent: Path, step: int, gpt: GPT, files: dict[str, bytes], end: int = 256, **rest: dict) -> Path:
     """Save a checkpoint of a model as a run does. `rest` may have `optimizer`, `trainer` and `about`."""
-    trainer = {"step": step, **rest.get("trainer", {})}
-    tokenizer = SimpleNamespace(end_of_text=end, files=files)
-    tensors = tensors_to_huggingface(gpt.config, gpt.state_dict())
-    contents = checkpoint_files(gpt.config, tensors, rest.get("optimizer", {}), tokenizer, trainer)
-    return save_checkpoint(parent, step, contents, rest.get("about", {}))
+    ids = {"bos_token_id": end, "eos_token_id": end}
+    contents = {
+        "config.json": to_json(config_to_huggingface(gpt.config) | ids),
+        "model.safetensors": tensors_to_huggingface(gpt.config, gpt.state_dict()),
+        "optimizer.safetensors": rest.get("optimizer", {}),
+        "trainer.json": to_json({"step": step, **rest.get("trainer", {})}),
+    }
+    save_checkpoint(parent, step, contents | files, rest.get("about", {}))
+    return parent / f"step-{step:08d}"
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Ways to lose work: training in forked processes that are killed at a chosen moment, and a disk that forgets."""
 
+import builtins
+import io
 import os
 import random
 import signal
@@ -11,57 +13,83 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+import pytest
+from safetensors.torch import save
 from tqdm import tqdm
+
+import training.save
 
 tqdm.monitor_interval = 0  # a thread of its own would not survive a fork
 
-EFFECTS = {"open", "write", "fsync", "rename", "unlink", "rmdir", "mkdir"}
 KILLED = 137
+Before = Callable[[str, tuple], None]
 
 
-class Effects:
-    """Stands in for `os` in data/disk.py. Each effect on the disk goes through `before`, which may not return."""
+def watch(patch: pytest.MonkeyPatch, top: Path, before: Before) -> None:
+    """Call before(name, arguments) before each effect of Python on the disk below `top`; it may not return.
 
-    def __init__(self, before: Callable[[str, tuple], None]):
-        self.before = before
+    The library that writes tensors is no Python: its bytes are written in its place.
+    """
 
-    def __getattr__(self, name: str) -> object:
-        real = getattr(os, name)
-        if name not in EFFECTS:
-            return real
+    def effect(name: str, real: Callable) -> Callable:
+        def watched(*arguments: object, **options: object) -> object:
+            if name == "fsync":
+                paths = (path_of(arguments[0]),)
+            else:
+                inside = options.get("dir_fd")
+                parent = Path.cwd() if inside is None else path_of(inside)
+                paths = tuple(parent / part for part in arguments if isinstance(part, str | os.PathLike))
+            if paths and paths[0].is_relative_to(top):
+                before("rename" if name == "replace" else name, paths)
+            return real(*arguments, **options)
 
-        def effect(*arguments: object) -> object:
-            if name != "open" or arguments[1] & os.O_CREAT:
-                self.before(name, arguments)
-            return real(*arguments)
+        return watched
 
-        return effect
+    def open_watched(file: object, mode: str = "r", *rest: object, **options: object) -> io.IOBase:
+        if isinstance(file, int) or not {*mode} & {*"wax"} or not Path(file).absolute().is_relative_to(top):
+            return open_really(file, mode, *rest, **options)
+        path = Path(file).absolute()
+        if "a" not in mode or not path.exists():
+            before("open", (path,))
+        writer = io.BufferedWriter(Watched(path, mode.strip("bt"), before))
+        return writer if "b" in mode else io.TextIOWrapper(writer, encoding="utf-8")
+
+    open_really = builtins.open
+    for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
+        patch.setattr(os, name, effect(name, getattr(os, name)))
+    for module in (builtins, io):
+        patch.setattr(module, "open", open_watched)
+    patch.setattr(training.save, "save_file", lambda tensors, path, data: path.write_bytes(save(tensors, data)))
 
 
-def die_at(number: int) -> Callable[[str, tuple], None]:
+class Watched(io.FileIO):
+    """A file of which each write is an effect."""
+
+    def __init__(self, path: Path, mode: str, before: Before):
+        super().__init__(path, mode)
+        self.path, self.before = path, before
+
+    def write(self, data: bytes) -> int:
+        self.before("write", (self.path, bytes(data)))
+        return super().write(data)
+
+
+def die_at(number: int) -> Before:
     """Die instead of the effect with this number, counted from 0. Half of the bytes of a write may have arrived."""
     number_of = count()
 
     def before(name: str, arguments: tuple) -> None:
         if next(number_of) == number:
             if name == "write":
-                os.write(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                path, data = arguments
+                os.write(os.open(path, os.O_WRONLY | os.O_APPEND), data[: len(data) // 2])
             os._exit(KILLED)
 
     return before
 
 
-def record_in(log: list[tuple], name: str, arguments: tuple) -> None:
-    """Append an effect to a log for `Disk.apply`, with paths instead of descriptors."""
-    if name == "write":
-        arguments = (path_of(arguments[0]), bytes(arguments[1]))
-    elif name == "fsync":
-        arguments = (path_of(arguments[0]),)
-    log.append((name, *arguments))
-
-
 def path_of(descriptor: int) -> Path:
-    """The path of an open file, on Linux."""
+    """The path of an open file or directory, on Linux."""
     return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
 
 
@@ -143,8 +171,8 @@ class Disk:
     def __init__(self, top: Path, ignored: type[File] | type[Directory] | None = None):
         self.top, self.root, self.ignored = top, Directory(), ignored
 
-    def apply(self, effect: str, path: Path, more: Path | bytes | int | None = None, *rest: int) -> None:
-        """Let one effect happen, from the log of `record_in`."""
+    def apply(self, effect: str, path: Path, more: Path | bytes | None = None) -> None:
+        """Let one effect happen: its name and its arguments, as `watch` has them."""
         if effect == "write":
             self.find(path).content += more
         elif effect == "fsync":
@@ -153,6 +181,8 @@ class Disk:
                 entry.synced = entry.content
             elif isinstance(entry, Directory) and self.ignored != Directory:
                 entry.synced, entry.changes = entry.names(), []
+        elif effect == "open" and path.name in self.find(path.parent).names():
+            self.find(path).content = b""
         else:
             new = File() if effect == "open" else Directory()
             changes = {

@@ -32,7 +32,7 @@ from training.distributed import Ranks
 from training.optimizer import FiniteGuard
 from training.options import read_config
 from training.progress import Progress
-from training.run import Run
+from training.run import RunDirectory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPE = {"n_layer": 2, "n_head": 6, "n_embd": 96, "context_length": 29}
@@ -74,7 +74,7 @@ def take_steps(directory: Path, *options: str, num: int = 4) -> list[Step]:
     with (
         mock.patch.object(Ranks, "micro_batches", begin),
         mock.patch.object(Progress, "made_step", end),
-        mock.patch.object(Run, "save"),
+        mock.patch.object(RunDirectory, "save"),
         mock.patch.object(FiniteGuard, "check"),
         mock.patch("train.certify", lambda *arguments: {"causal": "not asked"}),
         pretended_gpu() as gpu,

@@ -1,121 +1,181 @@
-"""Write a run directory: config.toml, metrics.jsonl, report.html, checkpoints/."""
+"""The directory of a run: config.toml, metrics.jsonl, report.html, checkpoints/.
+
+run = RunDirectory(config, ranks)              read what an earlier session has left: run.step is 0 for a new run
+model = make_model(config, corpus, run.base)   with the weights of a checkpoint, or random ones
+run.restore(model, optimizer, scaler)          the rest of the state
+run.begin(corpus, certificate, environment)    lock the directory, and write from here on
+run.log(step, train_loss=2.5)                  a line of metrics
+run.save(step, seconds, model, ...)            a checkpoint
+run.finish(step)
+"""
 
 import fcntl
 import json
-import math
 import os
-import secrets
-from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from cli.script import visible
-from data import disk
 from data.corpus import Corpus
-from data.known import remember
+from data.tokenizer import GENERATION_CONFIG
 from errors import UserError
+from files import make_directories, replace_file, sync
 from inspection.heads import PROBE_TOKENS
 from model import GPT
-from model.checkpoint import step_directories
-from model.huggingface import tensors_to_huggingface
-from training.directory import best_validation, command, next_commands, read_metrics
-from training.optimizer import optimizer_tensors
+from model.checkpoint import TRAINER, find_checkpoint, step_directories, to_json
+from model.huggingface import config_to_huggingface, tensors_to_huggingface
+from training.config import MAY_CHANGE
+from training.directory import best_validation, next_commands, read_metrics
+from training.distributed import Ranks
+from training.optimizer import load_optimizer_tensors, optimizer_tensors
 from training.options import Config, tables, to_toml
 from training.report import write_report
-from training.resume import Start
-from training.save import checkpoint_files, keep_newest, save_checkpoint
+from training.save import remove, save_checkpoint
 from training.sharded import gather
 from training.tracking import Tracker
 from training.validation import probe_tokens
 
+BATCHES = 3  # the version of what a run depends on besides its configuration; raised when a step gets another batch
 SAMPLE_WIDTH = 65  # characters of a sample that are printed; metrics.jsonl has all
 
 
-@dataclass
-class Run:
-    """The run directory that a session writes. All ranks call the methods, and the first one writes."""
+class RunDirectory:
+    """A run on the disk, as its newest intact checkpoint has left it. All ranks call the methods, the first one writes.
 
-    config: Config
-    start: Start
-    """The state that the session starts from."""
-    corpus: Corpus
-    """The text; a checkpoint has its tokenizer."""
-    certificate: dict
-    """The record of `certify`, for checkpoints and the report."""
-    environment: dict[str, str]
-    """The facts of training/device.py about the machine and the code, also for both."""
-    writes: bool
-    """Whether this process is the first rank."""
+    Raises UserError if the directory holds a run that was not to be resumed, or one with another configuration.
+    """
 
-    def __post_init__(self) -> None:
-        self.about = {"certificate": self.certificate, "environment": self.environment}
-        self.directory = Path(self.config.train.out_dir)
-        self.metrics = self.directory / "metrics.jsonl"
-        self.probe_tokens = probe_tokens(self.corpus, self.config.train).tolist()
-        self.tracker = Tracker(self.config.train.wandb, self.start.wandb_id)
+    def __init__(self, config: Config, ranks: Ranks):
+        self.config = config
+        self.writes = ranks.is_first
+        self.path = Path(config.train.out_dir)
+        self.metrics = self.path / "metrics.jsonl"
+        self.found = self.checkpoints
+        self.base = None
+        """The checkpoint that the weights come from: the newest of this run, or train.init_from."""
+        self.state = {}
+        """The content of its trainer.json, if it is of this run."""
+        if self.found:
+            if not config.resume and not ranks.may_resume:
+                raise UserError(
+                    f"{self.path} already holds a run: continue it with --resume {self.path}, or give another "
+                    "--train.out_dir"
+                )
+            self.base = find_checkpoint(self.path)
+            self.state = self.base.trainer
+            self.refuse_changes()
+            print(f"resumed from {self.base.directory}")
+        elif config.train.init_from:
+            self.base = find_checkpoint(config.train.init_from)
+            print(f"weights from {self.base.directory}")
+        self.model_directory = self.base.directory if self.base else None
+        self.fingerprint = self.state.get("fingerprint")
+        """The fingerprint of the corpus that the run began with."""
+        self.step = self.state.get("step", 0)
+        """The step that is resumed; 0 for a new run."""
+        self.train_seconds = self.state.get("train_seconds", 0.0)
+        """Seconds of training so far."""
 
     @property
     def checkpoints(self) -> list[Path]:
         """The checkpoints that are on the disk, newest first."""
-        return step_directories(self.directory / "checkpoints")
+        return step_directories(self.path / "checkpoints")
 
-    def lock_and_write_config(self) -> None:
+    def refuse_changes(self) -> None:
+        """Raise UserError if the resumed run is asked to become a different one. Print a note if it is longer."""
+        if self.state.get("batches") != BATCHES:
+            raise UserError(
+                f"{self.base.directory} is of another version of tril, whose batches have another order: it cannot be "
+                f"resumed, but --train.init_from {self.path} begins a new run with its weights"
+            )
+        before = self.state["config"]
+        for table, options in tables(self.config).items():
+            for name, value in options.items():
+                was = before[table].get(name, value)
+                if was != value and name not in MAY_CHANGE:
+                    raise UserError(
+                        f"a resumed run cannot change {table}.{name}: it began with {was!r:.60}, now {value!r:.60}"
+                    )
+        planned = before["train"]["max_steps"]
+        max_steps = self.config.train.max_steps
+        if max_steps > planned:
+            print(f"note: planned for {planned} steps, now {max_steps}: the learning rate may jump (docs/train.md)")
+
+    def is_done(self) -> bool:
+        """Return whether no steps are left to make. Print so then, and write the report, which may be an older one."""
+        max_steps = self.config.train.max_steps
+        if self.step < max_steps:
+            return False
+        if self.writes:
+            write_report(self.path, self.base.manifest)
+        print(f"{self.path} is already at step {self.step}, of {max_steps}: nothing to do")
+        return True
+
+    def restore(self, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Give optimizer and scaler the state that they had when the resumed checkpoint was saved."""
+        if self.step:
+            load_optimizer_tensors(model, optimizer, self.base.directory)
+            if self.state["scaler"]:
+                scaler.load_state_dict(self.state["scaler"])
+
+    def begin(self, corpus: Corpus, certificate: dict, environment: dict[str, str]) -> None:
         """Lock the directory; write config.toml and the metrics so far; print what differs from the session before.
+
+        Args:
+            corpus: the text; a checkpoint has its tokenizer.
+            certificate: the record of `certify`, for checkpoints and the report.
+            environment: the facts of training/device.py about the machine and the code, also for both.
 
         Raises UserError if another process uses the directory, or has written to it meanwhile.
         """
-        before = self.start.environment  # empty for a new run
-        now = self.environment
-        changed = [f"{key} {before[key]!s:.60} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
+        self.corpus = corpus
+        self.about = {"certificate": certificate, "environment": environment}
+        before = self.base.manifest["environment"] if self.step else {}
+        changed = [f"{key} {before[key]} -> {now}" for key, now in environment.items() if before.get(key, now) != now]
         if changed:
             print(f"note: the numbers may differ from those of an unbroken run: {', '.join(changed)}")
         if not self.writes:
             return
-        disk.make_directories(self.directory / "checkpoints")
-        self.lock = os.open(self.directory, os.O_RDONLY)  # the system unlocks it when the process ends, however
+        make_directories(self.path / "checkpoints")
+        self.lock = os.open(self.path, os.O_RDONLY)  # the system unlocks it when the process ends, however
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{self.directory} is in use by another training process") from None
-        if self.checkpoints != self.start.checkpoints:
-            raise UserError(f"another training process has written to {self.directory} meanwhile")
-        # With a random number, so that nobody else can have the same file.
-        content = f"{to_toml(self.config)}# {secrets.token_hex(16)}\n".encode()
-        remember(content)
-        disk.replace_file(self.directory / "config.toml", content)
+            raise UserError(f"{self.path} is in use by another training process") from None
+        if self.checkpoints != self.found:
+            raise UserError(f"another training process has written to {self.path} meanwhile")
+        replace_file(self.path / "config.toml", to_toml(self.config).encode())
         # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
-        lines = read_metrics(self.directory, self.start.step) if self.checkpoints else []
-        disk.replace_file(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
-        self.tracker.start_session(self.directory, tables(self.config))
+        lines = read_metrics(self.path, self.step or -1)
+        replace_file(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        self.tracker = Tracker(self.config.train.wandb, self.state.get("wandb_id"), self.path, tables(self.config))
         self.report()
-        print(f"report: {self.directory / 'report.html'}")
+        print(f"report: {self.path / 'report.html'}")
 
     def log(self, step: int, **values: object) -> None:
         """Write a line of metrics to metrics.jsonl and wandb."""
         if self.writes:
-            record = {"step": step, **values}
-            for name, value in values.items():
-                if isinstance(value, float) and not math.isfinite(value):
-                    record[name] = None  # JSON has no such number
-            disk.append_to_file(self.metrics, [(json.dumps(record) + "\n").encode()])
+            text = json.dumps({"step": step, **values})
+            record = json.loads(text, parse_constant=lambda name: None)  # JSON has no numbers that are not finite
+            with open(self.metrics, "a") as file:
+                file.write(json.dumps(record) + "\n")
             self.tracker.send(record)
 
     def log_validation(self, step: int, train_seconds: float, record: dict) -> str:
         """Log a record of `Validation.evaluate`, and return lines to print."""
-        sample = record.pop("sample", None)
         self.log(step, **record, train_seconds=train_seconds)
+        self.report()
         text = f"step {step:7d} | val loss {record['val_loss']:7.4f} | bits/byte {record['val_bits_per_byte']:6.4f}"
         text += f" | trained {train_seconds:8.1f} s"
-        if sample is not None:
-            self.log(step, sample=sample)
-            text += f"\n{'':12} | {visible(' '.join(sample.split())[:SAMPLE_WIDTH])}"
-        self.report()
+        if "sample" in record:
+            text += f"\n{'':12} | {visible(' '.join(record['sample'].split())[:SAMPLE_WIDTH])}"
         return text
 
     def save(self, step: int, train_seconds: float, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Write a checkpoint, then delete those that are not to be kept. All ranks call this.
+        """Write a checkpoint, then delete those that are not to be kept.
 
         Raises UserError if it cannot be written; the older ones are untouched then.
         """
@@ -124,64 +184,56 @@ class Run:
         moments = gather(optimizer_tensors(model, optimizer), keep=self.writes)
         if not self.writes:
             return
+        tokenizer = self.corpus.tokenizer
+        known = json.loads(tokenizer.files.get(GENERATION_CONFIG, b"{}"))  # tokenizers of ours have no such file
+        ids = {key: known.get(key, tokenizer.end_of_text) for key in ("bos_token_id", "eos_token_id")}
         trainer = {
             "step": step,
             "train_seconds": train_seconds,
             "fingerprint": self.corpus.meta["fingerprint"],
-            PROBE_TOKENS: self.probe_tokens,
+            PROBE_TOKENS: probe_tokens(self.corpus, self.config.train).tolist(),
             "wandb_id": self.tracker.run_id,
             "scaler": scaler.state_dict(),
+            "batches": BATCHES,
             "config": tables(self.config),
         }
-        files = checkpoint_files(model.config, weights, moments, self.corpus.tokenizer, trainer)
-        where = self.directory / "checkpoints"
+        files = {
+            "config.json": to_json(config_to_huggingface(model.config) | ids),
+            "model.safetensors": weights,
+            "optimizer.safetensors": moments,
+            TRAINER: to_json(trainer),
+        }
         try:
-            disk.sync(self.metrics)
-            save_checkpoint(where, step, files, self.about)
-        except OSError as error:
-            older = self.checkpoints
-            kept = f"{older[0].name} is untouched" if older else "there is no earlier one"
-            raise UserError(f"cannot save step {step} in {where}: {error.strerror or error}; {kept}") from error
-        best = best_validation(read_metrics(self.directory), self.checkpoints)
-        best_step = best["step"] if best else 0
-        keep_newest(self.checkpoints, step, self.config.train.keep_checkpoints, best_step)
+            sync(self.metrics)
+            save_checkpoint(self.path / "checkpoints", step, files | tokenizer.files, self.about)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot save step {step} in {self.path}: {error}; older steps are untouched") from error
+        best = best_validation(read_metrics(self.path), self.checkpoints)
+        # Checkpoints of later steps stay: they are damaged, or the run would have resumed from them.
+        past = [path for path in self.checkpoints if path.name <= f"step-{step:08d}"]
+        for path in past[self.config.train.keep_checkpoints :]:
+            if not best or path.name != f"step-{best['step']:08d}":
+                remove(path)
         self.report()
 
     def report(self) -> None:
         """Write report.html anew."""
         if self.writes:
-            write_report(self.directory, self.about)
+            write_report(self.path, self.about)
 
-    def finish(self, exit_code: int = 0) -> None:
-        """End the session: tell wandb its exit code, write the report, and unlock the directory."""
+    def finish(self, step: int, exit_code: int = 0) -> str:
+        """End the session: tell wandb its exit code, write the report, and unlock the directory.
+
+        Returns what to do next with a finished run; with an exit code, how to go on with an interrupted one.
+        """
         if self.writes:
-            disk.sync(self.metrics)
-            self.tracker.end_session(exit_code)
+            sync(self.metrics)
+            self.tracker.finish(exit_code)
             self.report()
             os.close(self.lock)
-
-    def how_to_continue(self, step: int) -> str:
-        """Return a sentence for an interrupted run: the step that is saved, and the command that continues."""
-        saved = f"saved step {step}" if step else "there was nothing to save yet"
-        return f"{saved}; continue with: {command('train.py', self.directory)}"
-
-    def print_next(self, step: int) -> None:
-        """Print what to do with the finished run."""
-        best = best_validation(read_metrics(self.directory), self.checkpoints)
-        if best and best["step"] < step:
-            print(f"The best validation loss, {best['val_loss']:.4f}, was that of step {best['step']}.")
-        print(f"Next, with the model in {self.directory}, where report.html shows how it went:")
-        for _, line in next_commands(self.directory, step, best, finished=True):
-            print(f"  {line}")
-
-
-def is_done(config: Config, start: Start, writes: bool) -> bool:
-    """Return whether no steps are left to make. Print so then, and write the report, which may be an older one."""
-    directory = Path(config.train.out_dir)
-    max_steps = config.train.max_steps
-    if start.step < max_steps:
-        return False
-    if writes:
-        write_report(directory, start.base.manifest)
-    print(f"{directory} is already at step {start.step}, of {max_steps}: nothing to do")
-    return True
+        best = best_validation(read_metrics(self.path), self.checkpoints)
+        commands = [line for _, line in next_commands(self.path, step, best, finished=not exit_code)]
+        if exit_code:
+            saved = f"saved step {step}" if step else "there was nothing to save yet"
+            return f"{saved}; continue with: {commands[0]}"
+        return "\n  ".join([f"Next, with the model in {self.path}, where report.html shows how it went:", *commands])

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save as save_by_library
 
 import train
 from errors import UserError
 from model import GPT
-from model.checkpoint import find_checkpoint, step_directories
+from model.checkpoint import find_checkpoint
 from tests.conftest import make_gpt, often, save_gpt, tiny_run, write_corpus
-from training.run import Run
-from training.save import keep_newest, safetensors_pieces
+from training.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,29 +91,6 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(save) -> None:
     assert torch.equal(GPT.from_pretrained(save(5, newer)).final_norm.weight, newer.final_norm.weight)
 
 
-def test_old_checkpoints_go_and_the_best_and_later_ones_stay(save) -> None:
-    for step in (3, 5, 10, 15, 20, 25):
-        parent = save(step).parent
-    (parent / "notes").mkdir()
-    keep_newest(step_directories(parent), 20, 2, best_step=5)
-    left = sorted(path.name for path in parent.iterdir())
-    assert left == ["notes", "step-00000005", "step-00000015", "step-00000020", "step-00000025"]
-
-
-def test_a_file_of_tensors_has_the_bytes_that_the_library_would_write() -> None:
-    shapes = {"b": (3, 5), "a": (), "c": (0, 7), "a.b": (2, 3, 5)}
-    tensors = {
-        f"{name}.{number}": torch.randn(shape).to(dtype)
-        for number, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16))
-        for name, shape in shapes.items()
-    }
-    for some in ({}, {"x": torch.randn(7, dtype=torch.float16)}, tensors):
-        assert b"".join(safetensors_pieces(some)) == save_by_library(some, metadata={"format": "pt"})
-    strided = {"x": torch.randn(5, 3).T, "y": torch.randn(7)[::2]}
-    whole = {name: tensor.contiguous() for name, tensor in strided.items()}
-    assert b"".join(safetensors_pieces(strided)) == save_by_library(whole, metadata={"format": "pt"})
-
-
 def peak_memory(work: Callable[[], object]) -> int:
     """The most bytes of memory that the process had while `work` was done, beyond what it had before."""
     status = Path("/proc/self/status")
@@ -131,9 +106,9 @@ def measure_saving(directory: Path, optimizer: str) -> None:
     It is saved three times: from the CPU, as from a GPU, from which each tensor is copied, and as from shards, which
     are copied when they meet.
     """
-    shares, save = {}, Run.save
+    shares, save = {}, RunDirectory.save
 
-    def measured(self: Run, step: int, *rest: object) -> None:
+    def measured(self: RunDirectory, step: int, *rest: object) -> None:
         for where in ("CPU", "GPU", "shards"):
             with pytest.MonkeyPatch.context() as patch:
                 if where == "GPU":
@@ -150,7 +125,7 @@ def measure_saving(directory: Path, optimizer: str) -> None:
         patch.setattr(
             train, "keep_freed_memory", lambda device: None
         )  # what is freed would be used, and not be counted
-        patch.setattr(Run, "save", measured)
+        patch.setattr(RunDirectory, "save", measured)
         options = {"model__n_embd": 510, "model__n_layer": 5, "train__max_steps": 1, "train__sample_tokens": 0}
         arguments = tiny_run(write_corpus(directory), directory / "out", **options, train__optimizer=optimizer)
         patch.setattr(sys, "argv", ["train.py", *arguments])

@@ -21,7 +21,7 @@ from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
 from model.families import FAMILIES
 from tests.conftest import save_gpt, tiny_run
-from training.resume import check_config
+from training.model import check_config
 
 ROOT = Path(__file__).parents[2]
 V, T = 263, 13
@@ -146,9 +146,8 @@ def test_an_option_that_is_new_is_in_the_checkpoint_by_itself(family: str, tmp_p
             saved = save(GPT(config), tmp_path / str(reach))
             assert GPT.from_pretrained(saved).config == config
             assert transformers.AutoConfig.from_pretrained(saved).model_type == family
-        for reach, message in ((((1,),), "would not give back reach: mend"), ({1}, "cannot hold")):
-            with pytest.raises(UserError, match=message):
-                check_config(replace(config, reach=reach))
+        with pytest.raises(UserError, match="would not give back reach: mend"):
+            check_config(replace(config, reach=((1,),)))
     with pytest.raises(UserError, match="config.json describes no GPT of this code: .* keyword argument 'reach'"):
         GPT.from_pretrained(saved)
 

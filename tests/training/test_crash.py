@@ -17,22 +17,21 @@ import pytest
 import torch
 
 import data.prepare
+import files
 import model.checkpoint
 import train
-import training.resume
 import training.run
+import training.save
 from cli.script import run_script
-from data import disk
 from data.prepare import DataConfig
 from errors import UserError
 from model import GPT
 from model.checkpoint import Checkpoint, find_checkpoint, step_directories
 from tests.conftest import make_gpt, save_gpt, tiny_run
-from tests.crash import KILLED, Directory, Disk, Effects, File, die_at, in_child, record_in
+from tests.crash import KILLED, Before, Directory, Disk, File, die_at, in_child, watch
 from training.options import read_config, to_toml
-from training.resume import Start
-from training.run import Run
-from training.save import keep_newest, save_checkpoint
+from training.run import RunDirectory
+from training.save import remove, save_checkpoint
 
 STEPS = 6
 SHORT = {"max_steps": STEPS, "checkpoint_every": 2, "eval_every": 3, "keep_checkpoints": 1, "sample_tokens": 0}
@@ -60,29 +59,30 @@ class Setting:
         self.run(directory / "timed")
         self.seconds = time.perf_counter() - began
 
-    def run(self, out: Path, before: Callable[[str, tuple], None] | None = None, **kill: float) -> int:
+    def run(self, out: Path, before: Before | None = None, **kill: float) -> int:
         """Begin the run in `out`, or resume it, in a process of its own; return its exit code.
 
-        before: see `Effects`. kill: see `in_child`.
+        before: see `watch`. kill: see `in_child`.
         """
         self.notes.unlink(missing_ok=True)
         return in_child(partial(self.train, out, before), said=self.said, **kill)
 
-    def train(self, out: Path, before: Callable[[str, tuple], None] | None = None) -> None:
+    def train(self, out: Path, before: Before | None = None) -> None:
         begun = any((out / "checkpoints").glob("step-*"))
         table = replace(self.config.train, out_dir=str(out))
         config = replace(self.config, train=table, resume=out if begun else None)
-        assert not begun or (out / "config.toml").read_text().startswith(to_toml(config))
-        save, restore = Run.save, train.restore_state
+        assert not begun or (out / "config.toml").read_text() == to_toml(config)
+        save, restore = RunDirectory.save, RunDirectory.restore
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["train.py"])
             patch.setattr(train, "read_config", lambda argv: config)
             patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})  # takes time and changes nothing
-            patch.setattr(Run, "save", lambda run, step, *rest: (save(run, step, *rest), self.note("saved", step)))
-            noted = lambda start, *rest: (restore(start, *rest), self.note("resumed", start.step))  # noqa: E731
-            patch.setattr(train, "restore_state", noted)
+            saved = lambda run, step, *rest: (save(run, step, *rest), self.note("saved", step))  # noqa: E731
+            patch.setattr(RunDirectory, "save", saved)
+            resumed = lambda run, *rest: (restore(run, *rest), self.note("resumed", run.step))  # noqa: E731
+            patch.setattr(RunDirectory, "restore", resumed)
             if before:
-                patch.setattr(disk, "os", Effects(before))
+                watch(patch, out, before)
             run_script(train.main)
 
     def note(self, word: str, step: int) -> None:
@@ -196,26 +196,26 @@ def test_kill_9_while_data_is_prepared(tmp_path: Path, figure: Callable) -> None
 
 # The tests of the tests: with a mistake in saving or resuming, a promise is broken.
 
-FIND, SAVE = train.find_start, save_checkpoint
+OPEN, SAVE = RunDirectory.__init__, save_checkpoint
 
 
 def without_optimizer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(training.resume, "load_optimizer_tensors", lambda *rest: None)
+    patch.setattr(training.run, "load_optimizer_tensors", lambda *rest: None)
 
 
 def one_step_too_many(patch: pytest.MonkeyPatch) -> None:
-    def find_start(*rest: object) -> Start:
-        start = FIND(*rest)
-        return replace(start, step=start.step + bool(start.checkpoints))
+    def one_more(run: RunDirectory, *rest: object) -> None:
+        OPEN(run, *rest)
+        run.step += bool(run.step)
 
-    patch.setattr(train, "find_start", find_start)
+    patch.setattr(RunDirectory, "__init__", one_more)
 
 
 def purge_before_saving(patch: pytest.MonkeyPatch) -> None:
-    def save(parent: Path, *rest: object) -> Path:
+    def save(parent: Path, *rest: object) -> None:
         for directory in step_directories(parent):
-            disk.remove(directory)
-        return SAVE(parent, *rest)
+            remove(directory)
+        SAVE(parent, *rest)
 
     patch.setattr(training.run, "save_checkpoint", save)
 
@@ -223,17 +223,18 @@ def purge_before_saving(patch: pytest.MonkeyPatch) -> None:
 def in_place_and_trusted(patch: pytest.MonkeyPatch) -> None:
     """Write under the final name from the beginning, and never compare with the manifest."""
 
-    def save(parent: Path, step: int, *rest: object) -> Path:
-        directory, write, make_directory = parent / f"step-{step:08d}", disk.write_file, disk.make_directory
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(disk, "make_directory", lambda path: make_directory(directory))
-            inner.setattr(disk, "write_file", lambda path, content: write(directory / path.name, content))
-            for name in ("sync", "remove", "rename"):
-                inner.setattr(disk, name, lambda *paths: None)
-            return SAVE(parent, step, *rest)
+    def save(parent: Path, step: int, contents: dict, about: dict) -> None:
+        directory = parent / f"step-{step:08d}"
+        directory.mkdir(exist_ok=True)
+        for name, content in contents.items():
+            if isinstance(content, bytes):
+                (directory / name).write_bytes(content)
+            else:
+                training.save.save_file(content, directory / name, {"format": "pt"})
 
     patch.setattr(training.run, "save_checkpoint", save)
-    patch.setattr(model.checkpoint, "verify", lambda directory: Checkpoint(directory))
+    trust = lambda path: Checkpoint(path, {"environment": {}}, (path / "trainer.json").read_bytes())  # noqa: E731
+    patch.setattr(model.checkpoint, "verify", trust)
 
 
 @pytest.mark.long
@@ -260,12 +261,12 @@ def test_a_mistake_in_saving_breaks_a_promise(
 def save_three(run: Path) -> Iterator[int]:
     """Save three checkpoints and keep the newest, as a run does; yield each step when it is said to be saved."""
     torch.manual_seed(0)
-    disk.make_directories(run / "checkpoints")
+    files.make_directories(run / "checkpoints")
     for step in (1, 2, 3):
-        files, tensors = {"tokenizer.json": b"{}"}, {"a.step": torch.ones(1)}
-        save_gpt(run / "checkpoints", step, make_gpt(), files, optimizer=tensors)
+        save_gpt(run / "checkpoints", step, make_gpt(), {"tokenizer.json": b"{}"}, optimizer={"a.step": torch.ones(1)})
         yield step
-        keep_newest(step_directories(run / "checkpoints"), step, 1, 0)
+        for directory in step_directories(run / "checkpoints")[1:]:
+            remove(directory)
 
 
 def newest_intact(run: Path) -> int:
@@ -290,7 +291,7 @@ def test_a_disk_that_fails_costs_no_older_checkpoint(tmp_path: Path, monkeypatch
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         with monkeypatch.context() as patch:
-            patch.setattr(disk, "os", Effects(fail))
+            watch(patch, run, fail)
             try:
                 next(steps)
                 break
@@ -311,7 +312,7 @@ def lost_after_power_cuts(
     choose, log, top, saved_at = random.Random(0), [], tmp_path / "disk", {0: 0}
     top.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "os", Effects(partial(record_in, log)))
+        watch(patch, top, lambda name, arguments: log.append((name, *arguments)))
         for step in save_three(top / "out" / "run"):
             saved_at[len(log)] = step
     number = lost = 0

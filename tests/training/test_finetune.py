@@ -108,7 +108,7 @@ def test_a_checkpoint_knows_how_a_text_begins_and_ends(
     "changes, message",
     [
         ({"model__n_layer": 5}, "has n_layer = 2, got 5: leave model.n_layer out"),
-        ({"model__context_length": 13}, "knows 11 positions, got model.context_length = 13"),
+        ({"model__context_length": 13}, "has context_length = 11, got 13: leave model.context_length out"),
         ({"data__tokenizer": "bytes"}, "knows the ids of its own tokenizer: data.tokenizer must be model"),
     ],
 )

@@ -25,21 +25,17 @@ def test_lines_are_sent_flat_until_the_first_failure_which_costs_a_line(monkeypa
             raise ConnectionError("gone\nand a hint")
 
     run = SimpleNamespace(log=log, define_metric=lambda *name, **axis: axes.append((name, axis)), id="1", sync_dir="")
-    module = SimpleNamespace(init=lambda **options: run, Settings=dict, Table=lambda columns, data: (columns, data))
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run, Settings=dict))
     monkeypatch.setenv("WANDB_DATA_DIR", "elsewhere")
-    tracker = Tracker("offline")
-    tracker.start_session(tmp_path, {})
+    tracker = Tracker("offline", None, tmp_path, {})
     assert tracker.run_id == "1" and axes == [(("*",), {"step_metric": "step"})]
     tracker.send({"step": 3, "val_loss": 2.5, "heads": {"sink": [[0.1, 0.2], [None, 0.4]]}})
-    tracker.send({"step": 3, "sample": "some text"})
     capsys.readouterr()
     for step in (4, 5):
         tracker.send({"step": step})
-    tracker.end_session(0)  # the fake has no such method
+    tracker.finish(0)  # the fake has no such method
     heads = {"sink/0.0": 0.1, "sink/0.1": 0.2, "sink/1.0": None, "sink/1.1": 0.4}
-    table = (["step", "text"], [[3, "some text"]])
-    assert sent == [{"step": 3, "val_loss": 2.5, **heads}, {"step": 3, "sample": table}, {"step": 4}]
+    assert sent == [{"step": 3, "val_loss": 2.5, **heads}, {"step": 4}]
     said = "wandb is off, metrics.jsonl has everything: ConnectionError('gone\\nand a hint')\n"
     assert capsys.readouterr().out == said
 
