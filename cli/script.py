@@ -3,8 +3,6 @@
 import contextlib
 import os
 import re
-import shlex
-import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -83,20 +81,6 @@ class Lasting:
             self.stream.flush()
         except OSError:
             discard(self.stream)
-
-
-def how_to_run(script: str, launcher: str = "") -> str:
-    """Return the beginning of a command line that runs a script of this project from here.
-
-    It also works where no environment is activated. launcher: options of Python in front of the script.
-    """
-
-    def from_here(path: str) -> str:
-        return shlex.quote(min(path, os.path.relpath(path), key=len))
-
-    is_on_path = Path(shutil.which("python") or "").parent == Path(sys.executable).parent
-    python = "python" if is_on_path else from_here(sys.executable)
-    return f"{python} {launcher}{from_here(str(Path(__file__).parent.parent / script))}"
 
 
 def visible(text: str) -> str:
