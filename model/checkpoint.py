@@ -97,7 +97,7 @@ def download(name: str, revision: str | None) -> Path:
     """
     from huggingface_hub import model_info, snapshot_download  # slow to import, and seldom needed
 
-    print(f"asking the hub for {name}", file=sys.stderr)
+    print(f"there is no run {name} here: asking the Hugging Face hub", file=sys.stderr)
     fetch = partial(snapshot_download, name, revision=revision, allow_patterns=FETCHED)
     try:
         model_info(name, revision=revision, timeout=10)  # seconds; the library itself waits for ever
