@@ -143,7 +143,7 @@ def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path) -> Non
         environment = hub(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
         command = [sys.executable, ROOT / "sample.py", "nobody/nothing"]
         said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert said.returncode == 2 and said.stderr.startswith("there is no run nobody/nothing here: asking the Hugging Face")
+    assert said.returncode == 2 and said.stderr.startswith(
         "there is no run nobody/nothing here: asking the Hugging Face hub\n"
     )
     assert said.stderr.count("\n") == 2
