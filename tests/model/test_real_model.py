@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -88,16 +87,6 @@ def test_its_heads_are_known(run, smollm2: Path, tmp_path: Path) -> None:
     content = data_of(tmp_path / "a.html")
     assert content["heads"][content["checkpoints"][0]["best"]] == "18.6"
     assert shown[1].split()[0] == "18.6" and re.search(r"1\d\d  the first token of the text: ", result.out)
-
-
-def test_by_transformers_its_heads_are_the_same(run, smollm2: Path, tmp_path: Path) -> None:
-    """A mistral without a window computes what a llama does, and is none of our families."""
-    mistral = shutil.copytree(smollm2, tmp_path / "smollm2")
-    config = json.loads((mistral / "config.json").read_text())
-    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
-    (mistral / "config.json").write_text(json.dumps(config))
-    ours, theirs = (run(inspect_attention, path, "--text", TEXT) for path in (smollm2, mistral))
-    assert theirs.exit_code == 0 and theirs.out.split("\nsmollm2\n")[1] == ours.out.split("\nsmollm2\n")[1]
 
 
 def test_it_is_certified_and_learns(run, smollm2: Path, theirs, idx, corpus_file: Path, tmp_path: Path) -> None:
