@@ -175,11 +175,12 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
     Raises UserError if they are not on this machine.
     """
     fingerprint = checkpoint.trainer.get("fingerprint")
-    options = nested(checkpoint.trainer, "config", "data") or {"source": ""}
-    corpus = find_prepared(fingerprint, options["source"])
-    with suppress(UserError):  # the source is not here
-        if corpus is None and has_token_files(options["source"]):
-            corpus = prepare(DataConfig(**options), fingerprint=fingerprint, model=checkpoint.directory)
+    corpus = None
+    if options := nested(checkpoint.trainer, "config", "data"):  # of a run, not of a model from elsewhere
+        corpus = find_prepared(fingerprint, options["source"])
+        with suppress(UserError, TypeError):  # the source is not here, or its options are of another version
+            if corpus is None and has_token_files(options["source"]):
+                corpus = prepare(DataConfig(**options), fingerprint=fingerprint, model=checkpoint.directory)
     if corpus is None:
         raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]

@@ -120,7 +120,7 @@ def test_a_model_without_gradients_has_no_influence(change, tmp_path: Path) -> N
     found.save(tmp_path / "a.html")
 
 
-def test_trying_the_context_of_a_model_changes_nothing_in_it() -> None:
+def test_a_model_is_inspected_in_eval_mode_and_is_in_its_own_afterwards() -> None:
     model = Book().train()
     modes = []  # a running mean changes in each forward pass of training mode
     model.register_forward_pre_hook(lambda module, inputs: modes.append(module.training))
