@@ -20,9 +20,11 @@ from benchmarks.memory import cells_of
 from benchmarks.pretended_gpu import pretended_gpu
 from inspection import capture, head_scores
 from inspection.heads import repeat_probe
+from inspection.patterns import Captured
 from inspection.views import moved_lengths, say
 from model import GPT, GPTConfig
 from model.attention import make_causal_mask
+from model.causality import Prober
 from model.gpt import Block
 from model.sampling import Sampler, stream
 from tests.conftest import often, write_corpus
@@ -33,6 +35,7 @@ from training.optimizer import FiniteGuard
 from training.options import read_config
 from training.progress import Progress
 from training.run import RunDirectory
+from training.validation import Validation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPE = {"n_layer": 2, "n_head": 6, "n_embd": 96, "context_length": 29}
@@ -52,7 +55,7 @@ class Step:
 def take_steps(directory: Path, *options: str, num: int = 4) -> list[Step]:
     """Run `train` on the pretended GPU; return what it asked in each step but the last, which logs and evaluates.
 
-    The certificate and the files of a checkpoint are left out, and the loss is taken for finite.
+    The certificate, evaluations and the files of a checkpoint are left out, and the loss is taken for finite.
     """
     source = write_corpus(directory)
     shape = [f"--model.{name}={value}" for name, value in SHAPE.items()]
@@ -76,6 +79,7 @@ def take_steps(directory: Path, *options: str, num: int = 4) -> list[Step]:
         mock.patch.object(Progress, "made_step", end),
         mock.patch.object(RunDirectory, "save"),
         mock.patch.object(FiniteGuard, "check"),
+        mock.patch.object(Validation, "evaluate", lambda *arguments: {"val_loss": 1.0, "val_bits_per_byte": 1.0}),
         mock.patch("train.certify", lambda *arguments: {"causal": "not asked"}),
         pretended_gpu() as gpu,
         Ranks() as ranks,
@@ -231,7 +235,8 @@ def make_model(family: str, n_kv_head: int, dtype: torch.dtype = torch.float32, 
         ("llama", "float32", 2),
     ),
 )
-def test_certificate(family: str, dtype: str, n_kv_head: int) -> None:
+def test_certificate(family: str, dtype: str, n_kv_head: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Prober, "seen", mock.Mock())  # all pretended numbers are equal: no token would seem to be seen
     dtype = DTYPES[dtype]
     with pretended_gpu() as gpu:
         model = make_model(family, n_kv_head, n_layer=1, context_length=7)
@@ -260,7 +265,12 @@ def test_decoding_reads_one_number_a_token(family: str, dtype: str, n_kv_head: i
 @pytest.mark.parametrize("family", often("qwen3", "llama", "gpt2", "nanochat"))
 @pytest.mark.parametrize("n_kv_head", often(2, 6))
 @pytest.mark.parametrize("dtype", often("bfloat16", "float32", "float16"))
-def test_capture_scores_and_verification(family: str, dtype: str, n_kv_head: int) -> None:
+def test_capture_scores_and_verification(family: str, dtype: str, n_kv_head: int, monkeypatch) -> None:
+    see = Captured.see
+    # All pretended numbers are equal, so that a mask hides nothing.
+    monkeypatch.setattr(
+        Captured, "see", lambda self, y, q, k, v, mask, **more: see(self, y, q, k, v, is_causal=True, **more)
+    )
     with pretended_gpu() as gpu, torch.no_grad():
         model = make_model(family, n_kv_head).eval()
         text = torch.randint(101, (2, 29))
@@ -268,7 +278,7 @@ def test_capture_scores_and_verification(family: str, dtype: str, n_kv_head: int
             with capture(model, with_values=True) as att:
                 model(text.to("cuda"))
             scores = head_scores(model, text, repeat_probe(torch.arange(101), 0, 29))
-            # All pretended numbers are equal, so that every linear layer seems to read the heads.
+            # For the same reason every linear layer seems to read the heads.
             assert att.projections == {0: None, 1: None}
             att.projections = {layer: block.attention.o_proj.weight for layer, block in enumerate(model.blocks)}
             lengths = moved_lengths(att)
