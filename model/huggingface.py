@@ -218,8 +218,9 @@ def tensors_from_huggingface(config: GPTConfig, theirs: str, tensor: Tensor) -> 
         tensor = tensor.T
     if not codec.conv1d or "q_proj" not in name:
         return {name: tensor}
-    widths = [heads * config.head_dim for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
-    return {name.replace("q_proj", part): each for part, each in zip(QKV, tensor.split(widths), strict=True)}
+    q = config.n_head * config.head_dim
+    k = config.n_kv_head * config.head_dim
+    return {name.replace("q_proj", part): each for part, each in zip(QKV, tensor.tensor_split((q, q + k)), strict=True)}
 
 
 def translate(name: str, names: dict[str, str]) -> str:

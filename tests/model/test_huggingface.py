@@ -120,6 +120,7 @@ def test_the_model_is_the_same_there_and_back(name: str, tmp_path: Path) -> None
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn', a llama of ours computes 'default'"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True, a qwen3 of ours"),
         ("llama", {"hidden_size": None}, "config.json describes no GPT of this code"),
+        ("gpt2", {"n_embd": 40, "tril": {}}, "is not the model that its config.json describes: .* size mism"),
         ("gpt2", {"model_type": "bert"}, f"model_type 'bert', this version reads {', '.join(FAMILIES)}"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}, a llama of ours"),
     ],
