@@ -600,5 +600,8 @@ def watched(idx: Tensor) -> Iterator[list[Tensor]]:
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone() if torch.is_grad_enabled() else embedded[-1]  # some models add to it in place
 
-    with nn.modules.module.register_module_forward_hook(watch, with_kwargs=True):
-        yield embedded
+    with nn.modules.module.register_module_forward_hook(watch, with_kwargs=True) as handle:
+        try:
+            yield embedded
+        finally:  # PyTorch forgets to, and then warns whoever calls a compiled module
+            nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
