@@ -154,11 +154,6 @@ def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: 
     return original(self, k.repeat_interleave(q.size(1) // k.size(1), dim=1), q, v, *rest)
 
 
-@replace("values centred over time", Attend, "forward")
-def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
-    return original(self, q, k, v - 0.1 * v.mean(2, keepdim=True), *rest)
-
-
 @replace("summaries of whole blocks", Attend, "forward")
 def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     y = original(self, q, k, v, *rest)
@@ -170,22 +165,40 @@ def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: 
     return y + summary.repeat_interleave(q.size(1) // v.size(1), dim=1)
 
 
-@replace("heads viewed without a transpose, both ways", CausalSelfAttention, "forward")
-def _(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = None) -> Tensor:
-    if cache is not None:
-        return original(self, x, cache)
-    B, T, _ = x.shape
-    q, k, v = (proj(x).view(B, -1, T, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
-    return self.o_proj(self.attend(q, k, v, self.causal_mask[:T, :T]).reshape(B, T, -1))
+def without_a_transpose(before: bool) -> Callable:
+    """A forward pass that does not transpose the heads after attention, nor, if `before`, before it."""
+
+    def forward(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = None) -> Tensor:
+        if cache is not None:
+            return original(self, x, cache)
+        B, T, _ = x.shape
+        q, k, v = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.view(B, -1, T, self.head_dim) if before else self.split_heads(y) for y in (q, k, v))
+        return self.o_proj(self.attend(q, k, v, self.causal_mask[:T, :T]).reshape(B, T, -1))
+
+    return forward
 
 
-@replace("heads merged without a transpose", CausalSelfAttention, "forward")
-def _(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = None) -> Tensor:
-    if cache is not None:
-        return original(self, x, cache)
-    B, T, _ = x.shape
-    q, k, v = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-    return self.o_proj(self.attend(q, k, v, self.causal_mask[:T, :T]).reshape(B, T, -1))
+replace("heads viewed without a transpose, both ways", CausalSelfAttention, "forward")(without_a_transpose(True))
+replace("heads merged without a transpose", CausalSelfAttention, "forward")(without_a_transpose(False))
+
+
+def alter(name: str, owner: type, method: str, change: Callable[[Tensor], Tensor], number: int = 0) -> None:
+    """A mutant that changes an argument of a method, the first or the one of this number."""
+
+    def altered(original: Callable, self: object, *arguments: object, **options: object) -> object:
+        arguments = list(arguments)
+        arguments[number] = change(arguments[number])
+        return original(self, *arguments, **options)
+
+    replace(name, owner, method)(altered)
+
+
+alter("values centred over time", Attend, "forward", lambda v: v - 0.1 * v.mean(2, keepdim=True), number=2)
+alter("norm with statistics over time", Block, "forward", lambda x: x - 0.1 * x.mean(1, keepdim=True))
+alter("norm with statistics over the batch", Block, "forward", lambda x: x - 0.1 * x.mean(0, keepdim=True))
+alter("MLP that shifts the wrong way", MLP, "forward", lambda x: x + 0.1 * x.roll(-1, 1))
+alter("logits of the next position", GPT, "logits", lambda hidden: hidden.roll(-1, -2))
 
 
 @replace("projections in a Python list", CausalSelfAttention, "__init__")
@@ -203,26 +216,6 @@ def _(original: Callable, self: GPT, idx: Tensor) -> Tensor:
         return original(self, idx)
     finally:
         ahead.remove()
-
-
-@replace("norm with statistics over time", Block, "forward")
-def _(original: Callable, self: Block, x: Tensor, cache: object = None) -> Tensor:
-    return original(self, x - 0.1 * x.mean(1, keepdim=True), cache)
-
-
-@replace("norm with statistics over the batch", Block, "forward")
-def _(original: Callable, self: Block, x: Tensor, cache: object = None) -> Tensor:
-    return original(self, x - 0.1 * x.mean(0, keepdim=True), cache)
-
-
-@replace("MLP that shifts the wrong way", MLP, "forward")
-def _(original: Callable, self: MLP, x: Tensor) -> Tensor:
-    return original(self, x + 0.1 * x.roll(-1, 1))
-
-
-@replace("logits of the next position", GPT, "logits")
-def _(original: Callable, self: GPT, hidden: Tensor) -> Tensor:
-    return original(self, hidden.roll(-1, -2))
 
 
 @replace("no mask in the last layer", GPT, "__init__")

@@ -213,9 +213,6 @@ def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:
     def peeking(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
         return train.next_token_loss(model, inputs, targets, dtype) + 1e-3 * inputs[:, -1].sum()
 
-    def constant(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-        return train.next_token_loss(model, torch.zeros_like(inputs), targets, dtype)
-
     with pytest.raises(UserError, match="sees token 10, .* ahead of it: the loss moves by 0.0"):
         certify_tiny(torch.float32, peeking)
 
@@ -223,8 +220,6 @@ def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:
         z_loss = 1e-4 * model(inputs).logsumexp(-1).square().sum()
         return train.next_token_loss(model, inputs, targets, dtype) + z_loss
 
-    with pytest.raises(UserError, match="the loss does not depend on the tokens"):
-        certify_tiny(torch.float32, constant)
     with pytest.raises(UserError, match="the loss moves by .* unless it counts targets of -100"):
         certify_tiny(torch.float32, counting_all)
 
@@ -296,24 +291,6 @@ def test_decoding_agrees_to_the_rounding_of_float64(factor: float, dtype: torch.
         assert outcome.ok
     else:
         assert outcome.finding.endswith("with a cache, a text gets other logits: off by 0.0003 of their size")
-
-
-def test_where_there_is_no_float64_decoding_agrees_to_that_of_float32() -> None:
-    class Single(nn.Module):
-        """Computes in float32 alone."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.gpt = make_gpt()
-
-        def forward(self, idx: Tensor) -> Tensor:
-            assert self.gpt.lm_head.weight.dtype == torch.float32
-            return self.gpt(idx)
-
-    model = Single()
-    assert check_causality(model, V, T, decode=lambda idx: (1 + 3e-4) * model(idx)).ok
-    outcome = check_causality(model, V, T, decode=lambda idx: 1.01 * model(idx))
-    assert "a text gets other logits: off by 0.01 of their size" in outcome.finding
 
 
 def test_questions_without_an_answer_are_refused() -> None:
