@@ -131,7 +131,8 @@ def check_causality(
         mask = torch.ones(length, length, dtype=torch.bool).tril()
     if mask.shape != (length, length):
         raise ValueError(f"the mask must be ({length}, {length}), got {tuple(mask.shape)}")
-    prober = Prober(vocab_size, mask.cpu(), pool, batch_size, module or nn.Module().eval(), strict or module is None)
+    suspect = nn.Module().eval() if module is None else module
+    prober = Prober(vocab_size, mask.cpu(), pool, batch_size, suspect, strict or module is None)
     finding = ()
     try:
         with prober.restoring():
