@@ -22,7 +22,7 @@ from inspection.kinds import KINDS, kind_of, name_of
 from inspection.plots import pool
 from model.checkpoint import find_checkpoint
 from model.load import load_model
-from training.directory import read_metrics
+from training.report import read_metrics
 
 DOCS = Path(__file__).parent
 TEXT = 2 * "def get_name(self):\n    return self.name\n\n"  # repeats, as a head may notice

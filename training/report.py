@@ -1,4 +1,4 @@
-"""The report of a run: one static HTML page about the files of the run directory.
+"""Read a run directory: its metrics, its best checkpoint, what to do next with it, and all of that as a page.
 
 Training writes report.html at its start, at each evaluation and checkpoint, and at its end. Nothing reads it back.
 
@@ -6,7 +6,9 @@ The page has no script, and its policy forbids every request. All values reach i
 escapes markup and `visible` escapes hidden characters: samples, names and options stay text.
 """
 
+import json
 import math
+import shlex
 import time
 import tomllib
 from collections import defaultdict
@@ -21,7 +23,6 @@ from files import replace_file
 from inspection.kinds import KINDS, name_of
 from inspection.metrics import METRICS
 from model.checkpoint import step_directories
-from training.directory import best_validation, next_commands, read_metrics
 
 Curves = dict[str, list[tuple[int, float]]]  # name -> (step, value) of each point
 
@@ -33,7 +34,60 @@ CHARTS = {
     "Gradient norm": {"norm": "grad_norm"},
 }
 MOST_POINTS = 10_000  # of a chart
-MOST_EVALUATIONS = 30
+
+
+def read_metrics(directory: Path, step: float = math.inf) -> list[dict]:
+    """Return the lines of a run's metrics.jsonl up to and including `step`; none if there is no file.
+
+    A damaged line ends the reading with a printed note: the lines that a checkpoint relies on were synced before it.
+    """
+    path = directory / "metrics.jsonl"
+    lines = []
+    content = path.read_bytes() if path.exists() else b""
+    for text in content.split(b"\n")[:-1]:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            print(f"{path} is damaged after its line {len(lines)}: the rest is left out")
+            break
+    return [line for line in lines if line["step"] <= step]
+
+
+def best_validation(lines: list[dict], checkpoints: list[Path]) -> dict | None:
+    """Return the line of metrics.jsonl with the lowest validation loss of a step that has a checkpoint, or None.
+
+    Of two equal losses the first one counts.
+    """
+    saved = {path.name for path in checkpoints}
+    measured = [line for line in lines if line.get("val_loss") is not None and f"step-{line['step']:08d}" in saved]
+    return min(measured, key=lambda line: line["val_loss"], default=None)
+
+
+def next_commands(directory: Path, saved: int, best: dict | None, finished: bool) -> list[tuple[str, str]]:
+    """Return (purpose, command line) for each useful next thing to do with a run.
+
+    saved: the step of the newest checkpoint, 0 if there is none. best: see `best_validation`. finished: all steps and
+    evaluations are done.
+    """
+    run = shlex.quote(str(directory))
+    commands = [] if finished else [(f"Go on from step {saved:,}", f"python train.py --resume {run}")]
+    if saved:
+        loss_rose = finished and best and best["step"] < saved  # after the best checkpoint
+        model = f"{run}/checkpoints/step-{best['step']:08d}" if loss_rose else run
+        commands += [
+            ("Sample", f'python sample.py {model} --prompt "..."'),
+            ("See what each head is worth", f"python inspect_attention.py {model} --ablate zero"),
+            ("Write heads.html", f"python inspect_attention.py {model} -o {run}/heads.html"),
+        ]
+    return commands
+
+
+def flat(record: dict) -> dict[str, object]:
+    """Return a line of metrics.jsonl with the scores of heads as metric/layer.head."""
+    values = dict(record)
+    for metric, layers in values.pop("heads", {}).items():
+        values |= {f"{metric}/{name_of(head)}": score for head, score in np.ndenumerate(layers)}
+    return values
 
 
 def write_report(directory: Path, about: dict) -> None:
@@ -56,7 +110,12 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
     checkpoints = step_directories(directory / "checkpoints")
     saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
     finished = saved == options["train"]["max_steps"]  # which is evaluated before it is saved
-    latest = {key: value for line in lines for key, value in line.items() if value is not None}
+    curves = defaultdict(list)
+    for line in lines:
+        for key, value in flat(line).items():
+            if value is not None:
+                curves[key].append((line["step"], value))
+    latest = {key: points[-1][1] for key, points in curves.items()}
     step = max(saved, latest.get("step", 0))
     best = best_validation(lines, checkpoints)
     if best:
@@ -72,12 +131,14 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "latest": latest,
         "charts": {
-            title: draw_chart(curves, step) for title, keys in CHARTS.items() if (curves := read_curves(lines, keys))
+            title: draw_chart(found, step)
+            for title, keys in CHARTS.items()
+            if (found := {name: curves[key] for name, key in keys.items() if key in curves})
         },
         "heads": {
-            f"{METRICS[kind][0]}: {KINDS[kind]}": draw_chart(curves, step, 0, 1)
+            f"{METRICS[kind][0]}: {KINDS[kind]}": draw_chart(found, step, 0, 1)
             for kind in KINDS
-            if (curves := read_heads(lines, kind))
+            if (found := {key.removeprefix(f"{kind}/"): curves[key] for key in curves if key.startswith(f"{kind}/")})
         },
         "sections": {
             "Next": next_commands(directory, saved, best, finished),
@@ -89,37 +150,15 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
 
 
 def read_evaluations(lines: list[dict]) -> list[tuple[str, str]]:
-    """Return (step and losses, sample) of at most MOST_EVALUATIONS, the newest first; the last one is among them."""
-    samples = {line["step"]: line["sample"] for line in lines if "sample" in line}
-    evaluations = [
+    """Return (step and losses, sample) of each evaluation, the newest first."""
+    return [
         (
             "step {step:,}: {val_loss:.4f} nats a token, {val_bits_per_byte:.4f} bits a byte".format(**line),
-            samples.get(line["step"], ""),
+            line.get("sample", ""),
         )
-        for line in lines
+        for line in reversed(lines)
         if line.get("val_loss") is not None
     ]
-    return evaluations[:: -1 - len(evaluations) // MOST_EVALUATIONS]
-
-
-def read_curves(lines: list[dict], keys: dict[str, str]) -> Curves:
-    """Return the points of the numbers with these keys, {name: key}; those without a point are left out."""
-    curves = defaultdict(list)
-    for line in lines:
-        for name, key in keys.items():
-            if line.get(key) is not None:
-                curves[name].append((line["step"], line[key]))
-    return curves
-
-
-def read_heads(lines: list[dict], kind: str) -> Curves:
-    """Return the scores of each head for a kind of head."""
-    curves = defaultdict(list)
-    for line in lines:
-        for head, score in np.ndenumerate(line.get("heads", {}).get(kind, ())):  # of each layer and head
-            if score is not None:
-                curves[name_of(head)].append((line["step"], score))
-    return curves
 
 
 def draw_chart(curves: Curves, last_step: int, *scale: float) -> dict[str, object]:
@@ -127,7 +166,7 @@ def draw_chart(curves: Curves, last_step: int, *scale: float) -> dict[str, objec
 
     scale: the lowest and the highest value; by default those of the curves.
     """
-    width = max(last_step, 5)  # for ticks at whole steps
+    width = max(last_step, 4)  # for ticks at whole steps
     values = scale or [value for points in curves.values() for _, value in points]
     low = min(values)
     height = max(values) - low or abs(low) or 1
@@ -136,13 +175,6 @@ def draw_chart(curves: Curves, last_step: int, *scale: float) -> dict[str, objec
         "width": width,
         "low": low,
         "height": height,
-        "columns": ticks(0, width),
-        "rows": ticks(low, low + height),
+        "columns": np.linspace(0, width, 5),
+        "rows": np.linspace(low, low + height, 5),
     }
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Return two to six round numbers between low and high, at distances of 1, 2 or 5 times a power of ten."""
-    power = 10 ** math.floor(math.log10((high - low) / 5))
-    distance = next(digit * power for digit in (1, 2, 5, 10) if 5 * digit * power >= high - low)
-    return [number * distance for number in range(math.ceil(low / distance), math.floor(high / distance) + 1)]

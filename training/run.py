@@ -28,11 +28,10 @@ from model import GPT
 from model.checkpoint import TRAINER, find_checkpoint, step_directories, to_json
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
 from training.config import MAY_CHANGE
-from training.directory import best_validation, next_commands, read_metrics
 from training.distributed import Ranks
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
 from training.options import Config, tables, to_toml
-from training.report import write_report
+from training.report import best_validation, flat, next_commands, read_metrics, write_report
 from training.save import remove, save_checkpoint
 from training.sharded import gather
 from training.tracking import Tracker
@@ -162,7 +161,7 @@ class RunDirectory:
             record = json.loads(text, parse_constant=lambda name: None)  # JSON has no numbers that are not finite
             with open(self.metrics, "a") as file:
                 file.write(json.dumps(record) + "\n")
-            self.tracker.send(record)
+            self.tracker.send(flat(record))
 
     def log_validation(self, step: int, train_seconds: float, record: dict) -> str:
         """Log a record of `Validation.evaluate`, and return lines to print."""

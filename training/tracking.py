@@ -65,13 +65,10 @@ class Tracker:
             print(f"wandb is off, metrics.jsonl has everything: {error!r:.200}")
 
     def send(self, record: dict) -> None:
-        """Send a line of metrics.jsonl, with the scores of heads as metric/layer.head."""
+        """Send a line of metrics.jsonl, flat."""
         if self.run:
-            values = dict(record)
-            for metric, layers in values.pop("heads", {}).items():
-                values |= {f"{metric}/{i}.{j}": score for i, row in enumerate(layers) for j, score in enumerate(row)}
             with self.best_effort():
-                self.run.log(values)
+                self.run.log(record)
 
     def finish(self, exit_code: int) -> None:
         """End the session. wandb itself notices a session that ends in an exception or a signal."""

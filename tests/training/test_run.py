@@ -14,9 +14,9 @@ from errors import UserError
 from tests.conftest import metrics, same_bits, sign, tiny_run, weights
 from training.config import MAY_CHANGE
 from training.device import environment
-from training.directory import next_commands
 from training.distributed import Ranks
 from training.options import read_config, tables
+from training.report import next_commands
 from training.run import RunDirectory
 
 

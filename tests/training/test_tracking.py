@@ -13,6 +13,7 @@ import pytest
 
 import train
 from tests.conftest import metrics, tiny_run
+from training.report import flat
 from training.tracking import Tracker
 
 
@@ -29,7 +30,7 @@ def test_lines_are_sent_flat_until_the_first_failure_which_costs_a_line(monkeypa
     monkeypatch.setenv("WANDB_DATA_DIR", "elsewhere")
     tracker = Tracker("offline", None, tmp_path, {})
     assert tracker.run_id == "1" and axes == [(("*",), {"step_metric": "step"})]
-    tracker.send({"step": 3, "val_loss": 2.5, "heads": {"sink": [[0.1, 0.2], [None, 0.4]]}})
+    tracker.send(flat({"step": 3, "val_loss": 2.5, "heads": {"sink": [[0.1, 0.2], [None, 0.4]]}}))
     capsys.readouterr()
     for step in (4, 5):
         tracker.send({"step": step})
