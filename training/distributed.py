@@ -13,7 +13,6 @@ If a rank dies, torchrun reports it and stops the others; with --max-restarts it
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -30,15 +29,13 @@ from training.sharded import is_sharded, shard_model
 
 Result = TypeVar("Result")
 
-TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 LONGEST_WAIT = timedelta(days=30)  # for rank 0, which prepares data for hours or saves
-FAILURE = timedelta(seconds=5)  # at most, between the ends of two ranks that fail by the same error
 
 
 class Ranks:
     """Place of this process among the processes of a run. Without `torchrun` there is one process.
 
-    Inside of the context only the first rank prints. An error that all ranks raise is printed by the first one.
+    Inside of the context only the first rank prints; an error is printed by each rank that raises it.
     Raises UserError if torchrun is to restart ranks on several nodes without the setting that this needs.
     """
 
@@ -51,7 +48,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.silence = contextlib.ExitStack()
-        self.started = TORCHRUN_VARIABLES <= os.environ.keys()
+        self.started = "RANK" in os.environ
         if self.started:
             store, self.rank, self.world = next(dist.rendezvous("env://"))
             self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -64,7 +61,6 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
             self.hosts = dist.new_group(backend="gloo")
-            self.failed = dist.new_group(backend="gloo")  # of its own, so that nobody takes an error for a barrier
         self.is_first = self.rank == 0
 
     def __enter__(self) -> "Ranks":
@@ -76,26 +72,13 @@ class Ranks:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.silence.close()
-        if error is None or isinstance(error, SystemExit):
-            if self.started:
-                dist.destroy_process_group()
-        elif self.world > 1:
-            if has_lost_rank(error):
-                sentence = "lost the connection to another rank; torchrun says which one ended, and how"
-                error = UserError(f"{sentence}: go on with --resume, or let torchrun do so with --max-restarts")
-            elif not self.is_told_by_first():
-                return
-            if self.is_first:
-                raise error
-            sys.exit(getattr(error, "exit_code", 1))
-
-    def is_told_by_first(self) -> bool:
-        """Return whether all ranks have raised an error, or the first has ended. Each rank with an error calls this."""
-        try:
-            dist.monitored_barrier(self.failed, FAILURE)
-        except RuntimeError as error:
-            return has_lost_rank(error)
-        return True
+        if error is None and self.started:
+            dist.destroy_process_group()
+        elif self.started and isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo has no class for it
+            raise UserError(
+                "lost the connection to another rank; torchrun says which one ended, and how: go on with --resume, or "
+                "let torchrun do so with --max-restarts"
+            )
 
     def check(self, config: TrainConfig, step: int, dtype: torch.dtype) -> None:
         """Raise UserError if the ranks cannot train as configured, or do not begin at the same step and precision."""
@@ -105,13 +88,11 @@ class Ranks:
                 f"{self.world} ranks cannot share the {accum} micro-batches of a step: take as many ranks as divide "
                 "train.grad_accum_steps, or begin a run with more of these and a smaller train.batch_size"
             )
-        if config.parallel == "fsdp":
-            if not self.started:
-                raise UserError(
-                    "train.parallel fsdp is for several processes: torchrun --nproc_per_node=N train.py ..."
-                )
-            if dtype == torch.float16:  # loss scaling would need a verdict of all ranks
-                raise UserError("train.parallel fsdp needs train.dtype bfloat16 or float32, got float16")
+        if config.parallel == "fsdp" and not (self.started and dtype != torch.float16):
+            raise UserError(
+                "train.parallel fsdp is for several processes, in bfloat16 or float32: torchrun --nproc_per_node=N "
+                "train.py ... --train.dtype float32"
+            )
         if self.world == 1:
             return
         begins = [""] * self.world
@@ -174,11 +155,9 @@ class Ranks:
 
     def all_gather(self, vector: Tensor) -> Tensor:
         """Return the vectors of all ranks, equally long: (n,) -> (world, n)."""
-        vectors = vector.new_empty(self.world * len(vector))
-        is_renamed = hasattr(dist, "all_gather_single")  # in PyTorch 2.13
-        gather = dist.all_gather_single if is_renamed else dist.all_gather_into_tensor
-        gather(vectors, vector)
-        return vectors.view(self.world, -1)
+        vectors = vector.new_empty(self.world, len(vector))
+        dist.all_gather(list(vectors), vector)
+        return vectors
 
     def any_rank(self, condition: object) -> bool:
         """Return whether the condition holds on at least one rank. Only the hosts talk; no device is waited for."""
@@ -200,8 +179,3 @@ class Ranks:
         """Wait until all ranks have called this."""
         if self.world > 1:
             dist.monitored_barrier(self.hosts, LONGEST_WAIT)
-
-
-def has_lost_rank(error: BaseException) -> bool:
-    """Return whether the error is of a connection to a rank that has ended. gloo has no class for it."""
-    return isinstance(error, RuntimeError) and "onnection" in str(error)
