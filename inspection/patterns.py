@@ -7,7 +7,7 @@
     att.scores()["entropy"]           # (B, L, H), defined in inspection/metrics.py
 
 The model is any module that calls torch.nn.functional.scaled_dot_product_attention, ours or another. It knows nothing
-of that: its calls are seen from outside, and so are those of our `Attend`. Shapes are named as in model/attention.py.
+of that: its calls are seen from outside. Shapes are named as in model/attention.py.
 """
 
 import sys
@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from errors import UserError
 from inspection.metrics import Metrics, measure
-from model import GPT
-from model.attention import Attend, attention_weights, repeat_kv
+from model import GPT, attention
+from model.attention import attention_weights, repeat_kv
 from model.device import exact_products
 
 # The largest error of a row of weights that rounding explains, for each precision of queries and keys.
@@ -55,8 +55,8 @@ class Call:
     k: Tensor  # (B, n_kv_head, T_key, D)
     mask: Tensor | None  # (1 or B, 1 or H, T_query, T_key), numbers to add to the scores; None: the triangle
     scale: float | None  # None: 1 / sqrt(D)
-    values: Tensor  # (B, n_kv_head, T_key, width of a value); a shape without memory if they were not asked for
-    kernel: Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> output (B, H, T_query, width of a value)
+    values: Tensor | None  # (B, n_kv_head, T_key, width of a value); None if they were not asked for
+    kernel: Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> output (B, H, T_query, width of v)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,11 +104,11 @@ class Call:
 
         Both are (B, H, T_query). The kernel runs again on the same queries, keys and mask, with random values of 1 and
         -1. If a row of our weights is wrong by a vector e, the mean square difference of the two outputs over the
-        width of a value is |e|^2 on average, whatever the direction of e (Freivalds 1977).
+        width of a head is |e|^2 on average, whatever the direction of e (Freivalds 1977).
         """
         q = self.q
         generator = torch.Generator().manual_seed(0)
-        signs = (torch.randint(2, self.values.shape, generator=generator, dtype=torch.int8) * 2 - 1).to(q)
+        signs = (torch.randint(2, self.k.shape, generator=generator, dtype=torch.int8) * 2 - 1).to(q)
         sizes = self.k.to(self.dtype).norm(dim=-1, keepdim=True)
         beside = repeat_kv(torch.cat((signs.to(self.dtype), sizes), dim=-1), q)
         with exact_products(q.device), torch.no_grad():  # as in evaluation: a kernel may differ under autograd
@@ -136,7 +136,6 @@ class Captured(TorchFunctionMode):
 
     def begin(self, *_: object) -> None:
         """Forget the forward pass before, as a hook."""
-        self.in_layer = False  # of ours, whose own call of the kernel is a detail
         self.output: Tensor | None = None  # of the last call
         self.residual: Tensor | None = None  # the stream before the final norm of a model of ours, (B, T, C)
         self.projections: dict[int, Tensor | None] = {}  # layer -> weight (C, H * width of a value); None: several
@@ -155,15 +154,6 @@ class Captured(TorchFunctionMode):
         """Keep the residual stream, as a hook before the final norm."""
         self.residual = inputs[0]
 
-    def enter(self, *_: object) -> None:
-        """Begin a call of a layer of ours, as a hook."""
-        self.in_layer = True
-
-    def leave(self, layer: Attend, inputs: tuple, output: Tensor) -> Tensor:
-        """See the call of a layer of ours, which may attend by the formula, as a hook. Return what `see` returns."""
-        self.in_layer = False
-        return self.see(output, *inputs[:4], kernel=lambda q, k, v, **_: layer.forward(q, k, v, inputs[3]))
-
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         """Call a function of PyTorch. See what it does if it attends, or reads the output of a call that did."""
         kwargs = kwargs or {}
@@ -173,9 +163,7 @@ class Captured(TorchFunctionMode):
         if func is F.linear and self.output is not None:
             self.see_projection(*args, **kwargs)
         output = func(*args, **kwargs)
-        if func is not F.scaled_dot_product_attention or self.in_layer:
-            return output
-        return self.see(output, *args, **kwargs)
+        return self.see(output, *args, **kwargs) if func is F.scaled_dot_product_attention else output
 
     def see(
         self,
@@ -188,7 +176,6 @@ class Captured(TorchFunctionMode):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-        kernel: Callable[..., Tensor] = F.scaled_dot_product_attention,
     ) -> Tensor:
         """Store a call of the kernel. Return its output, or what replaces it."""
         dtype = output.dtype  # of the inputs, or that to which autocast casts them
@@ -214,9 +201,9 @@ class Captured(TorchFunctionMode):
         # Copies, because a model may overwrite its own later, as a cache does.
         q = query.detach().to(dtype, copy=True)
         k = key.detach().to(dtype, copy=True)
-        values = value.detach().to(dtype, copy=True) if self.with_values else value.new_empty(()).expand(value.shape)
-        kernel = partial(kernel, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        self.seen.append(Call(q, k, mask, scale, values, kernel))
+        values = value.detach().to(dtype, copy=True) if self.with_values else None
+        options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        self.seen.append(Call(q, k, mask, scale, values, partial(F.scaled_dot_product_attention, **options)))
         if self.replace is not None:
             output = self.replace(len(self.seen) - 1, output)
         self.output = output if self.with_values else None
@@ -299,8 +286,9 @@ class Captured(TorchFunctionMode):
 def capture(model: nn.Module, replace: Replace | None = None, with_values: bool = False) -> Iterator[Captured]:
     """Capture the calls of the kernel while a model runs inside the `with` block.
 
-    A forward pass replaces the one before. Outputs and gradients are the same as without capture, to the last bit. A
-    compiled model runs eagerly inside the block.
+    A forward pass replaces the one before. Outputs and gradients are the same as without capture, to the last bit, but
+    where our own layers would train by the formula: inside the block they call the kernel. A compiled model runs
+    eagerly there.
 
     replace: a function of a layer and the output of its kernel, before the output projection, that returns the output
         to go on with.
@@ -312,10 +300,7 @@ def capture(model: nn.Module, replace: Replace | None = None, with_values: bool 
         if isinstance(model, GPT):  # its parts may be called without it, from this one on, as `GPT.generate` does
             stack.enter_context(model.token_embedding.register_forward_pre_hook(captured.begin))
             stack.enter_context(model.final_norm.register_forward_pre_hook(captured.end))
-        for module in model.modules():
-            if isinstance(module, Attend):
-                stack.enter_context(module.register_forward_pre_hook(captured.enter))
-                stack.enter_context(module.register_forward_hook(captured.leave))
+        stack.enter_context(patch.object(attention, "formula_is_faster", return_value=False))
         if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield stack.enter_context(captured)

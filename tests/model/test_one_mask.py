@@ -78,9 +78,13 @@ def check_case(case: dict) -> None:
         close(y, kernel, dtype)
         close(gradients(layer, x, y, directions[0]), expected, dtype, size)
 
+    if T == 1 and cached.left_out:  # heads that share the keys of one token are packed in another way
+        return
     (call,) = att.calls
     weights = attention_weights(call.q.double(), call.k.double(), make_causal_mask(T))
     for inspected in (att, cached):
+        if inspected.left_out:  # the last call was of one token
+            continue
         rows = inspected.calls[0].q.size(2)  # with a cache, those of the last call
         inspected.verify()
         for head in range(weights.size(1)):
