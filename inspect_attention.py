@@ -8,7 +8,7 @@ Ways to run:
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
 
-First of all: --text, --heads, --view, -o, --ablate, --device.
+First of all: --text, --heads, -o, --ablate, --device.
 
 Without --text it reads the validation text, if that is on this machine.
 """
@@ -34,7 +34,6 @@ from inspection.inspection import check_output, measure, name_of_model, open_mod
 from inspection.kinds import name_of
 from inspection.metrics import METRICS
 from inspection.page import check_room
-from inspection.views import VIEWS, View
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 
@@ -54,9 +53,6 @@ class Options:
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""
-    view: View = "weights"
-    """What the terminal draws of the --heads: weights, where they look; values, each weight times the length of what is
-    moved; says, the tokens that their output makes likeliest and unlikeliest. A page has all three."""
     ablate: Ablation | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
@@ -68,8 +64,6 @@ class Options:
     def __post_init__(self) -> None:
         if not self.checkpoints:
             raise UserError("which checkpoint? It comes first: inspect_attention.py out/quickstart --heads 0.1")
-        if self.view != "weights" and not self.heads:
-            raise UserError(f"--view {self.view} of which heads? Give some, as --heads 1.3")
         for path in self.output:
             check_output(path)
 
@@ -85,7 +79,6 @@ def inspect(options: Options) -> None:
     device = find_device(options.device)
     text = None if options.text is None else read_prompt(options.text)
     suffixes = {path.suffix.lower() for path in options.output}
-    complete = ".html" in suffixes or options.view != "weights"
     inspections = []
     for checkpoint in checkpoints:
         model, precision = open_model(checkpoint, device)
@@ -94,10 +87,8 @@ def inspect(options: Options) -> None:
                 inputs = choose_inputs(model, text, None, options.heads, checkpoints[-1])
                 if suffixes & {".html", ".npz"}:  # check now, not after the work
                     check_room(inputs, len(checkpoints) if ".html" in suffixes else 1)
-                print(f"text:   {inputs.note}")
-                if inputs.probe:
-                    print(f"probe:  {inputs.probe_note}")
-            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, complete)
+                print(inputs.note)
+            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, ".html" in suffixes)
         inspections = [*inspections, found] if ".html" in suffixes else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(f"        {found.verified}", flush=True)
@@ -105,8 +96,8 @@ def inspect(options: Options) -> None:
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
     print(found.table(inputs.heads if options.heads else ()))
     for head in inputs.heads if options.heads and len(inputs.heads) <= terminal.MOST_ROWS else ():
-        drawing = found.drawing(head, options.view, shutil.get_terminal_size().columns)
-        print(f"\nhead {name_of(head)}, {VIEWS[options.view]}\n{drawing}")
+        print(f"\nhead {name_of(head)}, where it looks: a line is a query, a character a key, in the order of lines")
+        print(terminal.triangle(found.pattern(*head), found.labels, shutil.get_terminal_size().columns))
     for output in options.output:
         save(output, inspections)
         print(f"wrote {output}")

@@ -27,7 +27,7 @@ from model.checkpoint import Checkpoint, nested
 NUM_TEXTS = 8  # sequences of validation text that are measured
 TEXT_LENGTH = 1024  # the most tokens of each
 SHOWN_LENGTH = 256  # the most tokens of it in a picture
-CONTEXTS = ("context_length", "max_position_embeddings", "n_positions", "n_ctx", "block_size", "max_seq_len")
+CONTEXTS = ("context_length", "max_position_embeddings", "block_size")  # the names of ours, `transformers`, nanoGPT
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,8 @@ class Inputs:
     shown: Tensor  # (1, T), the text of the pictures
     labels: Sequence[str]  # of the T tokens that are shown
     label: Callable[[int], str]  # of any token
-    note: str  # describes `measured`
+    note: str  # describes `measured`, and in a second line `probe`
     probe: RepeatProbe | None
-    probe_note: str  # describes `probe`; empty without one
 
 
 def choose_inputs(
@@ -63,20 +62,18 @@ def choose_inputs(
     given = tokenizer if isinstance(tokenizer, list | tuple) else ()
     tokenizer = None if given else as_tokenizer(tokenizer, checkpoint)
     T = context_length(model)
-    if text is None:
-        if checkpoint is None:
-            raise UserError("which text? Only a checkpoint has its own")
-        ids = []
-        measured = validation_texts(checkpoint, min(T or TEXT_LENGTH, TEXT_LENGTH))
-        note = f"{len(measured)} x {measured.size(1)} tokens of its validation text"
-    else:
+    ids = []
+    if text is not None:
         ids = as_ids(text, tokenizer)
         measured = torch.tensor([ids[:T]])
-        note = (
-            f"{len(ids)} tokens"
-            if len(ids) == measured.size(1)
-            else f"the first {T} of {len(ids)} tokens, which fill the context"
-        )
+        shown = measured
+        note = f"text:   {measured.size(1)} of {len(ids)} tokens"
+    elif checkpoint:
+        measured = validation_texts(checkpoint, min(T or TEXT_LENGTH, TEXT_LENGTH))
+        shown = measured[:1, :SHOWN_LENGTH]
+        note = f"text:   {len(measured)} x {measured.size(1)} tokens of its validation text"
+    else:
+        raise UserError("which text? Only a checkpoint has its own")
     if measured.size(1) < 2:
         raise UserError("attention is between tokens: give a text of two or more")
     if not 0 <= measured.min() <= measured.max() < vocab_size:
@@ -91,16 +88,14 @@ def choose_inputs(
         name = visible_label(tokenizer.token_bytes(token)) if tokenizer else names.get(token)
         return f"⟦{name or token}⟧" if not name or token in special else name
 
-    shown = measured[:1, : SHOWN_LENGTH if text is None else None]
-    labels = given[: shown.size(1)] or [label(token) for token in shown[0].tolist()]
     seen = np.array(checkpoint.trainer.get(PROBE_TOKENS, []) if checkpoint else [])
     probe = make_probe(tokenizer, vocab_size, seen, T or measured.size(1))
-    probe_note = ""
     if probe:
         pool = "validation text" if len(seen) else "vocabulary"
         N, length = probe.repeated.shape
-        probe_note = f"{N} x [start, {length // 2} random tokens of the {pool}, the same again]"
-    return Inputs(chosen, measured, shown, labels, label, note, probe, probe_note)
+        note += f"\nprobe:  {N} x [start, {length // 2} random tokens of the {pool}, the same again]"
+    labels = [label(token) for token in shown[0].tolist()]
+    return Inputs(chosen, measured, shown, labels, label, note, probe)
 
 
 @torch.no_grad()
@@ -144,11 +139,9 @@ def as_tokenizer(tokenizer: object, checkpoint: Checkpoint | None) -> Tokenizer 
             tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if tokenizer is None or isinstance(tokenizer, Tokenizer):
         return tokenizer
-    if not hasattr(tokenizer, "backend_tokenizer"):
-        kinds = "one of tril, a fast one of transformers, or a list with a label for each token"
-        raise UserError(f"expected a tokenizer: {kinds}, got {type(tokenizer).__name__}")
-    library = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    return Tokenizer(type(tokenizer).__name__, library, [tokenizer.eos_token])
+    with errors_as_user_error("expected a tokenizer: one of tril, a fast one of transformers, or a list of labels"):
+        library = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        return Tokenizer(type(tokenizer).__name__, library, [tokenizer.eos_token])
 
 
 def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> list[int]:
@@ -165,8 +158,7 @@ def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> l
 def context_length(model: nn.Module) -> int | None:
     """Return the most tokens that a model reads, as its configuration says; None if it does not say."""
     config = getattr(model, "config", None)
-    named = (getattr(config, name, None) for name in CONTEXTS)
-    return next((number for number in named if isinstance(number, int)), None)
+    return next((getattr(config, name) for name in CONTEXTS if hasattr(config, name)), None)
 
 
 def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:

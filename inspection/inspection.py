@@ -30,15 +30,14 @@ from inspection.inputs import Inputs, choose_inputs
 from inspection.kinds import Head
 from inspection.metrics import HeadScores
 from inspection.patterns import Captured, capture
-from inspection.terminal import report, sayings, triangle
-from inspection.views import Said, View, moved_lengths, say
+from inspection.terminal import report
+from inspection.views import Said, moved_lengths, say
 from model.checkpoint import STEP, Checkpoint, find_checkpoint, nested
 from model.device import autocast, dtype_name, find_device, is_fast
 from model.foreign import load_decoder
 
 FORMATS = (".html", ".png", ".svg", ".npz")
 NO_LENGTHS = "the output projection of this model was not seen, so what its heads move is not known"
-NO_SAYINGS = "what a head says is known for models of our four families only, with one output projection a layer"
 FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 50rem; border: 0"></iframe>'
 
 
@@ -77,21 +76,6 @@ class Inspection(Inputs):
     def table(self, heads: Sequence[Head] = ()) -> str:
         """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
         return report(self.scores, self.heads, heads, self.label)
-
-    def drawing(self, head: Head, view: View = "weights", width: int = 80) -> str:
-        """Draw a view of one head in characters, for a terminal of so many columns.
-
-        Raises UserError if the view is not known of this model.
-        """
-        labels = self.labels
-        if view == "weights":
-            return triangle(self.pattern(*head), labels, width)
-        if view == "values":
-            values = self.values(*head)
-            return triangle(values / (values.max() or 1), labels, width)
-        if not self.said:
-            raise UserError(NO_SAYINGS)
-        return sayings(self.said[head], labels, self.label)
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).

@@ -97,18 +97,13 @@ def said_by(inspection: Inspection) -> tuple[list[str], Tensor]:
 
 
 def describe(inspection: Inspection) -> dict:
-    """Return the texts about one checkpoint, its heads and its predictions, and the head and the row to open at."""
+    """Return the texts about one checkpoint, its heads and its predictions, and the head to open at."""
     heads = inspection.heads
     best, _ = next(iter(by_kind(inspection.scores, heads).values()))[0]  # of the first kind
-    is_computed = ~inspection.influence[:, -1].isnan()
-    elsewhere = inspection.pattern(*best).tril(-1)[:, 1:]  # every head may rest on the first token or on its own
-    largest = elsewhere.amax(-1) * is_computed
-    later = len(largest) // 2  # the first queries have few keys to choose among
     return {
         "name": inspection.name,
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
         "best": heads.index(best),
-        "row": later + largest[later:].argmax().item(),  # a query that shows much
         "heads": [describe_head(inspection, head) for head in heads],
         "predictions": [(label, f"{probability:.1%}") for label, probability in inspection.predictions],
     }

@@ -8,7 +8,6 @@ from torch import Tensor
 from cli.script import visible
 from inspection.kinds import KINDS, Head, Heads, by_kind, name_of, short
 from inspection.metrics import METRICS, HeadScores, Metrics
-from inspection.views import Said
 
 GREY = " .:-=+*#%@"  # darker for a larger weight, in tenths
 SHOWN = str.maketrans(" \n\t", "␣↵⇥")
@@ -105,18 +104,4 @@ def triangle(pattern: Tensor, labels: Sequence[str], width: int) -> str:
     for row, name in enumerate(labels):
         characters = "".join(GREY[min(9, int(10 * weight))] for weight in pattern[row, : row + 1].tolist())
         lines.append(f"{row:4d} {name:>16.16} {characters}".rstrip())
-    return "\n".join(lines)
-
-
-def sayings(said: Said, labels: Sequence[str], label_of: Callable[[int], str]) -> str:
-    """Format two lines for each token of a text: what a head makes likelier after it, and what it makes unlikelier."""
-    lines = []
-    for row, (name, tokens, logits) in enumerate(zip(labels, *said, strict=True)):
-        words = ["was not computed"]
-        if not logits.isnan().any():
-            pairs = zip(map(label_of, tokens.tolist()), logits, strict=True)
-            words = [f"{word:.5} {logit:+.1f}".ljust(11) for word, logit in pairs]
-        half = len(tokens) // 2
-        lines.append(f"{row:4d} {name:>11.11} {'  '.join(words[:half])}".rstrip())
-        lines.append(f"{'':17}{'  '.join(words[half:])}".rstrip())
     return "\n".join(lines)

@@ -3,25 +3,16 @@
 Shapes are named as in model/attention.py.
 """
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inspection.decoder import POSITIONS
 from inspection.heads import affordable_rows
 from inspection.kinds import Head, Heads
 from inspection.patterns import Captured
 from model import GPT
 from model.device import exact_products
 
-View = Literal["weights", "values", "says"]
-VIEWS: dict[View, str] = {  # name -> what it shows in a terminal
-    "weights": "where it looks: a line is a query, a character a key, in the order of lines",
-    "values": "what it takes: a line is a query, a character a key, @ is the most",
-    "says": "what it says: five tokens it makes likelier, and five unlikelier",
-}
 MOST_SAID = 5  # tokens, of the likeliest and of the unlikeliest
 Said = tuple[Tensor, Tensor]  # n likeliest and n unlikeliest tokens, and their logits; each (T, 2n), nan: not computed
 
@@ -66,9 +57,8 @@ def say(model: GPT, att: Captured, heads: Heads) -> dict[Head, Said]:
         tokens = torch.zeros(logits.shape, dtype=torch.long)
         with exact_products(residual.device):
             direct = scale * centred(att.pattern(*head)[0, places] @ att.moved(*head)[0])
-            for row, part in zip(rows.split(POSITIONS), direct.split(POSITIONS), strict=True):
-                shares = F.linear(part, unembedding)
-                ends = shares.topk(n), shares.topk(n, largest=False)
-                logits[row], tokens[row] = (torch.cat(each, dim=1).cpu() for each in zip(*ends, strict=True))
+            shares = F.linear(direct, unembedding)
+        ends = shares.topk(n), shares.topk(n, largest=False)
+        logits[rows], tokens[rows] = (torch.cat(each, dim=1).cpu() for each in zip(*ends, strict=True))
         found[head] = tokens, logits
     return found

@@ -212,7 +212,7 @@ def test_keys_in_front_of_the_tokens_are_left_out() -> None:
     assert token.item() == 5 and rows.item() == 2
     assert share.item() == pytest.approx(0.4) and even.item() == pytest.approx(0.2)
     att = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4))
-    found = Inspection(*(8 * [None]), "", "", None, att)
+    found = Inspection(*(7 * [None]), "", "", None, att)
     assert found.pattern(0, 0).tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
 
 

@@ -118,7 +118,7 @@ def test_the_log_of_a_run_and_its_inspection_have_the_same_induction(run, straig
         scores = head_scores(GPT.from_pretrained(straight), inputs.measured, inputs.probe)
         for name in ("induction", "induction_control", "duplicate"):
             torch.testing.assert_close(scores.mean[name], torch.tensor(logged[name]).double(), rtol=0, atol=1e-4)
-    assert inputs.probe_note == "8 x [start, 5 random tokens of the validation text, the same again]"
+    assert inputs.note.endswith("\nprobe:  8 x [start, 5 random tokens of the validation text, the same again]")
     probed = set(inputs.probe.repeated[:, 1:].unique().tolist())
     assert probed <= set(checkpoint.trainer["probe_tokens"])
 
@@ -131,7 +131,7 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
     assert result.exit_code == 0, result.err
     wrote = [line for line in result.out.splitlines() if line.startswith("wrote ")]
     assert wrote == [f"wrote {tmp_path / name}" for name in WRITTEN]
-    assert "the first 11 of 13 tokens, which fill the context\n" in result.out
+    assert "text:   11 of 13 tokens\n" in result.out
     assert "head 1.1, where it looks: a line is a query, a character a key, in the order of lines" in result.out
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "a.svg").read_text()
 
