@@ -194,7 +194,7 @@ def influence(model: nn.Module, idx: Tensor) -> Tensor:
     shares = torch.full((T, T), torch.nan)
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
     rows = affordable_rows(T, flops_per_row, idx.device)
-    with evaluating(model), torch.enable_grad(), watched(idx) as embedded:
+    with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded:
         logits, hidden = read(model, idx, rows.to(idx.device))
         if not embedded or not logits.requires_grad:
             return shares

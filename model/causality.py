@@ -58,8 +58,8 @@ class Causality:
     """The number of tokens in a probed sequence."""
     num_probed: int
     """The number of different positions probed."""
-    remarks: dict[str, str]
-    """What else there is to say, and why: bits that differ by rounding alone, derivatives that were not asked for."""
+    remarks: set[str]
+    """What else there is to say: that bits differ by rounding alone, that derivatives were not asked for."""
     finding: str | None = None
     """A description of the fault."""
     query: int | None = None
@@ -76,7 +76,7 @@ class Causality:
         if self.finding:
             return f"no, {self.finding}"
         asked = f"none of the {self.num_probed} probed positions (of {self.length}) depends on a later one"
-        return "; ".join([f"yes, {asked}", *(f"{what}: {why}" for what, why in self.remarks.items())])
+        return "; ".join([f"yes, {asked}", *sorted(self.remarks)])
 
 
 class Finding(Exception):
@@ -103,8 +103,8 @@ def check_causality(
         forward: any callable, (B, T) int64 -> logits (B, T, V), or what contains them: see `logits_of`.
         vocab_size: V, at least 2.
         length: T. Kernels may differ by length: give the length of the training.
-        module: the module that has the weights of `forward`, if `forward` is not a module itself. Without a module the
-            tokens are on the CPU, there are no derivatives and no random or extreme weights, and the check is strict.
+        module: the module that has the weights of `forward`, if `forward` is not a module itself. Without weights the
+            tokens are on the CPU, there are no derivatives, and the check is strict.
         decode: a function like `forward` that reads the tokens part by part, with a cache.
         loss_fn: a loss of the module that hides its logits, such as a compiled one: inputs and targets, (B, T) int64
             each -> the sum over all targets except those of -100. It is called with autograd in training mode only.
@@ -118,12 +118,10 @@ def check_causality(
         tokens: (N,), the ids to draw texts from, such as all but that of padding. None: all of the vocabulary.
         strict: probe more positions, and take no difference for one of rounding, as before a training.
 
-    Raises ValueError if length, vocab_size, mask or tokens are impossible, or if a module is missing.
+    Raises ValueError if length, vocab_size, mask or tokens are impossible.
     """
-    if module is None and isinstance(forward, nn.Module):
-        module = forward
-    if module is None and (decode or loss_fn or extreme):
-        raise ValueError("decode, loss_fn and extreme are functions of a module: give it too")
+    if module is None:
+        module = forward if isinstance(forward, nn.Module) else nn.Module()
     pool = torch.as_tensor(range(vocab_size) if tokens is None else tokens).unique().cpu()
     if len(pool) < 2 or length < 1:
         raise ValueError(f"nothing to ask: {length} tokens of a vocabulary of {len(pool)}")
@@ -131,15 +129,11 @@ def check_causality(
         mask = torch.ones(length, length, dtype=torch.bool).tril()
     if mask.shape != (length, length):
         raise ValueError(f"the mask must be ({length}, {length}), got {tuple(mask.shape)}")
-    suspect = nn.Module().eval() if module is None else module
-    prober = Prober(vocab_size, mask.cpu(), pool, batch_size, suspect, strict or module is None)
+    prober = Prober(vocab_size, mask.cpu(), pool, batch_size, module, strict)
     finding = ()
     try:
         with prober.restoring():
-            if module is None:
-                prober.probe_function(forward)
-            else:
-                prober.probe_module(forward, decode, loss_fn, extreme or [forward])
+            prober.probe(forward, decode, loss_fn, extreme or [forward])
     except Finding as found:
         finding = found.args
     return Causality(length, len(prober.probed), prober.remarks, *finding)
@@ -178,7 +172,9 @@ class Prober:
 
     def __post_init__(self) -> None:
         self.length = len(self.mask)
-        self.device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+        self.weights = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
+        self.device = next((weight.device for weight in self.weights.values()), torch.device("cpu"))
+        self.strict |= not self.weights  # a function has no float64 to ask in
         self.random = torch.Generator().manual_seed(0)  # for tokens, positions and random weights
         self.pool = self.shuffled(self.pool).to(self.device)
         self.hiding = self.shuffled((~self.mask).any(1).nonzero().flatten()).tolist()  # positions that may not see all
@@ -189,7 +185,7 @@ class Prober:
         self.is_extreme = False
         self.where = "with the weights as they are"  # how the module is probed
         self.probed = set()
-        self.remarks = {}
+        self.remarks = set()
         self.parts = [(part, part.training, dict(part._buffers)) for part in self.module.modules()]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
         self.random_state = random.getstate()
@@ -225,17 +221,8 @@ class Prober:
             if not torch.equal(buffer, value.to(buffer.dtype)):  # an expanded buffer cannot be written to
                 buffer.copy_(value)
 
-    def probe_function(self, forward: Forward) -> None:
-        """Run the probes of a function as it is."""
-        self.remarks["derivatives not asked for"] = "there is no module"
-        with torch.no_grad():
-            self.hidden(forward, 32, alone=True)
-            self.seen(forward)
-
-    def probe_module(
-        self, forward: Forward, decode: Forward | None, loss_fn: Loss | None, extreme: Sequence[Forward]
-    ) -> None:
-        """Run all probes of a module."""
+    def probe(self, forward: Forward, decode: Forward | None, loss_fn: Loss | None, extreme: Sequence[Forward]) -> None:
+        """Run all probes."""
         exact = extreme[0]
         # In float32 a quarter of the batch needs less memory than a training step in half precision.
         small = max(1, self.batch_size // 4) if self.strict else self.batch_size
@@ -272,16 +259,12 @@ class Prober:
                 self.where = "in decoding, with extreme weights"
                 self.hidden(decode, self.few, small)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights by their names."""
-        return {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
-
     @torch.no_grad()
     def randomize(self) -> None:
         """Give every weight a random value, so that each part of the model matters."""
         seed = int(torch.randint(2**31, (), generator=self.random))
         torch.manual_seed(seed + int(os.environ.get("RANK", 0)))  # a shard of FSDP on each rank, which must differ
-        for weight in self.weights().values():
+        for weight in self.weights.values():
             values = weight.to_local() if hasattr(weight, "to_local") else weight
             if weight.dim() < 2:  # gains and biases
                 values.uniform_(0.5, 1.5).mul_(torch.randint_like(values, 2) * 2 - 1)
@@ -292,9 +275,8 @@ class Prober:
     @torch.no_grad()
     def enlarge(self) -> None:
         """Scale the weights of queries and keys; all weights, if none has the name of these."""
-        weights = self.weights()
-        for name in list(filter(FOR_SCORES.search, weights)) or weights:
-            weights[name].mul_(EXTREME)
+        for name in list(filter(FOR_SCORES.search, self.weights)) or self.weights:
+            self.weights[name].mul_(EXTREME)
         self.is_extreme = True
 
     def positions(self, count: int) -> list[int]:
@@ -309,17 +291,17 @@ class Prober:
         self.probed |= chosen
         return sorted(chosen)
 
-    def text(self, num_sequences: int, positions: Sequence[int] = ()) -> Tensor:
+    def text(self, num_sequences: int, batches: Sequence[list[int]] = ()) -> Tensor:
         """Return a random text, (num_sequences, T). The first half of the sequences repeat one token.
 
-        positions: those after which tokens will be replaced, in turn for each of the sequences. The first token that is
+        batches: positions after which tokens will be replaced, one of each sequence at a time. The first token that is
         replaced, and its replacement, are dealt like cards: two of the pool that had not their turn yet.
         """
         ranks = torch.randint(len(self.pool), (num_sequences, self.length), generator=self.random)
         ranks[: num_sequences // 2] = 0
-        for number, position in enumerate(positions):
-            before, row = divmod(number, num_sequences)  # so many times the token will have been replaced before
-            ranks[row, (position + 1) % self.length] = next(self.next_rank) - before
+        for before, batch in enumerate(batches):  # so many times the token will have been replaced before
+            for row, position in enumerate(batch):
+                ranks[row, (position + 1) % self.length] = next(self.next_rank) - before
         return ranks
 
     def ids(self, ranks: Tensor) -> Tensor:
@@ -354,9 +336,9 @@ class Prober:
         Each position has a sequence of a batch to itself. Each text is compared with the one before it.
         """
         B = batch_size or self.batch_size
-        positions = self.positions(max(count, B))
-        ranks = self.text(B, positions)
-        hides = [~self.mask[part] for part in self.batches(positions, B)]  # (B, T) each, True to replace a token
+        batches = self.batches(count, B)
+        ranks = self.text(B, batches)
+        hides = [~self.mask[batch] for batch in batches]  # (B, T) each, True to replace a token
         if alone:
             others = ~torch.eye(B, dtype=torch.bool)[:2]  # than the first sequence, and than the second
             hides += others[:, :, None].expand(-1, B, self.length)
@@ -368,8 +350,9 @@ class Prober:
             ranks = changed
             before = after
 
-    def batches(self, positions: list[int], B: int) -> list[list[int]]:
-        """Return positions by B, the last ones as often as it takes: kernels may differ by batch."""
+    def batches(self, count: int, B: int) -> list[list[int]]:
+        """Return `count` positions or more by B, the last ones as often as it takes: kernels may differ by batch."""
+        positions = self.positions(max(count, B))
         return [(positions[began : began + B] * B)[:B] for began in range(0, len(positions), B)]
 
     def compare(self, forward: Forward, ranks: Tensor, before: Tensor, changed: Tensor, after: Tensor) -> None:
@@ -421,7 +404,7 @@ class Prober:
             return False
         again = self.in_float64(difference)
         how = "asked again in float64" if again is not None else f"less than {TINY}, and no float64 to ask again in"
-        self.remarks["bits differ by rounding alone"] = how
+        self.remarks.add(f"bits differ by rounding alone: {how}")
         return not is_derivative if again is None else bool(again <= VANISHED)
 
     def in_float64(self, ask: Callable) -> object | None:
@@ -465,6 +448,7 @@ class Prober:
 
     def seen(self, forward: Forward) -> None:
         """Run the probe "seen"."""
+        self.remarks.add("derivatives not asked for: no nn.Embedding reads the tokens, or autograd is off or fails")
         keys = self.single_positions()
 
         def moved(ranks: Tensor) -> Tensor:
@@ -504,8 +488,7 @@ class Prober:
                 influence = measure(ranks)
                 return influence.masked_fill(may_see, 0).max() / influence.max()
 
-            is_zero = (leaks == 0).all()
-            if not is_zero and not self.vanishes(leaks.max() / influence.max(), largest_leak, True):
+            if leaks.any() and not self.vanishes(leaks.max() / influence.max(), largest_leak, True):
                 row, column = leaks.nonzero()[0].tolist()
                 effect = f": the derivative of its logits to it is {leaks[row, column]:.2g} and must be exactly 0"
                 raise leak(queries[row], keys[column], effect)
@@ -525,11 +508,10 @@ class Prober:
         idx = self.ids(ranks)
         # A training step of so few sequences, in half precision, would need less memory of a GPU.
         on_host = torch.autograd.graph.save_on_cpu() if self.device.type != "cpu" else nullcontext()
-        with watched(idx) as embedded, on_host:
+        with watched(plain, idx) as embedded, on_host:
             output = plain(idx) if function is self.module else function(idx)
             logits = logits_of(output, (*idx.shape, self.vocab_size))
         if not embedded or not logits.requires_grad:
-            self.remarks["derivatives not asked for"] = "no nn.Embedding reads the tokens, or autograd is off"
             return None
         found = []
         options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
@@ -541,7 +523,6 @@ class Prober:
             except RuntimeError:  # reentrant checkpoints, or a kernel without a derivative
                 if self.strict:
                     raise
-                self.remarks["derivatives not asked for"] = "autograd fails in it"
                 return None
             found.append(sum(gradient[0].abs().amax(-1) for gradient in gradients))
         return torch.stack(found).cpu()
@@ -552,10 +533,10 @@ class Prober:
         In each sequence one target is counted, because a small sum shows small changes.
         """
         B = self.batch_size
-        for part in self.batches(self.positions(max(self.many, B)), B):
+        for batch in self.batches(self.many, B):
             ranks = self.text(B)
-            changed = ranks + ~self.mask[part]
-            counted = torch.arange(self.length) == torch.tensor(part)[:, None]
+            changed = ranks + ~self.mask[batch]
+            counted = torch.arange(self.length) == torch.tensor(batch)[:, None]
             targets = torch.where(counted.to(self.device), self.ids(ranks), IGNORE)
 
             def loss(ranks: Tensor, targets: Tensor = targets) -> Tensor:
@@ -566,7 +547,7 @@ class Prober:
             if not torch.equal(before, after):
                 row, key = self.first_cause(loss, ranks, changed)
                 effect = f": the loss moves by {(after - before).abs():.2g} ({self.where})"
-                raise leak(part[row], key, f"{effect}, unless it counts targets of {IGNORE}")
+                raise leak(batch[row], key, f"{effect}, unless it counts targets of {IGNORE}")
 
 
 def leak(query: int, key: int, effect: str) -> Finding:
@@ -587,20 +568,21 @@ def equals(before: Tensor, after: Tensor) -> Tensor:
 
 
 @contextmanager
-def watched(idx: Tensor) -> Iterator[list[Tensor]]:
+def watched(module: nn.Module, idx: Tensor) -> Iterator[list[Tensor]]:
     """Yield a list to which each output (B, T, C) of an nn.Embedding that reads idx, (B, T), is added as a leaf."""
     embedded = []
 
-    def watch(part: nn.Module, inputs: tuple, options: dict, output: object) -> Tensor | None:
-        is_embedding = isinstance(part, nn.Embedding) and isinstance(output, Tensor) and output.shape[:-1] == idx.shape
+    def watch(part: nn.Module, inputs: tuple, options: dict, output: Tensor) -> Tensor | None:
         read = (*inputs, *options.values())
-        if not is_embedding or not torch.equal(read[0], idx):
+        if not torch.equal(read[0], idx):
             return None
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone() if torch.is_grad_enabled() else embedded[-1]  # some models add to it in place
 
-    with nn.modules.module.register_module_forward_hook(watch, with_kwargs=True) as handle:
-        try:
-            yield embedded
-        finally:  # PyTorch forgets to, and then warns whoever calls a compiled module
-            nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+    parts = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    handles = [part.register_forward_hook(watch, prepend=True, with_kwargs=True) for part in parts]  # before others
+    try:
+        yield embedded
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -109,7 +109,7 @@ def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:
 def compute(model: GPT, idx: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Return the logits of a text, and the gradients of its loss by the embeddings of its tokens, on the CPU."""
     idx = idx.to(model.device)
-    with evaluating(model), watched(idx) as embedded:
+    with evaluating(model), watched(model, idx) as embedded:
         products = exact_products(model.device) if dtype == torch.float32 else autocast(model.device, dtype)
         with products:  # without TF32
             logits = model(idx).float()
