@@ -53,15 +53,12 @@ class Batches:
         offset = random.integers(self.context_length)
         return random.permutation(self.sequences_per_epoch) * self.context_length + offset
 
-    def starts(self, batch: int) -> np.ndarray:
-        """Return where the sequences of the batch with this number begin, (B,)."""
-        n = self.sequences_per_epoch
-        first = batch * self.batch_size
-        return np.array([self.order(number // n)[number % n] for number in range(first, first + self.batch_size)])
-
     def __call__(self, batch: int, device: torch.device) -> Batch:
         """Return inputs and targets of the batch with this number, both (B, T) int64. Targets are one token ahead."""
-        places = self.starts(batch)[:, None] + np.arange(self.context_length + 1)
+        n = self.sequences_per_epoch
+        first = batch * self.batch_size
+        starts = [self.order(number // n)[number % n] for number in range(first, first + self.batch_size)]
+        places = np.array(starts)[:, None] + np.arange(self.context_length + 1)
         return to_device(self.tokens[places % len(self.tokens)], device)
 
 
@@ -77,10 +74,8 @@ def validation_batches(
         numbers = first + rank * batch_size + np.arange(batch_size)
         places = numbers[:, None] * context_length + np.arange(context_length + 1)
         inputs, targets = to_device(tokens[np.minimum(places, len(tokens) - 1)], device)
-        beyond = places[:, 1:] >= len(tokens)
-        if beyond.any():  # only then, because the mask has to be copied to the device
-            targets = targets.masked_fill(torch.from_numpy(beyond).to(device), IGNORE)
-        yield inputs, targets
+        beyond = torch.from_numpy(places[:, 1:] >= len(tokens))
+        yield inputs, targets.masked_fill(beyond.to(device), IGNORE)
 
 
 def to_device(sequences: np.ndarray, device: torch.device) -> Batch:

@@ -25,8 +25,6 @@ class DataConfig:
     text beyond them."""
     val_fraction: float = 0.1
     """Share of the documents that is kept for validation. Of a few documents, or of token files, it is the end."""
-    val_source: PathText | None = None
-    """Token files to validate on. Left out: the end of those of the source."""
 
     def __post_init__(self) -> None:
         check_numbers(self, max_tokens=(1, 1e30), val_fraction=(1e-9, 0.999999))

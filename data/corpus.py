@@ -63,23 +63,12 @@ def open_corpus(directory: Path) -> Corpus:
         tokenizer = load_tokenizer(directory)
         if meta["fingerprint"] != fingerprint(tokenizer, meta):
             raise UserError(f"{directory} has changed since it was prepared: remove it")
-        tokens = {split: map_split(directory / f"{split}.bin", meta[split], tokenizer) for split in SPLITS}
+        tokens = {}
+        for split in SPLITS:
+            path = directory / f"{split}.bin"
+            tokens[split] = np.memmap(path, dtype_of(tokenizer), mode="r")
+            # Its content is compared if the file was touched since the preparation. No program can set the ctime.
+            is_touched = path.stat().st_ctime_ns != meta[split]["ctime_ns"]
+            if len(tokens[split]) != meta[split]["tokens"] or is_touched and sha256(path) != meta[split]["sha256"]:
+                raise UserError(f"{path} has changed since it was prepared: remove {directory}")
         return Corpus(directory, meta, tokenizer, tokens)
-
-
-def map_split(path: Path, expected: dict, tokenizer: Tokenizer) -> np.ndarray:
-    """Memory-map the ids of a split, and compare the file with its entry in meta.json.
-
-    Its size is compared, and its content if the file was touched since the preparation. Raises UserError for a file
-    that has changed.
-    """
-    dtype = dtype_of(tokenizer)
-    stat = path.stat()
-    size = expected["tokens"] * dtype.itemsize
-    if stat.st_size != size or expected["tokens"] < 2 or not expected["bytes"] > 0:
-        raise UserError(f"{path} has {stat.st_size} bytes instead of {size}")
-    tokens = np.memmap(path, dtype, mode="r")
-    # No program can set the ctime.
-    if stat.st_ctime_ns != expected["ctime_ns"] and sha256(path) != expected["sha256"]:
-        raise UserError(f"{path} has changed since it was prepared, its SHA-256 is another: remove {path.parent}")
-    return tokens

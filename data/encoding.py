@@ -18,7 +18,6 @@ from data.sources import cut
 from errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
-OTHER_ENDS = ("</s>", "<eos>", "<|end_of_text|>")  # in use elsewhere
 FILES = ("tokenizer.json", "tokenizer_config.json")
 TOKENIZER_JSON, TOKENIZER_CONFIG = FILES
 REPLACEMENT = "\ufffd"  # the character that stands for bytes that are not UTF-8
@@ -58,7 +57,7 @@ class Tokenizer:
         name: for messages.
         library: the tokenizer, whose settings are changed.
         ends: the ids or names of the tokens that end a text. The first that exists is end_of_text, unless there is
-            "<|endoftext|>". If none exists, a special token of OTHER_ENDS is.
+            "<|endoftext|>".
 
     Attributes:
         vocab_size: one more than the largest id of a text, its start or its end. Some smaller ids may be unused.
@@ -87,7 +86,6 @@ class Tokenizer:
         self.vocabulary = library.get_vocab()
         numbers = self.vocabulary | {number: number for number in self.vocabulary.values()}
         found = [numbers[end] for end in (END_OF_TEXT, *ends) if end in numbers]
-        found = found or [self.special_tokens[end] for end in OTHER_ENDS if end in self.special_tokens][:1]
         self.end_of_text = found[0] if found else None
         self.ends = list(dict.fromkeys([*found, *(end for end in ends if isinstance(end, int))]))
         # The library adds a start, if the file asks for one, to the ids of any text: here to those of a word.

@@ -8,8 +8,6 @@ another corpus is prepared, in a directory of its own.
 """
 
 import hashlib
-import json
-import os
 import re
 import shlex
 import shutil
@@ -24,7 +22,7 @@ from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
 from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.sources import find_files
-from data.token_files import has_token_files, open_token_files
+from data.token_files import find_token_files, open_token_files
 from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer
 from errors import UserError
@@ -45,72 +43,53 @@ def prepare(
             if its source has changed since.
         model: the directory whose tokenizer has the name "model".
 
-    Raises UserError if the source cannot be used, if `out` holds something other than this corpus or cannot be written,
-    or if the corpus has another fingerprint.
+    Raises UserError if the source cannot be used, if `out` holds something other than this corpus, or if the corpus has
+    another fingerprint; and OSError if a file cannot be read or written.
     """
-    corpus = find_prepared(fingerprint, config.source) or find_corpus(config, out, fingerprint is not None, model)
+    corpus = find_prepared(fingerprint, config.source)
+    if corpus is None:
+        # A run that goes on has the tokenizer of its model: another version of a library may make another one.
+        tokenizer = find_tokenizer(config.tokenizer if fingerprint is None else "model", model)
+        if is_prepared(config.source):
+            corpus = open_corpus(Path(config.source))
+            is_same = config.tokenizer == corpus.meta["tokenizer"]
+            if tokenizer:  # other files of it may be of another version
+                is_same = tokenizer.files[TOKENIZER_JSON] == corpus.tokenizer.files[TOKENIZER_JSON]
+            if not is_same:
+                raise UserError(f"{config.source} was prepared with another tokenizer: {corpus.meta['tokenizer']}")
+        elif files := find_token_files(config.source):
+            corpus = open_token_files(config, files, tokenizer)
+        else:
+            corpus = prepare_source(config, out, tokenizer)
     if fingerprint not in (None, corpus.meta["fingerprint"]):
         raise UserError(f"{config.source} is not the text this run began with: put that back to go on")
-    return corpus
-
-
-def find_corpus(config: DataConfig, out: Path | None, is_resumed: bool, model: Path | None) -> Corpus:
-    """Return the corpus of a configuration: a prepared one, token files, or text, which is prepared.
-
-    is_resumed: the tokenizer of token files is that of `model`: another version of a library may make another one.
-
-    Raises as `prepare`.
-    """
-    if is_prepared(config.source):
-        return open_source(config, find_tokenizer(config.tokenizer, model))
-    if has_token_files(config.source):
-        return open_token_files(config, find_tokenizer("model" if is_resumed else config.tokenizer, model))
-    if config.val_source:
-        raise UserError(f"data.val_source is for token files of datatrove, and {config.source} has none")
-    return prepare_source(config, out, find_tokenizer(config.tokenizer, model))
-
-
-def open_source(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
-    """Open a source that is a prepared corpus. Raises UserError if it has another tokenizer than the configuration.
-
-    tokenizer: the configured one, as `find_tokenizer` returns it, here and in the functions below.
-    """
-    corpus = open_corpus(Path(config.source))
-    name = corpus.meta["tokenizer"]
-    if tokenizer:  # other files of it may be of another version
-        is_same = tokenizer.files[TOKENIZER_JSON] == corpus.tokenizer.files[TOKENIZER_JSON]
-    else:
-        is_same = name == config.tokenizer
-    if not is_same:
-        raise UserError(f"{config.source} was prepared with --data.tokenizer {name!s:.200}, not {config.tokenizer}")
     return corpus
 
 
 def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | None) -> Corpus:
     """Open the corpus in a directory if it is there already, else write it. One process at a time; others wait.
 
-    Raises UserError if the directory holds something else, or a corpus that has changed, or cannot be written.
+    tokenizer: the configured one, as `find_tokenizer` returns it.
+
+    Raises UserError if the directory holds something else, or a corpus that has changed, and OSError if it cannot be
+    written.
     """
     key = corpus_key(config, tokenizer)
-    directory = (out or default_directory(config, key)).resolve()  # behind a link, where it can be renamed
+    name = f"{Path(config.source).stem}-{Path(config.tokenizer).stem}-{key[:8]}"  # to be read by people
+    directory = out or PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
+    directory = directory.resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both
-        # work.
-        with FileLock(directory.with_name(f".{directory.name}.lock")):
-            if not directory.exists() or not os.listdir(directory):
-                shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
-                temporary.mkdir()
-                try:
-                    write_corpus(config, key, temporary, tokenizer)
-                    publish(temporary, directory)
-                finally:
-                    shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot write a corpus: {error}; python -m data.prepare SOURCE --out DIR writes elsewhere"
-        ) from None
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both work.
+    with FileLock(directory.with_name(f".{directory.name}.lock")):
+        if not directory.exists() or not any(directory.iterdir()):
+            shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+            temporary.mkdir()
+            try:
+                write_corpus(config, key, temporary, tokenizer)
+                publish(temporary, directory)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
     corpus = open_corpus(directory)
     if corpus.meta["key"] != key:
         raise UserError(f"{directory} is the corpus of another text, or of other options: give another --out")
@@ -124,19 +103,14 @@ def corpus_key(config: DataConfig, tokenizer: Tokenizer | None) -> str:
     return hashlib.sha256(repr((FORMAT, options, stamps, tokenizer and tokenizer.files)).encode()).hexdigest()
 
 
-def default_directory(config: DataConfig, key: str) -> Path:
-    """Return a directory in PREPARED with a readable name, which ends with the beginning of the corpus's key."""
-    name = f"{Path(config.source).stem}-{Path(config.tokenizer).stem}-{key[:8]}"
-    return PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
+def find_prepared(fingerprint: object, source: str) -> Corpus | None:
+    """Return the prepared corpus with this fingerprint; None if it is neither in PREPARED nor the source itself.
 
-
-def find_prepared(fingerprint: object, *elsewhere: str) -> Corpus | None:
-    """Return the prepared corpus with this fingerprint; None if it is neither in PREPARED nor one of `elsewhere`."""
-    if fingerprint is None:
-        return None
-    for directory in (*map(Path, elsewhere), *PREPARED.glob("*")):
-        with suppress(UserError, OSError, ValueError, TypeError, KeyError):
-            if json.loads(read_small(directory / "meta.json"))["fingerprint"] == fingerprint:
+    fingerprint: None has no corpus.
+    """
+    for directory in (Path(source), *PREPARED.glob("*")):
+        with suppress(UserError):
+            if f'"fingerprint": "{fingerprint}"'.encode() in read_small(directory / "meta.json"):
                 return open_corpus(directory)
     return None
 

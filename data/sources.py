@@ -20,6 +20,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from textwrap import shorten
 from typing import BinaryIO, TextIO
@@ -37,7 +38,7 @@ NOT_STDLIB = re.compile(
     r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*"
     r"|(cp[0-8]|hp_|iso8859|koi8_|kz|mac_|palmos|ptcp|tis_).*|(aliases|entities|_casefix|stringprep|topics)\.py"
 )  # tests, what was installed, and tables of codes
-BATCH = 100  # rows of Parquet and hub data sets that are read at once
+BATCH = 100  # rows of Parquet that are read at once
 LONGEST = 1 << 26  # characters of a field of CSV or a row of JSON; a quote that is never closed is read no further
 BETWEEN_ROWS = " \t\r\n,"  # of JSON
 ROW_START = re.compile(f"[^{BETWEEN_ROWS}]|\\Z")
@@ -89,7 +90,7 @@ def find_files(source: str) -> list[Path]:
     if split_prefix(source)[0]:
         return []
     if source == "stdlib":
-        found = [path for path in walk(sysconfig.get_path("stdlib"), NOT_STDLIB) if path.suffix == ".py"]
+        found = (path for path in walk(sysconfig.get_path("stdlib"), NOT_STDLIB) if path.suffix == ".py")
     elif os.path.isdir(source):
         found = walk(source, HIDDEN)
     elif "**" in source:  # `glob` would follow links in circles
@@ -107,46 +108,51 @@ def find_files(source: str) -> list[Path]:
 
 
 def walk(folder: str, hidden: re.Pattern) -> Iterator[Path]:
-    """Yield the files in a folder at any depth, but no hidden names. Links are followed, in circles only once."""
+    """Yield the files in a folder at any depth, but no hidden names. Links are followed, in circles only once.
 
-    def refuse(error: OSError) -> None:
-        raise UserError(f"cannot read all of {folder}: {error}")
-
+    Raises OSError for a folder that may not be read.
+    """
     seen = set()
-    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        place = os.path.realpath(parent)
-        folders[:] = [name for name in sorted(folders) if not hidden.fullmatch(name) and place not in seen]
-        seen.add(place)
-        yield from (Path(parent, name) for name in names if not hidden.fullmatch(name))
+    waiting = [Path(folder)]
+    while waiting:
+        parent = waiting.pop()
+        if parent.resolve() not in seen:
+            seen.add(parent.resolve())
+            found = [path for path in sorted(parent.iterdir()) if not hidden.fullmatch(path.name)]
+            waiting += filter(Path.is_dir, found)
+            yield from found
 
 
 def read_files(source: str, text_column: str) -> Iterator[Document]:
-    """Yield the documents of local files: each row of a table, and each other file as a whole.
+    """Yield the documents of local files. Raises as `read_file`."""
+    for path in find_files(source):
+        if path.stat().st_size:  # nothing can be read from an empty Parquet file
+            refuse_pointer(path)
+            yield from read_file(str(path), partial(open, mode="rb"), text_column)
 
-    The name of a file says whether it is a table (TABLES), and how it is compressed (COMPRESSED).
+
+def read_file(path: str, open_file: Callable[[str], BinaryIO], text_column: str) -> Iterator[Document]:
+    """Yield the documents of a file: each row of a table, and any other file as a whole.
+
+    Its name says whether it is a table (TABLES) or compressed (COMPRESSED). Raises UserError if it cannot be read.
     """
-    for path in map(str, find_files(source)):
-        name, suffix = os.path.splitext(path.lower())
-        kind = os.path.splitext(name)[1] if suffix in COMPRESSED else suffix
-        open_file = COMPRESSED.get(suffix, partial(open, mode="rb"))
-        parts = read_file(path, open_file, TABLES.get(kind, read_text), text_column)
-        yield from parts if kind in TABLES else [parts]
+    name, suffix = os.path.splitext(path.lower())
+    unpack = COMPRESSED.get(suffix)
+    kind = os.path.splitext(name)[1] if unpack else suffix
+
+    def read() -> Iterator[str]:
+        with errors_as_user_error(f"cannot read {path}"), open_file(path) as packed:
+            with io.TextIOWrapper(unpack(packed) if unpack else packed, "utf-8-sig", newline="") as file:
+                yield from TABLES.get(kind, read_text)(path, file, text_column)
+
+    yield from read() if kind in TABLES else [read()]
 
 
-def read_file(path: str, open_file: Callable, read: Callable, text_column: str) -> Iterator[str]:
-    """Yield what a function of TABLES, or `read_text`, finds in a file. Raises UserError if it cannot be read."""
-    with errors_as_user_error(f"cannot read {path}"):
-        refuse_pointer(path)
-        if os.path.getsize(path):  # nothing can be read from an empty Parquet file
-            with io.TextIOWrapper(open_file(path), "utf-8-sig", newline="") as file:
-                yield from read(path, file, text_column)
-
-
-def open_zstandard(path: str) -> BinaryIO:
-    """Open a file that Zstandard has compressed."""
+def open_zstandard(packed: BinaryIO) -> BinaryIO:
+    """Read what Zstandard has compressed."""
     import pyarrow  # slow to import; comes with `datasets`
 
-    return pyarrow.CompressedInputStream(open(path, "rb"), "zstd")
+    return pyarrow.CompressedInputStream(packed, "zstd")
 
 
 def read_text(path: str, file: TextIO, text_column: str) -> Iterator[str]:
@@ -160,36 +166,31 @@ def read_text(path: str, file: TextIO, text_column: str) -> Iterator[str]:
 def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
     """Yield the texts of JSON: of objects one after the other, or of an array of them, on as many lines as they like.
 
-    Raises UserError for a row that is no object, or has no such column.
+    Raises UserError for a row that is not JSON, is no object, or has no such column.
     """
-    for where, row in json_rows(path, file):
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: expected an object with the column {text_column!r}, got {row!r:.60}")
-        check_column(where, text_column, list(row))
-        yield text_of(where, row[text_column])
-
-
-def json_rows(path: str, file: TextIO) -> Iterator[tuple[str, object]]:
-    """Yield where each row is, for messages, and the row. Raises UserError for one that is not JSON."""
     parse = json.JSONDecoder(parse_int=float).raw_decode  # int refuses thousands of digits
     rest, arrays = re.subn(r"\A(\s*)\[", r"\1 ", file.read(PIECE))
-    line, place = 1, 0
+    line = 1
+    place = 0
     while True:
         start = ROW_START.search(rest, place).start()
         line += rest.count("\n", place, start)
         where = f"{path}, line {line}"
         try:
-            row, end = parse(rest, start)
+            row, place = parse(rest, start)
         except (ValueError, RecursionError):  # the row is wrong, or cut off by the end of `rest`
-            rest, place = rest[start:], 0
+            rest = rest[start:]
+            place = 0
             more = len(rest) < LONGEST and file.read(max(PIECE, len(rest)))  # twice as much, to take linear time
             if not more:
                 break
             rest += more
         else:
-            yield where, row
-            line += rest.count("\n", start, end)
-            place = end
+            if not isinstance(row, dict):
+                raise UserError(f"{where}: expected an object with the column {text_column!r}, got {row!r:.60}")
+            check_column(where, text_column, list(row))
+            yield text_of(where, row[text_column])
+            line += rest.count("\n", start, place)
     rest = rest.strip(BETWEEN_ROWS)
     if rest != "]" * arrays:
         raise UserError(f"{where}: expected a row of JSON, got {rest!r:.60}")
@@ -205,9 +206,9 @@ def read_csv(path: str, file: TextIO, text_column: str, delimiter: str = ",") ->
         check_column(path, text_column, names)
         line = rows.line_num + 1
         for row in rows:
-            if row and len(row) != len(names):
-                raise csv.Error(f"{len(row)} fields instead of {len(names)}")
             if row:
+                if len(row) != len(names):
+                    raise csv.Error(f"{len(row)} fields instead of {len(names)}")
                 yield text_of(f"{path}, line {line}", row[names.index(text_column)])
             line = rows.line_num + 1
     except csv.Error as error:
@@ -215,15 +216,15 @@ def read_csv(path: str, file: TextIO, text_column: str, delimiter: str = ",") ->
 
 
 def read_parquet(path: str, file: TextIO, text_column: str) -> Iterator[str]:
-    """Yield the texts of a Parquet file.
-
-    It is read by `pyarrow`, because streaming by `datasets` may abort the process in the end (apache/arrow#45214).
-    """
+    """Yield the texts of a Parquet file."""
     import pyarrow.parquet  # slow to import
 
     table = pyarrow.parquet.ParquetFile(file.buffer)
-    columns = [text_column] if text_column in table.schema_arrow.names else None
-    yield from texts(path, text_column, table.iter_batches(BATCH, columns=columns))
+    check_column(path, text_column, table.schema_arrow.names)
+    batches = table.iter_batches(BATCH, columns=[text_column])
+    values = chain.from_iterable(batch.column(text_column).to_pylist() for batch in batches)
+    for number, value in enumerate(values, start=1):
+        yield text_of(f"{path}, row {number}", value)
 
 
 # The kinds of files that are tables: TABLES[SUFFIX](PATH, OPEN FILE, text_column) yields the text of each row.
@@ -240,8 +241,8 @@ TABLES = {
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstandard}  # by suffix
 
 
-def read_hub(name: str, text_column: str) -> Iterator[str]:
-    """Yield the training split of a hub data set, NAME[:CONFIG][@REVISION], read over the network.
+def read_hub(name: str, text_column: str) -> Iterator[Document]:
+    """Yield the training split of a hub data set, NAME[:CONFIG][@REVISION]: its files, read over the network.
 
     The hub has PATIENCE to say that it has the data set. If it falls silent later, the libraries try again for minutes.
 
@@ -251,38 +252,19 @@ def read_hub(name: str, text_column: str) -> Iterator[str]:
     if not parts:
         raise UserError(f"'hf:{name}' does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
     import datasets  # slow to import
+    import fsspec
     import huggingface_hub as hub
 
     # They would report each try, and an error a second time.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     hub.logging.set_verbosity_error()
     name, config, revision = parts.groups()
-    if not os.path.exists(name):
+    with errors_as_user_error(f"cannot read {name} from the hub"):
         print(f"asking the hub for {name}", file=sys.stderr)
-        with errors_as_user_error(f"cannot read {name} from the hub"):
-            hub.dataset_info(name, timeout=PATIENCE)
-    with errors_as_user_error(f"cannot read {name}"):
-        splits = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
-        paths = [str(path) for path in splits.get("train", ())]
-        if paths and all(path.endswith(".parquet") for path in paths):
-            import fsspec
-
-            for path in paths:
-                with fsspec.open(path, "r") as file:
-                    yield from read_parquet(path, file, text_column)
-        else:
-            rows = datasets.load_dataset(name, config, split="train", streaming=True, revision=revision)
-            yield from texts(name, text_column, rows.with_format("arrow").iter(BATCH))
-
-
-def texts(where: str, text_column: str, batches: Iterable) -> Iterator[str]:
-    """Yield the texts of a table that `pyarrow` reads. Raises UserError if it has no such column."""
-    number = 0
-    for batch in batches:
-        check_column(where, text_column, batch.schema.names)
-        for value in batch.column(text_column).to_pylist():
-            number += 1
-            yield text_of(f"{where}, row {number}", value)
+        hub.dataset_info(name, timeout=PATIENCE)
+        files = datasets.load_dataset_builder(name, config, revision=revision).config.data_files["train"]
+    for path in map(str, files):
+        yield from read_file(path, lambda path: fsspec.open(path).open(), text_column)
 
 
 def check_column(where: str, text_column: str, names: list[str]) -> None:

@@ -77,42 +77,28 @@ def map_file(file: TokenFile) -> np.ndarray:
         return np.asarray(np.memmap(file.path, f"<u{file.token_size}", mode="r", shape=file.num_tokens))
 
 
-def has_token_files(source: str) -> bool:
-    """Return whether there are token files in a source. Raises UserError if there is no such source."""
-    return any(path.suffix == ".ds" for path in find_files(source))
-
-
-def open_token_files(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
-    """Open token files as a corpus.
+def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Tokenizer | None) -> Corpus:
+    """Open token files as a corpus. The last `val_fraction` of all tokens are for validation.
 
     tokenizer: the configured one, as `find_tokenizer` returns it.
 
-    The validation split is `val_source`, whose files are not trained on. Without `val_source` it is the last
-    `val_fraction` of all tokens.
-
-    Raises UserError, with the name of the file, if one is damaged or unlike the others, or for an unusable tokenizer.
+    Raises UserError, with the name of the file, if one is unlike the others, or for an unusable tokenizer.
     """
-    validation = find_token_files(config.val_source) if config.val_source else []
-    training = [file for file in find_token_files(config.source) if file not in validation]
-    all_files = training + validation
-    tokenizer = tokenizer_of(all_files, config.tokenizer, tokenizer)
-    num_tokens = sum(file.num_tokens for file in training)
+    tokenizer = tokenizer_of(files, config.tokenizer, tokenizer)
+    num_tokens = sum(file.num_tokens for file in files)
     end = min(num_tokens, config.max_tokens or num_tokens)
-    if validation:
-        cut = end
-        val = TokenArray(validation, tokenizer.vocab_size, 0, sum(file.num_tokens for file in validation))
-    else:
-        cut = int(end * (1 - config.val_fraction))
-        val = TokenArray(training, tokenizer.vocab_size, cut, end)
-    train = TokenArray(training, tokenizer.vocab_size, 0, cut)
-    if min(len(train), len(val)) < 2:
+    cut = int(end * (1 - config.val_fraction))
+    if min(cut, end - cut) < 2:
         raise UserError(f"{config.source} has too few tokens to keep {config.val_fraction:g} of them for validation")
-    counted = val[:COUNTED_TOKENS].tolist()
+    splits = {
+        "train": TokenArray(files, tokenizer.vocab_size, 0, cut),
+        "val": TokenArray(files, tokenizer.vocab_size, cut, end),
+    }
+    counted = splits["val"][:COUNTED_TOKENS].tolist()
     num_bytes = max(1, len(tokenizer.decode(counted).encode()))
-    identity = tokenizer.files[TOKENIZER_JSON] + "".join(file.digest for file in all_files).encode()
+    identity = tokenizer.files[TOKENIZER_JSON] + "".join(file.digest for file in files).encode()
     fingerprint = hashlib.sha256(identity).hexdigest()
     meta = {"source": config.source, "tokenizer": tokenizer.name, "fingerprint": fingerprint}
-    splits = {"train": train, "val": val}
     for split, ids in splits.items():
         meta[split] = {"tokens": len(ids), "bytes": len(ids) * num_bytes / len(counted)}
     return Corpus(Path(config.source), meta, tokenizer, splits)
@@ -128,8 +114,8 @@ def tokenizer_of(files: list[TokenFile], name: str, tokenizer: Tokenizer | None)
     first = files[0]
     own = find_tokenizer(first.tokenizer, None)
     if tokenizer is None:
-        is_default = name == DataConfig.tokenizer
-        tokenizer = own if own and is_default else make_tokenizer(first.tokenizer if is_default else name, [])
+        name = first.tokenizer if name == DataConfig.tokenizer else name
+        tokenizer = find_tokenizer(name, None) or make_tokenizer(name, [])
     if own and own.files[TOKENIZER_JSON] != tokenizer.files[TOKENIZER_JSON]:
         raise UserError(f"{first.path} was written by {first.tokenizer:.200}, not by {name}")
     for file in files:
@@ -143,29 +129,28 @@ def tokenizer_of(files: list[TokenFile], name: str, tokenizer: Tokenizer | None)
 
 
 def find_token_files(source: str) -> list[TokenFile]:
-    """Return the token files of a source. Raises UserError if there are none, or one is unlike its metadata."""
-    paths = [path for path in find_files(source) if path.suffix == ".ds"]
-    found = [read_token_file(path) for path in paths if path.stat().st_size]
-    if not found:
-        raise UserError(f"no tokens found at {source!r}: give a folder or glob of .ds files")
+    """Return the token files of a source, but no empty ones; [] for a source of another kind.
+
+    Raises UserError, with the name of the file, if the size of one is not that of its metadata.
+    """
+    found = []
+    for path in find_files(source):
+        size = path.stat().st_size
+        if path.suffix != ".ds" or not size:
+            continue
+        with errors_as_user_error(f"{path}.metadata does not describe a token file"):
+            metadata = Path(f"{path}.metadata").read_bytes()
+            written_by, number, *_ = metadata.decode().splitlines()
+            tokenizer, _, digit = written_by.rpartition("|")
+            token_size = {"2": 2, "4": 4}[digit]
+            num_tokens = int(number)
+        if size != num_tokens * token_size:
+            raise UserError(f"{path} has {size} bytes, and by its .metadata {num_tokens} tokens of {token_size} bytes")
+        with open(path, "rb") as file:
+            samples = metadata + file.read(SAMPLE_BYTES)
+            file.seek(max(0, size - SAMPLE_BYTES))
+            samples += file.read()
+        last = int.from_bytes(samples[-token_size:], "little")
+        digest = hashlib.sha256(samples).hexdigest()
+        found.append(TokenFile(path.resolve(), tokenizer, token_size, num_tokens, last, digest))
     return found
-
-
-def read_token_file(path: Path) -> TokenFile:
-    """Read the metadata and samples of a token file. Raises UserError if its size is not that of the metadata."""
-    with errors_as_user_error(f"{path}.metadata does not describe a token file"):
-        metadata = Path(f"{path}.metadata").read_bytes()
-        written_by, number, *_ = metadata.decode().splitlines()
-        tokenizer, _, digit = written_by.rpartition("|")
-        token_size = {"2": 2, "4": 4}[digit]
-        num_tokens = int(number)
-    size = path.stat().st_size
-    num_bytes = num_tokens * token_size
-    if size != num_bytes:
-        raise UserError(f"{path} has {size} bytes, and by its .metadata {num_tokens} tokens in {num_bytes} bytes")
-    with open(path, "rb") as file:
-        samples = metadata + file.read(SAMPLE_BYTES)
-        file.seek(max(0, num_bytes - SAMPLE_BYTES))
-        samples += file.read()
-    last = int.from_bytes(samples[-token_size:], "little")
-    return TokenFile(path.resolve(), tokenizer, token_size, num_tokens, last, hashlib.sha256(samples).hexdigest())

@@ -134,12 +134,9 @@ def load_tokenizer(place: Path) -> Tokenizer:
         )
     content = read_small(path)
     files = {name: read_small(path.with_name(name)) for name in END_KEYS if path.with_name(name).is_file()}
-    described = dict.fromkeys(END_KEYS, {})
-    for name, beside in files.items():
-        with errors_as_user_error(f"{path.with_name(name)} cannot be read"):
-            described[name] = dict(json.loads(beside))
-    own_name = described[TOKENIZER_CONFIG].get("tril_name")
-    with errors_as_user_error(f"{place} has no tokenizer that this version can read"):
+    with errors_as_user_error(f"{place} has no {TOKENIZER_JSON} (or {', '.join(files)}) that this version can read"):
+        described = {name: json.loads(files.get(name, "{}")) for name in END_KEYS}
+        own_name = described[TOKENIZER_CONFIG].get("tril_name")
         library = tokenizers.Tokenizer.from_buffer(content)
         if own_name is not None:
             split = json.loads(library.pre_tokenizer.__getstate__())["pretokenizers"][0]  # of `split_into_bytes`
@@ -151,13 +148,11 @@ def load_tokenizer(place: Path) -> Tokenizer:
             if isinstance(end, dict):  # some files wrap it
                 end = end.get("content")
             ends += end if isinstance(end, list) else [end]
-        ends = [end for end in ends if type(end) is str or type(end) is int and end >= 0]
         tokenizer = Tokenizer(f"{TOKENIZER_JSON} of {place.name}", library, ends)
     files.pop("config.json", None)  # is the model's
     # Kept with the tokenizer, this file alone says the start and all ends, in a corpus as in a checkpoint.
     start = described["config.json"].get("bos_token_id", next(reversed(tokenizer.document_start), None))
-    ends = tokenizer.ends if len(tokenizer.ends) > 1 else next(iter(tokenizer.ends), None)
-    generation = {"bos_token_id": start} | described[GENERATION_CONFIG] | {"eos_token_id": ends}
+    generation = {"bos_token_id": start} | described[GENERATION_CONFIG] | {"eos_token_id": tokenizer.ends or None}
     files[GENERATION_CONFIG] = f"{json.dumps(generation, indent=2)}\n".encode()
     tokenizer.files = {TOKENIZER_JSON: content, **files}
     return tokenizer

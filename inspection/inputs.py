@@ -14,7 +14,7 @@ from data import errors_as_user_error
 from data.config import DataConfig
 from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.prepare import find_prepared, prepare
-from data.token_files import has_token_files
+from data.token_files import find_token_files
 from data.tokenizer import load_tokenizer
 from errors import UserError
 from inspection.decoder import device_of, evaluating, read
@@ -171,7 +171,7 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
     if options := nested(checkpoint.trainer, "config", "data"):  # of a run, not of a model from elsewhere
         corpus = find_prepared(fingerprint, options["source"])
         with suppress(UserError, TypeError):  # the source is not here, or its options are of another version
-            if corpus is None and has_token_files(options["source"]):
+            if corpus is None and find_token_files(options["source"]):
                 corpus = prepare(DataConfig(**options), fingerprint=fingerprint, model=checkpoint.directory)
     if corpus is None:
         raise UserError("the model's validation text is not here: give a text with --text")

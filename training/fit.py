@@ -14,7 +14,7 @@ from pathlib import Path
 from data.config import DataConfig
 from data.corpus import is_prepared, open_corpus
 from data.sources import COMPRESSED, find_files, split_prefix
-from data.token_files import find_token_files, has_token_files
+from data.token_files import find_token_files
 from training.config import Config
 
 SHAPE = ("n_layer", "n_embd", "n_head", "context_length", "rope_theta")
@@ -44,8 +44,7 @@ def size_of(data: DataConfig) -> tuple[float, str | None]:
     if is_prepared(data.source):
         meta = open_corpus(Path(data.source)).meta
         return meta["train"]["bytes"] + meta["val"]["bytes"], meta["tokenizer"]
-    if has_token_files(data.source):
-        token_files = find_token_files(data.source)
+    if token_files := find_token_files(data.source):
         tokenizer = token_files[0].tokenizer
         return sum(file.num_tokens for file in token_files) * BYTES_PER_TOKEN.get(tokenizer, 3.5), tokenizer
     packed = (".parquet", *COMPRESSED)

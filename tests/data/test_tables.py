@@ -143,8 +143,9 @@ def test_the_sign_of_an_end_in_a_text_is_text(capsys: pytest.CaptureFixture) -> 
     Path("t.jsonl").write_text('{"text": "a</s><s>b"}\n{"text": "b"}')
     model = tokenizers.Tokenizer(tokenizers.models.BPE({letter: n for n, letter in enumerate("abs/<>")}, []))
     model.add_special_tokens(["<s>", "</s>"])
-    model.save("own.json")
-    make("t.jsonl", "own.json", val_fraction=0.4)
+    model.save("tokenizer.json")
+    Path("tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    make("t.jsonl", "tokenizer.json", val_fraction=0.4)
     assert capsys.readouterr().err.startswith("note: </s> in t.jsonl is ordinary text; ")
 
 
@@ -170,9 +171,9 @@ def test_links_are_followed_once_and_hidden_names_are_left_out(monkeypatch: pyte
     ):
         sources.find_files("d/.gi*")
 
-    def closed(path: str) -> None:
+    def closed(path: Path) -> None:
         raise PermissionError(path)
 
-    monkeypatch.setattr(os, "scandir", closed)
-    with pytest.raises(UserError, match="cannot read all of d: "):
+    monkeypatch.setattr(Path, "iterdir", closed)
+    with pytest.raises(PermissionError):
         make("d")

@@ -123,7 +123,7 @@ def test_no_number_is_negative_or_endless_or_none_at_all(table: type, name: str)
             table(**TABLES[table] | {name: value})
 
 
-PATHS = ["data.source", "data.val_source", "data.tokenizer", "train.out_dir", "train.init_from", "resume", "config"]
+PATHS = ["data.source", "data.tokenizer", "train.out_dir", "train.init_from", "resume", "config"]
 
 
 @pytest.mark.parametrize("option", PATHS)

@@ -69,14 +69,14 @@ def test_a_model_of_others_is_tuned_resumed_and_sampled(run, name: str, corpus_f
 @pytest.mark.parametrize(
     "kind, config, generation, start, ends",
     [
-        ("llama", {}, {}, 1, 2),
+        ("llama", {}, {}, 1, [2]),
         ("llama", {}, {"eos_token_id": [2, 0, 7], "top_k": 13}, 1, [2, 0, 7]),
-        ("digits", {"bos_token_id": 0}, {"eos_token_id": 2, "top_k": 13}, 0, 2),  # its tokenizer adds no start
-        ("digits", {}, {"bos_token_id": 0, "eos_token_id": 2, "top_k": 13}, 0, 2),
+        ("digits", {"bos_token_id": 0}, {"eos_token_id": 2, "top_k": 13}, 0, [2]),  # its tokenizer adds no start
+        ("digits", {}, {"bos_token_id": 0, "eos_token_id": 2, "top_k": 13}, 0, [2]),
     ],
 )
 def test_a_checkpoint_knows_how_a_text_begins_and_ends(
-    run, corpus_file: Path, tmp_path: Path, kind: str, config: dict, generation: dict, start: int, ends: int | list[int]
+    run, corpus_file: Path, tmp_path: Path, kind: str, config: dict, generation: dict, start: int, ends: list[int]
 ) -> None:
     """Also one of a model that was tuned twice."""
     base = put_model(kind, tmp_path, eos_token="</s>")
@@ -133,7 +133,7 @@ def test_a_corpus_prepared_for_a_model_is_not_for_another(run, straight: Path, c
     content["model"]["merges"] = []
     (unsigned / "tokenizer.json").write_text(json.dumps(content, indent=1))
     result = run(train, *options(unsigned, tmp_path / "there", tmp_path / "other"))
-    assert result.exit_code == 2 and "was prepared with --data.tokenizer model, not model" in result.err
+    assert result.exit_code == 2 and "was prepared with another tokenizer: model" in result.err
     (unsigned / "tokenizer.json").unlink()
     result = run(train, *options(unsigned, corpus_file, tmp_path / "none"))
     assert result.exit_code == 2 and f"{unsigned} has no tokenizer: there is no tokenizer.json" in result.err
