@@ -56,8 +56,7 @@ class Options:
     ablate: Ablation | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """A file to write, any number of times: .html, a page of all checkpoints; of the last one .png or .svg, a picture,
-    or .npz, the weights and scores as arrays."""
+    """A file to write, any number of times: .html, a page of all checkpoints; .png or .svg, a picture of the last."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
 
@@ -78,18 +77,18 @@ def inspect(options: Options) -> None:
     checkpoints = find_checkpoints(options.checkpoints)
     device = find_device(options.device)
     text = None if options.text is None else read_prompt(options.text)
-    suffixes = {path.suffix.lower() for path in options.output}
+    has_page = any(path.suffix.lower() == ".html" for path in options.output)
     inspections = []
     for checkpoint in checkpoints:
         model, precision = open_model(checkpoint, device)
         with precision:
             if not inspections:
                 inputs = choose_inputs(model, text, None, options.heads, checkpoints[-1])
-                if suffixes & {".html", ".npz"}:  # check now, not after the work
-                    check_room(inputs, len(checkpoints) if ".html" in suffixes else 1)
+                if has_page:  # check now, not after the work
+                    check_room(inputs, len(checkpoints))
                 print(inputs.note)
-            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, ".html" in suffixes)
-        inspections = [*inspections, found] if ".html" in suffixes else [found]  # a picture is of the last one only
+            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, has_page)
+        inspections = [*inspections, found] if has_page else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(f"        {found.verified}", flush=True)
 

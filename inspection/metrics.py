@@ -50,7 +50,7 @@ class HeadScores:
     @property
     def error(self) -> Metrics:
         """Standard error of the mean: metric -> (L, H). It is nan if there is one sequence."""
-        return {name: (x.var(0, correction=0) / (len(x) - 1)).sqrt() for name, x in self.samples.items()}
+        return {name: x.std(0) / len(x) ** 0.5 for name, x in self.samples.items()}
 
 
 def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:

@@ -3,8 +3,8 @@
 The policy in its head lets a browser run the page's own script and style and forbids every request. Jinja escapes
 markup in tokens and names. The template is inspection/page.html.
 
-A pattern is stored as its lower triangle, row by row. Each weight is a multiple of 1/65535 in two bytes. Lengths are
-floats of four bytes, and what heads say is in integers of four. The bytes are deflated and written in base64, which
+A pattern is stored as its lower triangle, row by row. Each weight is a multiple of 1/65535 in two bytes. Lengths and
+what heads say are numbers of four bytes. These are deflated and written in base64, which
 takes one to two bytes a weight.
 """
 
@@ -27,7 +27,6 @@ from inspection.terminal import number
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
-UNKNOWN = -(2**31)
 
 
 def check_room(inputs: Inputs, num_checkpoints: int) -> None:
@@ -57,14 +56,16 @@ def render(inspections: Sequence[Inspection]) -> str:
             lengths = torch.stack([inspection.lengths[head].float() for head in last.heads])
             stored[f"{place}/values"] = pack(lengths, "<f4")
         if inspection.said:
-            checkpoints[place]["said"], numbers = said_by(inspection)
-            stored[f"{place}/says"] = pack(numbers, "<i4")
+            said = [inspection.said[head] for head in last.heads]
+            tokens, logits = map(torch.stack, zip(*said, strict=True))
+            checkpoints[place]["said"] = {token: inspection.label(token) for token in tokens.unique().tolist()}
+            stored[f"{place}/says"] = pack(tokens, "<i4")
+            stored[f"{place}/logits"] = pack(logits, "<f4")
     source = TEMPLATE.read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-    names = dict.fromkeys((inspections[0].name, last.name))  # one if they are the same
     return page.render(
         policy=f"script-src {own_hash(source, 'script')}; style-src {own_hash(source, 'style')}",
-        title=f"Heads of {' to '.join(names)}",
+        title=f"Heads of {last.name}",
         inputs=last,
         metrics=list(METRICS.items()),
         heads=[name_of(head) for head in last.heads],
@@ -82,18 +83,6 @@ def encode(pattern: Tensor) -> str:
     """Return the lower triangle of (T, T) as the page stores it."""
     weights = pattern.float()[*torch.tril_indices(*pattern.shape)]
     return pack((weights.clip(0, 1) * 65535).round(), "<u2")
-
-
-def said_by(inspection: Inspection) -> tuple[list[str], Tensor]:
-    """Return the labels of the tokens that heads make likely or unlikely, and numbers, (2, n, T, 2k), of n heads.
-
-    The numbers are places among the labels, then logits in hundredths. Where there is no logit stands UNKNOWN.
-    """
-    said = [inspection.said[head] for head in inspection.heads]
-    tokens, logits = (torch.stack(each) for each in zip(*said, strict=True))
-    used, places = tokens.unique(return_inverse=True)
-    hundredths = (100 * logits.double()).round().nan_to_num(UNKNOWN).long()
-    return [inspection.label(token) for token in used.tolist()], torch.stack((places, hundredths))
 
 
 def describe(inspection: Inspection) -> dict:

@@ -56,9 +56,9 @@ def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None
         left = column * pitch
         mosaic[top : top + size, left : left + size] = pool(inspection.pattern(*head), step)
         name = f"{name_of(head)} {tag(kind_of(inspection.scores, head))}"
-        ax.text(left + size, top, name, ha="right", va="top", fontsize=7 if side < 2 else 10)
+        ax.text(left + size, top, name, ha="right", va="top", fontsize=8)
     image = ax.imshow(mosaic.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis", interpolation="nearest")
-    figure.colorbar(image, ax=ax, shrink=0.6, fraction=0.05, pad=0.02, label="weight")
+    figure.colorbar(image, ax=ax, shrink=0.6, label="weight")
     named = range(0, T, math.ceil(T * LABEL_HEIGHT / side))
     names = [f"{labels[i]} {i}" for i in named]
     for axis, count in ((ax.xaxis, columns), (ax.yaxis, rows)):

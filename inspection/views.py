@@ -40,7 +40,7 @@ def say(model: GPT, att: Captured, heads: Heads) -> dict[Head, Said]:
     rows = affordable_rows(residual.size(1), 2 * V * C * len(heads), residual.device)
     places = rows.to(residual.device)
     norm = model.final_norm
-    wide = torch.promote_types(residual.dtype, torch.float32)  # also of `Captured.moved`
+    wide = att.calls[0].dtype  # also of `Captured.moved`
     unembedding = model.lm_head.weight.to(wide)
 
     def centred(x: Tensor) -> Tensor:

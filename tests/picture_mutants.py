@@ -77,7 +77,7 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
             '"makes likeliest after ", ...named(shown - 1)',
         ),
         "amounts that round to 0 are listed": ("Number(figure(amounts[i])) > 0", "true"),
-        "logits of another head": ("loaded.said[half + place]", "loaded.said[half + place - T * count]"),
+        "logits of another head": ("loaded.logits[place]", "loaded.logits[place - T * count]"),
         "the pointer names the corner of a pool": ("if (!found || amount", "if (!found || 0 > amount"),
         "the pointer misses the last cells of a pool": ("left + step - 1)", "left + step - 2)"),
         "the pointer takes keys for queries": (
@@ -113,7 +113,7 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
             "(weights.clip(0, 1) * 255).round() * 257",
         ),
         "the file stores lengths in another order": ("for head in last.heads])", "for head in last.heads[::-1]])"),
-        "the file rounds logits to tenths": ("(100 * logits.double()).round()", "10 * (10 * logits.double()).round()"),
+        "the file rounds logits to tenths": ("pack(logits,", "pack((10 * logits).round() / 10,"),
         "the file has the chance of the first head": ("number(of, name, head)", "number(of, name, (0, 0))"),
     },
     "plots.py": {
