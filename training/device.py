@@ -11,7 +11,7 @@ from torch import Tensor
 
 from errors import UserError
 from model.checkpoint import code_hash
-from model.device import dtype_name, find_device, has_bfloat16, is_fast, resolve_device
+from model.device import dtype_name, find_device, has_bfloat16, resolve_device
 from training.config import TrainConfig
 
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
@@ -25,7 +25,7 @@ M_MMAP_THRESHOLD = -3
 
 
 def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
-    """Choose device and precision of a run, and print a line that says why.
+    """Choose device and precision of a run, and print them.
 
     n_embd is the width of the model; local_rank the number of the GPU where each process has its own. Raises UserError
     if the device cannot be used.
@@ -35,18 +35,10 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
     cuda = device.type == "cuda"
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
-        why = "as asked" if is_fast(dtype, device) else "as asked, though it is slow here"
     elif has_bfloat16(device) and (cuda or n_embd >= WIDE_ENOUGH):
         dtype = torch.bfloat16
-        why = f"native on this {'GPU' if cuda else 'CPU (AVX512-BF16 or AMX)'}"
-    elif cuda:
-        dtype = torch.float16
-        why = "with loss scaling, as this GPU has no bfloat16"
     else:
-        dtype = torch.float32
-        why = "the default"
-    if device.type != "cpu" and not config.deterministic:
-        why += "; bits may differ without --train.deterministic true"  # because a GPU adds in any order
+        dtype = torch.float16 if cuda else torch.float32
     if cuda:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, where float32 products remain
@@ -55,7 +47,7 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
     if config.deterministic or torch.are_deterministic_algorithms_enabled():  # the call alone takes a second
         torch.use_deterministic_algorithms(config.deterministic, warn_only=not cuda)
     where = torch.cuda.get_device_name(device) if cuda else f"threads: {torch.get_num_threads()}"
-    print(f"device: {device} ({where}), {dtype_name(dtype)}: {why}")
+    print(f"device: {device} ({where}), {dtype_name(dtype)}")
     return device, dtype
 
 

@@ -36,6 +36,7 @@ class Ranks:
     """Place of this process among the processes of a run. Without `torchrun` there is one process.
 
     Inside of the context only the first rank prints; an error is printed by each rank that raises it.
+
     Raises UserError if torchrun is to restart ranks on several nodes without the setting that this needs.
     """
 

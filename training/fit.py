@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data.config import DataConfig
 from data.corpus import is_prepared, open_corpus
-from data.sources import COMPRESSED, find_files, split_prefix
+from data.sources import COMPRESSED, find_files
 from data.token_files import find_token_files
 from training.config import Config
 
@@ -92,7 +92,5 @@ def fit_to_text(config: Config, num_bytes: float, tokenizer: str | None, on_gpu:
 
 
 def name_of(source: str) -> str:
-    """Return the name of a run on this source: that of a file, or NAME of hf:OWNER/NAME:CONFIG@REVISION."""
-    prefix, name = split_prefix(source)
-    name = re.split("[:@]", name)[0].rpartition("/")[2] if prefix else Path(name).resolve().stem
-    return re.sub(r"\W+", "-", name).strip("-") or "text"
+    """Return the name of a run on this source: that of a file, or where-part of hf:some/where:part."""
+    return re.sub(r"\W+", "-", Path(source).resolve().stem).strip("-") or "text"

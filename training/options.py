@@ -31,22 +31,13 @@ def read_config(argv: list[str]) -> Config:
     if asked.resume:
         if asked.config or asked.train.out_dir != TrainConfig.out_dir:
             raise UserError("--resume takes configuration and directory from the run: give no other with it")
-        file = asked.resume / "config.toml"
-        if not file.is_file():
-            raise UserError(f"{asked.resume} is not the directory of a run: it has no config.toml")
-        return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], file)
+        return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], asked.resume / "config.toml")
     file = asked.config or (FINETUNE if asked.train.init_from else QUICKSTART)
     config = parse(Config, argv, file)  # --help shows the values of the file
     if config.train.init_from:
         config = fit_to_model(argv, file, config.train.init_from)
-        if not asked.config:
-            c = config.train
-            print(f"config: to fine-tune: {c.optimizer}, a learning rate of {c.learning_rate:g}, {c.max_steps:,} steps")
-    elif not asked.config and asked.data.source != DataConfig.source:
-        if "RANK" in os.environ:  # ranks might see another text, or none when torchrun starts them again
-            print(f"config: {QUICKSTART.name} as it is: with several processes none is fitted to the text")
-        else:
-            config = read_fitted(argv, config)
+    elif not asked.config and asked.data.source != DataConfig.source and "RANK" not in os.environ:
+        config = read_fitted(argv, config)  # not with ranks, which might see another text
     GPTConfig(**asdict(config.model))  # raises UserError now, not after an hour of preparing data
     return config
 

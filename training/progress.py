@@ -87,29 +87,25 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupt:
-    """Flag that is true after a SIGINT, SIGTERM or SIGHUP: the run is to stop after the step. A second stops at once.
+    """Flag that is true after a SIGINT, SIGTERM or SIGHUP: the run is to stop after the step. SIGQUIT stops at once.
 
     prints: whether this process tells the user.
     """
 
     def __init__(self, prints: bool):
         self.prints = prints
-        self.received = 0.0  # when the first signal came, by time.monotonic
+        self.received = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. A group of processes may be sent the same one twice, moments apart: that counts once."""
-        if not self.received:
-            self.received = time.monotonic()
-            if self.prints:
-                name = signal.Signals(number).name
-                with suppress(OSError):  # no lock and no buffer: the program may just be using them
-                    os.write(2, f"\n{name}: saving after this step; once more to stop at once\n".encode())
-        elif time.monotonic() - self.received > 1:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+        """Handle a signal. A group of processes may be sent the same one twice."""
+        if self.prints and not self.received:
+            name = signal.Signals(number).name
+            with suppress(OSError):  # no lock and no buffer: the program may just be using them
+                os.write(2, f"\n{name}: saving after this step; Ctrl-\\ stops at once\n".encode())
+        self.received = True
 
     def __bool__(self) -> bool:
-        return bool(self.received)
+        return self.received

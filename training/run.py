@@ -104,12 +104,10 @@ class RunDirectory:
             print(f"note: planned for {planned} steps, now {max_steps}: the learning rate may jump (docs/train.md)")
 
     def is_done(self) -> bool:
-        """Return whether no steps are left to make. Print so then, and write the report, which may be an older one."""
+        """Return whether no steps are left to make, and print so then."""
         max_steps = self.config.train.max_steps
         if self.step < max_steps:
             return False
-        if self.writes:
-            write_report(self.path, self.base.manifest)
         print(f"{self.path} is already at step {self.step}, of {max_steps}: nothing to do")
         return True
 

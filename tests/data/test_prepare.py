@@ -117,7 +117,7 @@ def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPa
 def test_a_kind_of_source_is_a_function_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sources.READERS, "mine", lambda name, text_column: [f"text of {name}", ["in ", "parts"]])
     assert documents_of(make("mine:some/own:9")) == ["text of some/own:9", "in parts"]
-    assert name_of("mine:some/own:9") == "own" and name_of("mine:9") == "9"
+    assert name_of("mine:some/own:9") == "own-9" and name_of("mine:9") == "mine-9"
     assert math.isnan(size_of(DataConfig("mine:"))[0])
     with pytest.raises(UserError, match="no text found at 'your:own': give a file, .*, hf:NAME, .*mine:NAME or stdlib"):
         make("your:own")

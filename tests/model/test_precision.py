@@ -37,18 +37,16 @@ def test_the_residual_stream_is_in_bfloat16_where_products_are(family: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("units", "n_embd", "asked", "expected", "why"),
+    "units, n_embd, asked, expected",
     [
-        (True, 64, "auto", torch.bfloat16, "native on this CPU (AVX512-BF16 or AMX)"),
-        (True, 63, "auto", torch.float32, "the default"),
-        (False, 64, "auto", torch.float32, "the default"),
-        (True, 64, "float32", torch.float32, "as asked\n"),
-        (True, 64, "float16", torch.float16, "as asked, though it is slow here"),
+        (True, 64, "auto", torch.bfloat16),
+        (True, 63, "auto", torch.float32),
+        (False, 64, "auto", torch.float32),
+        (True, 64, "float32", torch.float32),
     ],
 )
 def test_a_cpu_with_units_for_bfloat16_trains_in_it(
-    monkeypatch, capsys, units: bool, n_embd: int, asked: str, expected: torch.dtype, why: str
+    monkeypatch, units: bool, n_embd: int, asked: str, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(device, "has_bfloat16", lambda _: units)
-    _, dtype = device.choose_device(TrainConfig(device="cpu", dtype=asked), n_embd)
-    assert dtype == expected and why in capsys.readouterr().out
+    assert device.choose_device(TrainConfig(device="cpu", dtype=asked), n_embd)[1] == expected

@@ -66,7 +66,7 @@ def test_every_config_builds(path: Path) -> None:
         (["README.md"], "README.md cannot be read as TOML in UTF-8: Expected '=' after a key"),
         (["README.md"], "to train on a text: --data.source README.md"),
         (["configs/quickstart.toml", "--resume", "out/x"], "--resume takes configuration and directory from the run"),
-        (["--resume", "nowhere"], "nowhere is not the directory of a run: it has no config.toml"),
+        (["--resume", "nowhere"], "there is no file nowhere/config.toml"),
     ],
 )
 def test_a_wrong_option_is_said(run, monkeypatch, arguments: list[str], message: str) -> None:

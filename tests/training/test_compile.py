@@ -1,9 +1,5 @@
 """The compiled loss: one program for steps and one for evaluation, where it is the default, and a missing compiler."""
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,7 +18,7 @@ import train
 from model.families import FAMILIES
 from tests.conftest import make_gpt, metrics, often, tiny_run
 from training.config import TrainConfig
-from training.device import ENOUGH_TO_COMPILE, choose_compiled, choose_device, compile_loss
+from training.device import ENOUGH_TO_COMPILE, choose_compiled, compile_loss
 
 CPU = torch.device("cpu")
 
@@ -86,51 +82,13 @@ def test_a_run_compiles_two_programs_before_its_first_step_and_so_does_a_resumed
     assert list(metrics(out, "val_loss")) == [0, 4, 8, 12, 14]
 
 
-BROKEN = {  # a compiler -> what PyTorch says of it
-    "is_missing": "No working C++ compiler found in torch._inductor.config.cpp.cxx: ",
-    "fails": "No working C++ compiler found in torch._inductor.config.cpp.cxx: ",
-    "has_a_version_and_no_more": "C++ compile error",
-}
-
-
-@pytest.fixture
-def compiler(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, str]:
-    """A broken g++, alone in its directory, and what PyTorch says of it."""
-    path = tmp_path / "bin" / "g++"
-    path.parent.mkdir()
-    if request.param != "is_missing":
-        known = "--version" if "version" in request.param else "nothing"
-        path.write_text(f'#!/bin/sh\n[ "$1" = {known} ] && exec {shutil.which("g++")} "$1"\nexit 1\n')
-        path.chmod(0o755)
-    return path, BROKEN[request.param]
-
-
-@pytest.mark.parametrize("compiler", often(*BROKEN), indirect=True)
-def test_a_broken_compiler_is_a_sentence(run: Callable, corpus_file: Path, tmp_path: Path, compiler: tuple) -> None:
+def test_a_missing_compiler_is_a_sentence(run: Callable, corpus_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    path, reason = compiler
-    with inductor.patch({"cpp.cxx": (None, str(path))}):
+    with inductor.patch({"cpp.cxx": (None, str(tmp_path / "g++"))}):
         result = run(train, *tiny_run(corpus_file, out, train__compile="true"))
     assert result.exit_code == 2 and not out.exists()
     (said,) = result.err.splitlines()
-    assert f"train.compile true needs a compiler that works, but PyTorch says: {reason}" in said
-    assert said.endswith("; install g++ if it is missing, or train with --train.compile false")
-
-
-TRIAL = "import torch; from training.device import *; choose_compiled(TrainConfig(compile=True), torch.device('cpu'))"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("compiler", list(BROKEN)[-1:], indirect=True)
-def test_the_cache_on_the_disk_hides_no_broken_compiler(tmp_path: Path, monkeypatch, compiler: tuple) -> None:
-    """In new processes, because PyTorch remembers its compiler."""
-    path, reason = compiler
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # which would take longer
-    ask = partial(subprocess.run, [sys.executable, "-c", TRIAL], cwd=Path(train.__file__).parent, capture_output=True)
-    assert ask().returncode == 0
-    monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
-    assert f"UserError: train.compile true needs a compiler that works, but PyTorch says: {reason}" in str(ask().stderr)
+    assert "train.compile true needs a compiler that works, but PyTorch says: No working C++ compiler found" in said
 
 
 @pytest.fixture
@@ -173,35 +131,11 @@ def test_the_loss_is_a_cuda_graph_if_a_step_is_one_micro_batch(monkeypatch, chan
     assert second == 5.0 and first == (3.0 if is_graph else 5.0)
 
 
-@pytest.mark.parametrize(
-    "error, said",
-    [
-        (BackendCompilerFailed(None, TritonMissing(None), None), "Cannot find a working triton installation. "),
-        (RuntimeError("Failed to find C compiler. Please specify\nit"), "Failed to find C compiler. Please specify\n"),
-        (AssertionError(), "\n"),
-    ],
-)
-def test_a_default_that_cannot_be_is_a_note(
-    gpu: torch.device, monkeypatch, capsys, error: Exception, said: str
-) -> None:
-    x = torch.zeros(2)
+def test_a_default_that_cannot_be_is_a_note(gpu: torch.device, monkeypatch, capsys) -> None:
+    x, error = torch.zeros(2), BackendCompilerFailed(None, TritonMissing(None), None)
     compile = Mock(return_value=Mock(side_effect=[x, x, error]))  # it fails where a graph is replayed
     monkeypatch.setattr(torch, "compile", compile)
     assert not choose_compiled(TrainConfig(max_steps=ENOUGH_TO_COMPILE), gpu)
     assert compile.call_args.kwargs["options"] == {"triton.cudagraphs": True}
-    (note,) = capsys.readouterr().out.splitlines(keepends=True)
-    assert note.startswith(f"note: the loss is not compiled, because PyTorch says: {said}") and len(note) < 160
-
-
-@pytest.mark.parametrize("name, differ", [("cpu", False), ("mps", True), ("cuda", True)])
-def test_the_line_of_a_gpu_says_that_bits_may_differ(monkeypatch, capsys, name: str, differ: bool) -> None:
-    monkeypatch.setattr("training.device.find_device", torch.device)
-    monkeypatch.setattr(torch.cuda, "set_device", print)
-    monkeypatch.setattr(torch.cuda, "get_device_name", str)
-    for setting in ("set_float32_matmul_precision", "use_deterministic_algorithms"):
-        monkeypatch.setattr(torch, setting, Mock())
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    for deterministic in (False, True):
-        choose_device(TrainConfig(device=name, dtype="float32", deterministic=deterministic), 64)
-        said = capsys.readouterr().out.splitlines()[-1].partition("float32: as asked")[2]
-        assert said == ("; bits may differ without --train.deterministic true" if differ and not deterministic else "")
+    (note,) = capsys.readouterr().out.splitlines()
+    assert note.startswith("note: the loss is not compiled, because PyTorch says: Cannot find a working triton")

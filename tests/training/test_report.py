@@ -169,22 +169,6 @@ def test_a_line_for_each_head_is_where_its_scores_are(tmp_path: Path) -> None:
     assert lines_of(page)[-1] == ("1.0", "leader n1", "22.0,24.0 22.0,24.0")
 
 
-def test_the_page_of_many_heads_stays_small(tmp_path: Path) -> None:
-    L, H, evaluations = 17, 13, 127
-    table = [[(layer * H + head) / 997 for head in range(H)] for layer in range(L)]
-    kinds = ("induction", "duplicate", "previous", "current", "sink")
-    lines = [validation(step, heads=dict.fromkeys(kinds, table)) for step in range(evaluations)]
-    options = {"model.n_layer": str(L), "model.n_head": str(H), "model.n_embd": "130"}
-    page = Page(make_run(tmp_path / "many", lines, **options))
-    names = page.texts["title"][1:]
-    assert len(names) == 5 * L * H and (names[0], names[L * H - 1]) == ("0.0", "16.12")
-    points = [given["points"].split() for tag, given in page.tags if tag == "polyline"][-1]
-    assert len(points) == 43 and points[0].startswith("158.0,") and points[-1].startswith("22.0,")  # every third one
-    beside = [float(given["y"]) for tag, given in page.tags if tag == "text" and given["x"] == "163"]
-    assert len(beside) == 5 * 5 and beside[:5] == [98.0, 111.0, 124.0, 137.0, 150.0]  # above the edge of the plot
-    assert (tmp_path / "many" / "report.html").stat().st_size < 1_000_000
-
-
 def test_it_is_written_when_something_is_new_and_its_failure_costs_a_line(
     run, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch
 ) -> None:

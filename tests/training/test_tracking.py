@@ -74,14 +74,3 @@ def test_a_run_and_its_resumption_are_one_run(wandb, run, corpus_file: Path, tmp
     for private in (sys.executable, "train.py", "name-of-host"):
         assert private.encode() not in first + second
     assert not [path for path in (tmp_path / "home").rglob("*") if path.is_file() and path.parent.name != "logs"]
-
-
-@pytest.mark.long
-def test_without_a_network_it_waits_only_so_long(wandb, run, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("training.tracking.WAIT_SECONDS", 1)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    began = time.monotonic()
-    result = run(train, *tiny_run(corpus_file, tmp_path / "run", train__wandb="online"))
-    assert result.exit_code == 0 and result.out.count("wandb is off") == 1
-    assert len(metrics(tmp_path / "run", "train_loss")) == 12 and time.monotonic() - began < 10
