@@ -107,18 +107,17 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradie
 
     gradients: the order in which gradients are added, in words.
     """
-    cuda = device.type == "cuda"
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,  # it draws the batches
         "code of model/": code_hash(),
-        "cudnn": str(torch.backends.cudnn.version()) if cuda else "any",
-        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "cudnn": str(torch.backends.cudnn.version()),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": dtype_name(dtype),
         "kernels": "compiled" if compiled else "eager",
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
-        "threads": "any" if cuda else str(torch.get_num_threads()),
-        "instructions": "any" if cuda else torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "gradients": gradients,
     }
 

@@ -29,10 +29,8 @@ Curves = dict[str, list[tuple[int, float]]]  # name -> (step, value) of each poi
 SOURCE = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
 TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: visible(str(value)), trim_blocks=True)
 # The norm can show trouble before the loss does. The configuration determines the learning rate, one number the speed.
-CHARTS = {
-    "Loss, nats a token": {"training": "train_loss", "validation": "val_loss"},
-    "Gradient norm": {"norm": "grad_norm"},
-}
+LOSSES = {"Loss, nats a token": ("train_loss", "val_loss"), "Gradient norm": ("grad_norm",)}
+HEADS = {f"{METRICS[kind][0]}: {KINDS[kind]}": (f"{kind}/",) for kind in METRICS if kind in KINDS}
 MOST_POINTS = 10_000  # of a chart
 
 
@@ -53,27 +51,23 @@ def read_metrics(directory: Path, step: float = math.inf) -> list[dict]:
     return [line for line in lines if line["step"] <= step]
 
 
-def best_validation(lines: list[dict], checkpoints: list[Path]) -> dict | None:
-    """Return the line of metrics.jsonl with the lowest validation loss of a step that has a checkpoint, or None.
-
-    Of two equal losses the first one counts.
-    """
-    saved = {path.name for path in checkpoints}
-    measured = [line for line in lines if line.get("val_loss") is not None and f"step-{line['step']:08d}" in saved]
-    return min(measured, key=lambda line: line["val_loss"], default=None)
+def best_checkpoint(lines: list[dict], checkpoints: list[Path]) -> Path | None:
+    """Return the checkpoint with the lowest validation loss, the first one of equal losses, or None."""
+    losses = {f"step-{line['step']:08d}": line["val_loss"] for line in lines if line.get("val_loss") is not None}
+    measured = [path for path in sorted(checkpoints) if path.name in losses]
+    return min(measured, key=lambda path: losses[path.name], default=None)
 
 
-def next_commands(directory: Path, saved: int, best: dict | None, finished: bool) -> list[tuple[str, str]]:
+def next_commands(directory: Path, checkpoints: list[Path], best: Path | None, finished: bool) -> list[tuple[str, str]]:
     """Return (purpose, command line) for each useful next thing to do with a run.
 
-    saved: the step of the newest checkpoint, 0 if there is none. best: see `best_validation`. finished: all steps and
-    evaluations are done.
+    checkpoints: those of the run, newest first. best: see `best_checkpoint`. finished: all steps and evaluations are
+    done.
     """
     run = shlex.quote(str(directory))
-    commands = [] if finished else [(f"Go on from step {saved:,}", f"python train.py --resume {run}")]
-    if saved:
-        loss_rose = finished and best and best["step"] < saved  # after the best checkpoint
-        model = f"{run}/checkpoints/step-{best['step']:08d}" if loss_rose else run
+    commands = [] if finished else [("Go on", f"python train.py --resume {run}")]
+    if checkpoints:
+        model = shlex.quote(str(best)) if finished and best and best != checkpoints[0] else run
         commands += [
             ("Sample", f'python sample.py {model} --prompt "..."'),
             ("See what each head is worth", f"python inspect_attention.py {model} --ablate zero"),
@@ -117,9 +111,9 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
                 curves[key].append((line["step"], value))
     latest = {key: points[-1][1] for key, points in curves.items()}
     step = max(saved, latest.get("step", 0))
-    best = best_validation(lines, checkpoints)
+    best = best_checkpoint(lines, checkpoints)
     if best:
-        latest["best"] = best["step"]
+        latest["best"] = best.name
     session = about.get("certificate", {}) | about.get("environment", {})
     return {
         "name": directory.absolute().name,
@@ -130,18 +124,10 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "finished": finished,
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "latest": latest,
-        "charts": {
-            title: draw_chart(found, step)
-            for title, keys in CHARTS.items()
-            if (found := {name: curves[key] for name, key in keys.items() if key in curves})
-        },
-        "heads": {
-            f"{METRICS[kind][0]}: {KINDS[kind]}": draw_chart(found, step, 0, 1)
-            for kind in KINDS
-            if (found := {key.removeprefix(f"{kind}/"): curves[key] for key in curves if key.startswith(f"{kind}/")})
-        },
+        "charts": draw_charts(curves, LOSSES),
+        "heads": draw_charts(curves, HEADS, 0, 1),
         "sections": {
-            "Next": next_commands(directory, saved, best, finished),
+            "Next": next_commands(directory, checkpoints, best, finished),
             "Evaluations": read_evaluations(lines),
             "Configuration": [("config.toml", config)],
             "Certificate and environment, as the session recorded them": session.items(),
@@ -161,20 +147,20 @@ def read_evaluations(lines: list[dict]) -> list[tuple[str, str]]:
     ]
 
 
-def draw_chart(curves: Curves, last_step: int, *scale: float) -> dict[str, object]:
-    """Return the curves, each from its last point back, and the axes and ticks of a chart from step 0 to `last_step`.
+def draw_charts(curves: Curves, charts: dict[str, tuple[str, ...]], *scale: float) -> dict[str, dict]:
+    """Return charts by title: the curves, each from its last point back, the lowest value and the height.
 
+    charts: title -> beginnings of the names of its curves; those without a curve are left out.
     scale: the lowest and the highest value; by default those of the curves.
     """
-    width = max(last_step, 4)  # for ticks at whole steps
-    values = scale or [value for points in curves.values() for _, value in points]
-    low = min(values)
-    height = max(values) - low or abs(low) or 1
-    return {
-        "curves": {name: points[:: -1 - len(points) * len(curves) // MOST_POINTS] for name, points in curves.items()},
-        "width": width,
-        "low": low,
-        "height": height,
-        "columns": np.linspace(0, width, 5),
-        "rows": np.linspace(low, low + height, 5),
-    }
+    drawn = {}
+    for title, names in charts.items():
+        found = {name: points for name, points in curves.items() if name.startswith(names)}
+        if found:
+            values = scale or [value for points in found.values() for _, value in points]
+            low = min(values)
+            height = max(values) - low or abs(low) or 1
+            every = 1 + sum(map(len, found.values())) // MOST_POINTS
+            thinned = {name: points[::-every] for name, points in found.items()}
+            drawn[title] = {"curves": thinned, "low": low, "height": height}
+    return drawn

@@ -31,7 +31,7 @@ from training.config import MAY_CHANGE
 from training.distributed import Ranks
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
 from training.options import Config, tables, to_toml
-from training.report import best_validation, flat, next_commands, read_metrics, write_report
+from training.report import best_checkpoint, flat, next_commands, read_metrics, write_report
 from training.save import remove, save_checkpoint
 from training.sharded import gather
 from training.tracking import Tracker
@@ -205,11 +205,11 @@ class RunDirectory:
             save_checkpoint(self.path / "checkpoints", step, files | tokenizer.files, self.about)
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot save step {step} in {self.path}: {error}; older steps are untouched") from error
-        best = best_validation(read_metrics(self.path), self.checkpoints)
+        best = best_checkpoint(read_metrics(self.path), self.checkpoints)
         # Checkpoints of later steps stay: they are damaged, or the run would have resumed from them.
         past = [path for path in self.checkpoints if path.name <= f"step-{step:08d}"]
         for path in past[self.config.train.keep_checkpoints :]:
-            if not best or path.name != f"step-{best['step']:08d}":
+            if path != best:
                 remove(path)
         self.report()
 
@@ -228,8 +228,8 @@ class RunDirectory:
             self.tracker.finish(exit_code)
             self.report()
             os.close(self.lock)
-        best = best_validation(read_metrics(self.path), self.checkpoints)
-        commands = [line for _, line in next_commands(self.path, step, best, finished=not exit_code)]
+        best = best_checkpoint(read_metrics(self.path), self.checkpoints)
+        commands = [line for _, line in next_commands(self.path, self.checkpoints, best, finished=not exit_code)]
         if exit_code:
             saved = f"saved step {step}" if step else "there was nothing to save yet"
             return f"{saved}; continue with: {commands[0]}"

@@ -9,7 +9,6 @@ import torch
 from cli.script import visible
 from data.batches import validation_batches
 from data.corpus import Corpus
-from errors import UserError
 from inspection.heads import as_json, head_scores, make_probe
 from model import GPT
 from model.device import autocast
@@ -47,13 +46,8 @@ class Validation:
         self.tokenizer = corpus.tokenizer
         val = corpus.meta["val"]
         self.bits_per_byte_per_nat = val["tokens"] / val["bytes"] / math.log(2)
-        prompt = []
-        try:
-            prompt = self.tokenizer.encode(config.sample_prompt).tolist()
-        except UserError as error:  # as of a character that this text has not
-            print(f"note: samples do not begin with train.sample_prompt: {error}")
-        # A tokenizer need not have a token that begins a text.
-        self.prompt = [*self.tokenizer.document_start, *prompt] or self.tokens[:1].tolist()
+        prompt = [*self.tokenizer.document_start, *self.tokenizer.encode(config.sample_prompt).tolist()]
+        self.prompt = prompt or self.tokens[:1].tolist()  # a tokenizer need not have a token that begins a text
         text = self.tokens[: min(context_length, MOST_SCORED)]
         self.text = torch.from_numpy(text.astype(np.int64))[None]
         self.probe = make_probe(self.tokenizer, self.tokenizer.vocab_size, probe_tokens(corpus, config), context_length)

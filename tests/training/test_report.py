@@ -16,7 +16,7 @@ from cli.script import visible
 from model.checkpoint import step_directories
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.options import to_toml
-from training.report import best_validation, read_run, write_report
+from training.report import best_checkpoint, read_run, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img onerror=alert(1) src=x><!--\x1b[31m\x00\u202e{{ name }}{% %}'\"\\&lt;"
 SEEN = HOSTILE.replace("\x1b", "\\x1b").replace("\x00", "\\x00").replace("\u202e", "\\u202e")  # as escapes
@@ -87,7 +87,7 @@ def test_a_finished_run_is_shown_in_full(straight: Path) -> None:
     assert page.texts["h1"] == [page.texts["title"][0]] == ["straight"]
     assert sorted(page.texts["title"][1:]) == sorted(6 * ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"])
     assert page.entries["Validation loss, nats a token"] == f"{losses[12]:.4f}"
-    assert page.entries["Best checkpoint"] == f"step {min((4, 8, 12), key=losses.get)}"
+    assert page.entries["Best checkpoint"] == f"step-{min((4, 8, 12), key=losses.get):08d}"
     assert page.entries["causal"].startswith("yes, none of the ")
     assert page.entries["config.toml"] == (straight / "config.toml").read_text()
     assert page.entries["See what each head is worth"].endswith(f"inspect_attention.py {straight} --ablate zero")
@@ -98,15 +98,15 @@ def test_a_finished_run_is_shown_in_full(straight: Path) -> None:
         about = f"step {step}: {losses[step]:.4f} nats a token, {bits:.4f} bits a byte"
         assert page.entries[about] == visible(text)
     shutil.rmtree(straight / "checkpoints" / "step-00000012")
-    assert Page(straight).entries["Go on from step 8"].endswith(f"--resume {straight}")
+    assert Page(straight).entries["Go on"].endswith(f"--resume {straight}")
 
 
 @pytest.mark.parametrize("saved, best", [((3, 5, 7, 11, 13), 5), ((3, 7, 13), 13), ((7,), None)])
-def test_the_best_validation_has_a_checkpoint(saved: tuple[int, ...], best: int | None) -> None:
+def test_the_best_checkpoint_has_the_lowest_loss(saved: tuple[int, ...], best: int | None) -> None:
     losses = {0: 1.0, 3: 5.0, 5: 2.0, 7: None, 11: 2.0, 13: 3.0}  # of two equal ones the first counts
     lines = [training_line(3), *(validation(step, val_loss=loss) for step, loss in losses.items())]
-    line = best_validation(lines, [Path(f"step-{step:08d}") for step in saved])
-    assert (line and line["step"]) == best
+    path = best_checkpoint(lines, [Path(f"step-{step:08d}") for step in reversed(saved)])
+    assert (path and int(path.name[5:])) == best
 
 
 def test_text_of_the_run_stays_text(tmp_path: Path) -> None:
@@ -135,11 +135,11 @@ def test_curves_and_labels_are_where_their_values_are(tmp_path: Path) -> None:
     points, grid, labels = drawn(tmp_path / "loss", lines)
     first = round(left + 3 / 14 * (right - left), 1)
     middle = f"{(left + right) / 2},{top}.0"
-    assert points["training"].split() == [f"{right}.0,{(top + bottom) / 2}", middle, f"{first},{bottom}.0"]
+    assert points["train_loss"].split() == [f"{right}.0,{(top + bottom) / 2}", middle, f"{first},{bottom}.0"]
     assert grid[0] == f"M{left} {bottom}.0H{right}" and grid[-1] == f"M{left} {top}.0H{right}"
-    assert labels == ["2", "4.5", "7", "9.5", "12", "0", "4", "7", "10", "14", "training"]
+    assert labels == ["2", "4.5", "7", "9.5", "12", "0", "4", "7", "10", "14", "train_loss"]
     points, _, labels = drawn(tmp_path / "constant", [{"step": 1, "grad_norm": 0.0}])
-    assert points["norm"].endswith(f",{bottom}.0 ") and labels[-6:] == ["0", "1", "2", "3", "4", "norm"]
+    assert points["grad_norm"].endswith(f",{bottom}.0 ") and labels[-6:] == ["0", "1", "2", "3", "4", "grad_norm"]
 
 
 def test_a_line_for_each_head_is_where_its_scores_are(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_line_for_each_head_is_where_its_scores_are(tmp_path: Path) -> None:
             for name, given in zip(page.texts["title"][1:], lines, strict=True)
         ]
 
-    seen = ("training", "validation", "norm")
+    seen = ("train_loss", "val_loss", "grad_norm")
     ends = [validation(0, heads=head_scores(0)), validation(7), validation(14, heads=head_scores(1))]
     page = Page(make_run(tmp_path / "two", ends, **{"model.n_embd": "30", "model.n_head": "3"}))
     assert page.texts["figcaption"] == ["ind: what followed the same token before"]  # of nothing else is a number

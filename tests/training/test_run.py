@@ -153,14 +153,14 @@ def test_the_newest_the_best_and_damaged_later_checkpoints_are_kept(run, corpus_
 @pytest.mark.parametrize(
     "saved, best, finished, looked_at",
     [
-        (0, None, False, None),
-        (12, 8, False, "'a run'"),  # stopped in the last evaluation
-        (12, 4, True, "'a run'/checkpoints/step-00000004"),  # it knows the text by heart
+        ([], None, False, None),
+        ([12, 8], 8, False, "'a run'"),  # stopped in the last evaluation
+        ([12, 4], 4, True, "'a run/checkpoints/step-00000004'"),  # it knows the text by heart
     ],
 )
-def test_what_to_do_next(saved: int, best: int | None, finished: bool, looked_at: str | None) -> None:
-    line = {"step": best, "val_loss": 2.0} if best else None
-    commands = [command for _, command in next_commands(Path("a run"), saved, line, finished)]
+def test_what_to_do_next(saved: list[int], best: int | None, finished: bool, looked_at: str | None) -> None:
+    path = {step: Path(f"a run/checkpoints/step-{step:08d}") for step in saved}
+    commands = [command for _, command in next_commands(Path("a run"), [*path.values()], path.get(best), finished)]
     looks = [f'python sample.py {looked_at} --prompt "..."', f"python inspect_attention.py {looked_at} --ablate zero"]
     looks += [f"python inspect_attention.py {looked_at} -o 'a run'/heads.html"]
     assert commands == ["python train.py --resume 'a run'"] * (not finished) + looks * bool(looked_at)
