@@ -22,7 +22,7 @@ from inspection.heads import PROBE_TOKENS, RepeatProbe, make_probe
 from inspection.kinds import Head
 from inspection.patterns import capture
 from inspection.terminal import label as visible_label
-from model.checkpoint import Checkpoint, nested
+from model.checkpoint import Checkpoint
 
 NUM_TEXTS = 8  # sequences of validation text that are measured
 TEXT_LENGTH = 1024  # the most tokens of each
@@ -168,7 +168,7 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
     """
     fingerprint = checkpoint.trainer.get("fingerprint")
     corpus = None
-    if options := nested(checkpoint.trainer, "config", "data"):  # of a run, not of a model from elsewhere
+    if options := checkpoint.trainer.get("config", {}).get("data"):  # of a run, not of a model from elsewhere
         corpus = find_prepared(fingerprint, options["source"])
         with suppress(UserError, TypeError):  # the source is not here, or its options are of another version
             if corpus is None and find_token_files(options["source"]):

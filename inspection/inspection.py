@@ -31,7 +31,7 @@ from inspection.metrics import HeadScores
 from inspection.patterns import Captured, capture
 from inspection.terminal import report
 from inspection.views import Said, moved_lengths, say
-from model.checkpoint import STEP, Checkpoint, find_checkpoint, nested
+from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import autocast, dtype_name, find_device, is_fast
 from model.foreign import load_decoder
 
@@ -187,7 +187,7 @@ def open_model(checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module,
         print(f"note:   {name} was trained by other code in model/; here it may be another model")
     model = load_decoder(checkpoint, device)
     stored = next(model.parameters()).dtype
-    trained = nested(checkpoint.manifest, "environment", "dtype")
+    trained = checkpoint.manifest.get("environment", {}).get("dtype")
     dtype = getattr(torch, trained) if trained in ("float32", "bfloat16", "float16") else stored
     if not is_fast(dtype, device):
         print(f"device: {device}, in float32: it is slow in {dtype_name(dtype)}, the precision of the model")

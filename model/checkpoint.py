@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from errors import UserError
 from files import read_small, refuse_pointer, sha256
@@ -25,17 +24,7 @@ FORMAT = 3
 TRAINER = "trainer.json"
 STEP = re.compile(r"step-\d{8}")
 HUB_NAME = re.compile(r"(hf:)?(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", re.ASCII)
-FETCHED = (  # never a pickle
-    "*config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-)
-PICKLE = re.compile(r"pytorch_model.*\.bin|.+\.(pt|pth|ckpt|pkl)")
+FETCHED = ("*.json", "tokenizer.model", "merges.txt", "model*.safetensors")  # never a pickle
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,7 @@ class Checkpoint:
     @property
     def code_has_changed(self) -> bool:
         """Whether the model was trained by other files of this package; False for a model from elsewhere."""
-        return nested(self.manifest, "environment", "code of model/") not in (None, code_hash())
+        return self.manifest.get("environment", {}).get("code of model/") not in (None, code_hash())
 
 
 def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
@@ -117,10 +106,6 @@ def verify(directory: Path) -> Checkpoint:
     if not path.is_file():
         if STEP.fullmatch(directory.name):
             raise UserError(f"{directory} has no manifest.json: it was not written to the end")
-        for found in (directory, *sorted(directory.glob("*"))):
-            if PICKLE.fullmatch(found.name) and not any(directory.glob("model*.safetensors*")):
-                advice = "if you trust it, save it in safetensors, as docs/other_tools.md says"
-                raise UserError(f"{found} is a pickle, which can run code: {advice}")
         if not (directory / "config.json").is_file():
             raise UserError(f"{directory} is no model, and no run with an intact checkpoint: it has no config.json")
         tensor_files(directory, "model")
@@ -150,7 +135,10 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
         paths = sorted({directory / str(name) for name in read_json(index).get("weight_map", {}).values()})
     for path in paths:
         if path.parent != directory or path.suffix != ".safetensors" or not path.is_file():  # nor a pipe: it would wait
-            raise UserError(f"{directory} has no safetensors file {path.name!r:.60}: fetch all files of the model")
+            raise UserError(
+                f"{directory} has no safetensors file {path.name!r:.60}: fetch all files of the model "
+                "(a pickle can run code: docs/other_tools.md says how to convert one that you trust)"
+            )
         refuse_pointer(path)
     return paths
 
@@ -169,13 +157,6 @@ def read_json(path: Path) -> dict:
 def one_line(error: Exception) -> str:
     """Return the beginning of a library's message, on one line."""
     return f"{' '.join(str(error).split()):.300}"
-
-
-def nested(content: object, *keys: str) -> Any:
-    """Return the value under nested keys of JSON objects; None if a key is missing."""
-    for key in keys:
-        content = content.get(key) if isinstance(content, dict) else None
-    return content
 
 
 def to_json(content: dict) -> bytes:

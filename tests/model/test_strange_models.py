@@ -203,7 +203,7 @@ REFUSED = {
     without_transformers: "for all other decoders: pip install -e '.[any]'",
     without_a_tensor: "has no tensor model.layers.1.self_attn.q_proj.weight",
     with_code: "; config.json has model_type 'theirs', this version reads gpt2",
-    with_pickle: "pytorch_model.bin is a pickle, which can run code: ",
+    with_pickle: "has no safetensors file 'model.safetensors': fetch all files of the model (a pickle can run code: ",
     without_tokenizer: "has no tokenizer.json, and no tokenizer that transformers can read",
     written_out: "attention that is written out, or computed by another kernel, cannot be shown",
     adapter: "has an adapter_config.json: merge the adapter, and take the file out",
