@@ -99,8 +99,6 @@ class CausalSelfAttention(nn.Module):
         q_norm, k_norm: modules that normalise queries and keys, (B, heads, T, D) -> the same shape; both or none.
         rotary: a module that rotates queries and keys by their positions: (x, slice of T positions) -> x's shape.
         weight_dropout: probability of dropping an attention weight.
-
-    Raises ValueError if n_head is not a multiple of n_kv_head.
     """
 
     causal_mask: Tensor
@@ -120,8 +118,6 @@ class CausalSelfAttention(nn.Module):
         weight_dropout: float = 0.0,
     ):
         super().__init__()
-        if n_head % n_kv_head != 0:
-            raise ValueError(f"n_head must be a multiple of n_kv_head, got n_head={n_head} and n_kv_head={n_kv_head}")
         self.head_dim = head_dim
         self.q_proj = nn.Linear(n_embd, n_head * head_dim, bias=bias)
         self.k_proj = nn.Linear(n_embd, n_kv_head * head_dim, bias=bias)

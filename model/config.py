@@ -4,8 +4,9 @@ Checkpoints store every field automatically. A new option is a field with a defa
 """
 
 import math
+import operator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from errors import UserError, check_numbers
 
@@ -57,9 +58,6 @@ class GPTConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         family = self.family
-        families = get_args(ModelConfig.__annotations__["family"])
-        if family not in families:
-            raise UserError(f"family must be one of {', '.join(families)}, got {family!r}")
         # Larger than any real model, so that a damaged or hostile config.json is refused before memory is allocated.
         check_numbers(
             self,
@@ -82,10 +80,11 @@ class GPTConfig(ModelConfig):
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+        for name in ("n_layer", "context_length", *SIZES):
+            operator.index(getattr(self, name))  # raises TypeError for what is no whole number
         factor, low, high, _ = scaling = self.rope_scaling or (1, 0, 1, 1)
-        are_numbers = all(type(number) in (int, float) and 0 <= number < 1e30 for number in scaling)
-        if not (are_numbers and factor > 0 and low < high):
-            raise UserError(f"rope_scaling must be numbers from 0, the second below the third, got {scaling!r:.60}")
+        if not (factor > 0 and low < high):
+            raise UserError(f"rope_scaling must have a positive factor, and the second below the third, got {scaling}")
         if self.bias and family != "gpt2":
             raise UserError(f"a {family} has no biases, got bias=True")
         if self.head_dim != self.n_embd // self.n_head and family in ("gpt2", "nanochat"):

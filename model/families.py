@@ -106,10 +106,10 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise: (..., C) -> (..., C)."""
         if autocast_dtype(x) is None:
-            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+            return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):  # under autocast, PyTorch 2.12 returns float32 on CUDA
             if self.weight is None:
-                return F.rms_norm(x, self.normalized_shape, eps=self.eps)
+                return super().forward(x)
             # In bfloat16, weights near one would all round to one.
             return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 

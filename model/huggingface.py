@@ -1,10 +1,11 @@
 """Configurations and tensors under the names and shapes of `transformers`, so that checkpoints open there too.
 
-A family needs a `Codec` in CODECS, which is read in both directions. An option that `transformers` does not know is
+A family needs a `Codec` in CODECS. An option that `transformers` does not know is
 stored under the key "tril" of config.json, and a parameter that it does not know under its name here.
 """
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -22,13 +23,12 @@ CUT_CONTEXT = 8192  # context_length of a model whose own is longer than the lar
 QKV = ("q_proj", "k_proj", "v_proj")
 UNUSED = re.compile(r"\b(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and rotary tables in old files
 # Modules around the body: those of `transformers`, which may be missing, and of torch.compile and DataParallel.
-WRAPPERS = re.compile(r"\b(transformer|model|_orig_mod|module)\.")
+WRAPPERS = re.compile(r"^((transformer|model|_orig_mod|module)\.)+|\b_orig_mod\.")
 # Keys of config.json that we do not write -> the values that our families compute. The first is that of a missing key.
 READ_ONLY = {
     "rope_type": ("default", "llama3"),
     "type": ("default", "llama3"),  # the older name
     "partial_rotary_factor": (1,),
-    "quantization_config": (None,),
 }
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -182,7 +182,7 @@ def config_from_huggingface(content: dict) -> GPTConfig:
         values = own | {"family": family, **{name: known[key] for key, name in codec.fields.items()}}
         if "llama3" in (known.get("rope_type"), known.get("type")):
             values["rope_scaling"] = tuple(known[key] for key in SCALING)
-        if FAMILIES[family].rotary and values["context_length"] > MOST_CONTEXT:
+        if values["context_length"] > MOST_CONTEXT:
             values["context_length"] = CUT_CONTEXT
         return GPTConfig(**values)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -200,29 +200,39 @@ def tensors_to_huggingface(config: GPTConfig, state: Tensors) -> Tensors:
             tensor = torch.cat([state[name.replace("q_proj", part)] for part in QKV])
         if codec.conv1d and name.endswith("proj.weight"):
             tensor = tensor.T.contiguous()
-        theirs = name if name == HEAD else codec.body + translate(name, codec.names)
+        theirs = their_name(codec, name)
         tensors[theirs] = tensor
         if codec.conv1d and not config.bias and name.endswith(("proj.weight", "norm.weight")):
             tensors[theirs.removesuffix("weight") + "bias"] = tensor.new_zeros(tensor.size(-1))
     return tensors
 
 
-def tensors_from_huggingface(config: GPTConfig, theirs: str, tensor: Tensor) -> Tensors:
-    """Return the tensors of a GPT that a tensor of `transformers` holds: one, or q, k and v, or none that we use."""
+def tensors_from_huggingface(
+    config: GPTConfig, names: Iterable[str], stored: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a GPT from those of `transformers`, one at a time.
+
+    names: those that the GPT has. A tensor that belongs to none of them keeps its own name, except one that changes
+    nothing: it is left out.
+    """
     codec = CODECS[config.family]
-    name = translate(WRAPPERS.sub("", theirs), {other: own for own, other in codec.names.items()})
-    zeros = codec.conv1d and not config.bias and name.endswith("bias") and not tensor.any()
-    if zeros or UNUSED.search(theirs):
-        return {}
-    if codec.conv1d and name.endswith("proj.weight"):
-        tensor = tensor.T
-    if not codec.conv1d or "q_proj" not in name:
-        return {name: tensor}
-    q = config.n_head * config.head_dim
-    k = config.n_kv_head * config.head_dim
-    return {name.replace("q_proj", part): each for part, each in zip(QKV, tensor.tensor_split((q, q + k)), strict=True)}
+    ours = {WRAPPERS.sub("", their_name(codec, name)): name for name in names}
+    for theirs, tensor in stored:
+        name = ours.get(WRAPPERS.sub("", theirs), theirs)
+        if name == theirs and (UNUSED.search(name) or (name.endswith("bias") and not tensor.any())):
+            continue
+        if codec.conv1d and name.endswith("proj.weight"):
+            tensor = tensor.T
+        if codec.conv1d and "q_proj" in name:
+            sizes = (config.n_embd, config.n_embd + config.n_kv_head * config.head_dim)
+            for part, each in zip(QKV, tensor.tensor_split(sizes), strict=True):
+                yield name.replace("q_proj", part), each
+        else:
+            yield name, tensor
 
 
-def translate(name: str, names: dict[str, str]) -> str:
-    """Replace whole parts of a name, which are between dots."""
-    return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], name)
+def their_name(codec: Codec, name: str) -> str:
+    """Return the name of a tensor in `transformers`: whole parts, which are between dots, are replaced."""
+    if name == HEAD:
+        return name
+    return codec.body + re.sub(rf"\b({'|'.join(codec.names)})\b", lambda found: codec.names[found[0]], name)

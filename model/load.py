@@ -19,7 +19,7 @@ from errors import UserError
 from model.checkpoint import Checkpoint, find_checkpoint, one_line, read_json, tensor_files
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.huggingface import HEAD, Tensors, config_from_huggingface, tensors_from_huggingface
+from model.huggingface import HEAD, config_from_huggingface, tensors_from_huggingface
 
 EMBEDDING = "token_embedding.weight"
 POSITIONS = "position_embedding.weight"
@@ -57,38 +57,27 @@ def load_model(
     """
     directory = find_checkpoint(path).directory
     stored = load_config(directory)
-    weights = load_weights(directory, stored, device, dtype)
+    weights = {}
     try:
         with skip_parameter_init():
             model = GPT(config or stored)
+        for name, tensor in tensors_from_huggingface(stored, model.state_dict(), read_tensors(directory, "model")):
+            kept = dtype if tensor.is_floating_point() else None
+            weights[name] = tensor.to(device, kept, copy=True, memory_format=torch.contiguous_format)
+        embedding = weights[EMBEDDING]
+        if stored.tied and not weights.setdefault(HEAD, embedding).equal(embedding):  # some files have a tied head
+            raise UserError(f"{directory} has a head of its own, and a config.json that says it is the embedding")
         if POSITIONS in weights:
             weights[POSITIONS] = weights[POSITIONS][: model.config.context_length]
         model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
+    except (RuntimeError, KeyError, TypeError) as error:
         raise UserError(f"{directory} is not the model that its config.json describes: {one_line(error)}") from error
-    return model.to(device, weights[EMBEDDING].dtype).eval()
+    return model.to(device, embedding.dtype).eval()
 
 
 def load_config(directory: Path) -> GPTConfig:
     """Return the configuration of the model in a directory. Raises UserError if it describes no GPT."""
     return config_from_huggingface(read_json(directory / "config.json"))
-
-
-def load_weights(directory: Path, config: GPTConfig, device: str | torch.device, dtype: torch.dtype | None) -> Tensors:
-    """Return a copy of the tensors of a GPT that are in a directory; a tied head is the embedding.
-
-    Raises UserError for files that cannot be read, and for a head that contradicts the configuration.
-    """
-    weights = {}
-    for theirs, tensor in read_tensors(directory, "model"):
-        for name, part in tensors_from_huggingface(config, theirs, tensor).items():
-            kept = dtype if part.is_floating_point() else None
-            weights[name] = part.to(device, kept, copy=True, memory_format=torch.contiguous_format)
-    if config.tied and EMBEDDING in weights:
-        embedding = weights[EMBEDDING]
-        if not weights.setdefault(HEAD, embedding).equal(embedding):  # some files store a tied head as well
-            raise UserError(f"{directory} has a head of its own, and a config.json that says it is the embedding")
-    return weights
 
 
 def read_tensors(directory: Path, stem: str) -> Iterator[tuple[str, Tensor]]:

@@ -112,8 +112,3 @@ def test_a_single_query_and_a_whole_text_need_no_mask(
 def test_half_precision_is_finite(dtype: torch.dtype) -> None:
     layer, x = make_layer().to(dtype), torch.randn(B, T, C).to(dtype)
     assert layer(x).isfinite().all() and by_formula(layer, x).isfinite().all()
-
-
-def test_query_heads_that_cannot_share_keys_are_refused() -> None:
-    with pytest.raises(ValueError, match="n_head must be a multiple of n_kv_head, got n_head=3 and n_kv_head=2"):
-        make_layer(n_kv_head=2)

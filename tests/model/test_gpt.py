@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
-from model.families import FAMILIES
 from model.gpt import Head
 from tests.conftest import make_gpt, save_gpt
 
@@ -72,11 +71,10 @@ def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training() -
         ({"n_head": 6, "n_embd": 6, "n_kv_head": 4}, "n_head must be a multiple of n_kv_head"),
         ({"dropout": 1.0}, "dropout must be a number from 0 to 0.99, got 1.0"),
         ({"n_layer": 0}, "n_layer must be a number from 1 to 512, got 0"),
-        ({"family": "mamba"}, f"family must be one of {', '.join(FAMILIES)}, got 'mamba'"),
         ({"family": "llama", "n_head": 3, "n_embd": 15}, "head_dim must be even, got 5"),
         ({"family": "llama", "bias": True}, "a llama has no biases"),
         ({"family": "nanochat", "head_dim": 4}, "head_dim is n_embd / n_head in a nanochat, got 4"),
-        ({"family": "llama", "rope_scaling": (8.0, 4.0, 1.0, 11)}, "rope_scaling must be numbers from 0"),
+        ({"family": "llama", "rope_scaling": (8.0, 4.0, 1.0, 11)}, "rope_scaling must have a positive factor, and"),
     ],
 )
 def test_impossible_models_are_refused_in_the_users_words(changes: dict, message: str) -> None:

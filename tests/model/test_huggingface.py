@@ -119,10 +119,9 @@ def test_the_model_is_the_same_there_and_back(name: str, tmp_path: Path) -> None
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu', a llama of ours computes 'silu'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn', a llama of ours computes 'default'"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True, a qwen3 of ours"),
-        ("llama", {"hidden_size": None}, "config.json describes no GPT of this code"),
+        ("gpt2", {"n_layer": None}, "config.json describes no GPT of this code: 'NoneType' object"),
         ("gpt2", {"n_embd": 40, "tril": {}}, "is not the model that its config.json describes: .* size mism"),
         ("gpt2", {"model_type": "bert"}, f"model_type 'bert', this version reads {', '.join(FAMILIES)}"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}, a llama of ours"),
     ],
 )
 def test_a_config_of_another_model_is_refused(tmp_path: Path, family: str, change: dict, message: str) -> None:
@@ -153,20 +152,19 @@ def test_an_option_that_is_new_is_in_the_checkpoint_by_itself(family: str, tmp_p
         GPT.from_pretrained(saved)
 
 
-GATE, HEAD, BIAS = "model.layers.1.mlp.gate_proj.weight", "lm_head.weight", "transformer.ln_f.bias"
+GATE, HEAD = "model.layers.1.mlp.gate_proj.weight", "lm_head.weight"
 
 
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("llama", {"model.norm.bias": torch.ones(42)}, 'Unexpected key.s. in state_dict: "final_norm.bias"'),
+        ("llama", {"model.norm.bias": torch.ones(42)}, 'Unexpected key.s. in state_dict: "model.norm.bias"'),
         ("llama", {GATE: None}, 'Missing key.s. in state_dict: "blocks.1.mlp.gate_proj.weight"'),
         ("llama", {GATE: torch.ones(53, 41)}, "size mismatch for blocks.1.mlp.gate_proj.weight: copying a param with"),
         ("llama", {GATE: torch.full((53, 42), torch.nan)}, f"{GATE} holds numbers that are not finite"),
         ("llama", {HEAD: torch.ones(V, 42)}, "has a head of its own, and a config.json that says it is the embedding"),
         ("llama", {GATE: torch.ones(53, 42).int()}, "Only Tensors of floating point"),
-        ("nanochat", {HEAD: None}, 'Missing key.s. in state_dict: "lm_head.weight"'),
-        ("gpt2 without biases", {BIAS: torch.ones(15)}, 'Unexpected key.s. in state_dict: "final_norm.bias"'),
+        ("gpt2 without biases", {"transformer.ln_f.bias": torch.ones(15)}, 'Unexpected key.*"transformer.ln_f.bias"'),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(name: str, change: dict, message: str, tmp_path: Path) -> None:
@@ -228,17 +226,17 @@ def test_a_weight_of_ones_own_begins_as_it_says_trains_and_is_saved(
         def __init__(self, *arguments: object, **options: object):
             super().__init__(*arguments, **options)
             self.slopes = torch.nn.Parameter(torch.full((3, 1, 1), 7.0))
-            self.gate = torch.nn.Linear(1, 1)  # with a bias, of which a llama has no other
+            self.norm = torch.nn.ModuleDict({"model": torch.nn.Linear(1, 1)})  # names that a llama has elsewhere
             self.register_buffer("table", torch.nn.init.constant_(torch.empty(1), 0.5), persistent=False)
 
         def split_heads(self, x: Tensor) -> Tensor:
-            return super().split_heads(x) * self.slopes * (1 + self.gate(self.table))
+            return super().split_heads(x) * self.slopes * (1 + self.norm["model"](self.table))
 
     monkeypatch.setattr("model.gpt.CausalSelfAttention", Slopes)
     options = tiny_run(corpus_file, tmp_path / "out", model__family="llama", model__n_embd=18, train__optimizer="muon")
     assert run(train, *options).exit_code == 0
     layer = GPT.from_pretrained(tmp_path / "out").blocks[1].attention
-    assert not torch.equal(layer.slopes, torch.full_like(layer.slopes, 7.0)) and layer.gate.bias != 0
+    assert not torch.equal(layer.slopes, torch.full_like(layer.slopes, 7.0)) and layer.norm["model"].bias != 0
     torch.testing.assert_close(layer.slopes.data, torch.full_like(layer.slopes, 7.0), atol=0.5, rtol=0)
     assert torch.equal(layer.table, torch.full((1,), 0.5))
     assert run(train, "--resume", tmp_path / "out", "--train.max_steps", 13).exit_code == 0
