@@ -76,7 +76,7 @@ def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | 
     """
     key = corpus_key(config, tokenizer)
     name = f"{Path(config.source).stem}-{Path(config.tokenizer).stem}-{key[:8]}"  # to be read by people
-    directory = out or PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
+    directory = out or PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
     directory = directory.resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
     directory.parent.mkdir(parents=True, exist_ok=True)

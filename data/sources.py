@@ -263,7 +263,7 @@ def read_hub(name: str, text_column: str) -> Iterator[Document]:
         print(f"asking the hub for {name}", file=sys.stderr)
         hub.dataset_info(name, timeout=PATIENCE)
         files = datasets.load_dataset_builder(name, config, revision=revision).config.data_files["train"]
-    for path in map(str, files):
+    for path in files:
         yield from read_file(path, lambda path: fsspec.open(path).open(), text_column)
 
 

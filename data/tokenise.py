@@ -54,11 +54,12 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
         tokenizer = make_tokenizer(config.tokenizer, texts)
     save_tokenizer(tokenizer, directory)
     num_bytes = write_tokens(config, to_train, tokenizer, directory)
-    meta = {"source": config.source, "tokenizer": config.tokenizer, "key": key}
+    dtype = dtype_of(tokenizer)
+    meta = {"source": config.source, "tokenizer": config.tokenizer, "key": key, "dtype": dtype.str}
     for split in SPLITS:
         path = directory / f"{split}.bin"
         stat = path.stat()
-        num_tokens = stat.st_size // dtype_of(tokenizer).itemsize
+        num_tokens = stat.st_size // dtype.itemsize
         if num_tokens < 2 or not num_bytes[split]:
             raise UserError(
                 f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation: give more "

@@ -1,7 +1,6 @@
 """Batches: a pure function of their number, nothing twice in an epoch, targets one ahead, validation complete."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,15 +48,6 @@ def test_epochs_differ_in_order_and_offset() -> None:
     offsets = [(start % 7).unique().tolist() for start in starts]
     assert all(len(offset) == 1 for offset in offsets)  # sequences of an epoch tile the text
     assert len({offset for (offset,) in offsets}) > 3
-
-
-def test_the_order_of_an_epoch_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, draw = [], np.random.default_rng
-    monkeypatch.setattr(np.random, "default_rng", lambda seed: (drawn.append(seed), draw(seed))[1])
-    batches = Batches(np.arange(701), 3, 7, seed=11)  # 100 sequences: batch 33 is of two epochs
-    for n in range(60):
-        batches(n, CPU)
-    assert drawn == [[11, 0], [11, 1]]
 
 
 @settings(deadline=None, max_examples=20)

@@ -44,14 +44,10 @@ def as_lines(rows: list[object]) -> str:
 
 KINDS: dict[str, Callable] = {
     "t.jsonl": as_lines,
-    "t.jsonlines": as_lines,
-    "t.JL": as_lines,
     "T.NDJSON": lambda rows: as_lines(rows).replace("\n", "\r\n\r\n"),
-    "lines.json": as_lines,
     "array.json": lambda rows: json.dumps(
         [{"n": "N", "text": row} for row in rows], indent=3, ensure_ascii=False
     ).replace('"N"', "9" * 5000),
-    "dense.json": lambda rows: json.dumps([{"text": row} for row in rows]),
     "t.csv": as_csv,
     "t.tsv": lambda rows: as_csv(rows, "\t"),
 }
@@ -84,31 +80,20 @@ def test_a_large_row_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     "name, content, sentence",
     [
         ("t.jsonl", '{"text": "a"}\n\n{"text": 5}', "t.jsonl, line 3: expected a text, got 5"),
-        ("t.jsonl", '{"text": "a"}\n{"text": ["b"]}', r"t.jsonl, line 2: expected a text, got \['b'\]"),
         ("t.jsonl", '"text"', "t.jsonl, line 1: expected an object with the column 'text', got 'text'"),
         ("t.jsonl", '{"text": "a"}\n{"text": "b\n{"text": "c"}', "line 2: expected a row of JSON, got '{\"text"),
         ("t.jsonl", '{"n": ' + "[" * 99_999, "t.jsonl, line 1: expected a row of JSON, got"),
         ("t.jsonl", r'{"text": "a\ud83d"}', "t.jsonl, line 1 has half a character: UnicodeEncodeError"),
         ("t.jsonl", '{"text": "b"}\n{"c": 1}', "t.jsonl, line 2: expected a column 'text', got c: choose one by"),
         ("t.json", '[\n{"text": "a"},', "t.json, line 2: expected a row of JSON, got ''"),
-        ("t.jsonl", '{"text": "a"}\n,,,[[', r"t.jsonl, line 2: expected a row of JSON, got '\[\['"),
         ("t.json", '[{"text": "a"}]\n{"text": "b"}', "t.json, line 1: expected a row of JSON, got ']"),
-        ("t.csv", "a,b\n1,2\n", "t.csv: expected a column 'text', got a, b: choose .* first line of a CSV"),
         ("t.csv", "text,text\n1,2\n", "t.csv: expected a column 'text', got text, text: choose"),
         ("t.csv", ",".join(map(str, range(9999))), "t.csv: expected a column 'text', got 0, 1, .{,70}[.]{3}: choose"),
         ("t.csv", 'n,text\n1,"a\nb"\n\n2\n', r"t.csv, line 5: 1 fields instead of 2"),
         ("t.csv", 'n,text\n1,a\n2,"b\n3,c\n', "t.csv, line 3: unexpected end of data .is there a quote that never"),
-        ("t.csv", 'n,text\n1,"b"c\n', "t.csv, line 2: ',' expected"),
         ("t.csv", b"text\n\xff\xfea", "cannot read t.csv: UnicodeDecodeError: .*invalid start byte"),
         ("t.jsonl.gz", '{"text": "a"}', "cannot read t.jsonl.gz: BadGzipFile: Not a gzipped file"),
-        ("t.txt.gz", gzip.compress(b"a" * 99, mtime=0)[:-9], "cannot read t.txt.gz: EOFError: Compressed file ended"),
         ("t.csv.zst", zstd(b"text\na")[:-3], "cannot read t.csv.zst: OSError: Truncated compressed stream"),
-        ("t.tar.xz", lzma.compress(b"a.txt\0"), "t.tar.xz is no text: it has NUL characters"),
-        (
-            "t.txt",
-            b"version https://git-lfs.github.com/spec/v1\n",
-            "t.txt is a pointer of Git LFS, not the file itself",
-        ),
         ("t.parquet", b"version https://git-lfs.github.com/spec/v1\n", "t.parquet is a pointer of Git LFS"),
     ],
 )
@@ -123,15 +108,13 @@ def test_a_row_without_text_is_left_out() -> None:
     values = ["a", None, "b", "", "c"]
     Path("t.jsonl").write_text(as_lines(values))
     Path("t.csv").write_text("n,text\n" + "".join(f"{value},{value or ''}\n" for value in values))
-    Path("lines.csv").write_text('text\n\na\n""\nb\n\nc\n')  # of one column, in which an empty line may be either
     pyarrow.parquet.write_table(pyarrow.table({"text": values, "n": range(5)}), "t.parquet")
-    for name in ("t.jsonl", "t.csv", "lines.csv", "t.parquet"):
+    for name in ("t.jsonl", "t.csv", "t.parquet"):
         assert documents_of(make(name, "chars", val_fraction=0.4)) == ["a", "b", "c"]
     with pytest.raises(UserError, match="t.parquet, row 1: expected a text, got 0"):
         make("t.parquet", text_column="n")
-    for name in ("t.parquet", "t.csv"):
-        with pytest.raises(UserError, match=f"{name}: expected a column 'body', got .*text"):
-            make(name, text_column="body")
+    with pytest.raises(UserError, match="t.parquet: expected a column 'body', got text, n: choose one by"):
+        make("t.parquet", text_column="body")
 
 
 def test_the_sign_of_an_end_in_a_text_is_text(capsys: pytest.CaptureFixture) -> None:
@@ -149,7 +132,7 @@ def test_the_sign_of_an_end_in_a_text_is_text(capsys: pytest.CaptureFixture) -> 
     assert capsys.readouterr().err.startswith("note: </s> in t.jsonl is ordinary text; ")
 
 
-def test_links_are_followed_once_and_hidden_names_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_are_followed_once_and_hidden_names_are_left_out() -> None:
     for name in ("d/sub/b.txt", "elsewhere/c.txt", "d/.git/config", "d/__pycache__/a.pyc", "d/.x", "d/sub/empty.md"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("" if "empty" in name else name if "c.txt" not in name else "\ufeffline\r\n")
@@ -160,20 +143,10 @@ def test_links_are_followed_once_and_hidden_names_are_left_out(monkeypatch: pyte
     Path("d/sub/copy.txt").hardlink_to("d/sub/b.txt")  # as tools that save space make, so it is a document
     Path("d/broken").symlink_to("nowhere")
     os.mkfifo("d/pipe")
-    # A name that is not UTF-8, where the file system has such.
-    Path("d/latin.txt" if sys.platform == "darwin" else "d/latin\udcff.txt").write_text("name")
+    Path("d/latin.txt" if sys.platform == "darwin" else "d/latin\udcff.txt").write_text("name")  # not UTF-8
     expected = ["line\r\n", "name", "d/sub/b.txt", "d/sub/b.txt"]
     assert documents_of(make("d", "chars")) == documents_of(make("d/")) == expected
     assert read("d/*.txt") == expected[:2] and read("d/[b-l]*/*.txt") == ["line\r\n"]
     assert sorted(read("d/**/[b-d]*.txt")) == sorted([expected[0], *expected[2:]])
-    with pytest.raises(
-        UserError, match=r"no text found at 'd/\.gi\*': give a file, a folder, a glob, hf:NAME or stdlib"
-    ):
-        sources.find_files("d/.gi*")
-
-    def closed(path: Path) -> None:
-        raise PermissionError(path)
-
-    monkeypatch.setattr(Path, "iterdir", closed)
-    with pytest.raises(PermissionError):
-        make("d")
+    with pytest.raises(UserError, match=r"no text found at 'd/\.gi\*': give a file, a folder, a glob, hf:NAME or"):
+        make("d/.gi*")

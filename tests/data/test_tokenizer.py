@@ -85,10 +85,9 @@ def test_a_tokenizer_that_merges_across_its_own_order_is_kept(tmp_path: Path) ->
         assert theirs.encode(text).ids == ours.encode(text).tolist()
 
 
-@pytest.mark.parametrize("name", ["gtp2", "bpe:", "bpe:12", "bpe:many", "bpe:99999999999999999999"])
-def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(
-        UserError,
-        match="'gtp2' is not bytes, chars, bpe:SIZE, .*: Unknown encoding gtp2|a bpe tokenizer has 257 tokens",
-    ):
-        make_tokenizer(name, [TEXT])
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UserError, match="'gtp2' is not bytes, chars, bpe:SIZE, .*: Unknown encoding gtp2"):
+        make_tokenizer("gtp2", [TEXT])
+    for name in ("bpe:12", "bpe:many", "bpe:99999999999999999999"):
+        with pytest.raises(UserError, match=f"a bpe tokenizer has 257 tokens or more, as in bpe:4096, got '{name}'"):
+            make_tokenizer(name, [TEXT])
