@@ -17,10 +17,6 @@ from torch import Tensor
 
 import train
 from benchmarks.pretended_gpu import pretended_gpu
-from inspection import capture, head_scores
-from inspection.heads import repeat_probe
-from inspection.patterns import Captured
-from inspection.views import moved_lengths, say
 from model import GPT, GPTConfig
 from model.attention import make_causal_mask
 from model.causality import Finding, Prober
@@ -218,45 +214,3 @@ def test_decoding_reads_one_number_a_token(family: str, dtype: str, n_kv_head: i
         assert len(gpu.waits) == 6 and not gpu.mixed
         cache = 2 * n_kv_head * 1007 * model.config.head_dim * DTYPES[dtype].itemsize
         assert gpu.peak - before < cache / 4  # no token copies the keys of a layer
-
-
-@pytest.mark.parametrize("family", often("qwen3", "llama", "gpt2", "nanochat"))
-@pytest.mark.parametrize("n_kv_head", often(2, 6))
-@pytest.mark.parametrize("dtype", often("bfloat16", "float32", "float16"))
-def test_capture_scores_and_verification(family: str, dtype: str, n_kv_head: int, monkeypatch) -> None:
-    see = Captured.see
-    # All pretended numbers are equal, so that a mask hides nothing.
-    monkeypatch.setattr(
-        Captured, "see", lambda self, y, q, k, v, mask, **more: see(self, y, q, k, v, is_causal=True, **more)
-    )
-    with pretended_gpu() as gpu, torch.no_grad():
-        model = make_model(family, n_kv_head).eval()
-        text = torch.randint(101, (2, 29))
-        with torch.autocast("cuda", DTYPES[dtype], enabled=dtype != "float32"):
-            with capture(model, with_values=True) as att:
-                model(text.to("cuda"))
-            scores = head_scores(model, text, repeat_probe(torch.arange(101), 0, 29))
-            # For the same reason every linear layer seems to read the heads.
-            assert att.projections == {0: None, 1: None}
-            att.projections = {layer: block.attention.o_proj.weight for layer, block in enumerate(model.blocks)}
-            lengths = moved_lengths(att)
-            said = say(model, att, [(0, 1), (1, 5)])
-        assert att.pattern(1, 5).shape == (2, 29, 29) and att.pattern(1, 5).device.type == "cuda"
-        assert att.calls[0].q.dtype == DTYPES[dtype]
-        assert att.verify() == {0: 0.0, 1: 0.0}
-        assert scores.mean["induction"].shape == scores.chance["induction"].shape == (2, 6)
-        assert att.moved(1, 5).device.type == "cuda" and lengths.shape == (2, 6, 29)
-        assert said[1, 5][1].shape == (29, 10) and said[1, 5][1].device.type == "cpu"
-        assert not gpu.mixed
-
-
-def test_memory_of_a_linear_layer_is_counted_to_the_byte() -> None:
-    with pretended_gpu() as gpu:
-        layer = torch.nn.Linear(97, 89, bias=False).to("cuda")
-        x = torch.zeros(11, 97).to("cuda")
-        assert gpu.allocated == 4 * (97 * 89 + 11 * 97)
-        loss = layer(x).sum()
-        assert gpu.peak == gpu.allocated + 4 * 11 * 89  # the output, which the sum does not keep
-        loss.backward()
-        del x, loss
-        assert gpu.allocated == 4 * 2 * 97 * 89  # weights and their gradient

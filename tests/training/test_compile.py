@@ -16,7 +16,7 @@ from torch._inductor.exc import TritonMissing
 
 import train
 from model.families import FAMILIES
-from tests.conftest import make_gpt, metrics, often, tiny_run
+from tests.conftest import metrics, often, tiny_run
 from training.config import TrainConfig
 from training.device import ENOUGH_TO_COMPILE, choose_compiled, compile_loss
 
@@ -35,28 +35,6 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     monkeypatch.setattr("train.choose_compiled", lambda *arguments: True)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     return counter
-
-
-@pytest.mark.parametrize("backend", often("eager", "aot_eager"))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("n_kv_head", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_loss_is_one_program_in_each_mode(family: str, n_kv_head: int, dtype: torch.dtype, backend: str) -> None:
-    model = make_gpt(family=family, n_embd=18, n_layer=1, n_kv_head=n_kv_head)  # with dropout
-    counter = CompileCounterWithBackend(backend)
-    loss_fn = torch.compile(train.next_token_loss, backend=counter, dynamic=False, fullgraph=True)
-    for training in (True, False, True, False):
-        model.train(training)
-        inputs, targets = torch.randint(17, (2, 3, 11))
-        losses = []
-        for function in (train.next_token_loss, loss_fn):
-            torch.manual_seed(5)
-            with torch.set_grad_enabled(training):
-                losses.append(function(model, inputs, targets, dtype))
-        torch.testing.assert_close(*losses)
-        if training:
-            losses[1].backward()
-    assert counter.frame_count == 2 and all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("family, dtype", often(*product(list(FAMILIES)[::-1], ("float32", "bfloat16"))))

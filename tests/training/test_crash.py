@@ -18,7 +18,6 @@ import torch
 
 import data.prepare
 import files
-import model.checkpoint
 import train
 import training.run
 import training.save
@@ -26,7 +25,7 @@ from cli.script import run_script
 from data.prepare import DataConfig
 from errors import UserError
 from model import GPT
-from model.checkpoint import Checkpoint, find_checkpoint, step_directories
+from model.checkpoint import find_checkpoint, step_directories
 from tests.conftest import make_gpt, save_gpt, tiny_run
 from tests.crash import KILLED, Before, Directory, Disk, File, die_at, in_child, watch
 from training.options import read_config, to_toml
@@ -199,30 +198,12 @@ def purge_before_saving(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(training.run, "save_checkpoint", save)
 
 
-def in_place_and_trusted(patch: pytest.MonkeyPatch) -> None:
-    """Write under the final name from the beginning, and never compare with the manifest."""
-
-    def save(parent: Path, step: int, contents: dict, about: dict) -> None:
-        directory = parent / f"step-{step:08d}"
-        directory.mkdir(exist_ok=True)
-        for name, content in contents.items():
-            if isinstance(content, bytes):
-                (directory / name).write_bytes(content)
-            else:
-                training.save.save_file(content, directory / name, {"format": "pt"})
-
-    patch.setattr(training.run, "save_checkpoint", save)
-    trust = lambda path: Checkpoint(path, {"environment": {}}, (path / "trainer.json").read_bytes())  # noqa: E731
-    patch.setattr(model.checkpoint, "verify", trust)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "mistake, promise",
     [
         (purge_before_saving, "was saved, and the run resumed from"),
         (without_optimizer, "the final tensors differ"),
-        (in_place_and_trusted, "the resume crashed"),
     ],
 )
 def test_a_mistake_in_saving_breaks_a_promise(

@@ -10,9 +10,6 @@ import pytest
 from tests.conftest import CAN_PRETEND
 
 ROOT = Path(__file__).parents[2]
-GROUPS = ("planted", "steps and gpt2", "steps and llama", "steps and qwen3", "steps and nanochat", "memory")
-GROUPS += ("test_certificate", "capture or decoding or measurement")
-
 pytestmark = [
     pytest.mark.skipif(not CAN_PRETEND, reason="to pretend a GPU needs g++, or where PyTorch has CUDA, an NVIDIA GPU"),
     pytest.mark.skipif(sys.platform != "linux", reason="pretends a GPU on Linux only"),
@@ -34,6 +31,6 @@ def test_some_of_the_dry_run() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tests", GROUPS)
+@pytest.mark.parametrize("tests", ["planted", "steps and gpt2", "steps and not gpt2", "certificate or decoding"])
 def test_all_of_the_dry_run(tests: str) -> None:
     dry_run(tests, "long or not long")
