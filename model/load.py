@@ -21,7 +21,6 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import HEAD, config_from_huggingface, tensors_from_huggingface
 
-EMBEDDING = "token_embedding.weight"
 POSITIONS = "position_embedding.weight"
 
 
@@ -64,7 +63,7 @@ def load_model(
         for name, tensor in tensors_from_huggingface(stored, model.state_dict(), read_tensors(directory, "model")):
             kept = dtype if tensor.is_floating_point() else None
             weights[name] = tensor.to(device, kept, copy=True, memory_format=torch.contiguous_format)
-        embedding = weights[EMBEDDING]
+        embedding = weights["token_embedding.weight"]
         if stored.tied and not weights.setdefault(HEAD, embedding).equal(embedding):  # some files have a tied head
             raise UserError(f"{directory} has a head of its own, and a config.json that says it is the embedding")
         if POSITIONS in weights:
