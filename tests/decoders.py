@@ -36,47 +36,19 @@ GROUPS = {"n_routed_experts": 5, "n_group": 1, "topk_group": 1}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
 DEEPSEEK = {**EXPERTS, **WHOLE, **GROUPS, **LATENT, "head_dim": 6, "first_k_dense_replace": 1}
 
+PLAIN = "biogpt gpt2 gpt_bigcode gpt_neox granite modernbert-decoder olmo olmo2 phi3 qwen2 smollm3 starcoder2"
+WITH_HEAD = """apertus arcee cohere2 cwm ernie4_5 exaone4 gemma gemma3_text glm glm4 helium hunyuan_v1_dense jais2 llama
+ministral mistral nanochat nemotron olmo3 qwen3 seed_oss"""
 # Dense layers that attend through PyTorch's kernel.
 DENSE: dict[str, dict] = {
-    "apertus": HEAD,
-    "arcee": HEAD,
-    "biogpt": {},
+    **dict.fromkeys(PLAIN.split(), {}),
+    **dict.fromkeys(WITH_HEAD.split(), HEAD),
     "cohere": WHOLE,
-    "cohere2": HEAD,
-    "cwm": HEAD,
-    "ernie4_5": HEAD,
-    "exaone4": HEAD,
     "falcon": {"num_kv_heads": 1},
-    "gemma": HEAD,
-    "gemma3_text": HEAD,
-    "glm": HEAD,
-    "glm4": HEAD,
-    "gpt2": {},
-    "gpt_bigcode": {},
-    "gpt_neox": {},
-    "granite": {},
-    "helium": HEAD,
-    "hunyuan_v1_dense": HEAD,
-    "jais2": HEAD,
-    "llama": HEAD,
-    "ministral": HEAD,
-    "mistral": HEAD,
-    "modernbert-decoder": {},
-    "nanochat": HEAD,
-    "nemotron": HEAD,
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": HEAD,
     "opt": {"ffn_dim": 47, "word_embed_proj_dim": 42},
     "persimmon": {"hidden_size": 36},
     "phi": {"hidden_size": 36, **WHOLE},
-    "phi3": {},
-    "qwen2": {},
-    "qwen3": HEAD,
-    "seed_oss": HEAD,
-    "smollm3": {},
     "stablelm": {"hidden_size": 48},
-    "starcoder2": {},
 }
 # Dense layers that write attention out: attn_implementation="eager" is all they know.
 WRITTEN_OUT: dict[str, dict] = {

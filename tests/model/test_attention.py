@@ -34,13 +34,6 @@ def test_mask_is_a_registered_lower_triangle_that_no_checkpoint_has() -> None:
     assert "causal_mask" not in layer.state_dict()
 
 
-def test_weights_are_averages_over_the_past() -> None:
-    weights = attention_weights(torch.randn(B, H, T, D), torch.randn(B, 1, T, D), make_causal_mask(T))
-    torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, T))
-    assert torch.equal(weights.triu(1), torch.zeros(B, H, T, T))
-    assert (weights.tril() > 0).sum() == B * H * T * (T + 1) / 2
-
-
 def test_weights_worked_out_by_hand() -> None:
     # One head of width 4: scores are q.k / 2, so 2 ln 3 and 0 become weights of 3/4 and 1/4.
     q = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0]]).view(1, 1, 2, 4)
@@ -64,15 +57,12 @@ def test_layer_equals_three_loops_over_plain_numbers(n_kv_head: int) -> None:
         torch.testing.assert_close(y, heads @ layer.o_proj.weight.T, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("n_kv_head", [1, H])
-@pytest.mark.parametrize("T", [7, FORMULA_KEYS, FORMULA_KEYS + 1])
-def test_in_bfloat16_a_gradient_goes_through_the_formula_up_to_a_length(
-    T: int, n_kv_head: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("T", [FORMULA_KEYS, FORMULA_KEYS + 1])
+def test_in_bfloat16_a_gradient_goes_through_the_formula_up_to_a_length(T: int, monkeypatch) -> None:
     kernel = Mock(wraps=F.scaled_dot_product_attention)
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
     mask = make_causal_mask(T)
-    q, k, v, dy = (torch.randn(B, heads, T, D) for heads in (H, n_kv_head, n_kv_head, H))
+    q, k, v, dy = (torch.randn(B, heads, T, D) for heads in (H, 1, 1, H))
 
     def run(dtype: torch.dtype) -> tuple[Tensor, ...]:
         inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
@@ -90,9 +80,7 @@ def test_in_bfloat16_a_gradient_goes_through_the_formula_up_to_a_length(
 
 @pytest.mark.parametrize("n_kv_head", [1, 2, 6])
 @pytest.mark.parametrize("T_query, T_key", [(1, 1), (1, 7), (3, 7), (7, 7)])
-def test_a_single_query_and_a_whole_text_need_no_mask(
-    T_query: int, T_key: int, n_kv_head: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_query_and_a_whole_text_need_no_mask(T_query: int, T_key: int, n_kv_head: int, monkeypatch) -> None:
     q = torch.randn(B, 6, T_query, D, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(B, n_kv_head, T_key, D, dtype=torch.float64, requires_grad=True) for _ in range(2))
     mask = make_causal_mask(T_key)[-T_query:]

@@ -32,13 +32,6 @@ def test_no_family_sees_the_future(family: str, n_kv_head: int, dtype: torch.dty
     assert not check_causality(model, V, T).ok
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_only_gpt2_drops_attention_weights(family: str) -> None:
-    layers = [block.attention for block in make_family(family, dropout=0.5).blocks]
-    assert {layer.weight_dropout for layer in layers} == {0.5 if family == "gpt2" else 0.0}
-    assert {layer.residual_dropout.p for layer in layers} == {0.5}
-
-
 def test_rotary_tables_stay_exact_wherever_the_model_goes() -> None:
     model = make_family("llama")
     expected = model.rotary.cos.clone()

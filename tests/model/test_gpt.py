@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
+from model.families import FAMILIES
 from model.gpt import Head
 from tests.conftest import make_gpt, save_gpt
 
@@ -53,8 +54,10 @@ def test_a_layer_keeps_the_mask_it_has_made_wherever_the_model_goes(tmp_path: Pa
         assert all(torch.equal(block.attention.causal_mask, window) for block in moved.blocks)
 
 
-def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training() -> None:
-    model, idx, shares = make_gpt(dropout=0.5).train(), torch.randint(17, (2, 7)), []
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training(family: str) -> None:
+    model, idx, shares = make_gpt(family=family, n_embd=18, dropout=0.5).train(), torch.randint(17, (2, 7)), []
+    assert {block.attention.weight_dropout for block in model.blocks} == {0.5 if family == "gpt2" else 0.0}
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.register_forward_hook(lambda module, inputs, y: shares.append((y == 0).float().mean()))
@@ -69,7 +72,6 @@ def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training() -
     [
         ({"n_embd": 10, "n_head": 3}, "n_embd must be a multiple of n_head, got n_embd=10 and n_head=3"),
         ({"n_head": 6, "n_embd": 6, "n_kv_head": 4}, "n_head must be a multiple of n_kv_head"),
-        ({"dropout": 1.0}, "dropout must be a number from 0 to 0.99, got 1.0"),
         ({"n_layer": 0}, "n_layer must be a number from 1 to 512, got 0"),
         ({"family": "llama", "n_head": 3, "n_embd": 15}, "head_dim must be even, got 5"),
         ({"family": "llama", "bias": True}, "a llama has no biases"),

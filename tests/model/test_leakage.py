@@ -133,22 +133,6 @@ def test_logits_through_the_cache_are_those_of_one_pass(n_kv_head: int) -> None:
         torch.testing.assert_close(cached(chunk)(model, idx), model(idx), rtol=1e-12, atol=1e-12)
 
 
-@HEADS
-@torch.no_grad()
-def test_a_prefix_has_the_logits_it_has_inside_the_whole(n_kv_head: int) -> None:
-    model, idx = make_gpt(n_kv_head=n_kv_head).double().eval(), torch.randint(V, (B, T))
-    for length in range(1, T + 1):
-        torch.testing.assert_close(model(idx[:, :length]), model(idx)[:, :length], rtol=1e-12, atol=1e-12)
-
-
-@torch.no_grad()
-def test_the_same_tokens_have_the_same_logits_again() -> None:
-    model, idx = make_gpt().eval(), torch.randint(V, (B, T))
-    before = model(idx)
-    model((idx + 1) % V)
-    assert torch.equal(before, model(idx))
-
-
 @torch.no_grad()
 def test_no_token_sees_the_future_of_a_long_text() -> None:
     long = 131
