@@ -31,12 +31,12 @@ from inspection.metrics import HeadScores
 from inspection.patterns import Captured, capture
 from inspection.terminal import report
 from inspection.views import Said, moved_lengths, say
+from model import GPT
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import autocast, dtype_name, find_device, is_fast
 from model.foreign import load_decoder
 
 FORMATS = (".html", ".png", ".svg")
-NO_LENGTHS = "the output projection of this model was not seen, so what its heads move is not known"
 FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 50rem; border: 0"></iframe>'
 
 
@@ -69,7 +69,7 @@ class Inspection(Inputs):
         Raises UserError if the lengths are not known.
         """
         if self.lengths is None:
-            raise UserError(NO_LENGTHS)
+            raise UserError("what heads move is known of our four families only")
         return self.pattern(layer, head) * self.lengths[layer, head]
 
     def table(self, heads: Sequence[Head] = ()) -> str:
@@ -166,13 +166,13 @@ def measure(
     found = Inspection(**vars(inputs), name=visible(name), verified=verified, scores=scores, att=att)
     if not complete:
         return found
-    lengths = moved_lengths(att)
+    is_ours = isinstance(model, GPT)
     return replace(
         found,
         influence=influence(model, idx),
         predictions=[(inputs.label(token), probability) for token, probability in predictions(model, idx)],
-        lengths=lengths,
-        said={} if lengths is None or att.residual is None else say(model, att, inputs.heads),
+        lengths=moved_lengths(model, att) if is_ours else None,
+        said=say(model, att, inputs.heads) if is_ours else {},
     )
 
 

@@ -136,9 +136,7 @@ class Captured(TorchFunctionMode):
 
     def begin(self, *_: object) -> None:
         """Forget the forward pass before, as a hook."""
-        self.output: Tensor | None = None  # of the last call
         self.residual: Tensor | None = None  # the stream before the final norm of a model of ours, (B, T, C)
-        self.projections: dict[int, Tensor | None] = {}  # layer -> weight (C, H * width of a value); None: several
         self.seen: list[Call] = []
         self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
 
@@ -155,13 +153,11 @@ class Captured(TorchFunctionMode):
         self.residual = inputs[0]
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
-        """Call a function of PyTorch. See what it does if it attends, or reads the output of a call that did."""
+        """Call a function of PyTorch. See what it does if it attends."""
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:  # which is Python, and shows its calls if it finds no mode around it
             with patch.object(F, "has_torch_function", return_value=False), self:
                 return func(*args, **kwargs)
-        if func is F.linear and self.output is not None:
-            self.see_projection(*args, **kwargs)
         output = func(*args, **kwargs)
         return self.see(output, *args, **kwargs) if func is F.scaled_dot_product_attention else output
 
@@ -206,17 +202,7 @@ class Captured(TorchFunctionMode):
         self.seen.append(Call(q, k, mask, scale, values, partial(F.scaled_dot_product_attention, **options)))
         if self.replace is not None:
             output = self.replace(len(self.seen) - 1, output)
-        self.output = output if self.with_values else None
         return output
-
-    def see_projection(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Store the weight of the one linear layer that reads the output of the last call, its heads joined."""
-        joined = self.output.transpose(1, 2).flatten(2)
-        if input.device != joined.device or input.size(-1) != joined.size(-1) or input.numel() != joined.numel():
-            return
-        if input.reshape(joined.shape).equal(joined):
-            layer = len(self.seen) - 1
-            self.projections[layer] = None if layer in self.projections else weight.detach()  # beside a gate: which?
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -232,20 +218,6 @@ class Captured(TorchFunctionMode):
         Raises IndexError if there is no such head, UserError if there is none at all.
         """
         return self.calls[layer].of_head(head).weights()[:, 0]
-
-    def moved(self, layer: int, head: int) -> Tensor:
-        """Return what a head moves from each key to the queries that attend to it: (B, T_key, C).
-
-        That is f(x) = (x W^V + b^V) W^O of Kobayashi et al. (2020): the value through the head's part of the output
-        projection. The head's output is the mean of these by its weights. The dtype is that of weights.
-
-        It is known inside `capture(model, with_values=True)` if exactly one torch.nn.functional.linear reads the
-        output: its weight is then in `projections`.
-        """
-        call = self.calls[layer]
-        weight = self.projections[layer].to(call.dtype).unflatten(1, (call.q.size(1), -1))[:, head]
-        with exact_products(call.q.device):
-            return repeat_kv(call.values, call.q)[:, head].to(call.dtype) @ weight.T
 
     def scores(self, repeat: int | None = None, even: bool = False) -> Metrics:
         """Return the metrics of all heads in each sequence: metric -> (B, L, H), and "received" -> (B, L, H, T_key).
@@ -292,7 +264,7 @@ def capture(model: nn.Module, replace: Replace | None = None, with_values: bool 
 
     replace: a function of a layer and the output of its kernel, before the output projection, that returns the output
         to go on with.
-    with_values: also store the values and find the output projections, for `Captured.moved`.
+    with_values: also store the values, for inspection/views.py.
     """
     captured = Captured(replace, with_values)
     with ExitStack() as stack:
