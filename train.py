@@ -66,7 +66,7 @@ def train(config: Config, ranks: Ranks) -> None:
     compiled = choose_compiled(c, device)
     loss_fn = partial(compile_loss(next_token_loss, c, device) if compiled else next_token_loss, dtype=dtype)
     certificate = certify(model, loss_fn, dtype, c.batch_size)
-    run.begin(corpus, certificate, environment(device, dtype, compiled, ranks.order(c)))
+    run.begin(corpus, certificate, environment(device, dtype, compiled))
 
     # 3. The steps.
     guard = FiniteGuard(optimizer, device)

@@ -66,12 +66,10 @@ def choose_compiled(config: TrainConfig, device: torch.device) -> bool:
         return True
     except Exception as error:  # of PyTorch, Triton or the system
         reason = str(getattr(error, "inner_exception", error)).partition("\n")[0]
+    sentence = f"the loss is not compiled, because PyTorch says: {reason:.100}"
     if config.compile:
-        raise UserError(
-            f"train.compile true needs a compiler that works, but PyTorch says: {reason:.100}; install g++ if it is "
-            "missing, or train with --train.compile false"
-        )
-    print(f"note: the loss is not compiled, because PyTorch says: {reason:.100}")
+        raise UserError(f"{sentence}; install g++ if it is missing, or train with --train.compile false")
+    print(f"note: {sentence}")
     return False
 
 
@@ -102,11 +100,8 @@ def set_seed(device: torch.device, seed: int) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradients: str) -> dict[str, str]:
-    """Return the facts about the machine and the code that decide the last bits of a run's numbers, as name -> value.
-
-    gradients: the order in which gradients are added, in words.
-    """
+def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dict[str, str]:
+    """Return the facts about the machine and the code that decide the last bits of a run's numbers, by name."""
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,  # it draws the batches
@@ -118,20 +113,17 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool, gradie
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
         "threads": str(torch.get_num_threads()),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "gradients": gradients,
     }
 
 
 def keep_freed_memory(device: torch.device) -> None:
     """Have glibc's malloc keep freed memory for the next step, on a CPU.
 
-    It keeps no tensors larger than a hundredth of the machine's memory, and up to a tenth at the end of a heap. By
-    default malloc gives large tensors back to the system, which clears their pages anew in each step: that took up to
-    half of the quickstart's time.
+    It keeps tensors of up to 256 MiB, and a GiB at the end of a heap. By default malloc gives large tensors back to the
+    system, which clears their pages anew in each step: that took up to half of the quickstart's time.
     """
     if device.type == "cpu":
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         with contextlib.suppress(AttributeError):  # another malloc has no such options
             mallopt = ctypes.CDLL(None).mallopt
-            mallopt(M_MMAP_THRESHOLD, min(machine // 100, 2**31 - 1))
-            mallopt(M_TRIM_THRESHOLD, min(machine // 10, 2**31 - 1))
+            mallopt(M_MMAP_THRESHOLD, 1 << 28)
+            mallopt(M_TRIM_THRESHOLD, 1 << 30)

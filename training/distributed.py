@@ -145,10 +145,6 @@ class Ranks:
                 parameter.grad = gradients[: parameter.numel()].view_as(parameter)
                 gradients = gradients[parameter.numel() :]
 
-    def order(self, config: TrainConfig) -> str:
-        """Return the order in which gradients are added, in words."""
-        return f"fsdp on {self.world} ranks" if config.parallel == "fsdp" else "of the micro-batches"
-
     def collect(self, numbers: list[Tensor]) -> Tensor:
         """Return the scalars of all ranks, equally many from each, in the order of one process."""
         mine = torch.stack(numbers)

@@ -58,20 +58,20 @@ def best_checkpoint(lines: list[dict], checkpoints: list[Path]) -> Path | None:
     return min(measured, key=lambda path: losses[path.name], default=None)
 
 
-def next_commands(directory: Path, checkpoints: list[Path], best: Path | None, finished: bool) -> list[tuple[str, str]]:
-    """Return (purpose, command line) for each useful next thing to do with a run.
+def next_commands(directory: Path, checkpoints: list[Path], best: Path | None, finished: bool) -> list[str]:
+    """Return the command lines that go on from a run: resume it if it is not finished, sample, and look at its heads.
 
     checkpoints: those of the run, newest first. best: see `best_checkpoint`. finished: all steps and evaluations are
     done.
     """
     run = shlex.quote(str(directory))
-    commands = [] if finished else [("Go on", f"python train.py --resume {run}")]
+    commands = [] if finished else [f"python train.py --resume {run}"]
     if checkpoints:
         model = shlex.quote(str(best)) if finished and best and best != checkpoints[0] else run
         commands += [
-            ("Sample", f'python sample.py {model} --prompt "..."'),
-            ("See what each head is worth", f"python inspect_attention.py {model} --ablate zero"),
-            ("Write heads.html", f"python inspect_attention.py {model} -o {run}/heads.html"),
+            f'python sample.py {model} --prompt "..."',
+            f"python inspect_attention.py {model} --ablate zero",
+            f"python inspect_attention.py {model} -o {run}/heads.html",
         ]
     return commands
 
@@ -127,24 +127,16 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "charts": draw_charts(curves, LOSSES),
         "heads": draw_charts(curves, HEADS, 0, 1),
         "sections": {
-            "Next": next_commands(directory, checkpoints, best, finished),
-            "Evaluations": read_evaluations(lines),
+            "Next": [("", "\n".join(next_commands(directory, checkpoints, best, finished)))],
+            "Evaluations": [
+                (f"step {line['step']:,}: {line['val_loss']:.4f} nats a token", line.get("sample", ""))
+                for line in reversed(lines)
+                if line.get("val_loss") is not None
+            ],
             "Configuration": [("config.toml", config)],
             "Certificate and environment, as the session recorded them": session.items(),
         },
     }
-
-
-def read_evaluations(lines: list[dict]) -> list[tuple[str, str]]:
-    """Return (step and losses, sample) of each evaluation, the newest first."""
-    return [
-        (
-            "step {step:,}: {val_loss:.4f} nats a token, {val_bits_per_byte:.4f} bits a byte".format(**line),
-            line.get("sample", ""),
-        )
-        for line in reversed(lines)
-        if line.get("val_loss") is not None
-    ]
 
 
 def draw_charts(curves: Curves, charts: dict[str, tuple[str, ...]], *scale: float) -> dict[str, dict]:

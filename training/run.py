@@ -84,7 +84,7 @@ class RunDirectory:
         return step_directories(self.path / "checkpoints")
 
     def refuse_changes(self) -> None:
-        """Raise UserError if the resumed run is asked to become a different one. Print a note if it is longer."""
+        """Raise UserError if the resumed run is asked to become a different one."""
         if self.state.get("batches") != BATCHES:
             raise UserError(
                 f"{self.base.directory} is of another version of tril, whose batches have another order: it cannot be "
@@ -98,10 +98,6 @@ class RunDirectory:
                     raise UserError(
                         f"a resumed run cannot change {table}.{name}: it began with {was!r:.60}, now {value!r:.60}"
                     )
-        planned = before["train"]["max_steps"]
-        max_steps = self.config.train.max_steps
-        if max_steps > planned:
-            print(f"note: planned for {planned} steps, now {max_steps}: the learning rate may jump (docs/train.md)")
 
     def is_done(self) -> bool:
         """Return whether no steps are left to make, and print so then."""
@@ -219,17 +215,16 @@ class RunDirectory:
             write_report(self.path, self.about)
 
     def finish(self, step: int, exit_code: int = 0) -> str:
-        """End the session: tell wandb its exit code, write the report, and unlock the directory.
+        """End the session: tell wandb its exit code, and unlock the directory.
 
         Returns what to do next with a finished run; with an exit code, how to go on with an interrupted one.
         """
         if self.writes:
             sync(self.metrics)
             self.tracker.finish(exit_code)
-            self.report()
             os.close(self.lock)
         best = best_checkpoint(read_metrics(self.path), self.checkpoints)
-        commands = [line for _, line in next_commands(self.path, self.checkpoints, best, finished=not exit_code)]
+        commands = next_commands(self.path, self.checkpoints, best, finished=not exit_code)
         if exit_code:
             saved = f"saved step {step}" if step else "there was nothing to save yet"
             return f"{saved}; continue with: {commands[0]}"

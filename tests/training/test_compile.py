@@ -66,7 +66,7 @@ def test_a_missing_compiler_is_a_sentence(run: Callable, corpus_file: Path, tmp_
         result = run(train, *tiny_run(corpus_file, out, train__compile="true"))
     assert result.exit_code == 2 and not out.exists()
     (said,) = result.err.splitlines()
-    assert "train.compile true needs a compiler that works, but PyTorch says: No working C++ compiler found" in said
+    assert "the loss is not compiled, because PyTorch says: No working C++ compiler found" in said
 
 
 @pytest.fixture
