@@ -8,7 +8,6 @@ The metrics are defined in inspection/metrics.py. Shapes are named as in model/a
 
 import math
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
@@ -91,8 +90,6 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
                 losses.append(sequence_losses(model, idx).cpu())
             else:
                 read(model, idx, slice(1))
-        if (shown := att.shape[1::2]) != idx.shape:
-            raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
         if verify:
             row_errors.append(max(att.verify().values()))
         return att.scores(repeat), att.scores(repeat, even=True)
@@ -187,7 +184,7 @@ def influence(model: nn.Module, idx: Tensor) -> Tensor:
 
     idx is (1, T). Returns the norms of the gradients (Simonyan et al. 2014) as shares of their sum, (T, T), a row for
     each of the `predictions`. Rows that are not of `affordable_rows` are nan. All are if there is no gradient, as in a
-    model whose tokens no nn.Embedding reads, or one with a kernel that has no derivative.
+    model whose tokens no nn.Embedding reads.
     """
     idx = idx.to(device_of(model))
     T = idx.size(1)
@@ -201,10 +198,9 @@ def influence(model: nn.Module, idx: Tensor) -> Tensor:
         # Through the head all predictions go at once, if the model names it.
         source, places = (logits, range(len(rows))) if hidden is None else (hidden, rows.tolist())
         likeliest = logits.float().log_softmax(-1).max(-1).values
-        with suppress(NotImplementedError):  # a kernel without a derivative
-            (towards,) = torch.autograd.grad(likeliest.sum(), source, retain_graph=True)
-            for row, place in zip(rows.tolist(), places, strict=True):
-                gradients = torch.autograd.grad(source[0, place], embedded, towards[0, place], retain_graph=True)
-                norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
-                shares[row] = (norms / norms.sum()).cpu()
+        (towards,) = torch.autograd.grad(likeliest.sum(), source, retain_graph=True)
+        for row, place in zip(rows.tolist(), places, strict=True):
+            gradients = torch.autograd.grad(source[0, place], embedded, towards[0, place], retain_graph=True)
+            norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
+            shares[row] = (norms / norms.sum()).cpu()
     return shares

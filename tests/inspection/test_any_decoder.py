@@ -1,8 +1,6 @@
 """Heads of models that others wrote: the weights are those of their eager twins, proved, and ablated as by hand."""
 
 import dataclasses
-import time
-from functools import partial
 
 import pytest
 import torch
@@ -11,13 +9,11 @@ from torch import Tensor, nn
 
 from errors import UserError
 from inspection import NotTheKernels, ablate, capture, head_scores
-from model.causality import check_causality
 from tests.conftest import make_gpt
 from tests.decoders import DECODERS, WRITTEN_OUT, make_decoder
 from tests.inspection.test_capture import call_captured, run_captured
 
 B, T, V, WINDOW = 2, 13, 61, 5
-KERNEL = F.scaled_dot_product_attention
 WITHOUT_KERNEL = {*WRITTEN_OUT, "gpt_oss", "mamba", "mamba2", "falcon_mamba", "rwkv"}
 WINDOWS = {  # types with a sliding window -> what asks for one
     "mistral": {"sliding_window": WINDOW},
@@ -28,8 +24,6 @@ WINDOWS = {  # types with a sliding window -> what asks for one
     "olmo3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen2": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
 }
-NEAR = ("mistral", "phi3", "starcoder2")  # whose two layers both have the window
-REACH = torch.ones(T, T, dtype=torch.bool).tril().triu(-2 * (WINDOW - 1))  # of a position, through them
 CASES = [(name, {}) for name in DECODERS if name not in WITHOUT_KERNEL] + [*WINDOWS.items()]
 QUICK = ["mistral", "gemma3_text", "falcon", "phi", "opt", "mixtral"]
 
@@ -273,35 +267,3 @@ def test_a_replaced_output_is_gone_on_with() -> None:
         cut = model(idx)
     model.blocks[0].attention.o_proj.weight.data.zero_()
     torch.testing.assert_close(cut, model(idx), rtol=0, atol=1e-6)
-
-
-def unmasked(q: Tensor, k: Tensor, v: Tensor, *_: object, scale: float | None = None, **options: object) -> Tensor:
-    """The kernel without its mask."""
-    return KERNEL(q, k, v, scale=scale, enable_gqa=q.size(1) != k.size(1))
-
-
-def table() -> str:
-    """Format as Markdown what was found for each type, for docs/other_tools.md."""
-    lines = ["| type | weights | proof | certificate | without its mask | seconds |", "|---|---:|---:|---|---|---:|"]
-    for name, changes in CASES:
-        began = time.perf_counter()
-        model, eager = twins(name, changes)
-        idx = torch.randint(2, V, (B, T))
-        att = run_captured(model, idx)
-        with torch.no_grad():
-            found = eager(idx, output_attentions=True).attentions
-        expected = [weights for weights in found if weights is not None and weights.size(-1) == T]
-        error = max((att.calls[layer].weights() - weights).abs().max().item() for layer, weights in enumerate(expected))
-        proof = max(att.verify().values())
-        certify = partial(check_causality, model, V, T, mask=REACH if name in NEAR and changes else None)
-        answers = [str(certify()).split()[0].strip(",;")]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(F, "scaled_dot_product_attention", unmasked)
-            answers.append(str(certify()).split()[0].strip(",;"))
-        seconds = time.perf_counter() - began
-        lines.append(f"| {ids((name, changes))} | {error:.1e} | {proof:.1e} | {' | '.join(answers)} | {seconds:.1f} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())

@@ -45,18 +45,6 @@ def test_patterns_are_proved_in_every_precision(n_kv_head: int, dtype: torch.dty
             torch.testing.assert_close(pattern.sum(-1), torch.ones(B, T, dtype=pattern.dtype))
 
 
-def test_the_weights_of_earlier_tokens_do_not_move_when_later_tokens_do() -> None:
-    model, idx = make_gpt().eval(), torch.randint(V, (B, T))
-    changed = torch.cat((idx[:, :5], (idx[:, 5:] + 1) % V), dim=1)
-    shown = []
-    for tokens in (idx, changed):
-        att = run_captured(model, tokens)
-        att.verify()
-        shown.append(torch.stack([att.pattern(layer, head) for layer in range(L) for head in range(H)]))
-    assert torch.equal(shown[0][:, :, :5], shown[1][:, :, :5])
-    assert not torch.equal(shown[0], shown[1])
-
-
 def test_a_call_with_a_cache_has_its_rows_and_replaces_the_one_before() -> None:
     model, first, second = make_gpt().eval(), torch.randint(V, (1, T)), torch.randint(V, (1, T))
     with capture(model) as att, torch.no_grad():

@@ -16,7 +16,6 @@ from inspection import ablate, capture, decoder, head_scores, influence, page, t
 from inspection.inputs import choose_inputs
 from inspection.inspection import name_of_model, open_model
 from inspection.metrics import METRICS, HeadScores
-from inspection.plots import pool
 from inspection.terminal import label, triangle
 from model import GPT
 from model.attention import attention_weights
@@ -59,15 +58,6 @@ def test_a_head_is_drawn_in_characters() -> None:
     lines = triangle(pattern, ["a", "␣b", "a label that is too long"], 80).splitlines()
     assert [line[22:] for line in lines] == ["@", " @", "+.-"] and lines[1].endswith("␣b  @")
     assert "do not fit 80 columns: give a shorter --text, or" in triangle(torch.eye(70), ["a"] * 70, 80)
-
-
-def test_pictures_pool_by_the_largest() -> None:
-    pattern = torch.zeros(7, 7)
-    pattern[6, 4] = 0.8
-    assert torch.equal(pool(pattern, 1).nan_to_num(0), pattern)
-    small = pool(pattern, 2)
-    assert small.shape == (4, 4) and small[3, 2] == pattern[6, 4] and small.nansum() == pattern[6, 4]
-    assert torch.equal(small.isnan(), torch.ones(4, 4).triu(1).bool())
 
 
 def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
@@ -232,8 +222,3 @@ def test_bad_input_is_refused_in_one_sentence(run, straight: Path, tmp_path: Pat
     result = run(inspect_attention, *(word.format(**names) for word in words))
     assert result.exit_code == 2 and len(result.err.strip().splitlines()) == 1
     assert message.format(**names) in result.err and not result.out
-
-
-def test_help_defines_every_metric(run) -> None:
-    shown = " ".join(run(inspect_attention, "--help").out.split())
-    assert all(f"{name}: {meaning}" in shown for name, (_, _, meaning) in METRICS.items())

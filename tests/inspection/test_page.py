@@ -235,12 +235,6 @@ def test_all_that_matters_is_seen_at_one_look(show: Callable, shape: tuple[int, 
 
 
 @pytest.mark.long
-def test_heads_in_another_order_are_not_called_by_layer(show: Callable) -> None:
-    assert show().locator("#strip-note").inner_text() == "6 heads, by layer"
-    assert show(inspected(heads=[(1, 0), (0, 2)])).locator("#strip-note").inner_text() == "2 heads"
-
-
-@pytest.mark.long
 def test_hostile_tokens_are_text_on_any_screen(show: Callable) -> None:
     colours = {}
     for width, scheme in ((375, "light"), (1600, "dark")):
