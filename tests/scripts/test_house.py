@@ -1,10 +1,9 @@
 """The house: the imports, no code that executes data, and commands on the pages that exist."""
 
 import ast
-import os
+import math
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,14 +126,6 @@ def test_readme_counts_lines_as_they_are() -> None:
     assert readme == counted(readme), "other lines are counted: python -m tests.scripts.test_house writes them anew"
 
 
-@pytest.mark.long
-def test_skipped_tests_say_why() -> None:
-    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", "tests/training/test_cuda.py"]
-    result = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
-    assert result.returncode == 0 and re.search(r"\d+: needs an NVIDIA GPU", result.stdout), result.stdout
-
-
 @by_file
 def test_nothing_executes_data(file: str) -> None:
     calls = [node for node in ast.walk(TREES[file]) if isinstance(node, ast.Call)]
@@ -154,44 +145,27 @@ def documented_commands() -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def check_torchrun(words: list[str]) -> None:
-    """Parse the options of train.py, and check that this many ranks can share a step."""
-    script = words.index("train.py")
-    options = dict(word.split("=") for word in words[:script])
-    config = train.read_config(words[script + 1 :])
-    world = int(options["--nproc_per_node"]) * int(options.get("--nnodes", "1"))
-    assert config.train.grad_accum_steps % world == 0
-
-
 @pytest.mark.parametrize("command", documented_commands())
 def test_documented_commands_exist(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda *_: True)  # the directory of an output is made by a run
     words = [word for word in shlex.split(command, comments=True) if word != "--help"]
     parsed = {"train.py": train.Config, "sample.py": sample.Options, "inspect_attention.py": inspect_attention.Options}
     parsed["benchmarks/compare.py"] = compare.Options
+    others = "git cd curl export pip uv python3 source . hf wandb lm_eval sbatch".split()
+    script = words.index("train.py") if words[0] == "torchrun" else 1
     if words[0] == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert set(words[1:]) <= set(targets)
-    elif words[0] == "torchrun":
-        check_torchrun(words[1:])
-    elif words[0] == "sbatch":
-        assert (ROOT / words[1]).is_file()
-        parse(train.Config, words[2:])
-    elif words[:3] == ["python", "-m", "pytest"]:
-        assert all((ROOT / path).is_file() for path in words[3:])
-    elif words[:2] == ["python", "-m"]:
+        assert set(words[1:]) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    elif words[0] == "torchrun":  # this many ranks can share a step
+        ranks = math.prod(int(word.split("=")[1]) for word in words[1:script] if word.startswith("--n"))
+        assert train.read_config(words[script + 1 :]).train.grad_accum_steps % ranks == 0
+    elif words[:2] == ["python", "-m"] and words[2] != "pytest":
         assert (ROOT / Path(*words[2].split("."))).with_suffix(".py").is_file()
-    elif words[0] == "python":
-        assert (ROOT / words[1]).is_file()
-        if words[1] in parsed:
-            parse(parsed[words[1]], words[2:])
-        assert all((ROOT / word).is_file() for word in words[2:] if re.fullmatch(r"configs/\S+\.toml", word))
-    elif words[0] == "lm_eval":
-        assert (ROOT / words[-1] / f"{words[words.index('--tasks') + 1]}.yaml").is_file()
+    elif words[script] in parsed:
+        parse(parsed[words[script]], words[2:])
     else:
-        assert words[0] in {"git", "cd", "curl", "export", "pip", "uv", "python3", "source", ".", "hf", "wandb"}, (
-            command
-        )
+        assert words[0] in others or words[2] == "pytest" or (ROOT / words[script]).is_file(), command
+    files = [word for word in words[script:] if re.fullmatch(r"(configs|tests|benchmarks)/\S+\.(toml|py|sh)", word)]
+    assert all((ROOT / word).is_file() for word in files)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ class Stopped(KeyboardInterrupt):
         (UserError("n_head must be 3"), 2, "n_head must be 3"),
         (FileNotFoundError(2, "No such file or directory", "a.txt"), 2, "[Errno 2] No such file or directory: 'a.txt'"),
         (RuntimeError("CPU: you tried to allocate 9 bytes"), 2, "what needs less: CPU: you tried to allocate 9 bytes"),
-        (RuntimeError("CUDA error: out of memory"), 2, "says what needs less: CUDA error: out of memory"),
         (MemoryError("Unable to allocate 9 GiB"), 2, "out of memory, docs/train.md says what needs less: Unable"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (Stopped("saved: go on"), 75, "saved: go on"),
@@ -54,18 +53,10 @@ def test_a_message_keeps_its_end(capsys: pytest.CaptureFixture) -> None:
     assert len(said) < 1000 and ": no\\u200b" in said and said.endswith("\\u200b: give another\n")
 
 
-@pytest.mark.parametrize(
-    "text, shown",
-    [
-        ("\ta猫 é🙂\n", "\ta猫 é🙂\n"),
-        ("\x1b[2J\x07\x9b", "\\x1b[2J\\x07\\x9b"),
-        ("a\u202eb\u2066c\u200d\u00ad\ufeff", "a\\u202eb\\u2066c\\u200d\\xad\\ufeff"),
-        ("\U000e0041\u2028\u2029\udc80", "\\U000e0041\\u2028\\u2029\\udc80"),
-        ("a\rb", "a\\rb"),
-    ],
-)
-def test_what_a_stranger_wrote_is_visible_and_commands_no_terminal(text: str, shown: str) -> None:
-    assert visible(text) == shown
+def test_what_a_stranger_wrote_is_visible_and_commands_no_terminal() -> None:
+    assert visible("\ta猫 é🙂\n") == "\ta猫 é🙂\n"
+    for hidden in ("\x1b", "\x07", "\x9b", "\r", "\u202e", "\u2066", "\u200d", "\xad", "\u2028", "\u2029", "\udc80"):
+        assert visible(f"a{hidden}b") == f"a{ascii(hidden)[1:-1]}b"
 
 
 def run_python(code: str, **options: object) -> subprocess.CompletedProcess:
