@@ -70,7 +70,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
     # 3. The steps.
     guard = FiniteGuard(optimizer, device)
-    interrupt = Interrupt(prints=ranks.is_first)
+    interrupt = Interrupt()
     with Progress(run.step, run.train_seconds, c.max_steps, tokens_per_step, device) as progress:
         while True:
             # The step that a session resumes is not evaluated or saved a second time.

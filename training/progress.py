@@ -87,13 +87,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupt:
-    """Flag that is true after a SIGINT, SIGTERM or SIGHUP: the run is to stop after the step. SIGQUIT stops at once.
+    """Flag that is true after a SIGINT, SIGTERM or SIGHUP: the run is to stop after the step. SIGQUIT stops at once."""
 
-    prints: whether this process tells the user.
-    """
-
-    def __init__(self, prints: bool):
-        self.prints = prints
+    def __init__(self) -> None:
         self.received = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
@@ -101,7 +97,7 @@ class Interrupt:
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal. A group of processes may be sent the same one twice."""
-        if self.prints and not self.received:
+        if not self.received:
             name = signal.Signals(number).name
             with suppress(OSError):  # no lock and no buffer: the program may just be using them
                 os.write(2, f"\n{name}: saving after this step; Ctrl-\\ stops at once\n".encode())

@@ -9,7 +9,6 @@ escapes markup and `visible` escapes hidden characters: samples, names and optio
 import json
 import math
 import shlex
-import time
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -23,8 +22,6 @@ from files import replace_file
 from inspection.kinds import KINDS, name_of
 from inspection.metrics import METRICS
 from model.checkpoint import step_directories
-
-Curves = dict[str, list[tuple[int, float]]]  # name -> (step, value) of each point
 
 SOURCE = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
 TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: visible(str(value)), trim_blocks=True)
@@ -122,7 +119,6 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "step": step,
         "saved": saved,
         "finished": finished,
-        "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "latest": latest,
         "charts": draw_charts(curves, LOSSES),
         "heads": draw_charts(curves, HEADS, 0, 1),
@@ -139,9 +135,10 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
     }
 
 
-def draw_charts(curves: Curves, charts: dict[str, tuple[str, ...]], *scale: float) -> dict[str, dict]:
+def draw_charts(curves: dict[str, list], charts: dict[str, tuple[str, ...]], *scale: float) -> dict[str, dict]:
     """Return charts by title: the curves, each from its last point back, the lowest value and the height.
 
+    curves: name -> (step, value) of each point.
     charts: title -> beginnings of the names of its curves; those without a curve are left out.
     scale: the lowest and the highest value; by default those of the curves.
     """

@@ -49,7 +49,7 @@ def test_a_signal_that_comes_twice_loses_nothing_and_nohup_is_obeyed() -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        interrupt = Interrupt(prints=True)
+        interrupt = Interrupt()
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not interrupt
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)

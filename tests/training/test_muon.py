@@ -76,14 +76,3 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
         optimizer.step()
     for name, copy in copies.items():
         torch.testing.assert_close(matrices[name].double(), copy, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_iteration_has_the_precision_of_training(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, (model, config) = set(), make()
-    monkeypatch.setattr("training.muon.orthogonalize", lambda x: seen.add(x.dtype) or x)
-    optimizer = make_optimizer(model, config, dtype)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    assert seen == {dtype}
