@@ -23,7 +23,7 @@ def make_model(name: str) -> nn.Module:
     place, _, factory = name.rpartition(":")
     if not place.endswith(".py"):
         return load_decoder(name)
-    path = Path(place).resolve()
+    path = Path(place)
     sys.path.insert(0, str(path.parent))
     # The file and its neighbours may have names of ours, such as model.py.
     for loaded in [module for module in sys.modules if module.partition(".")[0] in ("model", "errors", "files")]:

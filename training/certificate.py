@@ -3,12 +3,12 @@ computes what a CPU does."""
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cli.bars import progress_bar
 from errors import UserError
 from inspection.decoder import evaluating
 from model import GPT
@@ -31,29 +31,21 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
     """
     T = model.config.context_length
 
-    calls = progress_bar(desc="causal: probing", unit=" calls", leave=False, delay=1)
-
     def forward(idx: Tensor) -> Tensor:
-        calls.update()
         with autocast(model.device, dtype):
             return model(idx)
 
     def exact(idx: Tensor) -> Tensor:
-        calls.update()
         with exact_products(model.device):
             return model(idx)
 
     def decode(idx: Tensor) -> Tensor:
-        calls.update()
         caches = model.new_cache(len(idx), T)
         chunks = idx.tensor_split((T // 2, T // 2 + 1, T // 2 + 3), dim=1)  # long, single, short, long
         with exact_products(model.device):
             return model.logits(torch.cat([model.hidden(chunk, caches) for chunk in chunks if chunk.size(1)], dim=1))
 
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        calls.update()
-        return loss_fn(model, inputs, targets)
-
+    print("causal: ", end="", flush=True)  # large models take a minute
     began = time.perf_counter()
     outcome = check_causality(
         forward,
@@ -61,17 +53,17 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
         T,
         module=model,
         decode=decode,
-        loss_fn=loss,
+        loss_fn=partial(loss_fn, model),
         strict=True,
         extreme=[exact, forward] if dtype == torch.bfloat16 else [exact],
         batch_size=batch_size,
         mask=None,  # the triangle; a layer with a window has another: see `check_causality`
     )
-    calls.close()
     if not outcome.ok:
+        print("no")
         meant = "; if that is meant, see `mask` in training/certificate.py" if "blind" in outcome.finding else ""
         raise UserError(f"refusing to train: {outcome.finding}{meant}")
-    print(f"causal: {outcome}, {time.perf_counter() - began:.1f} s")
+    print(f"{outcome}, {time.perf_counter() - began:.1f} s")
     record = {"causal": str(outcome)}
     return record if model.device.type == "cpu" else record | compare_with_cpu(model, dtype)
 
@@ -109,10 +101,9 @@ def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:
 def compute(model: GPT, idx: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Return the logits of a text, and the gradients of its loss by the embeddings of its tokens, on the CPU."""
     idx = idx.to(model.device)
-    with evaluating(model), watched(model, idx) as embedded:
-        products = exact_products(model.device) if dtype == torch.float32 else autocast(model.device, dtype)
-        with products:  # without TF32
-            logits = model(idx).float()
-            loss = F.cross_entropy(logits[0, :-1], idx[0, 1:], reduction="sum")
-            gradients = torch.autograd.grad(loss, embedded) if embedded else ()
+    products = exact_products(model.device) if dtype == torch.float32 else autocast(model.device, dtype)
+    with evaluating(model), watched(model, idx) as embedded, products:  # without TF32
+        logits = model(idx).float()
+        loss = F.cross_entropy(logits[0, :-1], idx[0, 1:], reduction="sum")
+        gradients = torch.autograd.grad(loss, embedded) if embedded else ()
     return [numbers.detach().float().cpu() for numbers in (logits, *gradients)]

@@ -128,8 +128,8 @@ def test_the_pair_and_the_size_of_a_leak_are_named(monkeypatch: pytest.MonkeyPat
     see(monkeypatch, mask)
     outcome = check_causality(make_gpt(n_layer=1), V, T)  # a second layer would bring what token 7 sees with it
     assert (outcome.ok, outcome.query, outcome.key) == (False, 3, 7)
-    effect = r"which moves its logits by up to \d.* \(with the weights as they are\)"
-    assert re.fullmatch(f"no, position 3 sees token 7, 4 ahead of it, {effect}", str(outcome))
+    effect = r"its logits move by up to \d.* \(with the weights as they are\)"
+    assert re.fullmatch(f"no, position 3 sees token 7, which it must not see: {effect}", str(outcome))
 
 
 @pytest.mark.parametrize("zero", ["o_proj", "final_norm", "q_proj"])
@@ -213,14 +213,16 @@ def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:
     def peeking(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
         return train.next_token_loss(model, inputs, targets, dtype) + 1e-3 * inputs[:, -1].sum()
 
-    with pytest.raises(UserError, match="sees token 10, .* ahead of it: the loss moves by 0.0"):
+    with pytest.raises(
+        UserError, match="the loss moves by 0.0.* if tokens are replaced that positions .* must not see"
+    ):
         certify_tiny(torch.float32, peeking)
 
     def counting_all(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
         z_loss = 1e-4 * model(inputs).logsumexp(-1).square().sum()
         return train.next_token_loss(model, inputs, targets, dtype) + z_loss
 
-    with pytest.raises(UserError, match="the loss moves by .* unless it counts targets of -100"):
+    with pytest.raises(UserError, match="the loss moves by .* whose targets alone it should count"):
         certify_tiny(torch.float32, counting_all)
 
 
@@ -278,28 +280,24 @@ def test_the_compiled_loss_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> N
     assert check_causality(torch.compile(make_gpt(), dynamic=False), V, T).ok
     monkeypatch.setattr(Attend, "forward", forward)
     certify_tiny(torch.float32, dropout=0.1, n_kv_head=1)
-    with pytest.raises(UserError, match="position 0 sees token 1, 1 ahead of it: the loss moves by "):
+    with pytest.raises(UserError, match="the loss moves by "):
         certify_compiled(T)
 
 
-@pytest.mark.parametrize("factor", [1 + 1e-12, 1 + 3e-4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_decoding_agrees_to_the_rounding_of_float64(factor: float, dtype: torch.dtype) -> None:
-    model = make_gpt().to(dtype)
-    outcome = check_causality(model, V, T, decode=lambda idx: factor * model(idx))
-    if factor == 1 + 1e-12:
-        assert outcome.ok
-    else:
-        assert outcome.finding.endswith("with a cache, a text gets other logits: off by 0.0003 of their size")
+def test_decoding_agrees_to_a_thousand_roundings() -> None:
+    model = make_gpt()
+    assert check_causality(model, V, T, decode=lambda idx: (1 + 1e-5) * model(idx)).ok
+    outcome = check_causality(model, V, T, decode=lambda idx: (1 + 3e-4) * model(idx))
+    assert outcome.finding.endswith("with a cache, a text gets other logits: off by 0.0003 of their size")
 
 
 def test_questions_without_an_answer_are_refused() -> None:
-    for vocab_size, length in ((1, T), (V, 0)):
-        with pytest.raises(ValueError, match=f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}"):
-            check_causality(make_gpt(), vocab_size, length)
-    with pytest.raises(ValueError, match=r"the mask must be \(11, 11\), got \(1, 11\)"):
-        check_causality(make_gpt(), V, T, mask=make_causal_mask(T)[:1])
-    with pytest.raises(ValueError, match=r"expected logits of shape \(2, 11, 17\), got \(2, 11, 15\)"):
+    for vocab_size, length, rows in ((1, T, T), (V, 0, 0), (V, T, 1)):
+        with pytest.raises(
+            ValueError, match=f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}, with a"
+        ):
+            check_causality(make_gpt(), vocab_size, length, mask=make_causal_mask(length)[:rows])
+    with pytest.raises(ValueError, match=r"expected logits of shape \(2, 11, 17\), got .*\[\(2, 11, 15\)\]"):
         check_causality(lambda idx: torch.zeros(*idx.shape, 15), V, T)
 
 
@@ -316,7 +314,9 @@ def test_no_run_begins_with_a_model_that_sees_the_future(run, corpus_file: Path,
     before = sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*") if path.is_file())
     see(monkeypatch, torch.ones(T, T, dtype=torch.bool))
     resumed = run(train, "--resume", out, "--train.max_steps", 14)
-    assert resumed.exit_code == 2 and "refusing to train: position 0 sees token 1, 1 ahead of it, " in resumed.err
+    assert (
+        resumed.exit_code == 2 and "refusing to train: position 0 sees token 1, which it must not see: " in resumed.err
+    )
     assert before == sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*") if path.is_file())
     refused = run(train, *tiny_run(corpus_file, tmp_path / "refused"))
     assert refused.exit_code == 2 and "refusing to train" in refused.err

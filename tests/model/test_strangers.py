@@ -1,6 +1,5 @@
 """The certificate on models of others: no false alarm, no crash, and every leak is still found."""
 
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -53,7 +52,7 @@ def judge(model: Callable, **options: object) -> str:
 
 YES = f"yes, none of the {T} probed positions (of {T}) depends on a later one"
 NO_DERIVATIVES = "derivatives not asked for: no nn.Embedding reads the tokens, or autograd is off or fails"
-NO = "no, position 0 sees token 1, 1 ahead of it"
+NO = "no, position 0 sees token 1, which it must not see"
 
 
 def test_a_stranger_passes_and_its_leak_is_found() -> None:
@@ -83,7 +82,7 @@ def test_logits_are_found_in_what_a_model_returns() -> None:
     logits = torch.randn(2, T, V)
     assert logits_of((logits.long(), logits)) is logits
     for output in (None, {"loss": logits}, SimpleNamespace(last_hidden_state=logits), (logits.long(), [])):
-        with pytest.raises(ValueError, match=r"expected logits of shape \(B, T, V\), got \w+, which has none"):
+        with pytest.raises(ValueError, match=r"expected logits of shape \(B, T, V\), got tensors of shapes \[\]"):
             logits_of(output)
 
 
@@ -96,7 +95,7 @@ class LastOnly(Stranger):
 
 
 def test_logits_of_the_last_position_alone_are_no_answer_and_a_function_of_all_is() -> None:
-    with pytest.raises(ValueError, match=rf"expected logits of shape \(2, {T}, {V}\), got \(2, 1, {V}\)"):
+    with pytest.raises(ValueError, match=rf"expected logits of shape \(2, {T}, {V}\), got .* \[\(2, 1, {V}\)\]"):
         judge(LastOnly())
     for leak in (0.0, 0.1, 1e-12):
         model = LastOnly(leak)
@@ -167,30 +166,25 @@ def test_a_forward_without_autograd_is_judged_by_its_bits(context: Callable) -> 
 class Energy(Stranger):
     """A layer that goes down the gradient of an energy, in its forward pass."""
 
-    def __init__(self, leak: float, how: str) -> None:
-        super().__init__(leak)
-        self.how = how
+    def mix(self, x: Tensor) -> Tensor:
+        mixed = super().mix(x)
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            return torch.autograd.grad((y * mixed).square().sum(), y, create_graph=True)[0]
+
+
+class FunctionalEnergy(Stranger):
+    """Such a layer by torch.func, in which nothing may be moved to the CPU."""
 
     def mix(self, x: Tensor) -> Tensor:
-        def energy(y: Tensor) -> Tensor:
-            return (y * super(Energy, self).mix(x)).square().sum()
-
-        if self.how == "autograd.grad":
-            with torch.enable_grad():
-                y = x.detach().requires_grad_()
-                return torch.autograd.grad(energy(y), y, create_graph=True)[0]
-        if self.how == "func.grad":
-            return torch.func.grad(energy)(x)
-        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-            return energy(x) * x
+        mixed = super().mix(x)
+        return torch.func.grad(lambda y: (y * mixed).square().sum())(x)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("how", ["autograd.grad", "func.grad", "no hooks"])
-def test_a_forward_with_gradients_of_its_own_is_judged(how: str, strict: bool) -> None:
-    leaks = how == "no hooks"  # an energy is a sum over positions
-    assert judge(Energy(0.0, how), strict=strict).startswith("no" if leaks else "yes")
-    assert judge(Energy(1e-2, how), strict=strict).startswith("no")
+@pytest.mark.parametrize("kind, strict", [(Energy, False), (Energy, True), (FunctionalEnergy, False)])
+def test_a_forward_with_gradients_of_its_own_is_judged(kind: type, strict: bool) -> None:
+    assert judge(kind(), strict=strict).startswith("yes")
+    assert judge(kind(1e-2), strict=strict).startswith("no")
 
 
 # Rounding that depends on the company.
@@ -309,33 +303,6 @@ def test_an_error_in_the_backward_is_no_answer_of_a_strict_check() -> None:
     assert NO_DERIVATIVES in judge(Failing())
     with pytest.raises(RuntimeError, match="out of memory"):
         judge(Failing(), strict=True)
-
-
-# Randomness.
-
-
-@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(()).item()])
-def test_random_numbers_are_seeded_in_training_and_restored(draw: Callable) -> None:
-    class Drawing(Stranger):
-        def mix(self, x: Tensor) -> Tensor:
-            return super().mix(x) * (0.5 + draw() if self.training else 1)
-
-    def states() -> tuple:
-        return random.getstate(), torch.get_rng_state().tolist()
-
-    model = Drawing()
-    before = states()
-    assert judge(model) == YES
-    assert states() == before
-
-
-def test_dropout_in_evaluation_is_named() -> None:
-    class Dropping(Stranger):
-        def mix(self, x: Tensor) -> Tensor:
-            return F.dropout(super().mix(x), 0.1)
-
-    hint = "the same tokens do not give the same numbers again (with the weights as they are); is dropout still on?"
-    assert judge(Dropping()) == f"no, {hint}"
 
 
 # Layers that do not see each token of each text.
