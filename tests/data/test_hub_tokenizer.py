@@ -119,15 +119,6 @@ def test_a_stream_gives_the_text_that_their_decoder_writes(kind: str, ours: Toke
     assert "".join(map(TextStream(ours, ids).add, ids[-3:])) == "€"
 
 
-def test_tokens_have_labels(tmp_path: Path) -> None:
-    ours = {name: load_tokenizer(put(theirs, tmp_path / name)) for name, theirs in KINDS.items()}
-    for name, start in (("llama", b" "), ("digits", b"")):
-        spelled = b"".join(map(ours[name].token_bytes, ours[name].encode("the cat").tolist()))
-        assert spelled == start + b"the cat"
-        assert [ours[name].token_bytes(token) for token in (1, 2, 10**6)] == [b"<s>", b"</s>", b""]
-    assert b"".join(map(ours["digits"].token_bytes, ours["digits"].encode("é").tolist())) == "é".encode()
-
-
 @pytest.mark.parametrize(
     "config, generation, names, special, ends",
     [

@@ -4,15 +4,13 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from benchmarks import bench, compare, gpu, nanogpt
+from benchmarks import bench, compare, nanogpt
 from errors import UserError
 from model import GPT, GPTConfig
 from tests.conftest import tiny_run
@@ -57,18 +55,6 @@ def test_nanogpt_learns_as_gpt2_does(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert theirs.eval().generate(idx[:, :4], 7).equal(ours.eval().generate(idx[:, :4], 7, temperature=0))
 
 
-def test_nanogpt_is_fed_and_evaluated_as_described(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.bin"
-    np.arange(100, dtype=np.uint16).tofile(path)
-    inputs, targets = nanogpt.batch(path, 50, 7, torch.device("cpu"))
-    assert inputs.equal(inputs[:, :1] + torch.arange(7)) and targets.equal(inputs + 1) and targets.max() <= 99
-
-    model, tokens = nanogpt.NanoGPT(nanogpt.Config(2, 3, 48, 11, 17)), torch.randint(17, (1, 11 * 3 + 5))
-    pairs = zip(tokens[:, :-1].split(11, dim=1), tokens[:, 1:].split(11, dim=1), strict=True)
-    total = sum(model(x, y)[1].item() * y.numel() for x, y in pairs)
-    assert nanogpt.exact_loss(model, tokens[0]) == pytest.approx(total / 37, rel=1e-5)
-
-
 @pytest.mark.long
 def test_every_stage_is_measured(tmp_path: Path) -> None:
     bench.main(bench.Options(device="cpu", tiny=True, out=tmp_path))
@@ -89,19 +75,6 @@ def test_each_script_starts_from_the_command_line(script: str) -> None:
     command = [sys.executable, f"benchmarks/{script}.py", "--help"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and "usage: " in ran.stdout, ran.stderr
-
-
-def test_the_report_has_what_each_command_prints(run: Callable, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H900 80GB")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    monkeypatch.setattr(gpu, "COMMANDS", {"-c print(6*7)": 1, "-c import(time)": 1, "-c while(1):0": 0.02})
-    result = run(gpu)
-    text = next(tmp_path.glob("gpu_nvidia-h900-80gb_*.md")).read_text()
-    assert "`python -c print(6*7)`\n\n```text\n42\nexit code 0" in text and "SyntaxError" in text
-    assert "stopped after 0.02 minutes" in text
-    assert result.exit_code == 1 and "failed, as the report says: -c import(time), " in result.err
 
 
 def test_the_interval_is_the_paired_one_of_student() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from cli.bars import progress_bar
 from cli.script import fail, outlives_readers, read_prompt, run_script, visible
 from errors import UserError
 
@@ -89,17 +88,6 @@ def test_a_pipe_has_each_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not sys.stdout.isatty()
     run_script(lambda: print("a line"))
     assert pipe.buffer.getvalue() == b"a line\n"
-
-
-def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", log)
-    monkeypatch.setattr("cli.bars.INTERVAL", 0)
-    with progress_bar(iterable=range(3), desc="counting", leave=False) as counted:
-        assert list(counted) == [0, 1, 2]
-    lines = log.getvalue().splitlines()
-    assert len(lines) == 4 and "\r" not in log.getvalue()
-    assert all(re.match(r"counting: +\d+%", line) and line == line.strip() for line in lines)
 
 
 def test_a_prompt_is_read_as_a_text_to_train_on(run: Callable, monkeypatch, tmp_path: Path) -> None:
