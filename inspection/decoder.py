@@ -51,6 +51,7 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
 
     Raises UserError if the model cannot read the text, or returns no logits of all positions.
     """
+    idx = idx.to(device_of(model))
     T = idx.size(1)
     hidden = []
 
@@ -97,7 +98,7 @@ def sequence_losses(model: nn.Module, idx: Tensor) -> Tensor:
     losses = 0.0
     for logits, part in zip(logits_in_parts(model, idx), targets.split(POSITIONS, dim=1), strict=True):
         # As rows: CUDA's kernel for (B, V, T) is not deterministic, and refuses where that is asked for.
-        rows = F.cross_entropy(logits.flatten(0, 1), part.flatten(), reduction="none")
+        rows = F.cross_entropy(logits.flatten(0, 1), part.flatten().to(logits.device), reduction="none")
         losses = losses + rows.view(part.shape).sum(1)
     return losses / (idx.size(1) - 1)
 

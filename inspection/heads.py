@@ -84,7 +84,6 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
 
     def measure_together(idx: Tensor, repeat: int | None = None) -> tuple[Metrics, Metrics]:
         """Return metric -> (N, L, H) of the heads and of even ones; store errors of rows and, of a text, losses."""
-        idx = idx.to(device_of(model))
         with capture(model) as att:
             if repeat is None:
                 losses.append(sequence_losses(model, idx).cpu())
@@ -161,7 +160,6 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
     """
     if mode not in get_args(Ablation):
         raise UserError(f"a head is ablated by {' or '.join(get_args(Ablation))}, not {mode!r}")
-    text = text.to(device_of(model))
     with evaluating(model):
         with capture(model) as att:
             before = sequence_losses(model, text)

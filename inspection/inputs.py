@@ -17,7 +17,7 @@ from data.prepare import find_prepared, prepare
 from data.token_files import find_token_files
 from data.tokenizer import load_tokenizer
 from errors import UserError
-from inspection.decoder import device_of, evaluating, read
+from inspection.decoder import evaluating, read
 from inspection.heads import PROBE_TOKENS, RepeatProbe, make_probe
 from inspection.kinds import Head
 from inspection.patterns import capture
@@ -102,7 +102,7 @@ def choose_inputs(
 def sizes_of(model: nn.Module) -> tuple[int, int, int]:
     """Return L, H and V of a model, which reads two tokens for that. Raises UserError if it cannot be inspected."""
     with evaluating(model), capture(model) as att:
-        logits, _ = read(model, torch.zeros(1, 2, dtype=torch.long, device=device_of(model)))
+        logits, _ = read(model, torch.zeros(1, 2, dtype=torch.long))
     L, _, H, _ = att.shape
     return L, H, logits.size(2)
 

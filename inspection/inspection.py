@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cli.script import visible
 from errors import UserError
 from files import replace_file
-from inspection.decoder import device_of, evaluating, predictions, read
+from inspection.decoder import evaluating, predictions, read
 from inspection.heads import Ablation, ablate, head_scores, influence
 from inspection.inputs import Inputs, choose_inputs
 from inspection.kinds import Head
@@ -157,7 +157,7 @@ def measure(
     scores = head_scores(model, inputs.measured, inputs.probe)
     if ablation:
         scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
-    idx = inputs.shown.to(device_of(model))
+    idx = inputs.shown
     with evaluating(model), torch.no_grad(), capture(model, with_values=complete) as att:
         read(model, idx, slice(1))
     row_error = max(scores.row_error, *att.verify().values())
