@@ -100,10 +100,12 @@ class RunDirectory:
                     )
 
     def is_done(self) -> bool:
-        """Return whether no steps are left to make, and print so then."""
+        """Return whether no steps are left to make. Print so then, and write the report, which a kill may have cut."""
         max_steps = self.config.train.max_steps
         if self.step < max_steps:
             return False
+        if self.writes:
+            write_report(self.path, self.base.manifest)
         print(f"{self.path} is already at step {self.step}, of {max_steps}: nothing to do")
         return True
 
