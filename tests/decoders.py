@@ -64,23 +64,18 @@ WRITTEN_OUT: dict[str, dict] = {
 }
 # Mixtures of experts: how many rows an expert multiplies differs from text to text. Their kernel wants multiples of 4.
 MIXTURES: dict[str, dict] = {
+    **dict.fromkeys("flex_olmo granitemoe mixtral olmoe phimoe qwen3_moe".split(), EXPERTS),
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
     "dots1": {**EXPERTS, **GROUPS, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "ernie4_5_moe": {**EXPERTS, "moe_num_experts": 5, "moe_k": 2},
-    "flex_olmo": EXPERTS,
     "glm4_moe": {**EXPERTS, **GROUPS},
     "gpt_oss": {**EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "granitemoe": EXPERTS,
     "granitemoeshared": {**EXPERTS, "shared_intermediate_size": 36},
     "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2},
     "jetmoe": {**EXPERTS, "num_attention_heads": 6, "num_key_value_heads": 3, "kv_channels": 16},
     "minimax": {**EXPERTS, "block_size": 5},
-    "mixtral": EXPERTS,
-    "olmoe": EXPERTS,
-    "phimoe": EXPERTS,
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 36},
-    "qwen3_moe": EXPERTS,
 }
 # Layers that carry a state along in place of attention, or beside it.
 RECURRENT: dict[str, dict] = {

@@ -44,12 +44,8 @@ def test_a_model_comes_back_to_the_same_bits(save) -> None:
     assert loaded.lm_head.weight is loaded.token_embedding.weight
 
 
-def test_damage_and_a_newer_format_are_named(save) -> None:
+def test_a_newer_format_is_named(save) -> None:
     directory = save()
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match="model.safetensors is missing or damaged: its size or SHA-256 is not"):
-        GPT.from_pretrained(directory)
     manifest = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
     with pytest.raises(UserError, match="has format 99, this version reads 3"):
@@ -57,7 +53,7 @@ def test_damage_and_a_newer_format_are_named(save) -> None:
 
 
 @pytest.mark.parametrize("number", often(30, 300))
-def test_no_damage_is_loaded(save, tmp_path: Path, number: int, figure: Callable) -> None:
+def test_no_damage_is_loaded(save, tmp_path: Path, number: int) -> None:
     """Flipped bits, zeroed blocks and cut ends, over all files of the newest checkpoint: the one before is taken."""
     save(5)
     directory = save(10)
@@ -82,13 +78,6 @@ def test_no_damage_is_loaded(save, tmp_path: Path, number: int, figure: Callable
                 assert found == "step-00000005", f"{damage} in {path.name} at {place}"
             path.write_bytes(content)
     assert find_checkpoint(tmp_path / "run").directory == directory
-    figure(f"{4 * number} damaged files of a checkpoint: all refused, the one before taken")
-
-
-def test_a_step_that_is_saved_again_replaces_the_old_one(save) -> None:
-    save(5)
-    newer = make_gpt()
-    assert torch.equal(GPT.from_pretrained(save(5, newer)).final_norm.weight, newer.final_norm.weight)
 
 
 def peak_memory(work: Callable[[], object]) -> int:
@@ -122,9 +111,7 @@ def measure_saving(directory: Path, optimizer: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.prepare.PREPARED", directory / "prepared")
         patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})
-        patch.setattr(
-            train, "keep_freed_memory", lambda device: None
-        )  # what is freed would be used, and not be counted
+        patch.setattr(train, "keep_freed_memory", lambda device: None)  # it would be used again, and not be counted
         patch.setattr(RunDirectory, "save", measured)
         options = {"model__n_embd": 510, "model__n_layer": 5, "train__max_steps": 1, "train__sample_tokens": 0}
         arguments = tiny_run(write_corpus(directory), directory / "out", **options, train__optimizer=optimizer)
@@ -136,12 +123,10 @@ def measure_saving(directory: Path, optimizer: str) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux counts a peak from a moment on")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_saving_does_not_triple_memory(tmp_path: Path, optimizer: str, figure: Callable) -> None:
+def test_saving_does_not_triple_memory(tmp_path: Path, optimizer: str) -> None:
     code = f"from tests.model.test_checkpoint import *; measure_saving(Path({str(tmp_path)!r}), {optimizer!r})"
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": f"{1 << 17}"}  # a larger tensor goes back when it is freed
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     shares = json.loads(said.stdout.splitlines()[-1])
-    text = ", ".join(f"{where} {share:.2f} W" for where, share in shares.items())
-    figure(f"memory besides the model while a checkpoint of W bytes is saved, {optimizer}: {text}")
-    assert max(shares.values()) <= 1.2
+    assert max(shares.values()) <= 1.2, shares

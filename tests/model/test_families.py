@@ -41,20 +41,13 @@ def test_rotary_tables_stay_exact_wherever_the_model_goes() -> None:
     assert not any("cos" in name for name in model.state_dict())
 
 
-def test_rms_norm_has_the_precision_of_its_input_and_all_of_its_weight() -> None:
-    norm, x = RMSNorm(1009), torch.randn(7, 1009).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        before = norm(x)
-        norm.weight.data += 2**-9  # bfloat16 cannot tell this sum from one
-        after = norm(x)
-    assert before.dtype == after.dtype == torch.bfloat16
-    exact = F.rms_norm(x.double(), (1009,), norm.weight.double())
-    torch.testing.assert_close(after.double(), exact, rtol=2**-7, atol=0)
-    assert not torch.equal(before, after)
-
-
 @pytest.mark.parametrize("affine", [False, True])
-def test_rms_norm_has_its_eps_under_autocast(affine: bool) -> None:
-    x, norm = torch.randn(7, 11), RMSNorm(11, eps=3.0, elementwise_affine=affine)
+def test_under_autocast_rms_norm_has_the_dtype_of_its_input_its_eps_and_all_of_its_weight(affine: bool) -> None:
+    norm, x = RMSNorm(1009, eps=3.0, elementwise_affine=affine), torch.randn(7, 1009).bfloat16()
+    if affine:
+        norm.weight.data += 2**-9  # bfloat16 cannot tell this sum from one
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(norm(x), x / (x.square().mean(-1, keepdim=True) + 3).sqrt())
+        y = norm(x)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 3).sqrt() * (1 + affine * 2**-9)
+    assert y.dtype == torch.bfloat16
+    assert (y == exact.bfloat16()).float().mean() > 0.99  # rounded once

