@@ -289,7 +289,6 @@ def named_cuda() -> Iterator[None]:
         "torch.cuda.empty_cache": lambda: None,
         "torch.nn.functional.scaled_dot_product_attention": scaled_dot_product_attention,
         "torch.Generator": HostGenerator,
-        "model.recorded.record": lambda work: work,
     }
     with ExitStack() as patches:
         for name, value in values.items():

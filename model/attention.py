@@ -62,9 +62,9 @@ class Attend(nn.Module):
             return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_kv(v, q)
         B, H, T, D = q.shape
         causal = T == k.size(2) > 1
-        if T == 1:  # heads that share keys ask as queries of one head, so that no key is repeated
+        if T == 1:  # it sees all keys; heads that share them ask as queries of one head, so that no key is repeated
             q = q.reshape(B, k.size(1), -1, D)
-        if causal or (T == 1 and mask.dtype == torch.bool):  # of the triangle, one query sees all keys
+        if T == 1 or causal:
             mask = None  # the kernel's own triangle is faster, but with fewer queries it would begin at the first key
         if q.device.type == "cuda":  # of its kernels few take grouped heads, and on older GPUs none
             k, v = repeat_kv(k, q), repeat_kv(v, q)
@@ -81,8 +81,7 @@ def formula_is_faster(q: Tensor, k: Tensor) -> bool:
 class Cache(Protocol):
     """The interface of a key-value cache (model/cache.py)."""
 
-    positions: Callable[[int], slice | Tensor]  # of the next T tokens; a tensor, (1,), if no shape may tell it
-    mask: Tensor  # what is then added to the scores, (1, T_key)
+    length: int  # the number of positions stored
     store: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values of one call -> those of all so far
 
 
@@ -141,15 +140,15 @@ class CausalSelfAttention(nn.Module):
         if self.q_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        positions = slice(x.size(1)) if cache is None else cache.positions(x.size(1))
+        start = 0 if cache is None else cache.length
+        positions = slice(start, start + x.size(1))
         if self.rotary is not None:
             q = self.rotary(q, positions)
             k = self.rotary(k, positions)
         if cache is not None:
             k, v = cache.store(k, v)
             q = q.to(k.dtype)  # the cache may be more precise
-        # The rows of the triangle that belong to x.
-        mask = cache.mask if isinstance(positions, Tensor) else self.causal_mask[positions, : k.size(-2)]
+        mask = self.causal_mask[positions, : k.size(-2)]  # the rows of the triangle that belong to x
         y = self.attend(q, k, v, mask, self.weight_dropout if self.training else 0.0)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H * D)
         return self.residual_dropout(self.o_proj(y.to(dtype)))

@@ -67,14 +67,11 @@ def stream(
 
     The model is a `GPT`, which sees the last `context_length` tokens at most. A full context drops its older half, so
     that the cache is refilled once in half a context and not at every token. Without a cache the context is the same,
-    and so is the text, except where rounding decides between two tokens. On CUDA, a graph reads single tokens, unless
-    the model has hooks (model/recorded.py). `seed` and `use_cache` are those of `GPT.generate`. Raises UserError if idx
-    is empty.
+    and so is the text, except where rounding decides between two tokens. `seed` and `use_cache` are those of
+    `GPT.generate`. Raises UserError if idx is empty.
     """
     if idx.size(1) == 0:
         raise UserError("the prompt is empty: give at least one token to continue")
-    from model.recorded import can_record, recorded_step  # without which a model can be read and understood
-
     generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
     context_length = model.config.context_length
     context = idx[:, -context_length:]
@@ -85,18 +82,14 @@ def stream(
     model.eval()
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would make a new plan for every number of keys
     try:
-        read = recorded_step(model, caches) if use_cache and num_tokens > 1 and can_record(model, caches[0]) else None
         for _ in range(num_tokens):
             if context.size(1) > context_length:
                 context = context[:, -(context_length - context_length // 2) :]
                 unread = context
                 for cache in caches:
                     cache.length = 0  # forgets all positions and keeps the storage
-            if read is not None and unread.size(1) == 1:
-                logits = read(unread)
-            else:
-                logits = model.logits(model.hidden(unread if use_cache else context, caches)[:, -1])
-            unread = sampler.choose(logits, generator)
+            hidden = model.hidden(unread if use_cache else context, caches)
+            unread = sampler.choose(model.logits(hidden[:, -1]), generator)
             context = torch.cat((context, unread), dim=1)
             yield unread
     finally:

@@ -50,20 +50,6 @@ def test_a_seed_draws_what_multinomial_draws_from_the_whole_model(changes: dict,
         assert torch.equal(text[:, column], torch.multinomial(probabilities, 1, generator=generator)[:, 0])
 
 
-@pytest.mark.parametrize("changes", [*SHAPES, {"family": "llama", "n_embd": 18, "n_kv_head": 1}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length, steps", [(1, 29), (5, 27), (25, 26)])
-def test_a_step_of_static_shapes_writes_the_same_text(
-    changes: dict, dtype: torch.dtype, length: int, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, idx, launches = make_gpt(**changes).to(dtype), torch.randint(V, (3, length)), []
-    expected = model.generate(idx, 3 * T, seed=7)
-    monkeypatch.setattr("model.recorded.can_record", lambda model, cache: True)
-    monkeypatch.setattr("model.recorded.record", lambda work: lambda: launches.append(1) or work())
-    assert torch.equal(model.generate(idx, 3 * T, seed=7), expected)
-    assert len(launches) == steps  # the other tokens come after a text, or half a window
-
-
 def test_a_seeded_call_leaves_the_global_generator_and_the_mode_alone() -> None:
     model, idx = make_gpt(), torch.randint(V, (2, 3))
     before = torch.random.get_rng_state()

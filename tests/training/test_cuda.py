@@ -14,8 +14,6 @@ from errors import UserError
 from inspection import capture
 from model import GPT, GPTConfig
 from model.attention import Attend, make_causal_mask
-from model.families import FAMILIES
-from model.sampling import Sampler
 from tests.conftest import same_bits, tiny_run, weights
 from training.certificate import certify
 from training.config import TrainConfig
@@ -110,50 +108,6 @@ def test_no_step_waits_for_the_gpu(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert result.exit_code == 0, result.err
-
-
-@torch.no_grad()
-def test_a_cache_changes_no_token() -> None:
-    torch.set_float32_matmul_precision("highest")  # rounding must not decide between two tokens
-    model = GPT(GPTConfig(**SHAPE)).to(DEVICE).eval()
-    idx = torch.randint(4099, (3, 11), device=DEVICE)
-    with_cache, without = (model.generate(idx, 67, temperature=0, use_cache=use) for use in (True, False))
-    assert with_cache.equal(without)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("n_kv_head", [2, 6])
-@torch.no_grad()
-def test_a_recorded_step_writes_what_its_kernels_do(
-    family: str, n_kv_head: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.set_float32_matmul_precision("highest")
-    model = GPT(GPTConfig(**SHAPE, family=family, n_kv_head=n_kv_head)).to(DEVICE)
-    idx = torch.randint(4099, (3, 101), device=DEVICE)
-    graph = model.generate(idx, 300, temperature=0.5, seed=1)  # more than the context
-    monkeypatch.setattr("model.recorded.can_record", lambda model, cache: False)
-    assert graph.equal(model.generate(idx, 300, temperature=0.5, seed=1))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("autocast", [False, True])
-@torch.no_grad()
-def test_a_recorded_step_rounds_as_its_kernels_do(family: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In half precision, also where weights are cast in each step."""
-    model = GPT(GPTConfig(**SHAPE, family=family)).to(DEVICE, torch.float32 if autocast else torch.bfloat16)
-    idx, seen = torch.randint(4099, (1, 101), device=DEVICE), []
-
-    def choose(self: Sampler, logits: torch.Tensor, generator: object) -> torch.Tensor:
-        seen.append(logits.float().clone())
-        return idx[:, len(seen) % 50, None]
-
-    monkeypatch.setattr(Sampler, "choose", choose)
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        model.generate(idx, 50)
-        monkeypatch.setattr("model.recorded.can_record", lambda model, cache: False)
-        model.generate(idx, 50)
-    recorded, kernels = torch.stack(seen).split(50)
-    assert (recorded - kernels).norm() < ROUNDING[torch.bfloat16] * kernels.norm()
 
 
 @DTYPES
