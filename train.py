@@ -58,12 +58,12 @@ def train(config: Config, ranks: Ranks) -> None:
     validation = Validation(corpus, c, T, dtype, ranks)
     model = ranks.wrap_model(make_model(config, corpus, run.base), c.parallel, device)
     keep_freed_memory(device)
-    optimizer = make_optimizer(model, c, dtype)
+    compiled = choose_compiled(c, device)
+    optimizer = make_optimizer(model, c, dtype, compiled and device.type == "cuda")
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run.restore(model, optimizer, scaler)
 
     # 2. Compile the loss, not the model, which stays a plain GPT to save. Train nothing that sees the future.
-    compiled = choose_compiled(c, device)
     loss_fn = partial(compile_loss(next_token_loss, c, device) if compiled else next_token_loss, dtype=dtype)
     certificate = certify(model, loss_fn, dtype, c.batch_size)
     run.begin(corpus, certificate, environment(device, dtype, compiled))

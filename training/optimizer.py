@@ -24,12 +24,14 @@ class NonFiniteLoss(ArithmeticError):
     exit_code = 3
 
 
-def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32) -> Optimizer:
+def make_optimizer(
+    model: GPT, config: TrainConfig, dtype: torch.dtype = torch.float32, compiled: bool = False
+) -> Optimizer:
     """Return the optimizer of all parameters that are not frozen.
 
     Weight decay applies to matrices, with Muon only to those inside the blocks; never to others (biases, norms).
     A group's "lr_share" is its part of the learning rate. dtype is the precision of training. Muon's iteration has the
-    same, except that it is float32 for float16, whose range is too small.
+    same, except that it is float32 for float16, whose range is too small. compiled: whether Muon's update is.
     """
     parts = defaultdict(list)
     for name, parameter in model.named_parameters():  # a tied head has the name of the embedding
@@ -44,7 +46,7 @@ def make_optimizer(model: GPT, config: TrainConfig, dtype: torch.dtype = torch.f
     head = parts.pop("lm_head", [])
     groups = [{"params": sum(parts.values(), [])}, {"params": head + others, "lr_share": HEAD_SHARE}]
     precision = torch.float32 if dtype == torch.float16 else dtype
-    return Muon(inside, config.weight_decay, groups, precision, **options)
+    return Muon(inside, config.weight_decay, groups, precision, compiled, **options)
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from model import GPT, GPTConfig
 from model.families import FAMILIES
 from training.config import TrainConfig
-from training.muon import A, B, C, orthogonalize
+from training.muon import A, B, C, Muon, orthogonalize
 from training.optimizer import make_optimizer, set_schedule
 
 
@@ -76,3 +76,23 @@ def test_a_step_is_that_of_a_plain_loop() -> None:
         optimizer.step()
     for name, copy in copies.items():
         torch.testing.assert_close(matrices[name].double(), copy, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_compiling_the_update_changes_only_rounding(weight_decay: float) -> None:
+    """For each rate by the same code, since compiling takes seconds."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        first, second, vector = (torch.nn.Parameter(torch.randn(shape)) for shape in ((7, 3), (7, 3), (5,)))
+        optimizer = Muon([first, second], weight_decay, [{"params": [vector]}], torch.float32, compiled)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for rate in (0.1, 0.2, 0.3):
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                for parameter in (first, second, vector):
+                    parameter.grad = torch.randn_like(parameter)
+                optimizer.step()
+        found.append(torch.cat((first, second)))
+    torch.testing.assert_close(*found)
