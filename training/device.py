@@ -78,9 +78,9 @@ def compile_loss(loss_fn: Callable[..., Tensor], config: TrainConfig, device: to
 
     The host launches a graph at once. Launching the kernels of a small model one by one takes longer than computing
     them (benchmarks/results/gpu_nvidia-h200_2026-11-26.md). Gradients that are kept for the next micro-batch, or that
-    fsdp moves, would need new graphs. A deterministic run has none: whether it would end in the same bits is not known.
+    fsdp moves, would need new graphs.
     """
-    if device.type != "cuda" or config.deterministic or config.grad_accum_steps > 1 or config.parallel == "fsdp":
+    if device.type != "cuda" or config.grad_accum_steps > 1 or config.parallel == "fsdp":
         return torch.compile(loss_fn, dynamic=False)
     compiled = torch.compile(loss_fn, dynamic=False, options={"triton.cudagraphs": True})
 
