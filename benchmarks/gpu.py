@@ -20,7 +20,7 @@ from errors import UserError
 
 RESULTS = ROOT / "benchmarks" / "results"
 COMMANDS = {  # command -> most minutes
-    "-m pytest -m cuda": 8,
+    "-m pytest -m cuda -n 6 -p no:benchmark": 8,  # which, if installed, warns of -n, and warnings are errors here
     "benchmarks/bench.py --device cuda --out benchmarks/results": 10,
     "benchmarks/memory.py --configs configs/shakespeare_char.toml configs/fineweb_edu.toml": 7,
 }
