@@ -56,7 +56,8 @@ class Options:
     ablate: Ablation | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """A file to write, any number of times: .html, a page of all checkpoints; .png or .svg, a picture of the last."""
+    """A file to write, any number of times: .html, a page of all checkpoints; of the last one .png or .svg, a picture,
+    or .npz, the weights and scores as arrays."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
 

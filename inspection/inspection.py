@@ -3,7 +3,7 @@
     found = inspect_heads("out/quickstart", "def add(a, b): return a + b")
     print(found.table())
     found.pattern(1, 3)                   # (T, T): row = query, column = key
-    found.save("heads.html")              # or .png, .svg
+    found.save("heads.html")              # or .png, .svg, .npz
     found                                 # in a notebook: the page
 
 Shapes are named as in model/attention.py.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import autocast, dtype_name, find_device, is_fast
 from model.foreign import load_decoder
 
-FORMATS = (".html", ".png", ".svg")
+FORMATS = (".html", ".png", ".svg", ".npz")
 FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 50rem; border: 0"></iframe>'
 
 
@@ -77,7 +78,7 @@ class Inspection(Inputs):
         return report(self.scores, self.heads, heads, self.label)
 
     def save(self, path: str | Path) -> None:
-        """Write a page (.html) or a picture (.png, .svg).
+        """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).
 
         Raises UserError for another suffix, and if the heads do not fit; OSError if it cannot be written.
         """
@@ -91,13 +92,16 @@ class Inspection(Inputs):
 
 
 def save(path: Path, inspections: Sequence[Inspection]) -> None:
-    """Write a page of all checkpoints, or a picture of the last. A failure leaves an old file there."""
+    """Write a page of all checkpoints, or a picture or the arrays of the last. A failure leaves an old file there."""
     from inspection import page, plots  # which use an inspection; plots is slow to import
 
     check_output(path)
     content = BytesIO()
     if path.suffix.lower() == ".html":
         content.write(page.render(inspections).encode())
+    elif path.suffix.lower() == ".npz":
+        page.check_room(inspections[-1], 1)
+        np.savez_compressed(content, **arrays(inspections[-1]))
     else:
         plots.draw_heads(content, inspections[-1], path.suffix[1:])
     replace_file(path.resolve(), content.getvalue())  # behind a link
@@ -109,6 +113,22 @@ def check_output(path: Path) -> None:
         raise UserError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
     if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"cannot write {path}: it is a directory, or in none that can be written to")
+
+
+def arrays(inspection: Inspection) -> dict[str, np.ndarray]:
+    """Return what an .npz file holds; n is the number of heads that are shown.
+
+    heads (n, 2): layer and head; weights (n, T, T): row = query, column = key; tokens (T,): labels; losses (N,); and
+    each metric by its name, (L, H).
+    """
+    heads = inspection.heads
+    return {
+        **inspection.scores.mean,
+        "heads": np.array(heads),
+        "weights": torch.stack([inspection.pattern(*head) for head in heads]),
+        "tokens": np.array(inspection.labels),
+        "losses": inspection.scores.losses,
+    }
 
 
 def inspect_heads(

@@ -208,7 +208,7 @@ def test_a_model_of_the_hub_has_its_name() -> None:
     [
         (["--heads", "0.1", "{run}"], "which checkpoint?"),
         (["{run}", "--heads", "2.0"], "there is no head 2.0: the model has 2 layers of 3 heads"),
-        (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .html, .png, .svg"),
+        (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .html, .png, .svg, .npz"),
         (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: it is a directory, or in none"),
         (["{run}", "--device", "meta"], "device 'meta' cannot be used here"),
         (["{run}", "--text", ""], "attention is between tokens: give a text of two or more"),

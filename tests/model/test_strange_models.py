@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -48,7 +49,7 @@ def mistral(tmp_path: Path) -> Path:
 
 
 def test_a_directory_of_another_type_is_inspected(run, mistral: Path, tmp_path: Path) -> None:
-    outputs = [word for end in ("html", "png", "svg") for word in ("-o", tmp_path / f"a.{end}")]
+    outputs = [word for end in ("html", "png", "svg", "npz") for word in ("-o", tmp_path / f"a.{end}")]
     words = ["--text", TEXT, "--heads", "1.*", "0.2", "--ablate", "mean"]
     result = run(inspect_attention, mistral, *words, *outputs)
     assert result.exit_code == 0, result.err
@@ -61,6 +62,10 @@ def test_a_directory_of_another_type_is_inspected(run, mistral: Path, tmp_path: 
     with capture(model) as att, torch.no_grad():
         model(torch.tensor([IDS]))
     assert data_of(tmp_path / "a.html")["heads"] == ["1.0", "1.1", "1.2", "0.2"]
+    with np.load(tmp_path / "a.npz") as arrays:
+        assert arrays["heads"].tolist() == [[1, 0], [1, 1], [1, 2], [0, 2]] and arrays["tokens"].tolist() == list(TEXT)
+        assert np.abs(arrays["weights"][1] - att.pattern(1, 1)[0].numpy()).max() < 1e-6
+        assert arrays["ablation"].shape == (2, 3) and arrays["losses"].shape == (1,)
     in_python = inspect_heads(mistral, TEXT, heads=["1.*", "0.2"], ablate="mean")
     assert in_python.table() in result.out
     assert torch.equal(in_python.pattern(1, 1), att.pattern(1, 1)[0])
@@ -83,7 +88,7 @@ def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     assert len(found.predictions) == 12 and found.pattern(1, 2).shape == (12, 12) and not found.influence.isnan().any()
     assert all(found.label(token) in TEXT for token in found.scores.tokens.flatten().tolist())
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
-    with pytest.raises(UserError, match="a.txt: the name of an output must end in one of .html, .png, .svg"):
+    with pytest.raises(UserError, match="a.txt: the name of an output must end in one of .html, .png, .svg, .npz"):
         found.save(tmp_path / "a.txt")
     write_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), unk_token="<unk>")
