@@ -1,21 +1,34 @@
-"""cores.py: threads spin for a short time, unless the user has decided."""
+"""cores.py: threads spin for a short time where other programs work, unless the user has decided."""
 
 import cores
+import importlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+BUSY = "1.26 0.40 0.13 3/512 4711\n"
+
 
 @pytest.mark.parametrize(
-    "settings, spins",
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    "load, setting, spins",
+    [
+        (BUSY, None, "1000"),
+        (BUSY, ("GOMP_SPINCOUNT", "7"), "7"),
+        (BUSY, ("OMP_WAIT_POLICY", "active"), None),
+        ("1.26 0.40 0.13 1/512 4711\n", None, None),  # a program that has ended since
+        ("0.26 0.40 0.13 3/512 4711\n", None, None),
+    ],
 )
-def test_threads_spin_for_a_short_time_unless_the_user_decides(settings: dict[str, str], spins: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in cores.SETTINGS}
-    command = [sys.executable, "-c", "import os, cores; print(os.environ.get('GOMP_SPINCOUNT'))"]
-    root = Path(cores.__file__).parent
-    done = subprocess.run(command, env=environment | settings, cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == spins
+def test_threads_spin_for_a_short_time_beside_others_unless_the_user_decides(
+    load: str, setting: tuple[str, str] | None, spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in cores.SETTINGS:
+        monkeypatch.setenv(name, "")  # so that it is put back in the end
+        monkeypatch.delenv(name)
+    if setting:
+        monkeypatch.setenv(*setting)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", lambda path: load)
+    importlib.reload(cores)
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
