@@ -72,7 +72,7 @@ def test_imports_follow_the_arrows(file: str) -> None:
     assert packages(file) & OURS <= MAY_IMPORT[room] | {room}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", sorted(SCRIPTS))
 def test_a_script_sets_how_threads_wait_before_torch_is_loaded(script: str) -> None:
     names = list(imports(f"{script}.py"))
     assert {*names[: names.index("cores")]} <= sys.stdlib_module_names
