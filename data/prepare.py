@@ -54,7 +54,8 @@ def prepare(
             corpus = open_corpus(Path(config.source))
             is_same = config.tokenizer == corpus.meta["tokenizer"]
             if tokenizer:  # other files of it may be of another version
-                is_same = tokenizer.files[TOKENIZER_JSON] == corpus.tokenizer.files[TOKENIZER_JSON]
+                both = (tokenizer, corpus.tokenizer)
+                is_same = len({(each.files[TOKENIZER_JSON], tuple(each.document_start)) for each in both}) == 1
             if not is_same:
                 raise UserError(f"{config.source} was prepared with another tokenizer: {corpus.meta['tokenizer']}")
         elif files := find_token_files(config.source):
@@ -91,7 +92,7 @@ def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | 
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     corpus = open_corpus(directory)
-    if corpus.meta["key"] != key:
+    if corpus.meta.get("key") != key:  # a corpus of 2.x has none
         raise UserError(f"{directory} is the corpus of another text, or of other options: give another --out")
     return corpus
 

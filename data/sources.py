@@ -93,8 +93,11 @@ def find_files(source: str) -> list[Path]:
         found = (path for path in walk(sysconfig.get_path("stdlib"), NOT_STDLIB) if path.suffix == ".py")
     elif os.path.isdir(source):
         found = walk(source, HIDDEN)
-    elif "**" in source:  # `glob` would follow links in circles
-        top, _, name = source.partition("**/")
+    elif "**" in Path(source).parts:  # `glob` would follow links in circles
+        top, _, name = f"{source.rstrip('/')}/".partition("**/")
+        name = name.rstrip("/")
+        if "**" in name:
+            raise UserError(f"{source!r} has ** twice: give the folder that holds all of it")
         found = (path for folder in glob.glob(top or ".") for path in walk(folder, HIDDEN) if path.match(name or "*"))
     else:  # its name may hold characters of a glob
         found = map(Path, [source] if os.path.exists(source) else glob.glob(source))

@@ -8,12 +8,12 @@ The metrics are defined in inspection/metrics.py. Shapes are named as in model/a
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cli.bars import progress_bar
@@ -89,6 +89,8 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
                 losses.append(sequence_losses(model, idx).cpu())
             else:
                 read(model, idx, slice(1))
+        if (shown := att.shape[1::2]) != tuple(idx.shape):
+            raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
         if verify:
             row_errors.append(max(att.verify().values()))
         return att.scores(repeat), att.scores(repeat, even=True)
@@ -123,11 +125,12 @@ def most_attended(text: Tensor, received: Tensor, even: Tensor) -> tuple[Tensor,
     """
     N, T = text.shape
     tokens, numbers = text.unique(return_inverse=True)
-    is_token = F.one_hot(numbers).double()  # (N, T, tokens)
-    sees = is_token.cumsum(1).clamp(max=1)
-    rows = torch.where(sees[:, -1:] > 0, sees, 1)[:, 1:].sum((0, 1)).long()
-    weigh = is_token[:, None] * (N * (T - 1) / rows)
-    shares = [of[..., -T:] @ weigh for of in (received, even)]  # (N, L, H, tokens)
+    places = torch.arange(T).expand(N, T)
+    first = torch.full((N, len(tokens)), T).scatter_reduce(1, numbers, places, "amin")  # T: not in this text
+    rows = torch.where(first < T, T - first.clamp(min=1), T - 1).sum(0)
+    index = numbers[:, None, None].expand(*received.shape[:3], T)
+    zeros = received.new_zeros(*received.shape[:3], len(tokens))
+    shares = [zeros.scatter_add(3, index, of[..., -T:]) * (N * (T - 1) / rows) for of in (received, even)]
     most = (shares[0].mean(0) * rows).argmax(-1)  # by its share of all queries
     found = [torch.take_along_dim(share, most[None, ..., None], dim=3)[..., 0] for share in shares]
     return tokens[most], rows[most], *found
@@ -182,7 +185,7 @@ def influence(model: nn.Module, idx: Tensor) -> Tensor:
 
     idx is (1, T). Returns the norms of the gradients (Simonyan et al. 2014) as shares of their sum, (T, T), a row for
     each of the `predictions`. Rows that are not of `affordable_rows` are nan. All are if there is no gradient, as in a
-    model whose tokens no nn.Embedding reads.
+    model whose tokens no nn.Embedding reads, or one with a kernel that has no derivative.
     """
     idx = idx.to(device_of(model))
     T = idx.size(1)
@@ -196,9 +199,10 @@ def influence(model: nn.Module, idx: Tensor) -> Tensor:
         # Through the head all predictions go at once, if the model names it.
         source, places = (logits, range(len(rows))) if hidden is None else (hidden, rows.tolist())
         likeliest = logits.float().log_softmax(-1).max(-1).values
-        (towards,) = torch.autograd.grad(likeliest.sum(), source, retain_graph=True)
-        for row, place in zip(rows.tolist(), places, strict=True):
-            gradients = torch.autograd.grad(source[0, place], embedded, towards[0, place], retain_graph=True)
-            norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
-            shares[row] = (norms / norms.sum()).cpu()
+        with suppress(NotImplementedError):  # a kernel without a derivative
+            (towards,) = torch.autograd.grad(likeliest.sum(), source, retain_graph=True)
+            for row, place in zip(rows.tolist(), places, strict=True):
+                gradients = torch.autograd.grad(source[0, place], embedded, towards[0, place], retain_graph=True)
+                norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
+                shares[row] = (norms / norms.sum()).cpu()
     return shares

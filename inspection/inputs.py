@@ -61,6 +61,8 @@ def choose_inputs(
     chosen = choose_heads(heads, L, H)
     given = tokenizer if isinstance(tokenizer, list | tuple) else ()
     tokenizer = None if given else as_tokenizer(tokenizer, checkpoint)
+    if tokenizer and (text is None or isinstance(text, str)):
+        tokenizer.check_fits(vocab_size)
     T = context_length(model)
     ids = []
     if text is not None:
@@ -94,7 +96,7 @@ def choose_inputs(
         pool = "validation text" if len(seen) else "vocabulary"
         N, length = probe.repeated.shape
         note += f"\nprobe:  {N} x [start, {length // 2} random tokens of the {pool}, the same again]"
-    labels = [label(token) for token in shown[0].tolist()]
+    labels = list(given[: shown.size(1)]) or [label(token) for token in shown[0].tolist()]
     return Inputs(chosen, measured, shown, labels, label, note, probe)
 
 
@@ -151,7 +153,9 @@ def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> l
             raise UserError("a text needs a tokenizer: give one, or the ids of the tokens")
         return tokenizer.start_of_text + tokenizer.encode(text).tolist()
     with errors_as_user_error("expected a text, or the ids of its tokens"):
-        ids = torch.as_tensor(text).long()
+        ids = torch.as_tensor(text)
+        if ids.is_floating_point():
+            raise ValueError(f"got {ids.dtype}")
         return ids.reshape(ids.size(-1)).tolist()  # also (1, T)
 
 

@@ -186,7 +186,11 @@ def measure(
     found = Inspection(**vars(inputs), name=visible(name), verified=verified, scores=scores, att=att)
     if not complete:
         return found
-    is_ours = isinstance(model, GPT)
+    # Known is what moves through an output projection that reads the output of a kernel as it is; no gate between.
+    is_ours = isinstance(model, GPT) and len(att.outputs) == len(att.projected) == len(model.blocks)
+    is_ours = is_ours and all(
+        own.to(given.dtype).equal(given) for own, given in zip(att.outputs, att.projected, strict=True)
+    )
     return replace(
         found,
         influence=influence(model, idx),

@@ -137,6 +137,8 @@ class Captured(TorchFunctionMode):
     def begin(self, *_: object) -> None:
         """Forget the forward pass before, as a hook."""
         self.residual: Tensor | None = None  # the stream before the final norm of a model of ours, (B, T, C)
+        self.outputs: list[Tensor] = []  # of the calls, heads joined, (B, T, H * width of a value)
+        self.projected: list[Tensor] = []  # what the output projections of a model of ours read, of the same shape
         self.seen: list[Call] = []
         self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
 
@@ -151,6 +153,11 @@ class Captured(TorchFunctionMode):
     def end(self, norm: nn.Module, inputs: tuple) -> None:
         """Keep the residual stream, as a hook before the final norm."""
         self.residual = inputs[0]
+
+    def project(self, layer: nn.Module, inputs: tuple) -> None:
+        """Keep what an output projection reads, as a hook."""
+        if self.with_values:
+            self.projected.append(inputs[0].detach())
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         """Call a function of PyTorch. See what it does if it attends."""
@@ -202,6 +209,8 @@ class Captured(TorchFunctionMode):
         self.seen.append(Call(q, k, mask, scale, values, partial(F.scaled_dot_product_attention, **options)))
         if self.replace is not None:
             output = self.replace(len(self.seen) - 1, output)
+        if self.with_values:
+            self.outputs.append(output.detach().transpose(1, 2).flatten(2))
         return output
 
     @property
@@ -272,6 +281,8 @@ def capture(model: nn.Module, replace: Replace | None = None, with_values: bool 
         if isinstance(model, GPT):  # its parts may be called without it, from this one on, as `GPT.generate` does
             stack.enter_context(model.token_embedding.register_forward_pre_hook(captured.begin))
             stack.enter_context(model.final_norm.register_forward_pre_hook(captured.end))
+            for block in model.blocks:
+                stack.enter_context(block.attention.o_proj.register_forward_pre_hook(captured.project))
         stack.enter_context(patch.object(attention, "formula_is_faster", return_value=False))
         if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))

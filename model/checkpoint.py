@@ -69,7 +69,7 @@ def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
         try:
             return verify(directory)
         except (UserError, OSError) as error:
-            print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
+            print(f"skipping a damaged checkpoint: {str(error)!r}", file=sys.stderr)  # with names that it holds
     return verify(path)
 
 

@@ -1,6 +1,7 @@
 """Open any decoder: a model of our four families by our own classes, and every other type by `transformers`."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -53,6 +54,8 @@ def load_by_transformers(directory: Path, ours: str) -> nn.Module:
             trust_remote_code=False,
             output_loading_info=True,
         )
+        with suppress(ValueError):  # attention may be written out there
+            model.set_attn_implementation("sdpa")
     except Exception as error:  # of many libraries, without a common class
         raise UserError(f"{directory} cannot be opened by transformers: {one_line(error)}; {ours}") from error
     if found["missing_keys"]:

@@ -110,6 +110,9 @@ class TrainConfig:
             self,
             seed=(0, 2**63 - 1),
             max_steps=(1, 10**8 - 1),  # eight digits in the name of a checkpoint
+            learning_rate=(1e-30, 1e30),
+            decay_fraction=(0, 1),
+            final_lr_fraction=(0, 1),
             beta2=(0, 0.9999999),
             **dict.fromkeys((*AT_LEAST_1, "keep_checkpoints"), (1, 1e30)),
         )

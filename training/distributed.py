@@ -61,7 +61,7 @@ class Ranks:
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"] if is_shared else "0", store)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
-            self.hosts = dist.new_group(backend="gloo")
+            self.hosts = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)  # while the first prepares the text
         self.is_first = self.rank == 0
 
     def __enter__(self) -> "Ranks":
@@ -96,6 +96,10 @@ class Ranks:
             )
         if self.world == 1:
             return
+        if config.device.startswith("cuda:"):
+            raise UserError(
+                f"each of {self.world} ranks has a GPU of its own: give --train.device cuda, not one of them"
+            )
         begins = [""] * self.world
         dist.all_gather_object(begins, f"at step {step} in {dtype_name(dtype)}")
         different = sorted({*begins})

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 import torch
 
+from cli.script import visible
 from data.batches import seed_for
 from data.corpus import Corpus
 from errors import UserError
@@ -28,7 +29,7 @@ def make_model(config: Config, corpus: Corpus, base: Checkpoint | None) -> GPT:
     Raises UserError for a configuration that no checkpoint could hold (now, not when it is to be saved), or if the
     tokenizer has more tokens than the model.
     """
-    print(f"data:   {corpus}")
+    print(visible(f"data:   {corpus}"))
     shape = asdict(config.model)
     if base:
         gpt_config = replace(load_config(base.directory), **shape)

@@ -9,6 +9,7 @@ import torch
 from cli.script import visible
 from data.batches import validation_batches
 from data.corpus import Corpus
+from errors import UserError
 from inspection.heads import as_json, head_scores, make_probe
 from model import GPT
 from model.device import autocast
@@ -46,7 +47,11 @@ class Validation:
         self.tokenizer = corpus.tokenizer
         val = corpus.meta["val"]
         self.bits_per_byte_per_nat = val["tokens"] / val["bytes"] / math.log(2)
-        prompt = [*self.tokenizer.document_start, *self.tokenizer.encode(config.sample_prompt).tolist()]
+        try:
+            text = self.tokenizer.encode(config.sample_prompt).tolist()
+        except UserError as error:
+            raise UserError(f'train.sample_prompt: {error}; --train.sample_prompt "" begins a document') from error
+        prompt = [*self.tokenizer.document_start, *text]
         self.prompt = prompt or self.tokens[:1].tolist()  # a tokenizer need not have a token that begins a text
         text = self.tokens[: min(context_length, MOST_SCORED)]
         self.text = torch.from_numpy(text.astype(np.int64))[None]
