@@ -156,8 +156,7 @@ class Captured(TorchFunctionMode):
 
     def project(self, layer: nn.Module, inputs: tuple) -> None:
         """Keep what an output projection reads, as a hook."""
-        if self.with_values:
-            self.projected.append(inputs[0].detach())
+        self.projected.append(inputs[0].detach())
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         """Call a function of PyTorch. See what it does if it attends."""
@@ -281,8 +280,9 @@ def capture(model: nn.Module, replace: Replace | None = None, with_values: bool 
         if isinstance(model, GPT):  # its parts may be called without it, from this one on, as `GPT.generate` does
             stack.enter_context(model.token_embedding.register_forward_pre_hook(captured.begin))
             stack.enter_context(model.final_norm.register_forward_pre_hook(captured.end))
-            for block in model.blocks:
-                stack.enter_context(block.attention.o_proj.register_forward_pre_hook(captured.project))
+            for name, module in model.named_modules():  # a layer of somebody's own may have none
+                if with_values and name.endswith("attention.o_proj"):
+                    stack.enter_context(module.register_forward_pre_hook(captured.project))
         stack.enter_context(patch.object(attention, "formula_is_faster", return_value=False))
         if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
