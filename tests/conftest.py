@@ -19,6 +19,8 @@ if not ("cuda" in sys.argv or "PYTEST_XDIST_WORKER" in os.environ or "benchmarks
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Models this small gain nothing from two threads, and lose much where other work goes on: also in processes begun here.
 os.environ["OMP_NUM_THREADS"] = "1"
+# The threads with which PyTorch compiles do not live on in the forked ranks, which would wait for them for ever.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import pytest
 import torch
