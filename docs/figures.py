@@ -67,7 +67,7 @@ def draw_run(run: Path) -> None:
     ids = tokenizer.document_start + tokenizer.encode(TEXT).tolist()
     with capture(model) as att:
         model(torch.tensor([ids]))
-    num_layers, num_heads = scores.tokens.shape
+    num_layers, num_heads = scores.mean["entropy"].shape
 
     figure = plt.figure(figsize=(12, 5.6))
     left, right = figure.subfigures(1, 2, width_ratios=(1, 2))

@@ -100,8 +100,6 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
     with evaluating(model):
         parts = zip(*map(measure_together, text.split(1)), strict=True)
         samples, even = ({name: torch.cat([part[name] for part in of]) for name in of[0]} for of in parts)
-        received = samples.pop("received"), even.pop("received")
-        tokens, rows["token"], samples["token"], even["token"] = most_attended(text.cpu(), *received)
         if probe is not None:
             repeat = probe.repeated.size(1) // 2
             found, even_found = measure_together(torch.cat(probe), repeat)
@@ -110,30 +108,7 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
                 even[name] = even_found[name]
                 rows[name] = len(probe.repeated) * repeat
     chance = {name: values.mean(0) for name, values in even.items()}
-    rows = {name: torch.as_tensor(number).expand_as(tokens) for name, number in rows.items()}
-    return HeadScores(samples, torch.cat(losses), max(row_errors, default=math.nan), tokens, chance, rows)
-
-
-def most_attended(text: Tensor, received: Tensor, even: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find the token of a text (N, T) that gets most of each head's attention.
-
-    received: the mean weight of each key, (N, L, H, T_key), whose last T are the text; even: that of even heads.
-
-    Returns the token (L, H), the number of queries that may see it (L, H), and the mean weight that these give it, of
-    heads and of even ones (N, L, H). In a text without the token all queries count. A text counts as much as it has
-    such queries.
-    """
-    N, T = text.shape
-    tokens, numbers = text.unique(return_inverse=True)
-    places = torch.arange(T).expand(N, T)
-    first = torch.full((N, len(tokens)), T).scatter_reduce(1, numbers, places, "amin")  # T: not in this text
-    rows = torch.where(first < T, T - first.clamp(min=1), T - 1).sum(0)
-    index = numbers[:, None, None].expand(*received.shape[:3], T)
-    zeros = received.new_zeros(*received.shape[:3], len(tokens))
-    shares = [zeros.scatter_add(3, index, of[..., -T:]) * (N * (T - 1) / rows) for of in (received, even)]
-    most = (shares[0].mean(0) * rows).argmax(-1)  # by its share of all queries
-    found = [torch.take_along_dim(share, most[None, ..., None], dim=3)[..., 0] for share in shares]
-    return tokens[most], rows[most], *found
+    return HeadScores(samples, torch.cat(losses), max(row_errors, default=math.nan), chance, rows)
 
 
 def as_json(scores: HeadScores) -> dict[str, list[list[float | None]]]:

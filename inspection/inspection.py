@@ -75,7 +75,7 @@ class Inspection(Inputs):
 
     def table(self, heads: Sequence[Head] = ()) -> str:
         """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
-        return report(self.scores, self.heads, heads, self.label)
+        return report(self.scores, self.heads, heads)
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).

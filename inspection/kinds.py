@@ -22,7 +22,6 @@ KINDS = {  # metric, or "other" -> where a head of this kind looks
     "previous": "the token before",
     "current": "the token itself",
     "sink": "the first token of the text",
-    "token": "one token",
     "other": "nowhere in particular",
 }
 LEAST = 0.2  # of the way from chance to 1: the least score of a head of a kind
@@ -50,17 +49,17 @@ def kind_of(scores: HeadScores, head: Head) -> Kind:
             continue
         chance = scores.chance[name][head]
         control = mean.get(f"{name}_control", scores.chance[name])[head]
-        if stands_out(mean[name][head], torch.maximum(chance, control), scores.rows[name][head]):
+        if stands_out(mean[name][head], torch.maximum(chance, control), scores.rows[name]):
             return Kind(name, mean[name][head].item(), chance.item())
     return Kind("other", 1 - mean["entropy"][head].item(), 0.0)
 
 
-def stands_out(score: Tensor, chance: Tensor, rows: Tensor) -> bool:
+def stands_out(score: Tensor, chance: Tensor, rows: int) -> bool:
     """Return whether a score is far above chance, and too high for luck.
 
     Of heads that look at a random key in each of so many rows, a share of at most exp(-rows * divergence) has such a
     score by luck (Hoeffding 1963, theorem 1). The divergence is that of Kullback and Leibler. On a text of a few tokens
-    no score is too high for luck. The kind "token" is about the luckiest token, so luck has a little more of it.
+    no score is too high for luck.
     """
     score = score.clamp(max=1)  # rounding may exceed it
     divergence = torch.xlogy(score, score / chance) + torch.xlogy(1 - score, (1 - score) / (1 - chance))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 Metrics = dict[str, Tensor]  # the name of a metric -> its values, one for each head and often for each sequence
@@ -23,7 +22,6 @@ METRICS = {  # name -> title and format in a table, and definition; A_ij is the 
     "sink": ("sink", ".2f", "weight of the first token, A_i0, for i >= 1 (row 0 has no choice)"),
     "current": ("self", ".2f", "weight of the token itself, A_ii, for i >= 1"),
     "previous": ("prev", ".2f", "weight of the token before, A_i,i-1, for i >= 2 (before token 1 is the first token)"),
-    "token": ("token", ".2f", "weight of the one token that gets most in all, for queries from its first place on"),
     "duplicate": ("dup", ".2f", "on [start, r_1..r_L, r_1..r_L]: weight of a token's first copy, from the second"),
     "induction": ("ind", ".2f", "on the same tokens: weight of the token after its first copy, the one to predict"),
     "induction_control": ("(ctrl)", ".2f", "induction on [start, r, r'], where nothing repeats; duplicate_control too"),
@@ -38,9 +36,8 @@ class HeadScores:
     samples: Metrics  # metric -> (N, L, H) float64
     losses: Tensor  # (N,) mean cross-entropy of each text, in nats a token
     row_error: float  # the largest error of a row of weights against the kernel; nan if that was not verified
-    tokens: Tensor  # (L, H), the token that the metric "token" is about
     chance: Metrics  # metric -> (L, H), the score of a head that attends evenly to all it may see
-    rows: Metrics  # metric -> (L, H), the number of queries that it is a mean over
+    rows: dict[str, int]  # metric -> the number of queries that it is a mean over
 
     @cached_property
     def mean(self) -> Metrics:
@@ -54,14 +51,14 @@ class HeadScores:
 
 
 def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:
-    """Return the metrics of one layer, float64 on the CPU: metric -> (B, H), and "received", (B, H, T).
+    """Return the metrics of one layer, float64 on the CPU: metric -> (B, H).
 
-    "received" is the mean weight of each key. A metric without any row is nan.
+    A metric without any row is nan.
 
     blocks: weights (B, H, queries, keys up to the last of these queries), in the order of the queries.
     repeat: the length L for duplicate and induction; None leaves these two out.
     """
-    sums = {}  # metric -> (B, H), in the precision of the weights; "received" -> (B, H, keys so far)
+    sums = {}  # metric -> (B, H), in the precision of the weights
     counts = Counter()  # metric -> the number of rows in its sum
     for weights in blocks:
         keys = torch.arange(weights.size(3), device=weights.device)
@@ -75,16 +72,12 @@ def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:
             "sink": later_weights[..., 0],
             "current": at_distance(weights, 0, first=1),
             "previous": at_distance(weights, 1, first=2),
-            "received": later_weights.transpose(2, 3),
         }
         if repeat is not None:
             rows["duplicate"] = at_distance(weights, repeat, first=repeat + 1)
             rows["induction"] = at_distance(weights, repeat - 1, first=repeat + 1)
         for name, values in rows.items():
-            before = sums.get(name, values.new_zeros(1))
-            if name == "received":  # by more keys than before
-                before = F.pad(before, (0, len(keys) - before.size(-1)))
-            sums[name] = before + values.sum(-1)
+            sums[name] = sums.get(name, 0.0) + values.sum(-1)
             counts[name] += values.size(-1)
     return {name: total.cpu().double() / counts[name] for name, total in sums.items()}
 

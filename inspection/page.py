@@ -112,6 +112,5 @@ def describe_head(inspection: Inspection, head: Head) -> dict:
         "tag": tag(kind),
         "kind": f"looks {'' if kind.name == 'other' else 'at '}{KINDS[kind.name]}",
         "even": short(kind.chance),
-        "token": inspection.label(scores.tokens[head].item()),
         "scores": figures,
     }

@@ -228,7 +228,7 @@ class Captured(TorchFunctionMode):
         return self.calls[layer].of_head(head).weights()[:, 0]
 
     def scores(self, repeat: int | None = None, even: bool = False) -> Metrics:
-        """Return the metrics of all heads in each sequence: metric -> (B, L, H), and "received" -> (B, L, H, T_key).
+        """Return the metrics of all heads in each sequence: metric -> (B, L, H).
 
         The metrics are those of `measure` in inspection/metrics.py. No T x T matrix is stored.
 
@@ -239,10 +239,7 @@ class Captured(TorchFunctionMode):
         """
         _, B, H, _ = self.shape
         layers = [measure((call.even() if even else call).blocks(), repeat) for call in self.calls]
-        return {
-            name: torch.stack([layer[name].expand(B, H, *layer[name].shape[2:]) for layer in layers], dim=1)
-            for name in layers[0]
-        }
+        return {name: torch.stack([layer[name].expand(B, H) for layer in layers], dim=1) for name in layers[0]}
 
     def verify(self) -> dict[int, float]:
         """Prove the weights of each layer against its kernel: return layer -> the largest error of a row.

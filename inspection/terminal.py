@@ -1,7 +1,7 @@
 """Show heads in a terminal: token labels, tables, and one head drawn in characters."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -20,10 +20,10 @@ def label(token: bytes) -> str:
     return visible(token.decode(errors="backslashreplace")).translate(SHOWN)
 
 
-def report(scores: HeadScores, shown: Heads, heads: Heads, label_of: Callable[[int], str]) -> str:
+def report(scores: HeadScores, shown: Heads, heads: Heads) -> str:
     """Format a table of some heads, by default of all that are shown, of many the best, and a line for each kind."""
     heads = heads or (shown if len(shown) <= MOST_ROWS else best(scores, shown))
-    parts = f"{table(scores, heads, label_of)}\n\n{in_words(scores, shown, label_of)}"
+    parts = f"{table(scores, heads)}\n\n{in_words(scores, shown)}"
     if len(heads) == len(shown):
         return parts
     return (
@@ -31,29 +31,23 @@ def report(scores: HeadScores, shown: Heads, heads: Heads, label_of: Callable[[i
     )
 
 
-def table(scores: HeadScores, heads: Heads, label_of: Callable[[int], str]) -> str:
+def table(scores: HeadScores, heads: Heads) -> str:
     """Format one line for each head, and one for a head that attends evenly; more if their masks differ.
 
     After ablation over several texts the rise of the loss has its standard error.
-
-    label_of: names a token, for the metric "token". After ablation there is no room for it.
     """
-    left_out = "token" if "ablation" in scores.mean else ""
-    columns = [name for name in METRICS if name in scores.mean and name != left_out]
+    columns = [name for name in METRICS if name in scores.mean]
 
     def cell(name: str, head: Head) -> str:
         """Format what was measured of a head."""
         text = number(scores.mean, name, head)
-        if name == "token":
-            return f"{label_of(scores.tokens[head].item()):.10} {text} ({number(scores.chance, name, head)})"
         if name == "ablation" and len(scores.losses) > 1:
             return f"{text} ± {scores.error[name][head]:.4f}"
         return text
 
     rows = [("head", *(METRICS[name][0] for name in columns))]
     rows += [(name_of(head), *(cell(name, head) for name in columns)) for head in heads]
-    known = {name: values for name, values in scores.chance.items() if name != "token"}
-    rows += dict.fromkeys(("even", *(number(known, name, head) for name in columns)) for head in heads)
+    rows += dict.fromkeys(("even", *(number(scores.chance, name, head) for name in columns)) for head in heads)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
     return "\n".join([*lines, "even: a head that attends evenly; inspect_attention.py --help defines columns"])
@@ -66,19 +60,13 @@ def best(scores: HeadScores, heads: Heads) -> list[Head]:
     return [head for group in by_kind(scores, heads).values() for head, _ in group[:2]]
 
 
-def in_words(scores: HeadScores, heads: Heads, label_of: Callable[[int], str]) -> str:
-    """Format one line for each kind: the number of its heads, and the highest scores.
-
-    label_of: as in `table`.
-    """
+def in_words(scores: HeadScores, heads: Heads) -> str:
+    """Format one line for each kind: the number of its heads, and the highest scores."""
     lines = ["heads by where they look, each with its score (and that of an even head)"]
     for name, group in by_kind(scores, heads).items():
         line = f"{len(group):4d}  {KINDS[name]}"
         if name != "other":
-            named = []
-            for head, kind in group[:MOST_NAMED]:
-                token = f" {label_of(scores.tokens[head].item()):.8}" if name == "token" else ""
-                named.append(f"{name_of(head)}{token} {short(kind.score)} ({short(kind.chance)})")
+            named = [f"{name_of(head)} {short(kind.score)} ({short(kind.chance)})" for head, kind in group[:MOST_NAMED]]
             line = f"{line}: {', '.join(named + ['...'] * (len(group) > MOST_NAMED))}"
         lines.append(line)
     return "\n".join(lines)

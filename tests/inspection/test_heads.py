@@ -15,7 +15,7 @@ import inspection.heads
 import inspection.patterns
 from inspection import ablate, head_scores, influence, repeat_probe
 from inspection.decoder import predictions
-from inspection.heads import as_json, most_attended
+from inspection.heads import as_json
 from inspection.inspection import Inspection
 from inspection.metrics import measure
 from model import GPT
@@ -206,25 +206,6 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
 
 
 def test_keys_in_front_of_the_tokens_are_left_out() -> None:
-    text, received = torch.tensor([[5, 7, 5]]), torch.tensor([[[[0.4, 0.1, 0.2, 0.3]]]]).double()
-    token, rows, share, even = most_attended(text, received, received / 2)
-    assert token.item() == 5 and rows.item() == 2
-    assert share.item() == pytest.approx(0.4) and even.item() == pytest.approx(0.2)
     att = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4))
     found = Inspection(*(7 * [None]), "", "", None, att)
     assert found.pattern(0, 0).tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
-
-
-def test_the_share_of_a_token_is_that_of_the_queries_that_may_see_it() -> None:
-    model, text = make_gpt().eval(), torch.randint(V, (B, T))
-    scores = head_scores(model, text)
-    att = run_captured(model, text)
-    for layer in range(L):
-        for head in range(H):
-            rows = att.pattern(layer, head)[:, 1:]
-            gets = torch.stack([(rows * (text == token)[:, None]).sum(2) for token in range(V)])  # (V, B, T - 1)
-            token = gets.mean((1, 2)).argmax()
-            may_see = ((text == token).cumsum(1)[:, 1:] > 0) | ~(text == token).any(1, keepdim=True)
-            assert scores.tokens[layer, head] == token and scores.rows["token"][layer, head] == may_see.sum()
-            mean = gets[token][may_see].mean().double()
-            torch.testing.assert_close(scores.mean["token"][layer, head], mean, rtol=1e-5, atol=0)

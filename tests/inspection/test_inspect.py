@@ -74,8 +74,7 @@ def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
     for head, line in zip([(layer, head) for layer in range(2) for head in range(3)], lines[7:13], strict=True):
         name, entropy, *_ = line.split()
         assert name == f"{head[0]}.{head[1]}" and entropy == f"{expected.mean['entropy'][head]:.2f}"
-        assert f" {expected.mean['token'][head]:.2f} ({expected.chance['token'][head]:.2f}) " in line
-    even = {name: values[0, 0] for name, values in expected.chance.items() if name != "token"}
+    even = {name: values[0, 0] for name, values in expected.chance.items()}
     expected_even = [format(even[name], METRICS[name][1]) for name in METRICS if name in even]
     assert lines[13].split()[:6] == ["even", *expected_even]
     assert lines[16].startswith("heads by where they look")
@@ -166,7 +165,7 @@ def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp
     """The text of the pictures has a proof of its own."""
     monkeypatch.setattr("inspection.patterns.attention_weights", lambda *given: 0.9 * attention_weights(*given))
     if only_shown:
-        scores = HeadScores({}, torch.zeros(1), 0.0, torch.zeros(1, 1), {}, {})
+        scores = HeadScores({}, torch.zeros(1), 0.0, {}, {})
         monkeypatch.setattr(inspection.inspection, "head_scores", lambda *_: scores)
     result = run(inspect_attention, straight, "--text", "12 i", "-o", tmp_path / "a.svg")
     assert result.exit_code == 1 and "the weights shown are not those of the kernel" in result.err

@@ -16,38 +16,31 @@ from tests.conftest import make_gpt
 from tests.inspection.test_capture import run_captured
 
 V, PLACES = 211, 113
-PLANTED = ("previous", "current", "sink", "token", "induction")
+PLANTED = ("previous", "current", "sink", "induction")
 FAMILIES = ("gpt2", "llama", "qwen3", "nanochat")
 
 
 class PlantedHeads(nn.Module):
     """A decoder whose heads are exactly those of PLANTED; where one has nothing to look at, it attends evenly."""
 
-    def __init__(self, token: int):
-        super().__init__()
-        self.token = token
-
     def forward(self, idx: Tensor) -> Tensor:
         places = torch.arange(idx.size(1)).expand_as(idx)
         at, is_token = F.one_hot(places, PLACES), F.one_hot(idx, V)
         after = F.pad(is_token, (0, 0, 1, 0))[:, :-1]  # what stands before each key
-        wanted = F.one_hot(torch.full_like(idx, self.token), V)
-        queries = [F.one_hot((places - 1).clamp(min=0), PLACES), at, F.one_hot(0 * places, PLACES), wanted, is_token]
-        keys = [at, at, at, is_token, after]
+        queries = [F.one_hot((places - 1).clamp(min=0), PLACES), at, F.one_hot(0 * places, PLACES), is_token]
+        keys = [at, at, at, after]
         q, k = (torch.stack([F.pad(x, (0, V - x.size(-1))) for x in each], 1).float() for each in (queries, keys))
         F.scaled_dot_product_attention(50 * q, k, k, is_causal=True, scale=1.0)
         return torch.zeros(*idx.shape, V)
 
 
 @pytest.mark.parametrize("T", [6, 7, 11, 29, 101])
-@pytest.mark.parametrize("place", [1, 3])
-def test_planted_heads_have_their_names(T: int, place: int) -> None:
+def test_planted_heads_have_their_names(T: int) -> None:
     text = torch.randperm(V)[None, :T]
-    scores = head_scores(PlantedHeads(text[0, place].item()), text, repeat_probe(torch.arange(V - 1), V - 1, PLACES))
+    scores = head_scores(PlantedHeads(), text, repeat_probe(torch.arange(V - 1), V - 1, PLACES))
     kinds = [kind_of(scores, (0, head)) for head in range(len(PLANTED))]
     assert [kind.name for kind in kinds] == list(PLANTED)
     assert [kind.score for kind in kinds] == pytest.approx([1] * len(PLANTED), abs=1e-6)
-    assert scores.tokens[0, PLANTED.index("token")] == text[0, place]
 
 
 def named(family: str, T: int, seed: int, gain: float) -> Counter:
@@ -133,26 +126,23 @@ def test_a_head_has_the_first_kind_that_stands_out() -> None:
         "previous": [0.2, 0.1, 0.3, 0.0, 0.1, 0.2],
         "induction": [0.36, 0.0, 0.5, torch.nan, 0.19, 0.0],
         "induction_control": [0.1, 0.0, 0.45, 0.0, 0.0, 0.0],
-        "token": [0.9, 0.31, 0.9, 0.9, 0.19, 0.9],
         "entropy": [0.0, 0.9, 0.0, 0.0, 0.1, 0.96],
     }
     samples = {name: torch.tensor([[values]]).double() for name, values in rows.items()}
     chance = {name: torch.full((1, 6), 0.1).double() for name in rows}
     chance["sink"][0, 5] = 0.2  # so 0.3 is not enough
-    chance["token"][0, 5] = 0.89
-    queries = {name: torch.full((1, 6), 101) for name in ("sink", "previous", "induction", "token")}
-    scores = HeadScores(samples, torch.zeros(1), 0.0, torch.arange(6)[None], chance, queries)
+    queries = dict.fromkeys(("sink", "previous", "induction"), 101)
+    scores = HeadScores(samples, torch.zeros(1), 0.0, chance, queries)
     heads = [(0, head) for head in range(6)]
     groups = {kind: [head for (_, head), _ in group] for kind, group in by_kind(scores, heads).items()}
-    assert groups == {"induction": [0], "previous": [2], "sink": [3], "token": [1], "other": [4, 5]}
-    lines = terminal.in_words(scores, heads, ["a", "↵" * 20, "b", "c", "d", "e"].__getitem__).splitlines()
+    assert groups == {"induction": [0], "previous": [2], "sink": [3], "other": [4, 1, 5]}
+    lines = terminal.in_words(scores, heads).splitlines()
     assert [line.strip() for line in lines[1:]] == [
         "1  what followed the same token before: 0.0 .36 (.10)",
         "1  the token before: 0.2 .30 (.10)",
         "1  the first token of the text: 0.3 .90 (.10)",
-        "1  one token: 0.1 ↵↵↵↵↵↵↵↵ .31 (.10)",
-        "2  nowhere in particular",
+        "3  nowhere in particular",
     ]
-    assert [tag(kind_of(scores, head)) for head in heads] == ["ind .36", "token .31", "prev .30", "sink .90", "", ""]
-    few = HeadScores(samples, torch.zeros(1), 0.0, scores.tokens, chance, {"sink": torch.full((1, 6), 2)})
+    assert [tag(kind_of(scores, head)) for head in heads] == ["ind .36", "", "prev .30", "sink .90", "", ""]
+    few = HeadScores(samples, torch.zeros(1), 0.0, chance, {"sink": 2})
     assert kind_of(few, (0, 0)) == Kind("other", 1.0, 0.0)  # two rows are too few for a name

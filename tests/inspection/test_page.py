@@ -48,11 +48,11 @@ def inspected(
 ) -> Inspection:
     """Return a made-up inspection; known: also of what heads move and say."""
     heads = list(np.ndindex(shape))
-    names = ("entropy", "distance", "previous", "current", "sink", "token", "duplicate", "induction", "ablation")
+    names = ("entropy", "distance", "previous", "current", "sink", "duplicate", "induction", "ablation")
     samples = {name: noise(name, step, 1, *shape).sigmoid().double() for name in names}
     samples["ablation"][:, 0, 1:2] = float("nan")
     chance = {name: noise(name + "?", step, *shape).sigmoid().double() / 5 for name in names[:-1]}
-    rows = {name: torch.full(shape, 997) for name in names[2:-1]}
+    rows = dict.fromkeys(names[2:-1], 997)
     influence = pattern("influence", step, length)
     influence[3::6] = float("nan")
     logits = noise("logits", step, *shape, length, 14).sort(-1, descending=True).values[..., [0, 1, 2, 13, 12, 11]]
@@ -68,9 +68,7 @@ def inspected(
         probe=None,
         name=name or f"step-{step:08d}",
         verified="weights match the kernel",
-        scores=HeadScores(
-            samples, torch.tensor([1000 / step]), 0.0, torch.arange(len(heads)).view(shape), chance, rows
-        ),
+        scores=HeadScores(samples, torch.tensor([1000 / step]), 0.0, chance, rows),
         att=SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step, length)[None]),
         influence=influence,
         predictions=[(f"next{i}", (i + 1) / (length + 2)) for i in range(length)],

@@ -86,7 +86,6 @@ def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     found = inspect_heads(Book().eval(), IDS, list(TEXT))
     assert found.name == "Book" and found.labels == list(TEXT) and found.scores.row_error < 1e-5
     assert len(found.predictions) == 12 and found.pattern(1, 2).shape == (12, 12) and not found.influence.isnan().any()
-    assert all(found.label(token) in TEXT for token in found.scores.tokens.flatten().tolist())
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     with pytest.raises(UserError, match="a.txt: the name of an output must end in one of .html, .png, .svg, .npz"):
         found.save(tmp_path / "a.txt")
