@@ -264,9 +264,12 @@ def test_a_directory_with_other_things_is_not_overwritten(text_file: Path) -> No
     with pytest.raises(UserError, match="mine is not empty, and not a complete prepared corpus$"):
         prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))
     assert path.read_text() == "years of work"
-    prepare.prepare(DataConfig("a.txt", "bytes"), Path("other"))
-    with pytest.raises(UserError, match="other is the corpus of another text, or of other options: give another --out"):
-        prepare.prepare(DataConfig("a.txt", "chars"), Path("other"))
+    meta = prepare.prepare(DataConfig("a.txt", "bytes"), Path("other")).meta
+    of_2x = {name: value for name, value in meta.items() if name != "key"}
+    for tokenizer, there in (("chars", meta), ("bytes", of_2x)):
+        Path("other/meta.json").write_text(json.dumps(there))
+        with pytest.raises(UserError, match="other is the corpus of another text, or of other options: give another"):
+            prepare.prepare(DataConfig("a.txt", tokenizer), Path("other"))
     with pytest.raises(NotADirectoryError, match="a.txt"):
         prepare.prepare(DataConfig("a.txt", "bytes"), text_file)
 

@@ -150,3 +150,5 @@ def test_links_are_followed_once_and_hidden_names_are_left_out() -> None:
     assert sorted(read("d/**/[b-d]*.txt")) == sorted([expected[0], *expected[2:]])
     with pytest.raises(UserError, match=r"no text found at 'd/\.gi\*': give a file, a folder, a glob, hf:NAME or"):
         make("d/.gi*")
+    with pytest.raises(UserError, match=r"'\*\*/sub/\*\*' has \*\* twice: give the folder"):
+        make("**/sub/**")

@@ -124,6 +124,7 @@ def mistral_module(kernel: str = "sdpa") -> nn.Module:
     [
         (make_gpt, "abc", None, "a text needs a tokenizer: give one, or the ids of the tokens"),
         (mistral_module, IDS, ["a"], "expected a label for each token, got 1 for 12"),
+        (make_gpt, [3.0, 5.0], None, "expected a text, or the ids of its tokens: ValueError: got torch.float32"),
         (make_gpt, [3], None, "attention is between tokens: give a text of two or more"),
         (lambda: nn.Bilinear(3, 5, 7), IDS, None, "the model cannot read 2 tokens, given as model(idx): "),
         (mistral_module, [3, 99], None, "expected tokens from 0 to 60, got"),
