@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -39,6 +40,7 @@ if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usag
 # nothing can be forked.
 torch.ones((), requires_grad=True).backward()
 
+ROOT = Path(__file__).parents[1]
 TINY = {"n_layer": 2, "n_head": 3, "n_embd": 15, "context_length": 11, "dropout": 0.1}
 
 
@@ -118,6 +120,12 @@ def browser() -> Iterator:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+def run_python(*words: object, **options: object) -> subprocess.CompletedProcess:
+    """Run Python with these arguments in the project, and keep what it prints. options: of `subprocess.run`."""
+    usual = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.run([sys.executable, *words], **usual | options)
 
 
 def write_corpus(directory: Path) -> Path:

@@ -2,8 +2,6 @@
 
 import importlib.util
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from data.prepare import prepare as prepare_corpus
 from data.token_files import TokenArray, find_token_files
 from data.tokenizer import load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError
-from tests.conftest import metrics, same_bits, tiny_run, weights
+from tests.conftest import metrics, run_python, same_bits, tiny_run, weights
 
 CPU = torch.device("cpu")
 END = 256  # the end of a document, in the tokenizer "bytes"
@@ -127,10 +125,7 @@ def test_a_file_of_another_kind_is_named(folder: Path) -> None:
     write_token_file(folder / "00001_shuffled.ds", [[97, 98]])
     with pytest.raises(UserError, match="00001_shuffled.ds ends with id 98, with which 'bytes' ends no text"):
         open_bytes(folder)
-    for name, message in (
-        ("a_unshuffled.ds", "has not finished to shuffle"),
-        ("a.txt", "and .*a.txt: give files of one"),
-    ):
+    for name, message in (("a_unshuffled.ds", "has not finished"), ("a.txt", "and .*a.txt: give files of one")):
         (folder / name).touch()
         with pytest.raises(UserError, match=f"tokens .*{message}"):
             open_bytes(folder)
@@ -180,10 +175,7 @@ def test_files_of_datatrove_itself(tmp_path: Path) -> None:
         pyarrow.parquet.write_table(table, tmp_path / "text" / f"{number}.parquet")
     save_tokenizer(make_tokenizer("bpe:400", texts), tmp_path)
     tokenizer, folder = tmp_path / "tokenizer.json", tmp_path / "tokens"
-    script = Path(__file__).parents[2] / "docs" / "make_tokens.py"
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "text", tokenizer, folder], capture_output=True, text=True
-    )
+    done = run_python("docs/make_tokens.py", tmp_path / "text", tokenizer, folder)
     assert done.returncode == 0, done.stderr
     assert len(list(folder.glob("*.ds"))) == 3
 

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,8 @@ import train
 from errors import UserError
 from model import GPT
 from model.checkpoint import find_checkpoint
-from tests.conftest import make_gpt, often, save_gpt, tiny_run, write_corpus
+from tests.conftest import make_gpt, often, run_python, save_gpt, tiny_run, write_corpus
 from training.run import RunDirectory
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -126,7 +123,7 @@ def measure_saving(directory: Path, optimizer: str) -> None:
 def test_saving_does_not_triple_memory(tmp_path: Path, optimizer: str) -> None:
     code = f"from tests.model.test_checkpoint import *; measure_saving(Path({str(tmp_path)!r}), {optimizer!r})"
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": f"{1 << 17}"}  # a larger tensor goes back when it is freed
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    said = run_python("-c", code, env=environment)
     assert said.returncode == 0, said.stderr
     shares = json.loads(said.stdout.splitlines()[-1])
     assert max(shares.values()) <= 1.2, shares

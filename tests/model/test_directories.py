@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,8 @@ import train
 from data.tokenizer import make_tokenizer, save_tokenizer
 from errors import UserError
 from model.checkpoint import find_checkpoint
-from tests.conftest import make_gpt, save_gpt
+from tests.conftest import make_gpt, run_python, save_gpt
 
-ROOT = Path(__file__).parents[2]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * "7" + "\nsize 1234567\n"
 
 
@@ -92,33 +90,29 @@ def test_the_hub_is_asked_only_for_its_names(here: Path, monkeypatch, place: str
     assert calls == [asked] * bool(asked)
 
 
-def hub(tmp_path: Path, address: str) -> dict[str, str]:
-    """The environment of a process for which the hub has another address."""
-    return os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+def ask(name: str, port: int, home: Path) -> subprocess.CompletedProcess:
+    """Sample from a model in a process for which the hub is at this port."""
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+    words = ("sample.py", name, "--prompt", "hey", "--max_new_tokens", "2")
+    return run_python(*words, env=os.environ | hub, timeout=60)
 
 
 def test_a_hub_that_cannot_be_reached_is_left_for_the_cache(here: Path) -> None:
     """At a port that is closed."""
-    command = [sys.executable, ROOT / "sample.py", "somebody/theirs", "--prompt", "hey", "--max_new_tokens", "2"]
-    ask = partial(subprocess.run, command, env=hub(here, "http://127.0.0.1:9"), capture_output=True, text=True)
-    said = ask(timeout=30)
+    said = ask("somebody/theirs", 9, here / "home")
     assert said.returncode == 2 and said.stderr.count("\n") == 2, said.stderr
     assert "somebody/theirs was not found locally, nor on the Hugging Face hub" in said.stderr
     cached = here / "home/hub/models--somebody--theirs"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text(40 * "a")
     shutil.copytree(here / "theirs", cached / "snapshots" / (40 * "a"))
-    said = ask(timeout=30)
+    said = ask("somebody/theirs", 9, here / "home")
     assert said.returncode == 0 and said.stdout.startswith("hey"), said.stderr
 
 
 @pytest.mark.long
 def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        environment = hub(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
-        command = [sys.executable, ROOT / "sample.py", "nobody/nothing"]
-        said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert said.returncode == 2 and said.stderr.startswith(
-        "there is no run nobody/nothing here: asking the Hugging Face hub\n"
-    )
-    assert said.stderr.count("\n") == 2
+        said = ask("nobody/nothing", silent.getsockname()[1], tmp_path)
+    assert said.returncode == 2 and said.stderr.count("\n") == 2
+    assert said.stderr.startswith("there is no run nobody/nothing here: asking the Hugging Face hub\n")

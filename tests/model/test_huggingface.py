@@ -1,8 +1,6 @@
 """`transformers` as the oracle: the same models in both directions, to rounding, for every family."""
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,10 +18,9 @@ from inspection import capture
 from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
 from model.families import FAMILIES
-from tests.conftest import save_gpt, tiny_run
+from tests.conftest import run_python, save_gpt, tiny_run
 from training.model import check_config
 
-ROOT = Path(__file__).parents[2]
 V, T = 263, 13
 SHAPES = {  # all different, and odd where a family allows it
     "gpt2": {"n_layer": 3, "n_head": 5, "n_embd": 35, "n_inner": 41},
@@ -213,8 +210,8 @@ print(anonymous() - before, model(torch.zeros(1, 3, dtype=torch.int64)).isfinite
 def test_there_is_one_copy_of_the_weights(family: str, tmp_path: Path) -> None:
     model = GPT(GPTConfig(family=family, n_layer=7, n_head=5, n_embd=640, context_length=T, vocab_size=V))
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
-    command = [sys.executable, "-c", MEMORY, save(model, tmp_path)]  # what other tests freed would be used again
-    grown, finite = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    done = run_python("-c", MEMORY, save(model, tmp_path), check=True)  # what other tests freed would be used again
+    grown, finite = done.stdout.split()
     assert int(grown) < 1.3 * size and size > 100e6
     assert finite == "True"
 

@@ -1,7 +1,5 @@
 """The certificate on models of others: no false alarm, no crash, and every leak is still found."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.causality import check_causality, logits_of
-from tests.conftest import make_gpt
+from tests.conftest import make_gpt, run_python
 from tests.decoders import DECODERS, DENSE, MIXTURES, make_decoder
 from tests.decoders import T as LENGTH
 from tests.decoders import V as VOCABULARY
 from tests.model.test_mutants import LEAKS
 from tests.mutants import mutated
 
-ROOT = Path(__file__).parents[2]
 V, T, C, H = 17, 11, 30, 3
 
 
@@ -421,8 +418,7 @@ def test_the_command_line_judges_what_a_factory_makes_and_what_a_directory_has(t
         ("missing", 11, 2, "UserError: "),
     ):
         path = str(tmp_path / name)
-        words = [sys.executable, "-m", "model.check", path, "--length", str(length)]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        done = run_python("-m", "model.check", path, "--length", str(length))
         assert done.returncode == code, done.stderr
         if code == 2:
             sentence = f"{path}, reading {length} tokens (--length): {said}"

@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -13,10 +12,8 @@ import torch
 from benchmarks import bench, compare, nanogpt
 from errors import UserError
 from model import GPT, GPTConfig
-from tests.conftest import tiny_run
+from tests.conftest import ROOT, run_python, tiny_run
 from training.config import TrainConfig
-
-ROOT = Path(__file__).parents[2]
 
 RENAMED = {"token_embedding": "tokens", "position_embedding": "positions", "final_norm": "norm", "lm_head": "head"}
 RENAMED |= {"attention_norm": "norm_1", "mlp_norm": "norm_2", "attention.o_proj": "attention.residual"}
@@ -72,8 +69,7 @@ def test_every_stage_is_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", ["bench", "compare", "first_run", "memory"])
 def test_each_script_starts_from_the_command_line(script: str) -> None:
     """Where nothing has made the modules of this project known before."""
-    command = [sys.executable, f"benchmarks/{script}.py", "--help"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    ran = run_python(f"benchmarks/{script}.py", "--help")
     assert ran.returncode == 0 and "usage: " in ran.stdout, ran.stderr
 
 

@@ -17,10 +17,10 @@ from data.config import DataConfig
 from errors import UserError
 from model import GPT, GPTConfig
 from model.sampling import Sampler
+from tests.conftest import ROOT
 from training.config import TrainConfig
 from training.options import Config, read_config, to_toml
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 

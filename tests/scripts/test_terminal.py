@@ -12,8 +12,7 @@ import pytest
 
 from cli.script import fail, outlives_readers, read_prompt, run_script, visible
 from errors import UserError
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import run_python
 
 
 class Stopped(KeyboardInterrupt):
@@ -58,15 +57,14 @@ def test_what_a_stranger_wrote_is_visible_and_commands_no_terminal() -> None:
         assert visible(f"a{hidden}b") == f"a{ascii(hidden)[1:-1]}b"
 
 
-def run_python(code: str, **options: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", f"import sys; from cli.script import *; {code}"]
-    return subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
+def run_code(code: str, **options: object) -> subprocess.CompletedProcess:
+    return run_python("-c", f"import sys; from cli.script import *; {code}", **options)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
 def test_a_full_disk_is_one_sentence() -> None:
     with open("/dev/full", "w") as full:
-        ended = run_python("run_script(lambda: print('a line'))", stdout=full)
+        ended = run_code("run_script(lambda: print('a line'))", stdout=full)
     assert ended.returncode == 2 and re.fullmatch(r"-c: .*No space left on device\n", ended.stderr)
 
 
@@ -77,7 +75,7 @@ def test_nobody_has_to_read_what_is_said(lasts: bool) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as pipe:
-        ended = run_python(f"lasting = outlives_readers(); lasting.__enter__(); {code}" if lasts else code, stdout=pipe)
+        ended = run_code(f"lasting = outlives_readers(); lasting.__enter__(); {code}" if lasts else code, stdout=pipe)
     assert ended.returncode == (7 if lasts else 0) and not ended.stderr
 
 

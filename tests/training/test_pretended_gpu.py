@@ -1,15 +1,12 @@
 """What can be seen of a GPU without one: tests/pretended.py in a process that knows a device named CUDA."""
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import CAN_PRETEND
+from tests.conftest import CAN_PRETEND, run_python
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.skipif(not CAN_PRETEND, reason="to pretend a GPU needs g++, or where PyTorch has CUDA, an NVIDIA GPU"),
     pytest.mark.skipif(sys.platform != "linux", reason="pretends a GPU on Linux only"),
@@ -20,9 +17,8 @@ def dry_run(tests: str, marks: str) -> None:
     """Run the tests of tests/pretended.py with these words in their names, in a process of their own."""
     start = "import benchmarks.pretended_gpu, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
     options = ["-x", "-p", "no:cacheprovider", "-k", tests, "-m", marks]
-    command = [sys.executable, "-c", start, "tests/pretended.py", *options]
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_python("-c", start, "tests/pretended.py", *options, env=environment)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
