@@ -15,14 +15,12 @@ from tests.inspection.test_capture import call_captured, run_captured
 
 B, T, V, WINDOW = 2, 13, 61, 5
 WITHOUT_KERNEL = {*WRITTEN_OUT, "gpt_oss", "mamba", "mamba2", "falcon_mamba", "rwkv"}
+SLIDING = {"sliding_window": WINDOW}
+IN_ONE_LAYER = SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}
 WINDOWS = {  # types with a sliding window -> what asks for one
-    "mistral": {"sliding_window": WINDOW},
-    "phi3": {"sliding_window": WINDOW},
-    "starcoder2": {"sliding_window": WINDOW},
-    "gemma3_text": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-    "cohere2": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-    "olmo3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-    "qwen2": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    **dict.fromkeys(["mistral", "phi3", "starcoder2"], SLIDING),
+    **dict.fromkeys(["gemma3_text", "cohere2", "olmo3"], IN_ONE_LAYER),
+    "qwen2": SLIDING | {"use_sliding_window": True, "max_window_layers": 1},
 }
 CASES = [(name, {}) for name in DECODERS if name not in WITHOUT_KERNEL] + [*WINDOWS.items()]
 QUICK = ["mistral", "gemma3_text", "falcon", "phi", "opt", "mixtral"]
@@ -139,11 +137,9 @@ OPTIONS = {  # name -> keys in front, query rows, options of the call, the bias 
 def test_every_option_of_the_kernel_is_seen(option: str, num_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_front, rows, options, bias = OPTIONS[option]
     monkeypatch.setattr("inspection.patterns.BLOCK_SIZE", 5 * B * 3 * T)  # five rows at a time
-    q, k, v = (
-        torch.randn(B, 3, rows, 7),
-        torch.randn(B, num_kv, T + in_front, 7),
-        torch.randn(B, num_kv, T + in_front, 5),
-    )
+    q = torch.randn(B, 3, rows, 7)
+    k = torch.randn(B, num_kv, T + in_front, 7)
+    v = torch.randn(B, num_kv, T + in_front, 5)
     att = call_captured(q, k, v, **options, enable_gqa=num_kv == 1)
     expected = expected_weights(q, k, bias, options.get("scale", 7**-0.5)).float()
     torch.testing.assert_close(att.calls[0].weights(), expected, rtol=0, atol=1e-6)
@@ -222,16 +218,12 @@ def test_a_compiled_model_is_seen() -> None:
     model, idx = make_gpt().eval(), torch.randint(17, (B, 11))
     compiled = torch.compile(model, backend="eager")
     compiled(idx)
-    torch.testing.assert_close(
-        run_captured(compiled, idx).calls[1].weights(), run_captured(model, idx).calls[1].weights()
-    )
+    found, expected = (run_captured(each, idx).calls[1].weights() for each in (compiled, model))
+    torch.testing.assert_close(found, expected)
 
 
-def test_a_replaced_output_keeps_its_gradient_and_measuring_keeps_each_mode() -> None:
-    model, idx = make_gpt().train(), torch.randint(17, (B, 11))
-    model.blocks[1].eval()
-    head_scores(model, idx)
-    assert model.training and model.blocks[0].mlp.training and not model.blocks[1].mlp.training
+def test_a_replaced_output_keeps_its_gradient() -> None:
+    model, idx = make_gpt(), torch.randint(17, (B, 11))
     with capture(model, replace=lambda layer, output: output):
         model(idx).sum().backward()
     assert model.blocks[0].attention.q_proj.weight.grad.abs().max() > 0
@@ -259,11 +251,3 @@ def test_layers_that_differ_cannot_be_compared() -> None:
     assert att.pattern(1, 1).shape == (B, T, T)
     with pytest.raises(UserError, match=r"not \[\(2, 3, 13, 13\), \(2, 2, 13, 13\)\]"):
         att.scores()
-
-
-def test_a_replaced_output_is_gone_on_with() -> None:
-    model, idx = make_gpt().eval(), torch.randint(17, (B, 11))
-    with capture(model, replace=lambda layer, output: output if layer else torch.zeros_like(output)):
-        cut = model(idx)
-    model.blocks[0].attention.o_proj.weight.data.zero_()
-    torch.testing.assert_close(cut, model(idx), rtol=0, atol=1e-6)

@@ -80,9 +80,8 @@ def test_scores_do_not_depend_on_blocks_and_are_those_of_the_patterns(size: int,
     before = [tensor.clone() for call in att.calls for tensor in (call.q, call.k)]
     monkeypatch.setattr(inspection.patterns, "BLOCK_SIZE", size * B * H * T if size < T else size)
     found = att.scores(5)
-    assert all(
-        torch.equal(*pair) for pair in zip(before, [x for call in att.calls for x in (call.q, call.k)], strict=True)
-    )
+    after = [tensor for call in att.calls for tensor in (call.q, call.k)]
+    assert all(map(torch.equal, before, after))
     for layer in range(L):
         for head in range(H):
             for b in range(B):
@@ -100,11 +99,8 @@ def test_a_probe_repeats_and_its_control_does_not() -> None:
     assert (probe.repeated[:, 0] == 99).all() and len(r.unique(dim=0)) > 1
     for first, second in zip(r.tolist(), other.tolist(), strict=True):
         assert len({*first, *second}) == 6 and {*first, *second} <= set(tokens.tolist())
-    lengths = [
-        repeat_probe(torch.arange(n), 0, T).repeated.size(1) // 2
-        for n, T in ((1000, 11), (1000, 1000), (4, 5), (1000, 101))
-    ]
-    assert lengths == [5, 50, 2, 50]
+    for n, T, length in ((1000, 11, 5), (1000, 1000, 50), (4, 5, 2), (1000, 101, 50)):
+        assert repeat_probe(torch.arange(n), 0, T).repeated.size(1) // 2 == length
     assert repeat_probe(tokens[:3], 0, 1000) is None and repeat_probe(tokens, 0, 4) is None
 
 

@@ -82,24 +82,16 @@ def write(path: Path, *inspections: Inspection) -> None:
     path.write_text(page.render(inspections or [inspected()]), encoding="utf-8")
 
 
-def unpacked(path: Path, name: str, dtype: str) -> np.ndarray:
-    packed = re.search(rf'id="{re.escape(name)}">([^<]*)</script>', path.read_text())[1]
-    return np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype=dtype)
-
-
 def stored(path: Path, name: str) -> np.ndarray:
     """Return the triangle of this name, decoded as inspection/page.py says: (T, T), 0 above the diagonal."""
+    packed = re.search(rf'id="{re.escape(name)}">([^<]*)</script>', path.read_text())[1]
     square = np.zeros((T, T))
-    square[np.tril_indices(T)] = unpacked(path, name, "<u2") / 65535
+    square[np.tril_indices(T)] = np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype="<u2") / 65535
     return square
 
 
 def data_of(path: Path) -> dict:
     return json.loads(re.search(r'id="page">(.*?)</script>', path.read_text(), re.DOTALL)[1])
-
-
-def labels_of(path: Path) -> list[str]:
-    return data_of(path)["labels"]
 
 
 def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
@@ -108,7 +100,8 @@ def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
     text = path.read_text()
     policy = "content=\"default-src 'none'; script-src 'sha256-[^' ]+'; style-src 'sha256-[^' ]+'\""
     assert re.search(policy, html.unescape(text))
-    assert labels_of(path) == HOSTILE and data_of(path)["checkpoints"][0]["summary"].startswith(HOSTILE[0])
+    content = data_of(path)
+    assert content["labels"] == HOSTILE and content["checkpoints"][0]["summary"].startswith(HOSTILE[0])
     assert "<img" not in text and text.count("<script") == text.count("</script>") == 2 + len(HEADS) + 1
 
 
@@ -210,10 +203,8 @@ def test_a_notebook_shows_it_in_a_frame_without_an_address(show: Callable) -> No
 @pytest.mark.long
 def test_a_view_that_is_unknown_says_so(show: Callable) -> None:
     page = show(inspected(known=False), link="#0.1/4/values")
-    assert page.locator("#views input:disabled").evaluate_all("(views) => views.map((view) => view.value)") == [
-        "values",
-        "says",
-    ]
+    views = page.locator("#views input:disabled").evaluate_all("(views) => views.map((view) => view.value)")
+    assert views == ["values", "says"]
     assert page.locator("#meaning").inner_text().endswith("Unknown for this type of model: values and says.")
     page = show(link=f"#0.1/{UNSAID}/says")
     assert page.locator("#most").inner_text().startswith("Not computed at this token. The nearest that was is ␣w5 (5)")

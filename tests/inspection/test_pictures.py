@@ -116,9 +116,8 @@ def assert_shows(
     amounts = {each: inspection.pattern(*each).numpy() * factor[each] for each in shown}
     end = max(each.max() for each in amounts.values()) if view == "values" else 1.0
     step = assert_painted(found["large"], amounts[head] / end)
-    tile_step = {
-        assert_painted(tile, amounts[each] / end) for tile, each in zip(found["tiles"], shown, strict=True)
-    }.pop()
+    tiles = zip(found["tiles"], shown, strict=True)
+    (tile_step,) = {assert_painted(tile, amounts[each] / end) for tile, each in tiles}
     assert found["ticks"] == pytest.approx([end * place**2 for place in (0, 0.2, 0.4, 0.6, 0.8, 1)], rel=0.051)
 
     tags = {each: f"{name_of(each)} {tag(kind_of(inspection.scores, each))}".strip() for each in shown}
@@ -153,12 +152,10 @@ def assert_shows(
         f"{len(shown)} heads, by layer" + (f" · {pool.format(tile_step)}" if tile_step > 1 else ""),
     }
     assert words <= set(found["words"])
-    assert any(
-        re.fullmatch(rf"({inspection.name} · )?loss {inspection.loss:.4f} · .*", word) for word in found["words"]
-    )
-    for name, line in zip(
-        [name for name in METRICS if name in inspection.scores.mean], found["scores"][1:], strict=True
-    ):
+    summary = rf"({inspection.name} · )?loss {inspection.loss:.4f} · .*"
+    assert any(re.fullmatch(summary, word) for word in found["words"])
+    metrics = [name for name in METRICS if name in inspection.scores.mean]
+    for name, line in zip(metrics, found["scores"][1:], strict=True):
         numbers = [of[name][head] for of in (inspection.scores.mean, inspection.scores.chance) if name in of]
         assert line[1:3] == [*(format(number, METRICS[name][1]).replace("+nan", "–") for number in numbers), ""][:2]
     if view == "says":
@@ -247,9 +244,8 @@ def check_small(opened: Callable) -> None:
     tab.mouse.move(1, 1)
     assert_shows(tab.evaluate(LOOK, ""), first, (1, 0), 10, True)
     tab.evaluate(LOOK, f"#0.1/{UNSAID}/says")
-    assert (
-        tab.locator("#most").inner_text().startswith("Not computed at this token. The nearest that was is ␣w5 (5), 1")
-    )
+    most = tab.locator("#most").inner_text()
+    assert most.startswith("Not computed at this token. The nearest that was is ␣w5 (5), 1")
 
 
 def check_long(opened: Callable) -> None:
@@ -339,8 +335,7 @@ def mutated(file: str, old: str, new: str, tmp_path: Path) -> Iterator[None]:
             exec(compile(changed, path, "exec"), module.__dict__)
         yield
     finally:
-        original = path.with_suffix(".py")
-        exec(compile(original.read_text(encoding="utf-8"), original, "exec"), module.__dict__)
+        importlib.reload(module)
 
 
 def test_the_page_shows_what_was_measured(opened: Callable) -> None:

@@ -97,10 +97,8 @@ def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -
     att, _ = captured(model, torch.randint(17, (1, T)))
     monkeypatch.setattr(inspection.heads, "CPU_FLOPS", 2 * 17 * 15 * 3.5)
     tokens, logits = say(model, att, [(0, 1)])[0, 1]
-    assert (~logits.isnan()).all(1).nonzero().flatten().tolist() == [0, 3, 6] and tokens.shape == logits.shape == (
-        T,
-        10,
-    )
+    assert (~logits.isnan()).all(1).nonzero().flatten().tolist() == [0, 3, 6]
+    assert tokens.shape == logits.shape == (T, 10)
 
 
 IDX = [2, 3, 5, 7, 11]
@@ -116,9 +114,7 @@ def test_of_a_stranger_only_the_weights_are_known() -> None:
 def test_lengths_have_the_precision_of_the_weights() -> None:
     model = make_gpt().eval()
     exact = inspect_heads(make_gpt().double(), IDX)
-    assert exact.lengths.dtype == torch.float64 and exact.said.keys() == {
-        (layer, head) for layer in range(L) for head in range(H)
-    }
+    assert exact.lengths.dtype == torch.float64 and len(exact.said) == L * H
     with torch.autocast("cpu", torch.bfloat16):
         found = inspect_heads(model, IDX)
         with torch.no_grad(), capture(model, with_values=True) as att:

@@ -107,11 +107,13 @@ def test_a_model_without_gradients_has_no_influence(tmp_path: Path) -> None:
     found.save(tmp_path / "a.html")
 
 
-def test_a_model_is_inspected_in_eval_mode_and_is_in_its_own_afterwards() -> None:
+def test_a_model_is_inspected_in_eval_mode_and_each_part_is_in_its_own_afterwards() -> None:
     model = Book().train()
+    model.layers[1].eval()
     modes = []  # a running mean changes in each forward pass of training mode
     model.register_forward_pre_hook(lambda module, inputs: modes.append(module.training))
     inspect_heads(model, IDS)
+    assert model.layers[0].training and not model.layers[1].training
     assert model.training and len(modes) > 5 and not any(modes)
 
 
