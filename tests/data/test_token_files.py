@@ -2,7 +2,6 @@
 
 import importlib.util
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -160,9 +159,11 @@ def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path, monke
         (folder / "00001_shuffled.ds").unlink(missing_ok=True)
 
 
-def read_documents(ids: np.ndarray, end: int) -> Iterator[list[int]]:
-    """Yield the documents among ids: the end of text stands between them, before each or behind each."""
-    yield from filter(None, (part[part != end].tolist() for part in np.split(ids, np.flatnonzero(ids == end))))
+def read_documents(corpus: prepare.Corpus) -> list[list[int]]:
+    """The documents of a corpus, sorted: the end of text stands between them, before each or behind each."""
+    ids = np.concatenate([corpus.tokens[split][:] for split in ("train", "val")])
+    end = corpus.tokenizer.end_of_text
+    return sorted(filter(None, (part[part != end].tolist() for part in np.split(ids, np.flatnonzero(ids == end)))))
 
 
 @pytest.mark.long
@@ -184,10 +185,6 @@ def test_files_of_datatrove_itself(tmp_path: Path) -> None:
     kept = [text for number, text in enumerate(texts) if number % 5 >= 3]  # as the script chooses them
     pyarrow.parquet.write_table(pyarrow.table({"text": kept}), tmp_path / "kept.parquet")
     ours = prepare_corpus(DataConfig(str(tmp_path / "kept.parquet"), str(tokenizer)))
-    end = theirs.tokenizer.end_of_text
-    documents = [
-        sorted(list(read_documents(np.concatenate([corpus.tokens[split][:] for split in ("train", "val")]), end)))
-        for corpus in (theirs, ours)
-    ]
-    assert documents[0] == documents[1] and len(documents[0]) == len(kept)
-    assert theirs.tokenizer.decode(documents[0][0]) in kept
+    documents = read_documents(theirs)
+    assert documents == read_documents(ours) and len(documents) == len(kept)
+    assert theirs.tokenizer.decode(documents[0]) in kept

@@ -27,13 +27,6 @@ def by_formula(layer: CausalSelfAttention, x: Tensor) -> Tensor:
     return layer.o_proj(y.transpose(1, 2).flatten(2))
 
 
-def test_mask_is_a_registered_lower_triangle_that_no_checkpoint_has() -> None:
-    layer = make_layer()
-    assert torch.equal(layer.causal_mask, torch.ones(T, T).tril() == 1)
-    assert "causal_mask" in dict(layer.named_buffers())
-    assert "causal_mask" not in layer.state_dict()
-
-
 def test_weights_worked_out_by_hand() -> None:
     # One head of width 4: scores are q.k / 2, so 2 ln 3 and 0 become weights of 3/4 and 1/4.
     q = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0]]).view(1, 1, 2, 4)

@@ -72,7 +72,6 @@ def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training(fam
     [
         ({"n_embd": 10, "n_head": 3}, "n_embd must be a multiple of n_head, got n_embd=10 and n_head=3"),
         ({"n_head": 6, "n_embd": 6, "n_kv_head": 4}, "n_head must be a multiple of n_kv_head"),
-        ({"n_layer": 0}, "n_layer must be a number from 1 to 512, got 0"),
         ({"family": "llama", "n_head": 3, "n_embd": 15}, "head_dim must be even, got 5"),
         ({"family": "llama", "bias": True}, "a llama has no biases"),
         ({"family": "nanochat", "head_dim": 4}, "head_dim is n_embd / n_head in a nanochat, got 4"),

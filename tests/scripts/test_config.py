@@ -26,9 +26,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "some.toml"
-    file.write_text(
-        '[model]\nn_layer = 3\nbias = false\n[train]\nlearning_rate = 6e-4\n[data]\nsource = "my text.txt"\n'
-    )
+    file.write_text('[model]\nn_layer = 3\nbias = false\n[train]\nlearning_rate = 6e-4\n[data]\nsource = "a b.txt"\n')
     config = read_config([str(file), "--model.n_layer", "5", "--train.max-steps", "7"])
     assert (config.model.n_layer, config.model.bias, config.model.n_head) == (5, False, 12)
     assert (config.train.learning_rate, config.train.max_steps) == (6e-4, 7)
@@ -57,7 +55,6 @@ def test_every_config_builds(path: Path) -> None:
     [
         (["--train.max_stesp", "5"], "Perhaps you meant: --train.max_steps INT"),
         (["--train.max_steps", "0"], "max_steps must be a number from 1 to 99,999,999, got 0"),
-        (["--train.beta2", "nan"], "train.py: beta2 must be a number from 0 to 0.9999999, got nan"),
         (["--train.dtype", "float61"], "'float61' for argument '--train.dtype'"),
         (["--train.sample_prompt", "--x"], "Missing value for argument '--train.sample_prompt'"),
         (["--model.n_head", "5"], "n_embd must be a multiple of n_head, got n_embd=128 and n_head=5"),

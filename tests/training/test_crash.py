@@ -182,8 +182,6 @@ def test_kill_9_while_data_is_prepared(tmp_path: Path, figure: Callable) -> None
 
 # The tests of the tests: with a mistake in saving or resuming, a promise is broken.
 
-SAVE = save_checkpoint
-
 
 def without_optimizer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(training.run, "load_optimizer_tensors", lambda *rest: None)
@@ -193,7 +191,7 @@ def purge_before_saving(patch: pytest.MonkeyPatch) -> None:
     def save(parent: Path, *rest: object) -> None:
         for directory in step_directories(parent):
             remove(directory)
-        SAVE(parent, *rest)
+        save_checkpoint(parent, *rest)
 
     patch.setattr(training.run, "save_checkpoint", save)
 

@@ -90,10 +90,9 @@ def test_a_checkpoint_knows_how_a_text_begins_and_ends(
         files.append(load_tokenizer(base).files)
     assert files[0] == files[1]
     assert files[0].keys() == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
-    tuned, sampled, theirs = (
-        kind.from_pretrained(base)
-        for kind in (transformers.AutoConfig, transformers.GenerationConfig, transformers.AutoTokenizer)
-    )
+    tuned = transformers.AutoConfig.from_pretrained(base)
+    sampled = transformers.GenerationConfig.from_pretrained(base)
+    theirs = transformers.AutoTokenizer.from_pretrained(base)
     assert (tuned.bos_token_id, tuned.eos_token_id, theirs.eos_token_id) == (start, ends, 2)
     assert (sampled.bos_token_id, sampled.eos_token_id) == (start, ends)
     assert sampled.top_k == 13

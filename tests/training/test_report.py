@@ -20,9 +20,8 @@ from training.report import best_checkpoint, read_run, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img onerror=alert(1) src=x><!--\x1b[31m\x00\u202e{{ name }}{% %}'\"\\&lt;"
 SEEN = HOSTILE.replace("\x1b", "\\x1b").replace("\x00", "\\x00").replace("\u202e", "\\u202e")  # as escapes
-TAGS = (
-    "html head meta title style body h1 h2 p dl div dt dd main figure figcaption svg marker circle path polyline text"
-)
+TAGS = {*"html head meta title style body h1 h2 p dl div dt dd pre main section figure figcaption".split()}
+TAGS |= {*"svg marker circle path polyline text".split()}
 HEADS = {  # of 2 layers of 3 heads: at the first evaluation, and at the last
     "induction": ([[0.5, None, 0.25], [0.9, 0.0, 0.1]], [[0.5, None, 0.75], [0.0, 0.2, 0.74]]),
     "sink": ([[None] * 3] * 2, [[None] * 3] * 2),
@@ -112,7 +111,7 @@ def test_text_of_the_run_stays_text(tmp_path: Path) -> None:
     assert page.texts["h1"] == ["<b>&amp;"] and SEEN in page.entries.values()
     assert '"<b>"' in page.entries["config.toml"] and "\\x1b[31m" in page.summary[2]
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(map("".join, page.texts.values())))
-    assert {tag for tag, _ in page.tags} == {*TAGS.split(), "section", "pre"}
+    assert {tag for tag, _ in page.tags} == TAGS
     assert not {"href", "style", "src", "onerror"} & {name for _, attributes in page.tags for name in attributes}
     style = hashlib.sha256(page.texts["style"][0].encode()).digest()
     policy = f"default-src 'none'; style-src 'sha256-{base64.b64encode(style).decode()}'"
