@@ -51,9 +51,6 @@ class RunDirectory:
         self.config = config
         self.writes = ranks.is_first
         self.path = Path(config.train.out_dir)
-        nearest = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            raise UserError(f"cannot write to {self.path}: {nearest} is not a directory you may write to")
         self.metrics = self.path / "metrics.jsonl"
         self.found = self.checkpoints
         self.base = None
