@@ -36,8 +36,6 @@ class Ranks:
     """Place of this process among the processes of a run. Without `torchrun` there is one process.
 
     Inside of the context only the first rank prints; an error is printed by each rank that raises it.
-
-    Raises UserError if torchrun is to restart ranks on several nodes without the setting that this needs.
     """
 
     # The values of a single process.
@@ -56,8 +54,6 @@ class Ranks:
             self.may_resume = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
             # A store of torchrun serves all of its attempts, and still has the addresses of the dead.
             is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            if is_shared and self.may_resume and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-                raise UserError("to restart on several nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each")
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"] if is_shared else "0", store)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
