@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed.tensor  # noqa: F401  slow, and imported once here instead of in each rank
 import torch.nn.parallel  # noqa: F401
@@ -13,15 +12,8 @@ from torch.distributed.fsdp import fully_shard  # noqa: F401
 
 import train
 from cli.script import run_script
+from tests.conftest import Result
 from tests.crash import fork
-
-
-class Rank(NamedTuple):
-    """How a rank ended. exit_code: 128 and the signal if one killed it."""
-
-    exit_code: int
-    out: str
-    err: str
 
 
 class Job:
@@ -52,10 +44,10 @@ class Job:
 
         self.pids = [fork(lambda rank=rank: begin(rank), *files) for rank, files in enumerate(self.files)]
 
-    def wait(self) -> list[Rank]:
-        """Wait for the end of all ranks."""
+    def wait(self) -> list[Result]:
+        """Wait for the end of all ranks. An exit code is 128 and the signal if one killed the rank."""
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
         os.kill(self.store, signal.SIGKILL)
         os.waitpid(self.store, 0)
         said = [[path.read_text(errors="replace") for path in files] for files in self.files]
-        return [Rank(code if code >= 0 else 128 - code, *texts) for code, texts in zip(codes, said, strict=True)]
+        return [Result(code if code >= 0 else 128 - code, *texts) for code, texts in zip(codes, said, strict=True)]

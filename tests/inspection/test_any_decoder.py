@@ -26,13 +26,10 @@ CASES = [(name, {}) for name in DECODERS if name not in WITHOUT_KERNEL] + [*WIND
 QUICK = ["mistral", "gemma3_text", "falcon", "phi", "opt", "mixtral"]
 
 
-def ids(case: tuple[str, dict]) -> str:
-    return case[0] + ("-window" if case[1] else "")
-
-
 MARKS = {True: [], False: pytest.mark.long}
 by_case = pytest.mark.parametrize(
-    "name, changes", [pytest.param(*case, marks=MARKS[case[0] in QUICK], id=ids(case)) for case in CASES]
+    "name, changes",
+    [pytest.param(*case, marks=MARKS[case[0] in QUICK], id=case[0] + "-window" * bool(case[1])) for case in CASES],
 )
 
 

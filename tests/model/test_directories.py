@@ -14,7 +14,7 @@ import pytest
 import inspect_attention
 import sample
 import train
-from data.tokenizer import make_tokenizer, save_tokenizer
+from data.tokenizer import make_tokenizer
 from errors import UserError
 from model.checkpoint import find_checkpoint
 from tests.conftest import make_gpt, run_python, save_gpt
@@ -26,11 +26,10 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * "7" +
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a model as others publish it in `theirs`."""
     monkeypatch.chdir(tmp_path)
-    checkpoint = save_gpt(tmp_path, 1, make_gpt(vocab_size=257), {}).rename(tmp_path / "theirs")
-    for name in ("manifest.json", "trainer.json", "optimizer.safetensors"):
+    checkpoint = save_gpt(tmp_path, 1, make_gpt(vocab_size=257), make_tokenizer("bytes", []).files)
+    for name in ("manifest.json", "trainer.json", "optimizer.safetensors", "tokenizer_config.json"):
         (checkpoint / name).unlink()
-    save_tokenizer(make_tokenizer("bytes", []), checkpoint)
-    (checkpoint / "tokenizer_config.json").unlink()
+    checkpoint.rename(tmp_path / "theirs")
     return tmp_path
 
 

@@ -31,20 +31,14 @@ def test_the_present_format_is_among_them() -> None:
 
 
 if __name__ == "__main__":
-    from tempfile import TemporaryDirectory
-
-    from data.encoding import FILES
-    from data.tokenizer import make_tokenizer, save_tokenizer
+    from data.tokenizer import make_tokenizer
     from tests.conftest import save_gpt
 
     torch.manual_seed(0)
     directory = GOLDEN / f"format-{FORMAT}"
     directory.mkdir(parents=True)
     gpt = GPT(GPTConfig(n_layer=2, n_head=3, n_embd=6, context_length=7, vocab_size=257)).eval()
-    with TemporaryDirectory() as temporary:
-        save_tokenizer(make_tokenizer("bytes", []), Path(temporary))
-        files = {name: (Path(temporary) / name).read_bytes() for name in FILES}
     about = {"certificate": {"causal": "not asked"}, "environment": {"torch": torch.__version__}}
     rest = {"optimizer": {"token_embedding.weight.step": torch.ones(())}, "trainer": {"state": "of a run"}}
-    save_gpt(directory, 3, gpt, files, about=about, **rest)
+    save_gpt(directory, 3, gpt, make_tokenizer("bytes", []).files, about=about, **rest)
     (directory / "logits.json").write_text(json.dumps(gpt(IDX)[0, -1].tolist()))

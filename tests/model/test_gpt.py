@@ -70,7 +70,6 @@ def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training(fam
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"n_embd": 10, "n_head": 3}, "n_embd must be a multiple of n_head, got n_embd=10 and n_head=3"),
         ({"n_head": 6, "n_embd": 6, "n_kv_head": 4}, "n_head must be a multiple of n_kv_head"),
         ({"family": "llama", "n_head": 3, "n_embd": 15}, "head_dim must be even, got 5"),
         ({"family": "llama", "bias": True}, "a llama has no biases"),

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import train
-from data.encoding import FILES
-from data.tokenizer import make_tokenizer, save_tokenizer
+from data.tokenizer import make_tokenizer
 from errors import UserError
 from inspection import capture
 from model import GPT, GPTConfig
@@ -51,9 +50,7 @@ def make(name: str) -> GPT:
 def save(model: GPT, directory: Path) -> Path:
     """A checkpoint of a model, as training writes it."""
     directory.mkdir(exist_ok=True)
-    save_tokenizer(make_tokenizer("bytes", []), directory)
-    files = {name: (directory / name).read_bytes() for name in FILES}
-    return save_gpt(directory, 1, model, files)
+    return save_gpt(directory, 1, model, make_tokenizer("bytes", []).files)
 
 
 def save_foreign(model: GPT, directory: Path) -> Path:

@@ -21,10 +21,11 @@ from inspection import capture, inspect_heads
 from model import GPT
 from model.causality import check_causality
 from model.foreign import load_decoder
-from tests.conftest import make_gpt, save_gpt
+from tests.conftest import make_gpt
 from tests.decoders import make_decoder
 from tests.inspection.test_any_decoder import Book
 from tests.inspection.test_page import data_of
+from tests.model.test_huggingface import save_foreign
 
 disable_progress_bar()
 V, T = 61, 13
@@ -176,9 +177,7 @@ def test_a_family_of_ours_that_we_cannot_compute_is_opened_by_transformers(run, 
 
 def test_a_checkpoint_of_ours_with_an_option_of_another_tree_is_not_opened_by_transformers(tmp_path: Path) -> None:
     """Which would leave the option out, and show the heads of another model."""
-    checkpoint = save_gpt(tmp_path, 1, make_gpt(family="llama", n_embd=18, bias=None), {})
-    (checkpoint / "manifest.json").unlink()
-    foreign = checkpoint.rename(tmp_path / "foreign")
+    foreign = save_foreign(make_gpt(family="llama", n_embd=18, bias=None), tmp_path)
     config = json.loads((foreign / "config.json").read_text())
     config["tril"]["window"] = 16
     (foreign / "config.json").write_text(json.dumps(config))

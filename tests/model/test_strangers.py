@@ -367,9 +367,8 @@ def test_a_decoder_of_transformers_passes(name: str) -> None:
     assert judge_decoder(name).startswith(f"yes, none of the {LENGTH} probed positions (of {LENGTH})")
 
 
-@pytest.mark.parametrize(
-    "name", quick_first(name for name in DENSE | MIXTURES if name != "gpt_oss")
-)  # it has no such kernel
+# gpt_oss has no such kernel.
+@pytest.mark.parametrize("name", quick_first(name for name in DENSE | MIXTURES if name != "gpt_oss"))
 def test_a_decoder_without_its_mask_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     see_all(monkeypatch)
     assert judge_decoder(name, attn_implementation="sdpa").startswith(NO)

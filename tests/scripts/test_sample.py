@@ -15,12 +15,6 @@ from sample import Text
 from tests.conftest import metrics, tiny_run
 
 
-def texts(run, *arguments: object) -> list[str]:
-    result = run(sample, *arguments, "--json", "--device", "cpu", "--dtype", "float32")
-    assert result.exit_code == 0, result.err
-    return [json.loads(line)["text"] for line in result.out.splitlines()]
-
-
 def test_a_long_prompt_is_said(run, straight: Path) -> None:
     result = run(sample, straight, "--prompt", "one two three four five", "--max_new_tokens", 3)
     assert result.err.splitlines()[1:] == ["the prompt has 23 tokens, context is 11: using the last 11"]
@@ -37,11 +31,12 @@ def test_other_code_than_that_of_the_training_is_said(run, straight: Path, monke
 
 
 def test_several_samples_differ_and_are_numbered(run, straight: Path) -> None:
-    arguments = (straight, "--prompt", "one", "--seed", 5, "--max_new_tokens", 12, "--num_samples", 2)
-    first, second = texts(run, *arguments)
+    options = "--prompt one --seed 5 --max_new_tokens 12 --num_samples 2 --device cpu --dtype float32".split()
+    lines = run(sample, straight, *options, "--json").out.splitlines()
+    first, second = (json.loads(line)["text"] for line in lines)
     assert first != second
     expected = f"--- sample 1 of 2\none{first}\n--- sample 2 of 2\none{second}\n"
-    assert run(sample, *arguments, "--dtype", "float32").out == expected
+    assert run(sample, straight, *options).out == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

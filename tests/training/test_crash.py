@@ -183,31 +183,24 @@ def test_kill_9_while_data_is_prepared(tmp_path: Path, figure: Callable) -> None
 # The tests of the tests: with a mistake in saving or resuming, a promise is broken.
 
 
-def without_optimizer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(training.run, "load_optimizer_tensors", lambda *rest: None)
-
-
-def purge_before_saving(patch: pytest.MonkeyPatch) -> None:
-    def save(parent: Path, *rest: object) -> None:
-        for directory in step_directories(parent):
-            remove(directory)
-        save_checkpoint(parent, *rest)
-
-    patch.setattr(training.run, "save_checkpoint", save)
+def purge_before_saving(parent: Path, *rest: object) -> None:
+    for directory in step_directories(parent):
+        remove(directory)
+    save_checkpoint(parent, *rest)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "mistake, promise",
+    "name, mistake, promise",
     [
-        (purge_before_saving, "was saved, and the run resumed from"),
-        (without_optimizer, "the final tensors differ"),
+        ("save_checkpoint", purge_before_saving, "was saved, and the run resumed from"),
+        ("load_optimizer_tensors", lambda *rest: None, "the final tensors differ"),
     ],
 )
 def test_a_mistake_in_saving_breaks_a_promise(
-    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: Callable, promise: str
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mistake: Callable, promise: str
 ) -> None:
-    mistake(monkeypatch)
+    monkeypatch.setattr(training.run, name, mistake)
     _, broken = setting.die_everywhere(tmp_path, every=17)
     assert any(promise in text for _, text in broken), broken
 

@@ -16,8 +16,8 @@ import torch
 import train
 from errors import UserError
 from model import GPT
-from tests.conftest import ROOT, metrics, often, same_bits, tiny_run, weights
-from tests.ranks import Job, Rank
+from tests.conftest import ROOT, Result, metrics, often, same_bits, tiny_run, weights
+from tests.ranks import Job
 from training.config import TrainConfig
 from training.distributed import Ranks
 
@@ -95,7 +95,7 @@ def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.Monkey
         ranks.check(TrainConfig(grad_accum_steps=4), step=3, dtype=torch.float32)
 
 
-def check_ends(ends: list[Rank], exit_codes: list[int], *parts: str) -> None:
+def check_ends(ends: list[Result], exit_codes: list[int], *parts: str) -> None:
     """Assert how the ranks ended, and that the first one printed a sentence, with these parts."""
     assert [end.exit_code for end in ends] == exit_codes
     (sentence,) = [line for line in ends[0].err.splitlines() if line.startswith("train.py:")]
@@ -123,7 +123,7 @@ def test_a_signal_to_one_rank_ends_all_of_them(
 
 @pytest.mark.long
 def test_an_error_of_all_is_one_sentence(tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def end_of(**changes: object) -> list[Rank]:
+    def end_of(**changes: object) -> list[Result]:
         return Job(2, tmp_path / "said", tiny_run(corpus_file, tmp_path / "out", **{**OPTIONS, **changes})).wait()
 
     def full(*rest: object) -> None:

@@ -107,13 +107,7 @@ def test_a_run_that_another_process_wrote_meanwhile_is_left_alone(run, corpus_fi
     assert list(metrics(tmp_path / "run", "train_loss")) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "damage, left",
-    [
-        (b'{"step": 12, "train_loss"\0\0\0\0\n{"step": 12}\n', 12),
-        (None, 0),
-    ],
-)
+@pytest.mark.parametrize("damage, left", [(b'{"step": 12, "tr\0\0\n{"step": 12}\n', 12), (None, 0)])
 def test_damaged_metrics_do_not_end_a_run(run, straight: Path, damage: bytes | None, left: int) -> None:
     path = straight / "metrics.jsonl"
     if damage is None:

@@ -14,6 +14,7 @@ from cli.script import visible
 from data.batches import IGNORE
 from tests.conftest import make_gpt, metrics, same_bits, tiny_run, weights
 from training.model import SHARP, SOFT
+from training.progress import Progress
 
 
 def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> None:
@@ -120,3 +121,17 @@ def test_mistakes_get_one_sentence_and_leave_no_run(run, corpus_file, tmp_path, 
     assert message in result.err.splitlines()[-1]
     assert "Traceback" not in result.err
     assert not (tmp_path / "run").exists()
+
+
+def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("training.progress.time.perf_counter", lambda: now[0])
+    with Progress(0, 5.0, 10, tokens_per_step=7, device=torch.device("cpu")) as progress:
+        for _ in range(4):
+            now[0] += 2.0
+            progress.made_step()
+        with progress.paused("evaluating"):
+            now[0] += 50.0
+        speed = progress.speed(loss=1.0)
+    assert (progress.step, progress.train_seconds) == (4, 13.0)
+    assert speed == {"tokens": 28, "tokens_per_second": 3.5}
