@@ -9,6 +9,7 @@ takes one to two bytes a weight.
 """
 
 import base64
+import secrets
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ import jinja2
 import torch
 from torch import Tensor
 
-from cli.html import own_hash
 from errors import UserError
 from inspection.inputs import Inputs
 from inspection.inspection import Inspection
@@ -25,7 +25,8 @@ from inspection.kinds import KINDS, Head, by_kind, kind_of, name_of, short, tag
 from inspection.metrics import METRICS
 from inspection.terminal import number
 
-TEMPLATE = Path(__file__).with_name("page.html")
+SOURCE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+TEMPLATE = jinja2.Template(SOURCE, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
 
 
@@ -61,10 +62,8 @@ def render(inspections: Sequence[Inspection]) -> str:
             checkpoints[place]["said"] = {token: inspection.label(token) for token in tokens.unique().tolist()}
             stored[f"{place}/says"] = pack(tokens, "<i4")
             stored[f"{place}/logits"] = pack(logits, "<f4")
-    source = TEMPLATE.read_text(encoding="utf-8")
-    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-    return page.render(
-        policy=f"script-src {own_hash(source, 'script')}; style-src {own_hash(source, 'style')}",
+    return TEMPLATE.render(
+        nonce=secrets.token_urlsafe(),
         title=f"Heads of {last.name}",
         inputs=last,
         metrics=list(METRICS.items()),

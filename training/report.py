@@ -8,6 +8,7 @@ escapes markup and `visible` escapes hidden characters: samples, names and optio
 
 import json
 import math
+import secrets
 import shlex
 import tomllib
 from collections import defaultdict
@@ -16,7 +17,6 @@ from pathlib import Path
 import jinja2
 import numpy as np
 
-from cli.html import own_hash
 from cli.script import visible
 from files import replace_file
 from inspection.kinds import KINDS, name_of
@@ -87,7 +87,7 @@ def write_report(directory: Path, about: dict) -> None:
     about: the certificate and the environment of a session.
     """
     try:
-        page = TEMPLATE.render(read_run(directory, about), own_style=own_hash(SOURCE, "style"))
+        page = TEMPLATE.render(read_run(directory, about), nonce=secrets.token_urlsafe())
         replace_file(directory / "report.html", page.encode(errors="replace"))  # a name need not be valid UTF-8
     except Exception as error:
         print(f"there is no new report.html: {error!r:.200}")

@@ -320,17 +320,16 @@ def check_png(path: Path, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def mutated(file: str, old: str, new: str, tmp_path: Path) -> Iterator[None]:
+def mutated(file: str, old: str, new: str) -> Iterator[None]:
     """Replace text of a file of inspection/, in memory, and restore it."""
-    path = page.TEMPLATE.with_name(file)
+    path = Path(page.__file__).with_name(file)
     source = path.read_text(encoding="utf-8")
     assert source.count(old) == 1
     changed = source.replace(old, new)
     module = importlib.import_module(f"inspection.{path.stem}")
     try:
         if path.suffix == ".html":
-            module.TEMPLATE = tmp_path / file
-            module.TEMPLATE.write_text(changed, encoding="utf-8")
+            module.TEMPLATE = module.TEMPLATE.environment.from_string(changed)
         else:
             exec(compile(changed, path, "exec"), module.__dict__)
         yield
@@ -354,7 +353,7 @@ def test_a_fault_is_noticed(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     file, old, new = MUTANTS[fault]
-    with mutated(file, old, new, tmp_path), pytest.raises(AssertionError):
+    with mutated(file, old, new), pytest.raises(AssertionError):
         if file == "plots.py":
             check_png(tmp_path / "heads.png", LONG, monkeypatch)
         else:
