@@ -1,5 +1,7 @@
-"""The one exception for what a user can mend, and the check that most numbers need. Every room may use both."""
+"""The one exception for what a user can mend, and its two commonest uses. Every room may use them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Real
 
 
@@ -15,3 +17,18 @@ def check_numbers(options: object, **ranges: tuple[float, float]) -> None:
         least, most = ranges.get(name, (0, 1e30))
         if isinstance(value, Real) and not least <= value <= most:
             raise UserError(f"{name} must be a number from {least:,} to {most:,}, got {value}")
+
+
+@contextmanager
+def errors_as_user_error(problem: str) -> Iterator[None]:
+    """Raise UserError, "problem: kind: message", for any error of a library, including a panic of its Rust code."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        # A panic is no Exception, and its class cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{problem}: {reason:.160}") from error

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data import errors_as_user_error
 from data.encoding import Tokenizer
 from data.tokenizer import TOKENIZER_JSON, load_tokenizer
-from errors import UserError
+from errors import UserError, errors_as_user_error
 from files import read_small, sha256
 
 SPLITS = ("train", "val")

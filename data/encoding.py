@@ -13,9 +13,8 @@ import tiktoken
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from data import errors_as_user_error
 from data.sources import cut
-from errors import UserError
+from errors import UserError, errors_as_user_error
 
 END_OF_TEXT = "<|endoftext|>"
 FILES = ("tokenizer.json", "tokenizer_config.json")

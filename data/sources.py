@@ -25,8 +25,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import BinaryIO, TextIO
 
-from data import errors_as_user_error
-from errors import UserError
+from errors import UserError, errors_as_user_error
 from files import refuse_pointer
 
 PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of stack

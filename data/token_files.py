@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import errors_as_user_error
 from data.config import DataConfig
 from data.corpus import Corpus
 from data.encoding import Tokenizer
 from data.sources import find_files
 from data.tokenizer import TOKENIZER_JSON, find_tokenizer, make_tokenizer
-from errors import UserError
+from errors import UserError, errors_as_user_error
 
 SAMPLE_BYTES = 1 << 12  # of its beginning and its end, by which a change is noticed
 COUNTED_TOKENS = 1 << 20  # of validation, decoded to count their bytes

@@ -18,7 +18,6 @@ import tiktoken
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from data import errors_as_user_error
 from data.encoding import (
     END_OF_TEXT,
     TOKENIZER_CONFIG,
@@ -29,7 +28,7 @@ from data.encoding import (
     split_into_bytes,
     to_bytes,
 )
-from errors import UserError
+from errors import UserError, errors_as_user_error
 from files import read_small
 
 GENERATION_CONFIG = "generation_config.json"

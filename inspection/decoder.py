@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data import errors_as_user_error
-from errors import UserError
+from errors import UserError, errors_as_user_error
 from model import GPT
 from model.causality import logits_of
 

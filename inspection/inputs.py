@@ -10,13 +10,12 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-from data import errors_as_user_error
 from data.config import DataConfig
 from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.prepare import find_prepared, prepare
 from data.token_files import find_token_files
 from data.tokenizer import load_tokenizer
-from errors import UserError
+from errors import UserError, errors_as_user_error
 from inspection.decoder import evaluating, read
 from inspection.heads import PROBE_TOKENS, RepeatProbe, make_probe
 from inspection.kinds import Head
