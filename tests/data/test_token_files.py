@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +20,6 @@ from data.tokenizer import load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError
 from tests.conftest import metrics, run_python, same_bits, tiny_run, weights
 
-CPU = torch.device("cpu")
 END = 256  # the end of a document, in the tokenizer "bytes"
 DOCUMENTS = [[i % 256, (7 * i + 1) % 256, *range(i % 13), END] for i in range(331)]
 

@@ -97,12 +97,6 @@ def test_ablation_is_the_loss_with_the_output_zeroed_by_hand(name: str, changes:
 # What PyTorch's call can express, without a model.
 
 
-def expected_weights(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """The formula of the kernel, in float64."""
-    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
-    return (scale * q.double() @ k.double().mT + bias).softmax(-1).nan_to_num(0.0)
-
-
 def as_bias(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
 
@@ -138,7 +132,9 @@ def test_every_option_of_the_kernel_is_seen(option: str, num_kv: int, monkeypatc
     k = torch.randn(B, num_kv, T + in_front, 7)
     v = torch.randn(B, num_kv, T + in_front, 5)
     att = call_captured(q, k, v, **options, enable_gqa=num_kv == 1)
-    expected = expected_weights(q, k, bias, options.get("scale", 7**-0.5)).float()
+    keys = k.repeat_interleave(3 // num_kv, dim=1).double()  # the formula of the kernel, in float64
+    scores = options.get("scale", 7**-0.5) * q.double() @ keys.mT
+    expected = (scores + bias).softmax(-1).nan_to_num(0.0).float()
     torch.testing.assert_close(att.calls[0].weights(), expected, rtol=0, atol=1e-6)
     for head in range(3):
         torch.testing.assert_close(att.pattern(0, head), expected[:, head], rtol=0, atol=1e-6)

@@ -13,6 +13,7 @@ from torch import Tensor
 import inspection.decoder
 import inspection.heads
 import inspection.patterns
+from errors import UserError
 from inspection import ablate, head_scores, influence, repeat_probe
 from inspection.decoder import predictions
 from inspection.heads import as_json
@@ -156,6 +157,8 @@ def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: st
     assert rises.shape == (5, L, H) and not any(module._forward_hooks for module in model.modules())
     alone = ablate(model, text, [(1, 1)], mode)  # the others were not asked for
     assert alone[:, 0].isnan().all() and torch.equal(alone[:, 1, 1], rises[:, 1, 1])
+    with pytest.raises(UserError, match="a head is ablated by zero or mean, not 'half'"):
+        ablate(model, text, heads, "half")
     outputs = []
     for block in model.blocks:
         hook = block.attention.attend.register_forward_hook(lambda module, inputs, y: outputs.append(y))

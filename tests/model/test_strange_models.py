@@ -26,6 +26,7 @@ from tests.decoders import make_decoder
 from tests.inspection.test_any_decoder import Book
 from tests.inspection.test_page import data_of
 from tests.model.test_huggingface import save_foreign
+from tests.model.test_strangers import LastOnly
 
 disable_progress_bar()
 V, T = 61, 13
@@ -128,6 +129,7 @@ def mistral_module(kernel: str = "sdpa") -> nn.Module:
         (make_gpt, "abc", None, "a text needs a tokenizer: give one, or the ids of the tokens"),
         (mistral_module, IDS, ["a"], "expected a label for each token, got 1 for 12"),
         (make_gpt, [3.0, 5.0], None, "expected a text, or the ids of its tokens: ValueError: got torch.float32"),
+        (LastOnly, [3, 5], None, "of 2 tokens the model returns logits of 1, not of all: wrap it"),
         (make_gpt, [3], None, "attention is between tokens: give a text of two or more"),
         (lambda: nn.Bilinear(3, 5, 7), IDS, None, "the model cannot read 2 tokens, given as model(idx): "),
         (mistral_module, [3, 99], None, "expected tokens from 0 to 60, got"),

@@ -344,16 +344,6 @@ def judge_decoder(name: str, **options: object) -> str:
     return str(check_causality(make_decoder(name, **options), VOCABULARY, LENGTH))
 
 
-def see_all(patch: pytest.MonkeyPatch) -> None:
-    """Take the mask from PyTorch's kernel."""
-    kernel = F.scaled_dot_product_attention
-
-    def unmasked(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> Tensor:
-        return kernel(q, k, v, None, dropout_p, False, **options)
-
-    patch.setattr("torch.nn.functional.scaled_dot_product_attention", unmasked)
-
-
 QUICK = ("gpt2", "llama", "mixtral", "mamba")
 
 
@@ -370,7 +360,12 @@ def test_a_decoder_of_transformers_passes(name: str) -> None:
 # gpt_oss has no such kernel.
 @pytest.mark.parametrize("name", quick_first(name for name in DENSE | MIXTURES if name != "gpt_oss"))
 def test_a_decoder_without_its_mask_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_all(monkeypatch)
+    kernel = F.scaled_dot_product_attention
+
+    def unmasked(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> Tensor:
+        return kernel(q, k, v, None, dropout_p, False, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", unmasked)
     assert judge_decoder(name, attn_implementation="sdpa").startswith(NO)
 
 

@@ -26,8 +26,7 @@ from model import GPT
 from tests.conftest import ROOT, make_gpt, run_python, write_corpus
 from tests.model.test_strangers import LastOnly
 
-DOCS = ROOT / "docs"
-FILES = [ROOT / "README.md", *DOCS.glob("*.md")]
+FILES = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
 CHANGES = {part.splitlines()[0]: part for part in PAGES["docs/change_it.md"].split("\n## ") if "```diff" in part}
 CHECKPOINTS = {step for text in PAGES.values() for step in re.findall(r"out/quickstart/checkpoints/(step-\d{8})", text)}
