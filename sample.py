@@ -53,8 +53,6 @@ class Options:
     """Choose among the k likeliest tokens only."""
     top_p: float | None = None
     """Choose among the fewest likeliest tokens whose probabilities sum to this."""
-    min_p: float | None = None
-    """Forbid tokens less than this times as likely as the likeliest."""
     num_samples: int = 1
     """Number of texts to generate."""
     seed: int | None = None
@@ -119,7 +117,7 @@ def show(text: str) -> None:
 
 def main() -> None:
     options = parse(Options, sys.argv[1:])
-    sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
+    sampler = Sampler(options.temperature, options.top_k, options.top_p)
     prompt = read_prompt(options.prompt)
     checkpoint = find_checkpoint(options.checkpoint)
     device = find_device(options.device)

@@ -141,8 +141,6 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        min_p: float | None = None,
-        use_cache: bool = True,
         seed: int | None = None,
     ) -> Tensor:
         """Continue each row of idx: (B, T), T >= 1 -> (B, T + max_new_tokens). Neither length is limited.
@@ -151,14 +149,12 @@ class GPT(nn.Module):
             temperature: divides the logits; 0 takes the likeliest token.
             top_k: choose among the k likeliest tokens.
             top_p: choose among the fewest likeliest tokens whose probabilities sum to this.
-            min_p: choose among tokens at least this times as likely as the likeliest.
-            use_cache: store keys and values, and compute those of new tokens only.
             seed: the same seed gives the same tokens for the same idx; None draws from PyTorch's own generator.
 
         Raises UserError if idx is empty or an option out of its range. `model.sampling.stream` yields the tokens one
         by one, and says what happens beyond the context length.
         """
-        new = stream(self, idx, max_new_tokens, Sampler(temperature, top_k, top_p, min_p), seed, use_cache)
+        new = stream(self, idx, max_new_tokens, Sampler(temperature, top_k, top_p), seed)
         return torch.cat((idx, *new), dim=1)
 
     @classmethod

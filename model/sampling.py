@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +24,6 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill((before >= p).scatter(-1, order, before >= p), -math.inf)
 
 
-def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Forbid tokens less than p times as likely as the likeliest (Nguyen et al. 2024). (B, V) -> (B, V)."""
-    probabilities = logits.softmax(-1)
-    return logits.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), -math.inf)
-
-
 @dataclass(frozen=True)
 class Sampler:
     """Choice of the next token; `GPT.generate` describes the options. Raises UserError if one is out of range."""
@@ -36,10 +31,9 @@ class Sampler:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
-    min_p: float | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(self, top_k=(1, 1e30), top_p=(1e-9, 1), min_p=(0, 1))
+        check_numbers(self, top_k=(1, 1e30), top_p=(1e-9, 1))
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose one token per row: (B, V) -> (B, 1)."""
@@ -50,8 +44,6 @@ class Sampler:
             logits = keep_top_k(logits, self.top_k)
         if self.top_p is not None:
             logits = keep_top_p(logits, self.top_p)
-        if self.min_p is not None:
-            logits = keep_min_p(logits, self.min_p)
         # The largest p / Exp(1) is a draw from p. torch.multinomial does the same, but makes the host wait for the GPU.
         probabilities = logits.softmax(-1)
         return (
@@ -61,37 +53,43 @@ class Sampler:
 
 @torch.inference_mode()
 def stream(
-    model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, seed: int | None = None, use_cache: bool = True
+    model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, seed: int | None = None
 ) -> Iterator[Tensor]:
     """Continue each row of idx, (B, T) with T >= 1: yield num_tokens tensors (B, 1), the next token of each row.
 
     The model is a `GPT`, which sees the last `context_length` tokens at most. A full context drops its older half, so
-    that the cache is refilled once in half a context and not at every token. Without a cache the context is the same,
-    and so is the text, except where rounding decides between two tokens. `seed` and `use_cache` are those of
-    `GPT.generate`. Raises UserError if idx is empty.
+    that the cache is refilled once in half a context and not at every token. `seed` is that of `GPT.generate`. Raises
+    UserError if idx is empty.
     """
     if idx.size(1) == 0:
         raise UserError("the prompt is empty: give at least one token to continue")
     generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
     context_length = model.config.context_length
     context = idx[:, -context_length:]
-    caches = model.new_cache(len(idx), min(context_length, context.size(1) + num_tokens)) if use_cache else []
-    unread = context  # the tokens that the model has yet to read
+    caches = model.new_cache(len(idx), min(context_length, context.size(1) + num_tokens))
     was_training = model.training
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     model.eval()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it would make a new plan for every number of keys
     try:
         for _ in range(num_tokens):
             if context.size(1) > context_length:
                 context = context[:, -(context_length - context_length // 2) :]
-                unread = context
                 for cache in caches:
                     cache.length = 0  # forgets all positions and keeps the storage
-            hidden = model.hidden(unread if use_cache else context, caches)
-            unread = sampler.choose(model.logits(hidden[:, -1]), generator)
-            context = torch.cat((context, unread), dim=1)
-            yield unread
+            with without_cudnn():
+                hidden = model.hidden(context[:, caches[0].length :], caches)
+            token = sampler.choose(model.logits(hidden[:, -1]), generator)
+            context = torch.cat((context, token), dim=1)
+            yield token
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         model.train(was_training)
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Compute attention without cuDNN, which would make a new plan for every number of keys."""
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)

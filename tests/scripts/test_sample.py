@@ -1,4 +1,4 @@
-"""sample.py: prompts from anywhere, the same text with and without a cache, and endings where they belong."""
+"""sample.py: what it says of prompt, code and precision, and texts that end where they should."""
 
 import json
 from pathlib import Path
