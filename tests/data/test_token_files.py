@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import inspect_attention
@@ -47,6 +47,7 @@ def open_bytes(folder: Path | str, **options: object) -> prepare.Corpus:
 
 @pytest.mark.parametrize("token_size", [2, 4])
 def test_many_files_are_one_array(token_size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    @settings(deadline=None)  # a busy disk takes its time
     @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
     def check(sizes: list[int], data: st.DataObject) -> None:
         directory = tmp_path_factory.mktemp("tokens")
