@@ -130,8 +130,6 @@ def main() -> None:
     seed = secrets.randbits(32) if options.seed is None else options.seed
     idx = torch.tensor([ids] * options.num_samples, device=device)
     tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
-    if checkpoint.code_has_changed:
-        print("note: it was trained by other code in model/; here it may be another model", file=sys.stderr)
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
     T = model.config.context_length
     if len(ids) > T:

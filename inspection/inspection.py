@@ -206,9 +206,6 @@ def open_model(checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module,
     A model from elsewhere has the precision of its stored weights. Where the device is slow in that precision, the
     model is float32, and a line says so.
     """
-    if checkpoint.code_has_changed:
-        name = visible(checkpoint.directory.name)
-        print(f"note:   {name} was trained by other code in model/; here it may be another model")
     model = load_decoder(checkpoint, device)
     stored = next(model.parameters()).dtype
     trained = checkpoint.manifest.get("environment", {}).get("dtype")

@@ -41,11 +41,6 @@ class Checkpoint:
         path = self.directory / TRAINER
         return read_json(path) if path.is_file() else {}
 
-    @property
-    def code_has_changed(self) -> bool:
-        """Whether the model was trained by other files of this package; False for a model from elsewhere."""
-        return self.manifest.get("environment", {}).get("code of model/") not in (None, code_hash())
-
 
 def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
     """Find a checkpoint and verify it.

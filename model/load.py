@@ -7,6 +7,7 @@ matrix products of memory that is not aligned to 64 bytes round differently: a l
 the saved one.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from errors import UserError
-from model.checkpoint import Checkpoint, find_checkpoint, one_line, read_json, tensor_files
+from model.checkpoint import Checkpoint, code_hash, find_checkpoint, one_line, read_json, tensor_files
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import HEAD, config_from_huggingface, tensors_from_huggingface
@@ -52,9 +53,14 @@ def load_model(
         dtype: the dtype of the weights; None keeps that of the checkpoint.
         config: may ask for another dropout, or for a smaller context_length, than the stored model has.
 
-    Raises UserError if there is no intact checkpoint, or if its tensors are not those of its config.json.
+    A line on stderr says if other files of this package trained it: they decide what its weights mean. Raises UserError
+    if there is no intact checkpoint, or if its tensors are not those of its config.json.
     """
-    directory = find_checkpoint(path).directory
+    checkpoint = find_checkpoint(path)
+    directory = checkpoint.directory
+    if checkpoint.manifest.get("environment", {}).get("code of model/") not in (None, code_hash()):
+        said = f"note: {directory.name!r} was trained by other code in model/; here it may be another model"
+        print(said, file=sys.stderr)
     stored = load_config(directory)
     weights = {}
     try:

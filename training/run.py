@@ -129,7 +129,11 @@ class RunDirectory:
         self.corpus = corpus
         self.about = {"certificate": certificate, "environment": environment}
         before = self.base.manifest["environment"] if self.step else {}
-        changed = [f"{key} {before[key]} -> {now}" for key, now in environment.items() if before.get(key, now) != now]
+        changed = [
+            f"{key} {before[key]} -> {now}"
+            for key, now in environment.items()
+            if key != "code of model/" and before.get(key, now) != now  # load_model has said that of the code
+        ]
         if changed:
             print(f"note: the numbers may differ from those of an unbroken run: {', '.join(changed)}")
         if not self.writes:

@@ -20,14 +20,19 @@ def test_a_long_prompt_is_said(run, straight: Path) -> None:
     assert result.err.splitlines()[1:] == ["the prompt has 23 tokens, context is 11: using the last 11"]
 
 
-def test_other_code_than_that_of_the_training_is_said(run, straight: Path, monkeypatch) -> None:
-    def said() -> tuple[str, str]:
+def test_other_code_than_that_of_the_training_is_said_once(run, straight: Path, monkeypatch) -> None:
+    def said(max_steps: int) -> list[str]:
+        sampled = run(sample, straight, "--max_new_tokens", 3)
         inspected = run(inspect_attention, straight, "--text", "one two")
-        return run(sample, straight, "--max_new_tokens", 3).err, inspected.out
+        resumed = run(train, "--resume", straight, "--train.max_steps", max_steps)
+        return [result.out + result.err for result in (sampled, inspected, resumed)]
 
-    assert "other code" not in "".join(said())
-    monkeypatch.setattr("model.checkpoint.code_hash", lambda: "another")
-    assert all("trained by other code in model/; here it may be another model\n" in text for text in said())
+    assert " model/" not in "".join(said(13))
+    for place in ("model.load", "training.device"):
+        monkeypatch.setattr(f"{place}.code_hash", lambda: "another")
+    for text in said(14):
+        assert text.count(" was trained by other code in model/; here it may be another model\n") == 1
+        assert text.count(" model/") == 1
 
 
 def test_several_samples_differ_and_are_numbered(run, straight: Path) -> None:
