@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError, errors_as_user_error
-from model import GPT
 from model.causality import logits_of
 
-POSITIONS = 256  # logits are computed for so many positions of a sequence at a time: V numbers each
+POSITIONS = 1024  # logits are computed for so many positions of a sequence at a time: V numbers each
 IGNORE = -100  # the target that F.cross_entropy skips
 
 
@@ -43,21 +42,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
-def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None)) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of some positions of a text, (B, T) -> (B, positions, V). The head computes no others.
-
-    Also returns what all the logits would be made of, (B, T, C), or None if the model does not name its head.
+def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None)) -> Tensor:
+    """Return the logits of some positions of a text, (B, T) -> (B, positions, V). A head with a name computes no others.
 
     Raises UserError if the model cannot read the text, or returns no logits of all positions.
     """
     idx = idx.to(device_of(model))
     T = idx.size(1)
-    hidden = []
+    cuts = []
 
     def cut(head: nn.Module, inputs: tuple) -> tuple | None:
         """Keep the hidden states of these positions, as a hook before the head."""
         if inputs and inputs[0].shape[:-1] == idx.shape:
-            hidden.append(inputs[0])
+            cuts.append(head)
             return (inputs[0][:, positions], *inputs[1:])
 
     head = find_head(model)
@@ -67,39 +64,28 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
             output = model(idx, **options)
     with errors_as_user_error("the model has to return logits"):
         logits = logits_of(output)
-    if hidden:
-        return logits, hidden[0]
+    if cuts:
+        return logits
     if logits.size(1) != T:
         wrap = "wrap it in a module whose forward does"
         raise UserError(f"of {T} tokens the model returns logits of {logits.size(1)}, not of all: {wrap}")
-    return logits[:, positions], None
+    return logits[:, positions]
 
 
 def logits_in_parts(model: nn.Module, idx: Tensor) -> Iterator[Tensor]:
-    """Yield the logits of a text in float32, POSITIONS at a time, in order: (B, T) -> (B, positions, V).
-
-    If they are what the head returns, the model runs once. If it scales or caps them, it runs again for the rest.
-    """
-    logits, hidden = read(model, idx, slice(POSITIONS))
-    yield logits.float()
-    if idx.size(1) > POSITIONS:
-        head = model.logits if isinstance(model, GPT) else find_head(model)
-        if hidden is not None and head(hidden[:, :POSITIONS]).equal(logits):
-            rest = map(head, hidden[:, POSITIONS:].split(POSITIONS, dim=1))
-        else:
-            rest = read(model, idx, slice(POSITIONS, None))[0].split(POSITIONS, dim=1)
-        yield from map(Tensor.float, rest)
+    """Yield the logits of a text in float32: (1, T) -> (positions, V), in order. For each part the model runs again."""
+    for start in range(0, idx.size(1), POSITIONS):
+        yield read(model, idx, slice(start, start + POSITIONS))[0].float()
 
 
 def sequence_losses(model: nn.Module, idx: Tensor) -> Tensor:
     """Return each sequence's mean cross-entropy in nats a token: (B, T) -> (B,). For T = 1 it is nan."""
-    targets = F.pad(idx[:, 1:], (0, 1), value=IGNORE)  # the last position has no next token
-    losses = 0.0
-    for logits, part in zip(logits_in_parts(model, idx), targets.split(POSITIONS, dim=1), strict=True):
-        # As rows: CUDA's kernel for (B, V, T) is not deterministic, and refuses where that is asked for.
-        rows = F.cross_entropy(logits.flatten(0, 1), part.flatten().to(logits.device), reduction="none")
-        losses = losses + rows.view(part.shape).sum(1)
-    return losses / (idx.size(1) - 1)
+    losses = []
+    for text in idx.split(1):
+        targets = F.pad(text[0, 1:], (0, 1), value=IGNORE).split(POSITIONS)  # the last position has no next token
+        parts = zip(logits_in_parts(model, text), targets, strict=True)
+        losses.append(sum(F.cross_entropy(logits, part.to(logits.device), reduction="sum") for logits, part in parts))
+    return torch.stack(losses) / (idx.size(1) - 1)
 
 
 @torch.no_grad()
@@ -108,6 +94,6 @@ def predictions(model: nn.Module, idx: Tensor) -> list[tuple[int, float]]:
     found = []
     with evaluating(model):
         for logits in logits_in_parts(model, idx):
-            probabilities, tokens = logits[0].softmax(-1).max(-1)
+            probabilities, tokens = logits.softmax(-1).max(-1)
             found += zip(tokens.tolist(), probabilities.tolist(), strict=True)
     return found

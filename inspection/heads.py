@@ -131,7 +131,7 @@ def replace_head(layer: int, output: Tensor, head: Head, mode: Ablation) -> Tens
 def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation = "zero") -> Tensor:
     """Measure how much each sequence's loss rises without a head: (N, L, H) nats a token, nan for heads not asked for.
 
-    The head's output becomes zero, or its mean over the text (N, T) (Michel, Levy and Neubig 2019). The model was
+    The head's output becomes zero, or its mean over a text (Michel, Levy and Neubig 2019). text is (N, T). The model was
     trained for neither, and other heads can take over: this is one measure of importance among several.
 
     Raises UserError for another mode.
@@ -141,8 +141,8 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
     with evaluating(model):
         with capture(model) as att:
             before = sequence_losses(model, text)
-        L, N, H, _ = att.shape
-        rises = torch.full((N, L, H), torch.nan, dtype=torch.float64)
+        L, _, H, _ = att.shape
+        rises = torch.full((len(text), L, H), torch.nan, dtype=torch.float64)
         for head in progress_bar(iterable=heads, unit=" heads", leave=False, delay=1):
             with capture(model, partial(replace_head, head=head, mode=mode)):
                 rises[:, *head] = (sequence_losses(model, text) - before).cpu()
@@ -168,16 +168,13 @@ def influence(model: nn.Module, idx: Tensor) -> Tensor:
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
     rows = affordable_rows(T, flops_per_row, idx.device)
     with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded:
-        logits, hidden = read(model, idx, rows.to(idx.device))
+        logits = read(model, idx, rows.to(idx.device))
         if not embedded or not logits.requires_grad:
             return shares
-        # Through the head all predictions go at once, if the model names it.
-        source, places = (logits, range(len(rows))) if hidden is None else (hidden, rows.tolist())
-        likeliest = logits.float().log_softmax(-1).max(-1).values
+        likeliest = logits[0].float().log_softmax(-1).amax(-1)
         with suppress(NotImplementedError):  # a kernel without a derivative
-            (towards,) = torch.autograd.grad(likeliest.sum(), source, retain_graph=True)
-            for row, place in zip(rows.tolist(), places, strict=True):
-                gradients = torch.autograd.grad(source[0, place], embedded, towards[0, place], retain_graph=True)
+            for row, log_probability in zip(rows.tolist(), likeliest, strict=True):
+                gradients = torch.autograd.grad(log_probability, embedded, retain_graph=True)
                 norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
                 shares[row] = (norms / norms.sum()).cpu()
     return shares

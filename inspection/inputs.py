@@ -103,7 +103,7 @@ def choose_inputs(
 def sizes_of(model: nn.Module) -> tuple[int, int, int]:
     """Return L, H and V of a model, which reads two tokens for that. Raises UserError if it cannot be inspected."""
     with evaluating(model), capture(model) as att:
-        logits, _ = read(model, torch.zeros(1, 2, dtype=torch.long))
+        logits = read(model, torch.zeros(1, 2, dtype=torch.long))
     L, _, H, _ = att.shape
     return L, H, logits.size(2)
 

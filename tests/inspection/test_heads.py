@@ -168,8 +168,8 @@ def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: st
         rise = rises[:, layer, head].float()
         o_proj, part = model.blocks[layer].attention.o_proj, slice(head * D, (head + 1) * D)
         whole, plain = o_proj.weight.data.clone(), loss(model, text)
-        mean = outputs[layer][:, head].mean((0, 1))
-        constant = whole[:, part] @ mean if mode == "mean" else torch.zeros(len(whole))
+        means = outputs[layer][:, head].mean(1, keepdim=True)  # of each text
+        constant = means @ whole[:, part].T if mode == "mean" else 0.0
         o_proj.weight.data[:, part] = 0
         hook = o_proj.register_forward_hook(lambda module, inputs, y, constant=constant: y + constant)
         torch.testing.assert_close(rise, loss(model, text) - plain, rtol=0, atol=1e-5)
