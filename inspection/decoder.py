@@ -43,7 +43,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None)) -> Tensor:
-    """Return the logits of some positions of a text, (B, T) -> (B, positions, V). A head with a name computes no others.
+    """Return the logits of some positions of a text, (B, T) -> (B, positions, V). A known head computes no others.
 
     Raises UserError if the model cannot read the text, or returns no logits of all positions.
     """

@@ -131,8 +131,8 @@ def replace_head(layer: int, output: Tensor, head: Head, mode: Ablation) -> Tens
 def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation = "zero") -> Tensor:
     """Measure how much each sequence's loss rises without a head: (N, L, H) nats a token, nan for heads not asked for.
 
-    The head's output becomes zero, or its mean over a text (Michel, Levy and Neubig 2019). text is (N, T). The model was
-    trained for neither, and other heads can take over: this is one measure of importance among several.
+    text is (N, T). The head's output becomes zero, or its mean over a text (Michel, Levy and Neubig 2019). The model
+    was trained for neither, and other heads can take over: this is one measure of importance among several.
 
     Raises UserError for another mode.
     """

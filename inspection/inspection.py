@@ -64,15 +64,6 @@ class Inspection(Inputs):
         weights = self.att.pattern(layer, head)[0].cpu()
         return weights[:, -len(weights) :]
 
-    def values(self, layer: int, head: int) -> Tensor:
-        """Return the weights of a head times the lengths of what it moves from each key: (T, T).
-
-        Raises UserError if the lengths are not known.
-        """
-        if self.lengths is None:
-            raise UserError("what heads move is known of our four families only")
-        return self.pattern(layer, head) * self.lengths[layer, head]
-
     def table(self, heads: Sequence[Head] = ()) -> str:
         """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
         return report(self.scores, self.heads, heads)
@@ -187,10 +178,7 @@ def measure(
     if not complete:
         return found
     # Known is what moves through an output projection that reads the output of a kernel as it is; no gate between.
-    is_ours = isinstance(model, GPT) and len(att.outputs) == len(att.projected) == len(model.blocks)
-    is_ours = is_ours and all(
-        own.to(given.dtype).equal(given) for own, given in zip(att.outputs, att.projected, strict=True)
-    )
+    is_ours = isinstance(model, GPT) and len(att.calls) == att.num_projected == len(model.blocks)
     return replace(
         found,
         influence=influence(model, idx),

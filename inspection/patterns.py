@@ -137,8 +137,8 @@ class Captured(TorchFunctionMode):
     def begin(self, *_: object) -> None:
         """Forget the forward pass before, as a hook."""
         self.residual: Tensor | None = None  # the stream before the final norm of a model of ours, (B, T, C)
-        self.outputs: list[Tensor] = []  # of the calls, heads joined, (B, T, H * width of a value)
-        self.projected: list[Tensor] = []  # what the output projections of a model of ours read, of the same shape
+        self.output = torch.empty(0)  # of the last call, heads joined, (B, T, H * width of a value)
+        self.num_projected = 0  # of the outputs, those that an output projection of a model of ours read as they are
         self.seen: list[Call] = []
         self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
 
@@ -155,8 +155,8 @@ class Captured(TorchFunctionMode):
         self.residual = inputs[0]
 
     def project(self, layer: nn.Module, inputs: tuple) -> None:
-        """Keep what an output projection reads, as a hook."""
-        self.projected.append(inputs[0].detach())
+        """Count an output projection that reads what the kernel returned, as a hook."""
+        self.num_projected += self.output.to(inputs[0].dtype).equal(inputs[0])
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         """Call a function of PyTorch. See what it does if it attends."""
@@ -209,7 +209,7 @@ class Captured(TorchFunctionMode):
         if self.replace is not None:
             output = self.replace(len(self.seen) - 1, output)
         if self.with_values:
-            self.outputs.append(output.detach().transpose(1, 2).flatten(2))
+            self.output = output.detach().transpose(1, 2).flatten(2)
         return output
 
     @property

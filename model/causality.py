@@ -9,7 +9,6 @@ them, however faintly, the loss falls and means nothing. So the probes compare w
     hidden      replace all tokens that a position may not see: no bit of its logits may change
     alone       replace all other sequences of a batch: no bit of a sequence may change
     gradient    derivatives by tokens: exactly zero to those that a position may not see, and not zero to the others
-    seen        the latter, where there are no derivatives: replace one token, and all who should see it must change
     agrees      decoding must give the logits of the whole text at once; the one comparison with a tolerance
 
 Two kinds of layers round a number differently if other tokens of the text change, though they do not depend on them:
@@ -235,7 +234,7 @@ class Prober:
                 self.where = "in decoding"
                 self.hidden(decode, self.many, small)
                 self.agrees(exact, decode)
-        self.gradient_or_seen(exact, forward)
+        self.gradient(exact)
         self.module.train()
         self.where = "in training"
         self.hidden(forward, self.many, alone=self.strict)
@@ -415,55 +414,42 @@ class Prober:
         if not found <= ROUNDED * torch.finfo(expected.dtype).eps:
             raise Finding(f"read part by part with a cache, a text gets other logits: off by {found:.2g} of their size")
 
-    def gradient_or_seen(self, exact: Forward, forward: Forward) -> None:
-        """Run the probe "gradient"; "seen" where there are no derivatives. They ask all positions of a short text."""
-        last = self.length - 1
-        self.probed.add(last)
-        some = [*self.positions(self.many if self.length <= SHORT or self.strict else self.few), last]
-        every = range(self.length)
-        if not self.single(lambda ranks: self.influence(exact, ranks, some), some, every):
-            self.remarks.add("derivatives not asked for: no nn.Embedding reads the tokens, or autograd is off or fails")
-            with torch.no_grad():
-                self.single(lambda ranks: self.moved(forward, ranks, some), every, some)
+    def gradient(self, exact: Forward) -> None:
+        """Run the probe "gradient", at all positions of a short text.
 
-    def moved(self, forward: Forward, ranks: Tensor, keys: list[int]) -> Tensor:
-        """Return which logits of a text, (1, T), move that may, if one of N tokens is replaced: (T, N)."""
-        before = self.logits(forward, ranks)
-        changed = [ranks + (torch.arange(self.length) == key) for key in keys]
-        moves = [~equals(before, self.logits(forward, text)) for text in changed]
-        return torch.cat(moves).T & self.mask[:, keys]
-
-    def single(self, measure: Callable[[Tensor], Tensor | None], queries: Sequence[int], keys: Sequence[int]) -> bool:
-        """Raise the fault if single queries see single keys that they may not see, or miss some that they may see.
-
-        measure: a text, (1, T) -> how much each query is influenced by each key, or None, for which this returns False.
         A layer that selects sees each token in some texts alone.
         """
-        may_see = self.mask[queries][:, keys]
+        last = self.length - 1
+        queries = [*self.positions(self.many if self.length <= SHORT or self.strict else self.few), last]
+        self.probed.add(last)
+        may_see = self.mask[queries]
         fine = ~may_see
         for _ in range(NUM_DRAWS):
             ranks = self.text(1)
-            influence = measure(ranks)
+            influence = self.influence(exact, ranks, queries)
             if influence is None:
-                return False
+                self.remarks.add(
+                    "derivatives not asked for: no nn.Embedding reads the tokens, or autograd is off or fails"
+                )
+                return
 
             leaks = influence.masked_fill(may_see, 0)
 
             def largest_leak(ranks: Tensor = ranks) -> Tensor:
-                influence = measure(ranks)
+                influence = self.influence(exact, ranks, queries)
                 return influence.masked_fill(may_see, 0).max() / influence.max()
 
             if leaks.any() and not self.vanishes(leaks.max() / influence.max(), largest_leak, True):
-                row, column = leaks.nonzero()[0].tolist()
-                seen = f"position {queries[row]} sees token {keys[column]}, which it must not see"
-                effect = f"the derivative of its logits is {leaks[row, column]:.2g}, not exactly 0"
-                raise Finding(f"{seen}: {effect}", queries[row], keys[column])
+                row, key = leaks.nonzero()[0].tolist()
+                seen = f"position {queries[row]} sees token {key}, which it must not see"
+                raise Finding(
+                    f"{seen}: the derivative of its logits is {leaks[row, key]:.2g}, not exactly 0", queries[row], key
+                )
             fine = fine | (influence != 0)
             if fine.all():
-                return True
-        row, column = (~fine).nonzero()[0].tolist()
-        blind = f"position {queries[row]} is blind to token {keys[column]}, which it may see"
-        raise Finding(blind, queries[row], keys[column])
+                return
+        row, key = (~fine).nonzero()[0].tolist()
+        raise Finding(f"position {queries[row]} is blind to token {key}, which it may see", queries[row], key)
 
     def influence(self, function: Forward, ranks: Tensor, queries: list[int]) -> Tensor | None:
         """Return how large the derivatives of N queries' logits to each token of a text, (1, T), are: (N, T).

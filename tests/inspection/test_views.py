@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 import inspection.heads
-from errors import UserError
 from inspection import capture, inspect_heads
 from inspection.views import moved_lengths, say
 from model import GPT
@@ -107,8 +106,6 @@ IDX = [2, 3, 5, 7, 11]
 def test_of_a_stranger_only_the_weights_are_known() -> None:
     found = inspect_heads(Book().eval(), IDX)
     assert found.lengths is None and not found.said and "Heads of Book" in found._repr_html_()
-    with pytest.raises(UserError, match="what heads move is known of our four families only"):
-        found.values(0, 1)
 
 
 def test_lengths_have_the_precision_of_the_weights() -> None:
