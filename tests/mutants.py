@@ -222,9 +222,8 @@ def _(original: Callable, self: GPT, idx: Tensor) -> Tensor:
 def _(original: Callable, self: GPT, *arguments: object) -> None:
     original(self, *arguments)
     seeing = self.blocks[-1].attention.attend
-    seeing.forward = lambda q, k, v, mask, dropout=0.0: F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, enable_gqa=True
-    )
+    kernel = F.scaled_dot_product_attention
+    seeing.forward = lambda q, k, v, mask, dropout=0.0: kernel(q, k, v, dropout_p=dropout, enable_gqa=True)
 
 
 @replace("remembers the text before", GPT, "forward")

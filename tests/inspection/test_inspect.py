@@ -215,8 +215,7 @@ def test_a_model_of_the_hub_has_its_name() -> None:
 )
 def test_bad_input_is_refused_in_one_sentence(run, straight: Path, tmp_path: Path, words: list, message: str) -> None:
     names = {"run": straight, "tmp": tmp_path, "other": tmp_path / "other"}
-    if "{other}" in words:
-        (straight / FIRST).rename(names["other"])
+    (straight / FIRST).rename(names["other"])
     result = run(inspect_attention, *(word.format(**names) for word in words))
     assert result.exit_code == 2 and len(result.err.strip().splitlines()) == 1
     assert message.format(**names) in result.err and not result.out

@@ -215,9 +215,7 @@ def test_there_is_one_copy_of_the_weights(family: str, tmp_path: Path) -> None:
     assert finite == "True"
 
 
-def test_a_weight_of_ones_own_begins_as_it_says_trains_and_is_saved(
-    run, corpus_file, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_weight_of_ones_own_trains_and_is_saved(run, corpus_file, tmp_path: Path, monkeypatch) -> None:
     class Slopes(CausalSelfAttention):
         def __init__(self, *arguments: object, **options: object):
             super().__init__(*arguments, **options)

@@ -53,9 +53,7 @@ def test_one_two_and_four_ranks_end_with_the_same_bits(tmp_path: Path, corpus_fi
 
 @pytest.mark.long
 @pytest.mark.parametrize("family, optimizer", [("nanochat", "muon"), ("llama", "adamw"), ("gpt2", "adamw")])
-def test_two_ranks_with_fsdp_train_what_one_does(
-    tmp_path: Path, corpus_file: Path, family: str, optimizer: str
-) -> None:
+def test_fsdp_trains_what_one_rank_does(tmp_path: Path, corpus_file: Path, family: str, optimizer: str) -> None:
     changes = {"model__family": family, "train__optimizer": optimizer, "model__n_embd": 18}
     one = trained(1, tmp_path, corpus_file, "one", **changes)
     two = trained(2, tmp_path, corpus_file, "two", **changes, train__parallel="fsdp")
