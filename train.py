@@ -69,7 +69,7 @@ def train(config: Config, ranks: Ranks) -> None:
     run.begin(corpus, certificate, environment(device, dtype, compiled))
 
     # 3. The steps.
-    guard = FiniteGuard(optimizer, device)
+    guard = FiniteGuard(device)
     interrupt = Interrupt()
     with Progress(run.step, run.train_seconds, c.max_steps, tokens_per_step, device) as progress:
         while True:

@@ -209,7 +209,7 @@ def steps(bench: Bench, model: GPT, config: TrainConfig, batches: Callable[..., 
     """
     loss_fn = compile_loss(next_token_loss, config, bench.device) if bench.cuda else next_token_loss
     optimizer = make_optimizer(model, config, bench.dtype)
-    guard = FiniteGuard(optimizer, bench.device)
+    guard = FiniteGuard(bench.device)
     for step in count():
         set_schedule(optimizer, step, config)
         set_seed(bench.device, seed_for(0, "dropout", step))

@@ -85,10 +85,10 @@ class Ranks:
                 f"{self.world} ranks cannot share the {accum} micro-batches of a step: take as many ranks as divide "
                 "train.grad_accum_steps, or begin a run with more of these and a smaller train.batch_size"
             )
-        if config.parallel == "fsdp" and not (self.started and dtype != torch.float16):
+        if config.parallel == "fsdp" and not (self.started and dtype != torch.float16 and config.optimizer == "adamw"):
             raise UserError(
-                "train.parallel fsdp is for several processes, in bfloat16 or float32: torchrun --nproc_per_node=N "
-                "train.py ... --train.dtype float32"
+                "train.parallel fsdp is for several processes, AdamW, and bfloat16 or float32: torchrun "
+                "--nproc_per_node=N train.py ... --train.optimizer adamw --train.dtype float32"
             )
         if self.world == 1:
             return

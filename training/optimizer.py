@@ -96,29 +96,24 @@ def load_optimizer_tensors(model: GPT, optimizer: Optimizer, directory: Path) ->
 
 
 class FiniteGuard:
-    """Guard that skips every update after the first non-finite loss or gradient, so that the weights stay finite.
+    """Guard that ends a run after a loss or gradient that is not finite, before a checkpoint holds what came of it.
 
-    The decision is taken on the device, through the `found_inf` of fused AdamW, so that no step waits for the host.
-    `check` reads the device, and is called where the host waits anyway. With float16 the gradient scaler decides
-    instead, for each step alone; then only `check` is in force.
+    `watch` leaves its note on the device, so that no step waits for the host. `check` reads it, and is called where the
+    host waits anyway: before each log line, evaluation and checkpoint.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device):
+    def __init__(self, device: torch.device):
         self.first_bad_step = torch.full((), math.inf, device=device)
-        self.found_inf = torch.zeros((), device=device)
-        optimizer.found_inf = self.found_inf
 
     def watch(self, step: int, number: Tensor) -> None:
-        """Note whether a number of this step is finite, before the update is made."""
+        """Note whether a number of this step is finite."""
         self.first_bad_step.clamp_(max=torch.where(number.isfinite(), math.inf, float(step)))
-        self.found_inf.copy_(self.first_bad_step.isfinite())
 
     def check(self) -> None:
         """Raise NonFiniteLoss if a number was not finite."""
         step = self.first_bad_step.item()
         if math.isfinite(step):
             raise NonFiniteLoss(
-                f"the loss or its gradient is not finite in step {int(step) + 1}: the update was skipped, and "
-                "no checkpoint contains it; begin again in another --train.out_dir, with a lower --train.learning_rate "
-                "or a longer warmup"
+                f"the loss or its gradient is not finite in step {int(step) + 1}, and no checkpoint contains its "
+                "update; begin again in another --train.out_dir, with a lower --train.learning_rate or a longer warmup"
             )

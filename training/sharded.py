@@ -45,11 +45,6 @@ def gather(tensors: Tensors, keep: bool) -> Tensors:
     return gathered
 
 
-def own_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, or the tensor itself if it is not sharded. No memory is copied."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Move a full tensor, which every rank holds, to the device and dtype of `like`, and shard it if that is sharded.
 
@@ -61,13 +56,3 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def from_own_shard(shard: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor of which each rank holds its shard, sharded as `like` is. No memory is copied."""
-    if not is_sharded(like):
-        return shard
-    from torch.distributed.tensor import DTensor
-
-    whole = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(shard, like.device_mesh, like.placements, run_check=False, **whole)

@@ -52,9 +52,9 @@ def test_one_two_and_four_ranks_end_with_the_same_bits(tmp_path: Path, corpus_fi
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family, optimizer", [("nanochat", "muon"), ("llama", "adamw"), ("gpt2", "adamw")])
-def test_fsdp_trains_what_one_rank_does(tmp_path: Path, corpus_file: Path, family: str, optimizer: str) -> None:
-    changes = {"model__family": family, "train__optimizer": optimizer, "model__n_embd": 18}
+@pytest.mark.parametrize("family", ["nanochat", "llama", "gpt2"])
+def test_fsdp_trains_what_one_rank_does(tmp_path: Path, corpus_file: Path, family: str) -> None:
+    changes = {"model__family": family, "model__n_embd": 18}
     one = trained(1, tmp_path, corpus_file, "one", **changes)
     two = trained(2, tmp_path, corpus_file, "two", **changes, train__parallel="fsdp")
     for key in ("train_loss", "val_loss", "grad_norm"):
@@ -78,12 +78,15 @@ def test_fsdp_compiled_trains_what_it_does_uncompiled(tmp_path: Path, corpus_fil
 def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks()
     ranks.world = 2
-    for options, message in (
-        ({"grad_accum_steps": 3}, "2 ranks cannot share the 3 micro-batches of a step"),
-        ({"parallel": "fsdp"}, "fsdp is for several processes"),
+    fsdp, refused = {"parallel": "fsdp"}, "fsdp is for several processes, AdamW, and bfloat16 or float32"
+    for ranks.started, options, dtype, message in (
+        (True, {"grad_accum_steps": 3}, torch.float32, "2 ranks cannot share the 3 micro-batches of a step"),
+        (False, fsdp, torch.float32, refused),
+        (True, fsdp, torch.float16, refused),
+        (True, fsdp | {"optimizer": "muon"}, torch.float32, refused),
     ):
         with pytest.raises(UserError, match=message):
-            ranks.check(TrainConfig(**{"grad_accum_steps": 4, **options}), step=3, dtype=torch.float32)
+            ranks.check(TrainConfig(**{"grad_accum_steps": 4, **options}), step=3, dtype=dtype)
 
     def gather(begins: list, own: str) -> None:
         begins[:] = [own, "at step 7 in float32"]
@@ -135,7 +138,7 @@ def test_an_error_of_all_is_one_sentence(tmp_path: Path, corpus_file: Path, monk
     check_ends(end_of(train__max_steps=2), [2, 2], "cannot save step 2", "No space left")
 
 
-@pytest.mark.parametrize("parallel, optimizer", often(("ddp", "adamw"), ("fsdp", "muon")))
+@pytest.mark.parametrize("parallel, optimizer", often(("ddp", "muon"), ("fsdp", "adamw")))
 def test_a_frozen_part_is_left_as_it_is(
     tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch, parallel: str, optimizer: str
 ) -> None:
