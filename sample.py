@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from cli.options import PathText, parse
 from cli.script import read_prompt, run_script, visible
-from data.encoding import TextStream
+from data.encoding import REPLACEMENT
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import check_numbers
 from model.checkpoint import find_checkpoint
@@ -33,6 +33,8 @@ from model.device import dtype_name, find_device, weights_dtype
 from model.load import load_model
 from model.packed import packed
 from model.sampling import Sampler, stream
+
+CONTEXT = 64  # tokens of the prompt that are decoded with the text; a character or word is shorter
 
 
 @dataclass(frozen=True)
@@ -72,42 +74,47 @@ class Options:
 
 
 class Text:
-    """Text that grows token by token until it ends; `finish` says why it ended, and is empty before."""
+    """Text that grows token by token until it ends; `finish` says why it ended, and is empty before.
+
+    All tokens are decoded together, each time, since the text of one depends on its neighbours: a character may take
+    several, and some tokenizers drop the space in front of the first word.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: str, prompt: Sequence[int]):
+        self.tokenizer = tokenizer
         self.stop = stop
-        self.ends = tokenizer.ends
-        self.stream = TextStream(tokenizer, prompt)
+        self.prompt = list(prompt[-CONTEXT:])
+        while self.prompt and tokenizer.decode(self.prompt).startswith(REPLACEMENT):
+            del self.prompt[0]  # the rest of a character
+        self.tokens = []
         self.text = ""
-        self.num_tokens = 0
+        self.num_taken = 0
         self.finish = ""
 
     def add(self, token: int) -> None:
         """Append a token, unless the text has ended already or ends here."""
         if self.finish:
             return
-        if token in self.ends:
+        if token in self.tokenizer.ends:
             self.finish = "end of text"
             return
-        self.num_tokens += 1
-        self.extend(self.stream.add(token))
-
-    def close(self) -> None:
-        """Append an incomplete last character, after the last token."""
-        if self.finish != "stop":
-            self.extend(self.stream.end())
-
-    def extend(self, text: str) -> None:
-        """Append text, and cut it before the stop text."""
-        self.text += text
+        self.tokens.append(token)
+        decode = self.tokenizer.decode
+        self.text = decode(self.prompt + self.tokens)[len(decode(self.prompt)) :]
         if self.stop and self.stop in self.text:
             self.text = self.text[: self.text.index(self.stop)]
             self.finish = "stop"
 
-    @property
-    def certain(self) -> str:
-        """The text without the last characters, with which the stop text may begin."""
-        return self.text if self.finish else self.text[: max(0, len(self.text) - len(self.stop))]
+    def take(self) -> str:
+        """Return the text that is certain and was not taken before.
+
+        While it grows, no last character that may be incomplete is certain, and no text with which the stop text may
+        begin. What was taken stays, even where a decoder replaces a whole run of bytes since one of them is broken.
+        """
+        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - len(self.stop))
+        new = self.text[self.num_taken : end]
+        self.num_taken += len(new)
+        return new
 
 
 def show(text: str) -> None:
@@ -139,28 +146,26 @@ def main() -> None:
     grows = options.num_samples == 1 and not options.json  # is printed while it grows
     if grows:
         show(prompt)
-    num_shown = 0
     with packed(model):
         for column in tqdm(tokens, total=options.max_new_tokens, unit="token", leave=False, disable=grows or None):
             for text, token in zip(texts, column.flatten().tolist(), strict=True):
                 text.add(token)
             if grows:
-                show(texts[0].certain[num_shown:])
-                num_shown = len(texts[0].certain)
+                show(texts[0].take())
             if all(text.finish for text in texts):
                 break
     for number, text in enumerate(texts):
-        text.close()
+        text.finish = text.finish or "length"
         if grows:
-            show(text.text[num_shown:] + "\n")
+            show(text.take() + "\n")
         elif options.json:
             record = {
                 "sample": number,
                 "seed": seed,
                 "prompt": prompt,
                 "text": text.text,
-                "tokens": text.num_tokens,
-                "finish": text.finish or "length",
+                "tokens": len(text.tokens),
+                "finish": text.finish,
             }
             print(json.dumps(record))
         else:

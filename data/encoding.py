@@ -20,7 +20,6 @@ END_OF_TEXT = "<|endoftext|>"
 FILES = ("tokenizer.json", "tokenizer_config.json")
 TOKENIZER_JSON, TOKENIZER_CONFIG = FILES
 REPLACEMENT = "\ufffd"  # the character that stands for bytes that are not UTF-8
-CONTEXT = 64  # tokens that a stream decodes together, at most; a character or word is shorter
 
 # A byte-level tokenizer.json spells each byte as a printable character, as GPT-2 did (Radford et al. 2019): a byte that
 # is printable as itself, and the others in their order as the characters from U+0100 on.
@@ -189,35 +188,3 @@ def from_ranks(name: str, pattern: str, ranks: dict[bytes, int], special: dict[s
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(sorted(special, key=special.get))
     return TiktokenTokenizer(name, library, library.to_str().encode(), pattern)
-
-
-class TextStream:
-    """The text of ids that arrive one at a time. before: the ids of the prompt, whose text is not returned.
-
-    The text of an id depends on its neighbours: one character may take several ids, and some tokenizers drop the space
-    in front of the first word. So new ids are decoded together with those whose text was returned last.
-    (Some decoders replace a whole run of bytes if one of them is broken. Text that was returned before stays. So does
-    that of CONTEXT broken bytes in a row, even if the next byte makes the last of them a character.)
-    """
-
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
-        self.tokenizer = tokenizer
-        self.returned = list(before[-CONTEXT:])
-        self.waiting = []
-        while self.returned and tokenizer.decode(self.returned).startswith(REPLACEMENT):
-            del self.returned[0]  # the rest of a character
-
-    def add(self, token: int) -> str:
-        """Add an id, and return the text that is now certain: "" while a character may be incomplete."""
-        self.waiting.append(token)
-        text = self.end()
-        if len(self.waiting) < CONTEXT and (not text or text.endswith(REPLACEMENT)):
-            return ""
-        self.returned = self.waiting
-        self.waiting = []
-        return text
-
-    def end(self) -> str:
-        """Return the text that `add` has not returned, with a broken character replaced."""
-        decode = self.tokenizer.decode
-        return decode(self.returned + self.waiting)[len(decode(self.returned)) :]

@@ -15,12 +15,12 @@ import inspect_attention
 import sample
 import train
 from data import prepare, sources
-from data.encoding import FILES, TextStream, Tokenizer
+from data.encoding import FILES, Tokenizer
 from data.prepare import DataConfig
 from data.tokenizer import END_KEYS, END_OF_TEXT, load_tokenizer, save_tokenizer
 from errors import UserError
 from model import GPT
-from tests.data.test_tokenizer import TEXT
+from tests.data.test_tokenizer import TEXT, grow
 from tests.model.test_huggingface import make, save_foreign
 
 SPECIALS = ["<unk>", "<s>", "</s>"]
@@ -103,20 +103,26 @@ def test_ids_are_theirs(kind: str, ours: Tokenizer, tmp_path: Path) -> None:
     assert ours.special_tokens == dict(zip(SPECIALS, range(3), strict=True))
 
 
-def test_a_stream_gives_the_text_that_their_decoder_writes(kind: str, ours: Tokenizer) -> None:
+def test_a_text_grows_as_their_decoder_writes_it(kind: str, ours: Tokenizer) -> None:
     @given(text=st.text(sorted({*KNOWN, "\ufffd"})), prompt=st.text(sorted(set(KNOWN))))
     @settings(deadline=None, max_examples=20)
     def check(text: str, prompt: str) -> None:
         ids, before = ours.encode(text + "\ufffd").tolist(), ours.document_start + ours.encode(prompt).tolist()
-        stream = TextStream(ours)
-        assert "".join(map(stream.add, ids)) + stream.end() == KINDS[kind].decode(ids)
-        stream = TextStream(ours, before)
-        continued = "".join(map(stream.add, ids)) + stream.end()
+        assert "".join(grow(sample.Text(ours, "", []), ids)) == KINDS[kind].decode(ids)
+        continued = "".join(grow(sample.Text(ours, "", before), ids))
         assert KINDS[kind].decode(before) + continued == KINDS[kind].decode(before + ids)
 
     check()
     ids = ours.encode("€" * 97).tolist()  # three bytes each, of which a long prompt's end may begin with the second
-    assert "".join(map(TextStream(ours, ids).add, ids[-3:])) == "€"
+    assert "".join(grow(sample.Text(ours, "", ids), ids[-3:])) == "€"
+
+
+def test_what_was_taken_stays_and_is_not_taken_again(tmp_path: Path) -> None:
+    """A broken byte makes the decoder replace the whole run of bytes, the character before it too."""
+    ours = load_tokenizer(put(KINDS["llama"], tmp_path))
+    ids = [ours.vocabulary[f"<0x{byte}>"] for byte in ("C3", "A9", "FF")]
+    assert ours.decode(ids) == "\ufffd" * 3
+    assert grow(sample.Text(ours, "", []), ids) == ["", "é", "", "\ufffd" * 2]
 
 
 @pytest.mark.parametrize(

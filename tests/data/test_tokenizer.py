@@ -8,13 +8,21 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.encoding import REPLACEMENT, TextStream, from_ranks
+from data.encoding import from_ranks
 from data.tokenizer import END_OF_TEXT, WORDS, TiktokenTokenizer, build, load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError
+from sample import Text
 
 TEXT = "the cat sat on the mat, the cat's hat: 12345!\n\n\tnaïve façade, 猫 🐈 \r\n" * 5
 ALL = {name: make_tokenizer(name, [TEXT]) for name in ("bytes", "bpe:280", "chars")}
 ANY_TEXT = st.text() | st.text(sorted(set(TEXT)))
+
+
+def grow(text: Text, ids: list[int]) -> list[str]:
+    """What is taken of a text after each token, and in the end."""
+    parts = [text.add(token) or text.take() for token in ids]
+    text.finish = text.finish or "length"
+    return [*parts, text.take()]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -32,15 +40,13 @@ def test_any_text_comes_back(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", ALL)
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
-def test_a_stream_gives_the_text_of_all_ids(name: str, data: st.DataObject) -> None:
-    ids = data.draw(st.lists(st.integers(0, ALL[name].vocab_size + 3)))  # also bytes that are no text
-    stream = TextStream(ALL[name])
-    assert "".join(map(stream.add, ids)) + stream.end() == ALL[name].decode(ids)
-    text = data.draw(st.text(sorted(set(TEXT))))
-    ids, prompt = ALL[name].encode(text).tolist(), ALL[name].encode(TEXT).tolist()
-    stream = TextStream(ALL[name], prompt)
-    chunks = list(map(stream.add, ids))
-    assert "".join(chunks) == text and stream.end() == "" and REPLACEMENT not in text
+def test_what_is_taken_while_a_text_grows_is_its_text(name: str, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, ALL[name].end_of_text - 1)))  # also bytes that are no text
+    text = Text(ALL[name], "", [])
+    assert "".join(grow(text, ids)) == text.text == ALL[name].decode(ids)
+    known = data.draw(st.text(sorted(set(TEXT))))
+    *parts, last = grow(Text(ALL[name], "", ALL[name].encode(TEXT).tolist()), ALL[name].encode(known).tolist())
+    assert "".join(parts) == known and last == ""
 
 
 def test_chars_names_the_character_it_does_not_know(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from data.tokenizer import make_tokenizer
 from model.device import weights_dtype
 from sample import Text
 from tests.conftest import metrics, tiny_run
+from tests.data.test_tokenizer import grow
 
 
 def test_a_long_prompt_is_said(run, straight: Path) -> None:
@@ -64,26 +65,22 @@ def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, fa
 
 
 def feed(tokens: list[int], stop: str = "") -> tuple[list[str], Text]:
-    """The text that is certain after each token, and the text in the end."""
-    text, certain = Text(make_tokenizer("bytes", []), stop, []), []
-    for token in tokens:
-        text.add(token)
-        certain.append(text.certain)
-    text.close()
-    return certain, text
+    """What is taken after each token, and in the end; and the text."""
+    text = Text(make_tokenizer("bytes", []), stop, [])
+    return grow(text, tokens), text
 
 
 def test_a_text_ends_where_it_should_and_only_certain_characters_are_shown() -> None:
-    shown, text = feed(list("a猫b".encode()))  # a character appears when its last byte does
-    assert shown == ["a", "a", "a", "a猫", "a猫b"]
-    assert (text.text, text.finish, text.num_tokens) == ("a猫b", "", 5)
-    assert feed(list("猫".encode())[:2])[1].text == "\ufffd"
-    shown, text = feed(list(b"one. two"), stop=". t")  # even across tokens
-    assert shown == ["", "", "", "o", "on", *["one"] * 3] and (text.text, text.finish) == ("one", "stop")
-    _, text = feed(list(b"one. "), stop=". t")  # not the stop text after all
-    assert (text.text, text.finish) == ("one. ", "")
+    taken, text = feed(list("a猫b".encode()))  # a character appears when its last byte does
+    assert taken == ["a", "", "", "猫", "b", ""]
+    assert (text.text, text.finish, len(text.tokens)) == ("a猫b", "length", 5)
+    assert feed(list("猫".encode())[:2])[0] == ["", "", "\ufffd"]
+    taken, text = feed(list(b"one. two"), stop=". t")  # even across tokens
+    assert taken == ["", "", "", "o", "n", "e", "", "", ""] and (text.text, text.finish) == ("one", "stop")
+    taken, text = feed(list(b"one. "), stop=". t")  # not the stop text after all
+    assert taken[-1] == "e. " and (text.text, text.finish) == ("one. ", "length")
     _, text = feed([*b"one", 256, *b"two"])
-    assert (text.text, text.finish, text.num_tokens) == ("one", "end of text", 3)
+    assert (text.text, text.finish, len(text.tokens)) == ("one", "end of text", 3)
 
 
 def test_a_sample_of_a_training_commands_no_terminal(run, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
