@@ -36,13 +36,17 @@ def test_other_code_than_that_of_the_training_is_said_once(run, straight: Path, 
         assert text.count(" model/") == 1
 
 
-def test_several_samples_differ_and_are_numbered(run, straight: Path) -> None:
-    options = "--prompt one --seed 5 --max_new_tokens 12 --num_samples 2 --device cpu --dtype float32".split()
-    lines = run(sample, straight, *options, "--json").out.splitlines()
-    first, second = (json.loads(line)["text"] for line in lines)
+def test_one_sample_grows_and_several_differ_and_are_numbered(run, straight: Path) -> None:
+    def both(*more: str) -> tuple[list[str], str]:
+        options = "--prompt one --seed 5 --max_new_tokens 12 --device cpu --dtype float32".split()
+        lines = run(sample, straight, *options, *more, "--json").out.splitlines()
+        return [json.loads(line)["text"] for line in lines], run(sample, straight, *options, *more).out
+
+    (text,), printed = both()
+    assert printed == f"one{text}\n"
+    (first, second), printed = both("--num_samples", "2")
     assert first != second
-    expected = f"--- sample 1 of 2\none{first}\n--- sample 2 of 2\none{second}\n"
-    assert run(sample, straight, *options).out == expected
+    assert printed == f"--- sample 1 of 2\none{first}\n--- sample 2 of 2\none{second}\n"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
