@@ -11,8 +11,10 @@ POINTER = b"version https://git-lfs"
 
 def read_small(path: Path, most: int = 1 << 26) -> bytes:
     """Return the content of a file. Raises UserError for a pointer, what is no file, and more than `most` bytes."""
-    if not path.is_file() or path.stat().st_size > most:  # a pipe would be waited for
-        raise UserError(f"there is no file {path} of at most {most:,} bytes")
+    if not path.is_file():  # a pipe would be waited for
+        raise UserError(f"there is no file {path}")
+    if path.stat().st_size > most:
+        raise UserError(f"{path} has more than {most:,} bytes")
     refuse_pointer(path)
     return path.read_bytes()
 

@@ -86,7 +86,7 @@ def options_in(file: Path) -> list[str]:
     """Return the tables of a TOML file as command line options. Raises UserError if it has other content."""
     try:
         tables = tomllib.loads(read_small(file, MOST_BYTES).decode("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, UserError) as error:
         advice = f"to train on a text: --data.source {file}"
         raise UserError(f"{file} cannot be read as TOML in UTF-8: {error}; {advice}") from error
     options = []

@@ -9,11 +9,14 @@ Prints a sentence, and exits with 0 (none does), 1 (one does) or 2 (no answer, a
 import argparse
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from model import GPT
+from model.cache import read_in_parts
 from model.causality import check_causality, logits_of
 from model.foreign import load_decoder
 
@@ -41,7 +44,8 @@ def main() -> None:
         model = make_model(options.model)
         with torch.no_grad():
             logits = logits_of(model(torch.zeros(1, options.length, dtype=torch.int64)))
-        report = check_causality(model, logits.size(-1), options.length)
+        decode = partial(read_in_parts, model) if isinstance(model, GPT) else None
+        report = check_causality(model, logits.size(-1), options.length, decode=decode)
     except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         parser.exit(2, f"{options.model}, reading {options.length} tokens (--length): {reason}\n")

@@ -89,7 +89,7 @@ def download(name: str, revision: str | None) -> Path:
     except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
         with suppress(Exception):
             return Path(fetch(local_files_only=True))
-        raise UserError(f"{name} was not found locally, nor on the Hugging Face hub: {one_line(error)}") from error
+        raise UserError(f"{name} is not here, and the Hugging Face hub did not give it: {one_line(error)}") from error
 
 
 def verify(directory: Path) -> Checkpoint:

@@ -16,7 +16,7 @@ SIZES = ("n_head", "n_kv_head", "n_embd", "head_dim", "n_inner", "vocab_size")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the model. The defaults are those of GPT-2 small."""
+    """The shape of the model: by itself that of GPT-2 small."""
 
     family: Literal["gpt2", "llama", "qwen3", "nanochat"] = "gpt2"
     """Kind of transformer, named as in the library `transformers`: see model/families.py."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from errors import UserError
 from inspection.decoder import evaluating
 from model import GPT
+from model.cache import read_in_parts
 from model.causality import check_causality, watched
 from model.device import autocast, dtype_name, exact_products
 from model.load import skip_parameter_init
@@ -29,7 +30,6 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
     loss_fn: the loss of inputs and targets, both (batch_size, T). Returns a record for checkpoints. Raises UserError if
     a position sees a token that it may not see, or misses one that it may see.
     """
-    T = model.config.context_length
 
     def forward(idx: Tensor) -> Tensor:
         with autocast(model.device, dtype):
@@ -40,17 +40,15 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
             return model(idx)
 
     def decode(idx: Tensor) -> Tensor:
-        caches = model.new_cache(len(idx), T)
-        chunks = idx.tensor_split((T // 2, T // 2 + 1, T // 2 + 3), dim=1)  # long, single, short, long
         with exact_products(model.device):
-            return model.logits(torch.cat([model.hidden(chunk, caches) for chunk in chunks if chunk.size(1)], dim=1))
+            return read_in_parts(model, idx)
 
     print("causal: ", end="", flush=True)  # large models take a minute
     began = time.perf_counter()
     outcome = check_causality(
         forward,
         model.config.vocab_size,
-        T,
+        model.config.context_length,
         module=model,
         decode=decode,
         loss_fn=partial(loss_fn, model),

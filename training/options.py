@@ -31,6 +31,8 @@ def read_config(argv: list[str]) -> Config:
     if asked.resume:
         if asked.config or asked.train.out_dir != TrainConfig.out_dir:
             raise UserError("--resume takes configuration and directory from the run: give no other with it")
+        if not (asked.resume / "config.toml").is_file():
+            raise UserError(f"there is no run in {asked.resume}: a run has a config.toml, and checkpoints/ beside it")
         return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], asked.resume / "config.toml")
     file = asked.config or (FINETUNE if asked.train.init_from else QUICKSTART)
     config = parse(Config, argv, file)  # --help shows the values of the file

@@ -100,7 +100,7 @@ def test_a_hub_that_cannot_be_reached_is_left_for_the_cache(here: Path) -> None:
     """At a port that is closed."""
     said = ask("somebody/theirs", 9, here / "home")
     assert said.returncode == 2 and said.stderr.count("\n") == 2, said.stderr
-    assert "somebody/theirs was not found locally, nor on the Hugging Face hub" in said.stderr
+    assert "somebody/theirs is not here, and the Hugging Face hub did not give it" in said.stderr
     cached = here / "home/hub/models--somebody--theirs"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text(40 * "a")

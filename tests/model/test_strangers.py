@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model import check
 from model.causality import check_causality, logits_of
 from tests.conftest import make_gpt, run_python
 from tests.decoders import DECODERS, DENSE, MIXTURES, make_decoder
@@ -417,3 +418,13 @@ def test_the_command_line_judges_what_a_factory_makes_and_what_a_directory_has(t
             assert done.stderr.startswith(sentence) and done.stderr.count("\n") == 1 and not done.stdout
         else:
             assert done.stdout.startswith(said) and not done.stderr
+
+
+def test_the_command_line_asks_decoding_too(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_gpt(context_length=17).eval()
+    monkeypatch.setattr(check, "load_decoder", lambda name: model)
+    assert run(check, "a", "--length", 11).exit_code == 0
+    for block in model.blocks:
+        block.attention.causal_mask[:] = True  # which a whole text does not read
+    result = run(check, "a", "--length", 11)
+    assert result.exit_code == 1 and result.out.endswith("(in decoding)\n")

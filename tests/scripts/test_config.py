@@ -58,10 +58,10 @@ def test_every_config_builds(path: Path) -> None:
         (["--train.dtype", "float61"], "'float61' for argument '--train.dtype'"),
         (["--train.sample_prompt", "--x"], "Missing value for argument '--train.sample_prompt'"),
         (["--model.n_head", "5"], "n_embd must be a multiple of n_head, got n_embd=128 and n_head=5"),
-        (["nowhere.toml"], "there is no file nowhere.toml"),
+        (["nowhere.toml"], "there is no file nowhere.toml; to train on a text: --data.source nowhere.toml"),
         (["README.md"], "to train on a text: --data.source README.md"),
         (["configs/quickstart.toml", "--resume", "out/x"], "--resume takes configuration and directory from the run"),
-        (["--resume", "nowhere"], "there is no file nowhere/config.toml"),
+        (["--resume", "nowhere"], "there is no run in nowhere: a run has"),
     ],
 )
 def test_a_wrong_option_is_said(run, monkeypatch, arguments: list[str], message: str) -> None:
