@@ -15,7 +15,6 @@ import cores  # noqa: F401  before torch
 import json
 import secrets
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,7 +33,7 @@ from model.load import load_model
 from model.packed import packed
 from model.sampling import Sampler, stream
 
-CONTEXT = 64  # tokens of the prompt that are decoded with the text; a character or word is shorter
+CONTEXT = 64  # characters of the prompt that are decoded with the text
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Options:
     memory for both: it keeps bfloat16 weights a second time, in the order in which it reads them fastest."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, max_new_tokens=(1, 1e30), num_samples=(1, 1e30), seed=(0, 2**63 - 1))
+        check_numbers(self, num_samples=(1, 1e30), seed=(0, 2**63 - 1))
 
 
 class Text:
@@ -80,12 +79,10 @@ class Text:
     several, and some tokenizers drop the space in front of the first word.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: str, prompt: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer, stop: str, prompt: str):
         self.tokenizer = tokenizer
         self.stop = stop
-        self.prompt = list(prompt[-CONTEXT:])
-        while self.prompt and tokenizer.decode(self.prompt).startswith(REPLACEMENT):
-            del self.prompt[0]  # the rest of a character
+        self.prompt = tokenizer.encode(prompt[-CONTEXT:]).tolist()
         self.tokens = []
         self.text = ""
         self.num_taken = 0
@@ -142,7 +139,7 @@ def main() -> None:
     if len(ids) > T:
         print(f"the prompt has {len(ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
 
-    texts = [Text(tokenizer, options.stop, ids) for _ in range(options.num_samples)]
+    texts = [Text(tokenizer, options.stop, prompt) for _ in range(options.num_samples)]
     grows = options.num_samples == 1 and not options.json  # is printed while it grows
     if grows:
         show(prompt)

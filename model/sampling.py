@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 from errors import UserError, check_numbers
 
@@ -37,18 +37,15 @@ class Sampler:
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose one token per row: (B, V) -> (B, 1)."""
-        if self.temperature < 1e-6:  # logits divided by it might be infinite
-            return logits.max(-1, keepdim=True).indices  # on a CPU argmax takes longer
-        logits = logits.float() / self.temperature
-        if self.top_k is not None:
-            logits = keep_top_k(logits, self.top_k)
-        if self.top_p is not None:
-            logits = keep_top_p(logits, self.top_p)
-        # The largest p / Exp(1) is a draw from p. torch.multinomial does the same, but makes the host wait for the GPU.
-        probabilities = logits.softmax(-1)
-        return (
-            (probabilities / torch.empty_like(logits).exponential_(generator=generator)).max(-1, keepdim=True).indices
-        )
+        if self.temperature > 1e-6:  # else logits divided by it might be infinite
+            logits = logits.float() / self.temperature
+            if self.top_k is not None:
+                logits = keep_top_k(logits, self.top_k)
+            if self.top_p is not None:
+                logits = keep_top_p(logits, self.top_p)
+            # The largest p / Exp(1) is a draw from p, as by torch.multinomial, which makes the host wait for the GPU.
+            logits = logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=generator)
+        return logits.max(-1, keepdim=True).indices  # on a CPU argmax takes longer
 
 
 @torch.inference_mode()
@@ -75,21 +72,14 @@ def stream(
                 context = context[:, -(context_length - context_length // 2) :]
                 for cache in caches:
                     cache.length = 0  # forgets all positions and keeps the storage
-            with without_cudnn():
+            was_enabled = cudnn_sdp_enabled()
+            enable_cudnn_sdp(False)  # it would make a new plan for every number of keys
+            try:
                 hidden = model.hidden(context[:, caches[0].length :], caches)
+            finally:
+                enable_cudnn_sdp(was_enabled)
             token = sampler.choose(model.logits(hidden[:, -1]), generator)
             context = torch.cat((context, token), dim=1)
             yield token
     finally:
         model.train(was_training)
-
-
-@contextmanager
-def without_cudnn() -> Iterator[None]:
-    """Compute attention without cuDNN, which would make a new plan for every number of keys."""
-    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(was_enabled)

@@ -42,10 +42,10 @@ def test_any_text_comes_back(name: str, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_what_is_taken_while_a_text_grows_is_its_text(name: str, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, ALL[name].end_of_text - 1)))  # also bytes that are no text
-    text = Text(ALL[name], "", [])
+    text = Text(ALL[name], "", "")
     assert "".join(grow(text, ids)) == text.text == ALL[name].decode(ids)
     known = data.draw(st.text(sorted(set(TEXT))))
-    *parts, last = grow(Text(ALL[name], "", ALL[name].encode(TEXT).tolist()), ALL[name].encode(known).tolist())
+    *parts, last = grow(Text(ALL[name], "", TEXT), ALL[name].encode(known).tolist())
     assert "".join(parts) == known and last == ""
 
 

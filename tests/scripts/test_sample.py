@@ -70,7 +70,7 @@ def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, fa
 
 def feed(tokens: list[int], stop: str = "") -> tuple[list[str], Text]:
     """What is taken after each token, and in the end; and the text."""
-    text = Text(make_tokenizer("bytes", []), stop, [])
+    text = Text(make_tokenizer("bytes", []), stop, "")
     return grow(text, tokens), text
 
 
