@@ -134,12 +134,9 @@ def find_token_files(source: str) -> list[TokenFile]:
     """
     found = []
     paths = find_files(source)
-    stems = [path.stem for path in paths if path.suffix == ".ds"]
     others = [path for path in paths if ".ds" not in path.suffixes]
-    if stems and others:
+    if 0 < len(others) < len(paths):
         raise UserError(f"{source} holds token files (.ds), and {others[0]}: give files of one kind, as by a glob")
-    if any(stem.endswith("_unshuffled") for stem in stems) and any(stem.endswith("_shuffled") for stem in stems):
-        raise UserError(f"{source} has token files that datatrove has not finished to shuffle: run it again")
     for path in paths:
         size = path.stat().st_size
         if path.suffix != ".ds" or not size:

@@ -60,8 +60,6 @@ def choose_inputs(
     chosen = choose_heads(heads, L, H)
     given = tokenizer if isinstance(tokenizer, list | tuple) else ()
     tokenizer = None if given else as_tokenizer(tokenizer, checkpoint)
-    if tokenizer and (text is None or isinstance(text, str)):
-        tokenizer.check_fits(vocab_size)
     T = context_length(model)
     ids = []
     if text is not None:

@@ -170,8 +170,6 @@ def config_from_huggingface(content: dict) -> GPTConfig:
             f"config.json has model_type {family!r:.60}, this version reads {', '.join(CODECS)} "
             "(inspect_attention.py asks transformers to open others)"
         )
-    if content.get("quantization_config"):
-        raise UserError("config.json has quantized weights: give the model that they were made of")
     codec = CODECS[family]
     try:
         known = codec.defaults | content | (content.get("rope_scaling") or content.get("rope_parameters") or {})

@@ -67,8 +67,6 @@ def load_model(
         with skip_parameter_init():
             model = GPT(config or stored)
         for name, tensor in tensors_from_huggingface(stored, model.state_dict(), read_tensors(directory, "model")):
-            if name in weights:
-                raise UserError(f"{directory} has {name} twice, under two names or in two files")
             kept = dtype if tensor.is_floating_point() else None
             weights[name] = tensor.to(device, kept, copy=True, memory_format=torch.contiguous_format)
         embedding = weights["token_embedding.weight"]
