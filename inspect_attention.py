@@ -24,7 +24,7 @@ from typing import Annotated
 
 import tyro
 
-from cli.options import PathText, parse
+from cli.options import parse
 from cli.script import read_prompt, run_script
 from errors import UserError
 from inspection import terminal
@@ -45,7 +45,7 @@ class Options:
         for name, (title, _, meaning) in METRICS.items()
     )
 
-    checkpoints: tyro.conf.Positional[tuple[PathText, ...]]
+    checkpoints: tyro.conf.Positional[tuple[str, ...]]
     """A run (its newest checkpoint), a checkpoint, a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on
     their hub; several checkpoints of one run make a timeline."""
     text: str | None = None

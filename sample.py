@@ -22,7 +22,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from cli.options import PathText, parse
+from cli.options import parse
 from cli.script import read_prompt, run_script, visible
 from data.encoding import REPLACEMENT
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -40,7 +40,7 @@ CONTEXT = 64  # characters of the prompt that are decoded with the text
 class Options:
     __doc__ = __doc__
 
-    checkpoint: tyro.conf.Positional[PathText]
+    checkpoint: tyro.conf.Positional[str]
     """A checkpoint, a run (its newest checkpoint), a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on
     their hub."""
     prompt: str = ""

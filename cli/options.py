@@ -5,13 +5,11 @@ writes --help, and explains what is wrong. The tables of a TOML file become opti
 Their values are the defaults of the command line.
 """
 
-import os
 import sys
 import tomllib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -25,47 +23,19 @@ MOST_BYTES = 1 << 20  # of a TOML file
 REGISTRY = ConstructorRegistry()
 
 
-def rule(
-    metavar: str, convert: Callable[[str], object], choices: tuple[str, ...] | None = None
-) -> PrimitiveConstructorSpec:
-    """Return a rule for one word of the command line. `convert` may raise ValueError."""
+@REGISTRY.primitive_rule
+def true_or_false(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Return the rule for true and false as TOML spells them; those of tyro itself begin with a capital letter."""
+    if info.type is not bool:
+        return None
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar=metavar,
-        instance_from_str=lambda words: convert(words[0]),
-        is_instance=lambda value: True,
-        str_from_instance=lambda value: [as_word(value)],
-        choices=choices,
+        metavar="{true,false}",
+        choices=("true", "false"),
+        instance_from_str=lambda words: words == ["true"],
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value).lower()],
     )
-
-
-def as_word(value: object) -> str:
-    """Return a value as the command line has it: true and false are spelled as in TOML."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def expand(path: str) -> str:
-    """Return a path with the home folder in place of ~. Raises ValueError if it is empty."""
-    if not path:
-        raise ValueError("expected a path, got an empty text")
-    return os.path.expanduser(path)
-
-
-PATH_TEXT = rule("PATH", expand)
-PathText = Annotated[str, PATH_TEXT]
-"""A path that is compared or written as text, or a text that may be a path, such as a source."""
-WORDS = {
-    bool: rule("{true,false}", "true".__eq__, ("true", "false")),
-    Path: rule("PATH", lambda text: Path(expand(text))),
-    PathText | None: PATH_TEXT,
-    str | None: rule("STR", str),  # a text may be the word None
-}
-
-
-@REGISTRY.primitive_rule
-def words(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Return the rule for a type that tyro reads otherwise."""
-    return WORDS.get(info.type)
 
 
 def parse(options: type[T], argv: list[str], file: Path | None = None, defaults: T | None = None) -> T:
@@ -96,7 +66,8 @@ def options_in(file: Path) -> list[str]:
         for key, value in content.items():
             if not isinstance(value, str | int | float):
                 raise UserError(f"{file}: {table}.{key} must be a text, a number, true or false, got {value!r}")
-            options.append(f"--{table}.{key}={as_word(value)}")
+            word = value if isinstance(value, str) else str(value).lower()  # true, not True
+            options.append(f"--{table}.{key}={word}")
     if not options:  # perhaps the rest of a file that was lost: the defaults would be a large model
         raise UserError(f"{file} has no options: leave it out, or give it a table such as [train]")
     return options

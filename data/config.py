@@ -1,8 +1,8 @@
 """The options of data preparation."""
 
+import os
 from dataclasses import dataclass
 
-from cli.options import PathText
 from errors import check_numbers
 
 
@@ -10,12 +10,12 @@ from errors import check_numbers
 class DataConfig:
     """The text to learn from."""
 
-    source: PathText = "stdlib"
+    source: str = "stdlib"
     """stdlib (the Python standard library); a file, folder or glob of text,
     JSON, CSV, TSV or Parquet; hf:NAME[:CONFIG][@REVISION] on the hub of
     Hugging Face; a directory made by data.prepare; or a folder or glob of
     datatrove's token files (.ds)."""
-    tokenizer: PathText = "bpe:4096"
+    tokenizer: str = "bpe:4096"
     """bytes, chars, bpe:SIZE (trained on the source), a tiktoken name such as gpt2 or o200k_base,
     the path of a tokenizer.json; or model: that of train.init_from."""
     text_column: str = "text"
@@ -27,4 +27,5 @@ class DataConfig:
     """Share of the documents that is kept for validation. Of a few documents, or of token files, it is the end."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "source", os.path.expanduser(self.source))
         check_numbers(self, max_tokens=(1, 1e30), val_fraction=(1e-9, 0.999999))

@@ -33,12 +33,12 @@ PREPARED = Path(__file__).parent / "prepared"
 
 
 def prepare(
-    config: DataConfig, out: Path | None = None, fingerprint: str | None = None, model: Path | None = None
+    config: DataConfig, out: str | Path = "", fingerprint: str | None = None, model: Path | None = None
 ) -> Corpus:
     """Return the corpus of a configuration, and prepare it first unless it exists.
 
     Args:
-        out: the directory to write. None: one in PREPARED.
+        out: the directory to write. Empty: one in PREPARED.
         fingerprint: that of the corpus with which a run began. This corpus is used if it is still on this machine, even
             if its source has changed since.
         model: the directory whose tokenizer has the name "model".
@@ -67,7 +67,7 @@ def prepare(
     return corpus
 
 
-def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | None) -> Corpus:
+def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | None) -> Corpus:
     """Open the corpus in a directory if it is there already, else write it. One process at a time; others wait.
 
     tokenizer: the configured one, as `find_tokenizer` returns it.
@@ -77,8 +77,8 @@ def prepare_source(config: DataConfig, out: Path | None, tokenizer: Tokenizer | 
     """
     key = corpus_key(config, tokenizer)
     name = f"{Path(config.source).stem}-{Path(config.tokenizer).stem}-{key[:8]}"  # to be read by people
-    directory = out or PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
-    directory = directory.resolve()  # behind a link, where it can be renamed
+    directory = Path(out or PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-"))
+    directory = directory.expanduser().resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both work.
@@ -119,15 +119,15 @@ def find_prepared(fingerprint: object, source: str) -> Corpus | None:
 if __name__ == "__main__":
     import tyro
 
-    from cli.options import PathText, parse
+    from cli.options import parse
     from cli.script import run_script, visible
 
     @dataclass(frozen=True)
     class Arguments(DataConfig):
         """Prepare a corpus: read text, tokenise it, split it, write flat files of ids."""
 
-        source: tyro.conf.Positional[PathText] = "stdlib"
-        out: Path | None = None
+        source: tyro.conf.Positional[str] = "stdlib"
+        out: str = ""
         """The directory to write. Left out: one in data/prepared/."""
 
     def main() -> None:

@@ -116,7 +116,8 @@ def find_tokenizer(name: str, model: Path | None) -> Tokenizer | None:
     """
     if name == "model":
         return load_tokenizer(model) if model else None
-    return load_tokenizer(Path(name)) if Path(name).is_file() else None
+    path = Path(name).expanduser()
+    return load_tokenizer(path) if path.is_file() else None
 
 
 def load_tokenizer(place: Path) -> Tokenizer:

@@ -58,7 +58,7 @@ def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
     of_hub = HUB_NAME.fullmatch(name)
     if of_hub and (of_hub[1] or not path.parent.exists()):
         return verify(download(of_hub[2], of_hub[3]))
-    if not path.exists():
+    if not name or not path.exists():
         raise UserError(f"there is no folder {name!r} of a run or model; one of the Hugging Face hub is hf:OWNER/NAME")
     for directory in step_directories(path / "checkpoints"):
         try:

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from cli.options import PathText
 from data.config import DataConfig
-from errors import check_numbers
+from errors import UserError, check_numbers
 from model import ModelConfig
 
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
@@ -38,9 +37,9 @@ AT_LEAST_1 = ("batch_size", "grad_accum_steps", "log_every", "eval_every", "eval
 class TrainConfig:
     """Options of training."""
 
-    out_dir: PathText = "out/run"
+    out_dir: str = "out/run"
     """Run directory: configuration, metrics and checkpoints."""
-    init_from: PathText | None = None
+    init_from: str | None = None
     """Fine-tune this model: a checkpoint, a run, or OWNER/NAME of the Hugging Face hub. Left out: random weights."""
     sharp_first_layer: bool = False
     """In a qwen3 with random weights, begin with sharp attention in the first layer and soft attention above. The
@@ -106,6 +105,8 @@ class TrainConfig:
     """Whether Weights & Biases gets the metrics too."""
 
     def __post_init__(self) -> None:
+        if "" in (self.out_dir, self.init_from):
+            raise UserError("out_dir and init_from must be paths, got an empty text")
         check_numbers(
             self,
             seed=(0, 2**63 - 1),
@@ -144,7 +145,7 @@ class Config:
 
     config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
     """A TOML file of options; those on the command line win."""
-    resume: Path | None = None
+    resume: str | None = None
     """The run directory to continue, with its own configuration."""
     model: Table[ModelConfig] = ModelConfig()
     data: Table[DataConfig] = DataConfig()

@@ -28,12 +28,13 @@ def read_config(argv: list[str]) -> Config:
     Raises UserError for an option that cannot be used.
     """
     asked = parse(Config, [word for word in argv if word not in ("-h", "--help")])
-    if asked.resume:
+    if asked.resume is not None:
         if asked.config or asked.train.out_dir != TrainConfig.out_dir:
             raise UserError("--resume takes configuration and directory from the run: give no other with it")
-        if not (asked.resume / "config.toml").is_file():
+        file = Path(asked.resume, "config.toml").expanduser()
+        if not file.is_file():
             raise UserError(f"there is no run in {asked.resume}: a run has a config.toml, and checkpoints/ beside it")
-        return parse(Config, [*argv, "--train.out_dir", str(asked.resume)], asked.resume / "config.toml")
+        return parse(Config, [*argv, "--train.out_dir", asked.resume], file)
     file = asked.config or (FINETUNE if asked.train.init_from else QUICKSTART)
     config = parse(Config, argv, file)  # --help shows the values of the file
     if config.train.init_from:

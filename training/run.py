@@ -50,7 +50,7 @@ class RunDirectory:
     def __init__(self, config: Config, ranks: Ranks):
         self.config = config
         self.writes = ranks.is_first
-        self.path = Path(config.train.out_dir)
+        self.path = Path(config.train.out_dir).expanduser()
         self.metrics = self.path / "metrics.jsonl"
         self.found = self.checkpoints
         self.base = None

@@ -14,8 +14,10 @@ import sample
 import train
 from cli.options import parse
 from data.config import DataConfig
+from data.prepare import prepare
 from errors import UserError
 from model import GPT, GPTConfig
+from model.checkpoint import step_directories
 from model.sampling import Sampler
 from tests.conftest import ROOT
 from training.config import TrainConfig
@@ -117,21 +119,43 @@ def test_no_number_is_negative_or_endless_or_out_of_its_range(table: type, name:
             table(**TABLES[table] | {name: value})
 
 
-PATHS = ["data.source", "data.tokenizer", "train.out_dir", "train.init_from", "resume", "config"]
+def test_a_path_may_begin_in_the_home_folder(
+    run, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tokenizer = "~/straight/checkpoints/step-00000012/tokenizer.json"
+    assert prepare(DataConfig("~/corpus.txt", tokenizer), "~/corpus").directory == tmp_path / "corpus"
+    (tmp_path / "a.toml").write_text(
+        "[data]\nsource = '~/corpus.txt'\ntokenizer = 'model'\n[train]\nout_dir = '~/run'\n"
+    )
+    tune = "--train.init_from=~/straight --train.max_steps=1 --train.batch_size=1 --train.eval_tokens=99".split()
+    for words in ([tmp_path / "a.toml", *tune], ["--resume=~/run", "--train.max_steps=2"]):
+        result = run(train, *words)
+        assert result.exit_code == 0, result.err
+    assert [path.name for path in step_directories(tmp_path / "run" / "checkpoints")] == [
+        "step-00000002",
+        "step-00000001",
+    ]
 
 
-@pytest.mark.parametrize("option", PATHS)
-def test_a_path_may_begin_in_the_home_folder_and_is_not_empty(option: str, run, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", "/some/home")
-    table, _, name = option.partition(".")
-    arguments = (lambda value: [value]) if option == "config" else (lambda value: [f"--{option}={value}"])
-    found = getattr(parse(Config, arguments("~/a")), table)
-    assert str(getattr(found, name) if name else found) == "/some/home/a"
-    if name:
-        (tmp_path / "a.toml").write_text(f"[{table}]\n{name} = '~/a'\n")
-        assert parse(Config, [], tmp_path / "a.toml") == parse(Config, arguments("~/a"))
-    refused = run(train, *arguments(""))
-    assert refused.exit_code == 2 and "expected a path, got an empty text" in " ".join(re.split(r"[\s│]+", refused.err))
+@pytest.mark.parametrize(
+    "script, argument, message",
+    [
+        (train, "--train.out_dir=", "out_dir and init_from must be paths, got an empty text"),
+        (train, "--train.init_from=", "out_dir and init_from must be paths, got an empty text"),
+        (train, "--resume=", "out_dir and init_from must be paths, got an empty text"),
+        (train, "--data.source=", "no text found at ''"),
+        (train, "", "there is no file ."),
+        (sample, "", "there is no folder ''"),
+        (inspect_attention, "", "there is no folder ''"),
+    ],
+)
+def test_an_empty_path_is_not_this_folder(
+    run, straight: Path, monkeypatch, script, argument: str, message: str
+) -> None:
+    monkeypatch.chdir(straight)
+    result = run(script, argument)
+    assert result.exit_code == 2 and message in result.err
 
 
 def test_none_is_a_text_for_a_text_and_nothing_for_a_number() -> None:
