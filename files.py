@@ -6,15 +6,16 @@ from pathlib import Path
 
 from errors import UserError
 
+MOST = 1 << 26  # bytes of a small file
 POINTER = b"version https://git-lfs"
 
 
-def read_small(path: Path, most: int = 1 << 26) -> bytes:
-    """Return the content of a file. Raises UserError for a pointer, what is no file, and more than `most` bytes."""
+def read_small(path: Path) -> bytes:
+    """Return the content of a file. Raises UserError for a pointer, what is no file, and more than MOST bytes."""
     if not path.is_file():  # a pipe would be waited for
         raise UserError(f"there is no file {path}")
-    if path.stat().st_size > most:
-        raise UserError(f"{path} has more than {most:,} bytes")
+    if path.stat().st_size > MOST:
+        raise UserError(f"{path} has more than {MOST:,} bytes")
     refuse_pointer(path)
     return path.read_bytes()
 

@@ -14,7 +14,6 @@ Without --text it reads the validation text, if that is on this machine.
 """
 
 import cores  # noqa: F401  before torch
-import logging
 import shutil
 import sys
 import textwrap
@@ -61,20 +60,12 @@ class Options:
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
 
-    def __post_init__(self) -> None:
-        if not self.checkpoints:
-            raise UserError("which checkpoint? It comes first: inspect_attention.py out/quickstart --heads 0.1")
-        for path in self.output:
-            check_output(path)
-
 
 def main() -> None:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where no home can be written to
-    inspect(parse(Options, sys.argv[1:]))
-
-
-def inspect(options: Options) -> None:
     """Inspect the checkpoints, write the outputs, and print the heads of the last one."""
+    options = parse(Options, sys.argv[1:])
+    for output in options.output:
+        check_output(output)
     checkpoints = find_checkpoints(options.checkpoints)
     device = find_device(options.device)
     text = None if options.text is None else read_prompt(options.text)
@@ -107,12 +98,12 @@ def inspect(options: Options) -> None:
 def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:
     """Find checkpoints, and return them by step, each once.
 
-    Raises UserError if one is not found, or if there are several that are not of one run.
+    Raises UserError if one is not found, if there are several that are not of one run, or if there is none.
     """
     by_path = {checkpoint.directory.resolve(): checkpoint for checkpoint in map(find_checkpoint, paths)}
     runs = {path.parent if STEP.fullmatch(path.name) else path for path in by_path}
-    if len(runs) > 1:
-        raise UserError("several checkpoints make a timeline, so they must be directories step-... of one run")
+    if len(runs) != 1:
+        raise UserError("give a checkpoint first of all, or for a timeline several directories step-... of one run")
     return [by_path[path] for path in sorted(by_path)]
 
 

@@ -19,7 +19,6 @@ from files import read_small
 
 T = TypeVar("T")
 
-MOST_BYTES = 1 << 20  # of a TOML file
 REGISTRY = ConstructorRegistry()
 
 
@@ -45,17 +44,16 @@ def parse(options: type[T], argv: list[str], file: Path | None = None, defaults:
 
     Exits with code 2 where tyro has printed what is wrong. Raises UserError if the file cannot be read.
     """
-    name = Path(sys.argv[0]).name
     read = partial(tyro.cli, options, use_underscores=True, registry=REGISTRY)
     if file is not None:  # which is in the last line of the message: see NAME FILE --help
-        defaults = read(prog=f"{name} {file}", args=options_in(file), default=defaults)
-    return read(prog=name, args=argv, default=defaults)
+        defaults = read(prog=f"{sys.argv[0]} {file}", args=options_in(file), default=defaults)
+    return read(args=argv, default=defaults)
 
 
 def options_in(file: Path) -> list[str]:
     """Return the tables of a TOML file as command line options. Raises UserError if it has other content."""
     try:
-        tables = tomllib.loads(read_small(file, MOST_BYTES).decode("utf-8-sig"))
+        tables = tomllib.loads(read_small(file).decode("utf-8-sig"))
     except (ValueError, UserError) as error:
         advice = f"to train on a text: --data.source {file}"
         raise UserError(f"{file} cannot be read as TOML in UTF-8: {error}; {advice}") from error
@@ -64,8 +62,6 @@ def options_in(file: Path) -> list[str]:
         if not isinstance(content, dict):
             raise UserError(f"{file}: {table} must be inside a table such as [train]")
         for key, value in content.items():
-            if not isinstance(value, str | int | float):
-                raise UserError(f"{file}: {table}.{key} must be a text, a number, true or false, got {value!r}")
             word = value if isinstance(value, str) else str(value).lower()  # true, not True
             options.append(f"--{table}.{key}={word}")
     if not options:  # perhaps the rest of a file that was lost: the defaults would be a large model

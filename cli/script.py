@@ -32,8 +32,8 @@ def run_script(main: Callable[[], None]) -> None:
         main()
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         discard(sys.stdout)
-    except KeyboardInterrupt as stop:
-        fail(str(stop) or "interrupted", getattr(stop, "exit_code", 130))
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
     except (OSError, UnicodeError) as error:
         discard(sys.stdout)  # or Python ends with a second error, if the disk is full
         fail(str(error), 2)

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class Checkpoint:
     """A verified checkpoint, or a model from elsewhere."""
 
     directory: Path
-    manifest: dict = field(default_factory=dict)
+    manifest: dict
     """The content of manifest.json; empty for a model from elsewhere."""
 
     @property
@@ -104,7 +104,7 @@ def verify(directory: Path) -> Checkpoint:
         if not (directory / "config.json").is_file():
             raise UserError(f"{directory} is no model, and no run with an intact checkpoint: it has no config.json")
         tensor_files(directory, "model")
-        return Checkpoint(directory)
+        return Checkpoint(directory, {})
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise UserError(f"{directory} has format {manifest.get('format')!r:.60}, this version reads {FORMAT}")

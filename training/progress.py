@@ -80,7 +80,7 @@ class Progress:
         return record
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(Exception):
     """The run was asked to stop, and nothing is lost; the message is for the user."""
 
     exit_code = 75

@@ -205,12 +205,12 @@ def test_a_model_of_the_hub_has_its_name() -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--heads", "0.1", "{run}"], "which checkpoint?"),
+        (["--heads", "0.1", "{run}"], "give a checkpoint first of all"),
         (["{run}", "--heads", "2.0"], "there is no head 2.0: the model has 2 layers of 3 heads"),
         (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .html, .png, .svg, .npz"),
         (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: it is a directory, or in none"),
         (["{run}", "--device", "meta"], "device 'meta' cannot be used here"),
-        (["{run}", "{other}"], "several checkpoints make a timeline, so they must be directories step-... of one run"),
+        (["{run}", "{other}"], "for a timeline several directories step-... of one run"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(run, straight: Path, tmp_path: Path, words: list, message: str) -> None:

@@ -79,7 +79,6 @@ def test_a_wrong_option_is_said(run, monkeypatch, arguments: list[str], message:
         ("[model]\nvocab_size = 5", "--model.vocab_size"),  # the tokenizer's
         ("max_steps = 5", "max_steps must be inside a table such as [train]"),
         ("[Prologue]\n", "no options"),  # a text, or the rest of a file that was lost
-        ("[data]\nsource = ['a', 'b']", "data.source must be a text, a number, true or false, got ['a', 'b']"),
     ],
 )
 def test_a_wrong_file_is_named(run, tmp_path: Path, monkeypatch, content: str, message: str) -> None:

@@ -15,7 +15,7 @@ from errors import UserError
 from tests.conftest import run_python
 
 
-class Stopped(KeyboardInterrupt):
+class Stopped(Exception):
     exit_code = 75
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import data
 from cli.options import parse
 from data.prepare import DataConfig, prepare
+from errors import UserError
 from model import GPT, GPTConfig
 from training.fit import EPOCHS, FEWEST_STEPS, SIZES, TOKENS_PER_PARAMETER, tokens_for
 from training.options import QUICKSTART as QUICKSTART_FILE
@@ -91,7 +91,7 @@ def test_options_win_and_the_rest_fits_them(tmp_path: Path, corpus_file: Path, c
 
 
 def test_a_text_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(data.UserError, match="no text found"):
+    with pytest.raises(UserError, match="no text found"):
         read("--data.source", tmp_path / "nowhere")
     monkeypatch.setenv("RANK", "1")  # under torchrun nothing is chosen
     assert read("--data.source", tmp_path / "nowhere").model == QUICKSTART.model
