@@ -13,7 +13,7 @@ import tiktoken
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from data.sources import cut
+from data.sources import in_pieces
 from errors import UserError, errors_as_user_error
 
 END_OF_TEXT = "<|endoftext|>"
@@ -166,7 +166,7 @@ class TiktokenTokenizer(Tokenizer):
             first = min(unknown, key=text.index)
             raise UserError(f"the chars tokenizer never saw the character {first!r} (U+{ord(first):04X})")
         encode = self.encoding.encode_to_numpy
-        return np.concatenate([encode(piece, disallowed_special=()) for piece in cut([text])])
+        return np.concatenate([encode(piece, disallowed_special=()) for piece in in_pieces([text])])
 
 
 def from_ranks(name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> TiktokenTokenizer:
@@ -174,10 +174,10 @@ def from_ranks(name: str, pattern: str, ranks: dict[bytes, int], special: dict[s
     spelled = {token.decode("latin-1").translate(SPELLING): rank for token, rank in ranks.items()}
     # tiktoken joins any two neighbours that form a token, lowest rank first: list every such pair in that order.
     merges = [
-        (token[:cut], token[cut:])
+        (token[:place], token[place:])
         for token in sorted(spelled, key=spelled.get)
-        for cut in range(1, len(token))
-        if token[:cut] in spelled and token[cut:] in spelled
+        for place in range(1, len(token))
+        if token[:place] in spelled and token[place:] in spelled
     ]
     # In the vocabulary special tokens keep their ids. Only added, they would get the next free ones.
     vocabulary = spelled | special

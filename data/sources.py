@@ -3,8 +3,8 @@
 A corpus is a stream of documents, and a document is a stream of pieces of bounded size, so that neither a large corpus
 nor one long line ever has to fit in memory.
 
-A source is local files, or PREFIX:NAME with a prefix in READERS. For a new kind of source write a function, and enter
-it in READERS (docs/data.md).
+A source is local files, or PREFIX:NAME, where READERS has "PREFIX:". For a new kind of source write a function, and
+enter it in READERS (docs/data.md).
 """
 
 import bz2
@@ -38,9 +38,7 @@ NOT_STDLIB = re.compile(
     r"|(cp[0-8]|hp_|iso8859|koi8_|kz|mac_|palmos|ptcp|tis_).*|(aliases|entities|_casefix|stringprep|topics)\.py"
 )  # tests, what was installed, and tables of codes
 BATCH = 100  # rows of Parquet that are read at once
-LONGEST = 1 << 26  # characters of a field of CSV or a row of JSON; a quote that is never closed is read no further
-BETWEEN_ROWS = " \t\r\n,"  # of JSON
-ROW_START = re.compile(f"[^{BETWEEN_ROWS}]|\\Z")
+LONGEST = 1 << 26  # characters of a field of CSV, or a line or an array of JSON; what never ends is read no further
 PATIENCE = 10  # seconds that the hub has for its first answer
 
 Document = str | Iterable[str]  # the text, or its parts one after the other, each of any size
@@ -54,13 +52,13 @@ def documents(source: str, text_column: str) -> Iterator[Iterator[str]]:
 
     Raises UserError if there is no such source, or for a file or row that cannot be read or holds no text.
     """
-    prefix, name = split_prefix(source)
-    read = READERS.get(prefix, read_files)
-    for document in read(name, text_column):
-        yield cut([document] if isinstance(document, str) else document)
+    prefix, colon, name = source.partition(":")
+    read = READERS.get(prefix + colon)
+    for document in read(name, text_column) if read else read_files(source, text_column):
+        yield in_pieces([document] if isinstance(document, str) else document)
 
 
-def cut(parts: Iterable[str]) -> Iterator[str]:
+def in_pieces(parts: Iterable[str]) -> Iterator[str]:
     """Yield a text in pieces of at most PIECE characters, cut at harmless places if there are any."""
     rest = ""
     for part in parts:
@@ -75,35 +73,29 @@ def cut(parts: Iterable[str]) -> Iterator[str]:
     yield rest
 
 
-def split_prefix(source: str) -> tuple[str, str]:
-    """Return the prefix and the name of a source: ("hf", NAME) for hf:NAME, ("", source) for local files."""
-    prefix, colon, name = source.partition(":")
-    return (prefix, name) if colon and prefix in READERS else ("", source)
-
-
 def find_files(source: str) -> list[Path]:
     """Return the files of a local source, sorted, each once, however many links lead to it.
 
-    None for a source with a prefix in READERS. Raises UserError if there is no such source.
+    None for one of READERS. Raises UserError if there is no such source.
     """
-    if split_prefix(source)[0]:
+    if source.startswith(tuple(READERS)):
         return []
     if source == "stdlib":
         found = (path for path in walk(sysconfig.get_path("stdlib"), NOT_STDLIB) if path.suffix == ".py")
     elif os.path.isdir(source):
         found = walk(source, HIDDEN)
-    elif "**" in Path(source).parts:  # `glob` would follow links in circles
-        top, _, name = f"{source.rstrip('/')}/".partition("**/")
-        name = name.rstrip("/")
+    elif "**" in source:  # `glob` would follow links in circles
+        top, _, name = source.partition("**")
+        name = name.strip("/") or "*"
         if "**" in name:
             raise UserError(f"{source!r} has ** twice: give the folder that holds all of it")
-        found = (path for folder in glob.glob(top or ".") for path in walk(folder, HIDDEN) if path.match(name or "*"))
+        found = (path for folder in glob.glob(top or ".") for path in walk(folder, HIDDEN) if path.match(name))
     else:  # its name may hold characters of a glob
         found = map(Path, [source] if os.path.exists(source) else glob.glob(source))
     names = {path.resolve(): path for path in sorted(found, reverse=True) if path.is_file()}
     if not names:
         raise UserError(
-            f"no text found at {source!r}: give a file, a folder, a glob, {':NAME, '.join(READERS)}:NAME or stdlib; "
+            f"no text found at {source!r}: give a file, a folder, a glob, {'NAME, '.join(READERS)}NAME or stdlib; "
             "download a file of the web first"
         )
     return sorted(names.values())
@@ -166,36 +158,32 @@ def read_text(path: str, file: TextIO, text_column: str) -> Iterator[str]:
 
 
 def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
-    """Yield the texts of JSON: of objects one after the other, or of an array of them, on as many lines as they like.
+    """Yield the texts of JSON: of an object a line, or of one value on any lines, an object or an array of them.
 
-    Raises UserError for a row that is not JSON, is no object, or has no such column.
+    Raises UserError for a row that is no object or has no such column, and ValueError or RecursionError for one that is
+    not JSON.
     """
-    parse = json.JSONDecoder(parse_int=float).raw_decode  # int refuses thousands of digits
-    rest, arrays = re.subn(r"\A(\s*)\[", r"\1 ", file.read(PIECE))
-    line = 1
-    place = 0
-    while True:
-        start = ROW_START.search(rest, place).start()
-        line += rest.count("\n", place, start)
-        where = f"{path}, line {line}"
+    parse = partial(json.loads, parse_int=float)  # int refuses thousands of digits
+    for number, line in enumerate(iter(partial(file.readline, LONGEST), ""), start=1):
+        if line.isspace():
+            continue
         try:
-            row, place = parse(rest, start)
-        except (ValueError, RecursionError):  # the row is wrong, or cut off by the end of `rest`
-            rest = rest[start:]
-            place = 0
-            more = len(rest) < LONGEST and file.read(max(PIECE, len(rest)))  # twice as much, to take linear time
-            if not more:
-                break
-            rest += more
-        else:
+            value = parse(line)
+        except ValueError:  # it goes on, up to the end of the file
+            line += file.read(LONGEST - len(line))
+            if len(line) == LONGEST:
+                raise UserError(
+                    f"{path}, line {number}: expected a row of JSON on this line, or on several in a file of less than "
+                    f"{LONGEST:,} characters"
+                ) from None
+            value = parse("\n" * (number - 1) + line)  # so that an error names the line of the file
+        is_array = number == 1 and isinstance(value, list)
+        for place, row in enumerate(value if is_array else [value], start=number):
+            where = f"{path}, {'row' if is_array else 'line'} {place}"
             if not isinstance(row, dict):
                 raise UserError(f"{where}: expected an object with the column {text_column!r}, got {row!r:.60}")
             check_column(where, text_column, list(row))
             yield text_of(where, row[text_column])
-            line += rest.count("\n", start, place)
-    rest = rest.strip(BETWEEN_ROWS)
-    if rest != "]" * arrays:
-        raise UserError(f"{where}: expected a row of JSON, got {rest!r:.60}")
 
 
 def read_csv(path: str, file: TextIO, text_column: str, delimiter: str = ",") -> Iterator[str]:
@@ -288,7 +276,7 @@ def text_of(where: str, value: object) -> str:
     return text
 
 
-# The kinds of source that are not files: READERS[PREFIX](NAME, text_column) yields the documents of PREFIX:NAME.
+# The kinds of source that are not files: READERS["PREFIX:"](NAME, text_column) yields those of PREFIX:NAME.
 READERS = {
-    "hf": read_hub,
+    "hf:": read_hub,
 }

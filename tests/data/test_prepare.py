@@ -115,7 +115,7 @@ def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_kind_of_source_is_a_function_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sources.READERS, "mine", lambda name, text_column: [f"text of {name}", ["in ", "parts"]])
+    monkeypatch.setitem(sources.READERS, "mine:", lambda name, text_column: [f"text of {name}", ["in ", "parts"]])
     assert documents_of(make("mine:some/own:9")) == ["text of some/own:9", "in parts"]
     assert name_of("mine:some/own:9") == "own-9" and math.isnan(size_of(DataConfig("mine:"))[0])
     with pytest.raises(UserError, match="no text found at 'your:own': give a file, .*, hf:NAME, .*mine:NAME or stdlib"):
@@ -291,7 +291,7 @@ def test_each_split_ends_with_the_piece_that_reaches_its_share_of_max_tokens(mon
 def test_few_documents_are_one_text() -> None:
     for number, row in ((30, "document {} "), (100, "the same ")):  # few, or few different ones
         text = "".join(map(row.format, range(number)))
-        Path("a.jsonl").write_text("".join(json.dumps({"text": row.format(i)}) for i in range(number)))
+        Path("a.jsonl").write_text("\n".join(json.dumps({"text": row.format(i)}) for i in range(number)))
         corpus = make("a.jsonl", val_fraction=0.2)
         assert corpus.tokenizer.decode(corpus.tokens["train"].tolist()) == text[: int(len(text) * 0.8)]
         assert corpus.tokenizer.decode(corpus.tokens["val"].tolist()) == text[int(len(text) * 0.8) :]

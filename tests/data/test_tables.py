@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
@@ -64,16 +65,22 @@ def test_each_row_is_read_as_it_is_written(name: str, packed: str, monkeypatch: 
         assert read(f"a::{name}{packed}") == ROWS
 
 
-def test_a_large_row_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = ["a" * 300_001, "b", "c" * 70_001]
-    sizes, parse = [], json.JSONDecoder.raw_decode
-    monkeypatch.setattr(json.JSONDecoder, "raw_decode", lambda *words: (sizes.append(len(words[1])), parse(*words))[1])
-    monkeypatch.setattr(sources, "PIECE", 101)
-    Path("t.json").write_text(json.dumps([{"text": text} for text in texts]))
-    assert read("t.json") == texts
-    assert sum(sizes) < 10 * 370_000
-    Path("t.csv").write_text("text\n" + "\n".join(texts))
-    assert read("t.csv") == texts
+def test_json_is_read_as_its_first_line_is_not_as_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": text} for text in ROWS]
+    Path("lines.json").write_text("\n\n" + as_lines(ROWS))  # as many data sets of the hub are
+    Path("array.jsonl").write_text(json.dumps(rows))
+    Path("one.json").write_text(json.dumps(rows[0], indent=3))
+    monkeypatch.setattr(sources, "LONGEST", 419)  # characters, fewer than lines.json has and more than the others
+    assert [read(name) for name in ("lines.json", "array.jsonl", "one.json")] == [ROWS, ROWS, ROWS[:1]]
+
+
+@pytest.mark.parametrize("content", ['[{"text": "%s"}]', '{"text": "a"}\n{"text": "%s"}', '[\n{"text": "a"},\n"%s"]'])
+def test_no_more_of_json_is_read_at_a_time_than_the_longest_row(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LONGEST", 997)
+    file = io.StringIO(content % ("a" * 10**6))
+    with pytest.raises(UserError, match=r"t.json, line [12]: expected a row of JSON on this line, or on .* 997 charac"):
+        list(sources.read_json("t.json", file, "text"))
+    assert file.tell() < 2 * 997
 
 
 @pytest.mark.parametrize(
@@ -81,12 +88,17 @@ def test_a_large_row_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("t.jsonl", '{"text": "a"}\n\n{"text": 5}', "t.jsonl, line 3: expected a text, got 5"),
         ("t.jsonl", '"text"', "t.jsonl, line 1: expected an object with the column 'text', got 'text'"),
-        ("t.jsonl", '{"text": "a"}\n{"text": "b\n{"text": "c"}', "line 2: expected a row of JSON, got '{\"text"),
-        ("t.jsonl", '{"n": ' + "[" * 99_999, "t.jsonl, line 1: expected a row of JSON, got"),
+        (
+            "t.jsonl",
+            '{"text": "a"}\n{"text": "b\n{"text": "c"}',
+            "t.jsonl: JSONDecodeError: Invalid .*: line 2 column 12",
+        ),
+        ("t.jsonl", '{"n": ' + "[" * 99_999, "cannot read t.jsonl: RecursionError: maximum recursion"),
         ("t.jsonl", r'{"text": "a\ud83d"}', "t.jsonl, line 1 has half a character: UnicodeEncodeError"),
         ("t.jsonl", '{"text": "b"}\n{"c": 1}', "t.jsonl, line 2: expected a column 'text', got c: choose one by"),
-        ("t.json", '[\n{"text": "a"},', "t.json, line 2: expected a row of JSON, got ''"),
-        ("t.json", '[{"text": "a"}]\n{"text": "b"}', "t.json, line 1: expected a row of JSON, got ']"),
+        ("t.json", '[\n{"text": "a"},', "cannot read t.json: JSONDecodeError: Expecting value: line 2"),
+        ("t.json", '[{"text": "a"},\n{"text": [5]}]', r"t.json, row 2: expected a text, got \[5"),
+        ("t.jsonl", '{"text": "a"}\n[{"text": "b"}]', "t.jsonl, line 2: expected an object with .*, got "),
         ("t.csv", "text,text\n1,2\n", "t.csv: expected a column 'text', got text, text: choose"),
         ("t.csv", ",".join(map(str, range(9999))), "t.csv: expected a column 'text', got 0, 1, .{,70}[.]{3}: choose"),
         ("t.csv", 'n,text\n1,"a\nb"\n\n2\n', r"t.csv, line 5: 1 fields instead of 2"),
