@@ -51,9 +51,8 @@ def train(config: Config, ranks: Ranks) -> None:
     # 1. What an earlier session left, the text, the model and its optimizer.
     run = RunDirectory(config, ranks)
     ranks.check(c, run.step, dtype)
-    if run.is_done():
-        return
-    corpus = ranks.first_then_others(prepare, config.data, fingerprint=run.fingerprint, model=run.model_directory)
+    with ranks.first_then_others():
+        corpus = prepare(config.data, fingerprint=run.fingerprint, model=run.model_directory)
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
     validation = Validation(corpus, c, T, dtype, ranks)
     model = ranks.wrap_model(make_model(config, corpus, run.base), c.parallel, device)
@@ -80,8 +79,8 @@ def train(config: Config, ranks: Ranks) -> None:
                 guard.check()
                 with progress.paused("evaluating"):
                     record = validation.evaluate(model, loss_fn)
-                    progress.print(run.log_validation(step, progress.train_seconds, record))
-            stopping = step == c.max_steps or ranks.any_rank(interrupt)
+                    progress.line.write(run.log_validation(step, progress.train_seconds, record))
+            stopping = step >= c.max_steps or ranks.any_rank(interrupt.received)
             if is_new and (stopping or step % c.checkpoint_every == 0):
                 guard.check()
                 with progress.paused("saving"):

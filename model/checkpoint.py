@@ -109,9 +109,10 @@ def verify(directory: Path) -> Checkpoint:
     if manifest.get("format") != FORMAT:
         raise UserError(f"{directory} has format {manifest.get('format')!r:.60}, this version reads {FORMAT}")
     manifest.pop("sha256", None)
-    if with_own_hash(manifest) != path.read_bytes():
-        raise UserError(f"{path} is damaged: its SHA-256 is not the one in it")
-    for name, expected in manifest["files"].items():
+    files = manifest.get("files")
+    if with_own_hash(manifest) != path.read_bytes() or not isinstance(files, dict):
+        raise UserError(f"{path} is damaged: its SHA-256 is not the one in it, or it names no files")
+    for name, expected in files.items():
         path = directory / name
         if not path.is_file() or {"size": path.stat().st_size, "sha256": sha256(path)} != expected:
             raise UserError(f"{path} is missing or damaged: its size or SHA-256 is not the one in the manifest")

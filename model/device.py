@@ -8,17 +8,12 @@ import torch
 from errors import UserError
 
 
-def resolve_device(name: str) -> str:
-    """Return the name of a device; for auto the first of cuda, mps and cpu that this machine has."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-
-
 def find_device(name: str) -> torch.device:
     """Return the device of this name; auto is CUDA, else MPS, else CPU. Raises UserError if it cannot be used."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        there = torch.empty(1, device=resolve_device(name))
+        there = torch.empty(1, device=name)
         there.cpu()  # fails on the device "meta"
         return there.device
     except (RuntimeError, AssertionError) as error:

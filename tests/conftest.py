@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -208,6 +208,19 @@ def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
 def metrics(run_directory: Path, key: str) -> dict[int, float]:
     lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line[key] for line in lines if key in line}
+
+
+def leave(run_directory: Path, losses: dict[int, float | None], saved: Iterable[int]) -> None:
+    """Leave the validation losses of a run by step, each after a line of the training, and its checkpoints, empty."""
+    for step in saved:
+        (run_directory / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    lines = [
+        line
+        for step in losses
+        for line in ({"step": step, "train_loss": 0.5}, {"step": step, "val_loss": losses[step]})
+    ]
+    run_directory.mkdir(exist_ok=True)
+    (run_directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture(scope="session")

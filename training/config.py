@@ -12,7 +12,7 @@ from model import ModelConfig
 
 Table = tyro.conf.FlagConversionOff  # --train.compile true, as in TOML, and not --train.compile
 
-# Options that a resumed run may change. All others would change its numbers.
+# Options of [train] that a resumed run may change. All others, of any table, would change its numbers.
 MAY_CHANGE = {
     "out_dir",
     "device",

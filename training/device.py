@@ -11,7 +11,7 @@ from torch import Tensor
 
 from errors import UserError
 from model.checkpoint import code_hash
-from model.device import dtype_name, find_device, has_bfloat16, resolve_device
+from model.device import dtype_name, find_device, has_bfloat16
 from training.config import TrainConfig
 
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
@@ -30,8 +30,8 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
     n_embd is the width of the model; local_rank the number of the GPU where each process has its own. Raises UserError
     if the device cannot be used.
     """
-    name = resolve_device(config.device)
-    device = find_device(f"cuda:{local_rank}" if name == "cuda" and torch.cuda.is_available() else name)
+    own = config.device in ("auto", "cuda") and torch.cuda.is_available()
+    device = find_device(f"cuda:{local_rank}" if own else config.device)
     cuda = device.type == "cuda"
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
@@ -44,8 +44,8 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tupl
         torch.set_float32_matmul_precision("high")  # TF32, where float32 products remain
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS if it has to be deterministic
     # On CUDA a warning would not do: PyTorch's attention then adds in any order.
-    if config.deterministic or torch.are_deterministic_algorithms_enabled():  # the call alone takes a second
-        torch.use_deterministic_algorithms(config.deterministic, warn_only=not cuda)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=not cuda)
     where = torch.cuda.get_device_name(device) if cuda else f"threads: {torch.get_num_threads()}"
     print(f"device: {device} ({where}), {dtype_name(dtype)}")
     return device, dtype

@@ -13,9 +13,9 @@ If a rank dies, torchrun reports it and stops the others; with --max-restarts it
 
 import contextlib
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,6 @@ from model import GPT
 from model.device import dtype_name
 from training.config import TrainConfig
 from training.sharded import is_sharded, shard_model
-
-Result = TypeVar("Result")
 
 LONGEST_WAIT = timedelta(days=30)  # for rank 0, which prepares data for hours or saves
 
@@ -46,7 +44,6 @@ class Ranks:
     summed: Tensor | None = None  # this rank's share of the summed gradients, flat
 
     def __init__(self) -> None:
-        self.silence = contextlib.ExitStack()
         self.started = "RANK" in os.environ
         if self.started:
             store, self.rank, self.world = next(dist.rendezvous("env://"))
@@ -61,14 +58,13 @@ class Ranks:
         self.is_first = self.rank == 0
 
     def __enter__(self) -> "Ranks":
+        self.streams = (sys.stdout, sys.stderr)
         if not self.is_first:
-            nowhere = self.silence.enter_context(open(os.devnull, "w"))
-            self.silence.enter_context(contextlib.redirect_stdout(nowhere))
-            self.silence.enter_context(contextlib.redirect_stderr(nowhere))
+            sys.stdout = sys.stderr = open(os.devnull, "w")
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.silence.close()
+        sys.stdout, sys.stderr = self.streams
         if error is None and self.started:
             dist.destroy_process_group()
         elif self.started and isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo has no class for it
@@ -152,21 +148,21 @@ class Ranks:
         dist.all_gather(list(vectors), vector)
         return vectors
 
-    def any_rank(self, condition: object) -> bool:
+    def any_rank(self, condition: bool) -> bool:
         """Return whether the condition holds on at least one rank. Only the hosts talk; no device is waited for."""
-        answer = torch.tensor(bool(condition), dtype=torch.uint8)
+        answer = torch.tensor(condition, dtype=torch.uint8)
         if self.world > 1:
             dist.all_reduce(answer, dist.ReduceOp.MAX)
         return bool(answer)
 
-    def first_then_others(self, work: Callable[..., Result], *arguments: object, **options: object) -> Result:
-        """Call `work` on rank 0, which may take hours, then on the others, who find the result on the disk."""
+    @contextlib.contextmanager
+    def first_then_others(self) -> Iterator[None]:
+        """Let rank 0 do what is inside, which may take hours, then the others, who find the result on the disk."""
         if not self.is_first:
             self.barrier()
-        result = work(*arguments, **options)
+        yield
         if self.is_first:
             self.barrier()
-        return result
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""

@@ -11,7 +11,7 @@ from data.config import DataConfig
 from errors import UserError
 from model import GPTConfig, ModelConfig
 from model.checkpoint import find_checkpoint
-from model.device import resolve_device
+from model.device import find_device
 from model.load import load_config
 from training.config import Config, TrainConfig
 from training.fit import fit_to_text, size_of
@@ -48,7 +48,7 @@ def read_config(argv: list[str]) -> Config:
 def read_fitted(argv: list[str], config: Config) -> Config:
     """Return the configuration of the quickstart, fitted to its text. Options in argv win."""
     num_bytes, tokenizer = size_of(config.data)
-    on_gpu = resolve_device(config.train.device).startswith("cuda")
+    on_gpu = find_device(config.train.device).type == "cuda"
     config = parse(Config, argv, defaults=fit_to_text(config, num_bytes, tokenizer, on_gpu))
     size = f"about {num_bytes:,.0f} bytes of text" if num_bytes >= 0 else "a text of unknown size"  # nan
     shape = f"{config.model.n_layer} layers of {config.model.n_embd}, {config.data.tokenizer}"

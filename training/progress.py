@@ -51,10 +51,6 @@ class Progress:
         self.line.set_description_str("", refresh=False)
         self.lap_began = time.perf_counter()
 
-    def print(self, text: str) -> None:
-        """Print a text above the line."""
-        self.line.write(text)
-
     def lap(self) -> None:
         """Add the time since the last lap to the training seconds."""
         now = time.perf_counter()
@@ -87,7 +83,7 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Flag that is true after a SIGINT, SIGTERM or SIGHUP: the run is to stop after the step. SIGQUIT stops at once."""
+    """Whether a SIGINT, SIGTERM or SIGHUP was `received`: the run is to stop after the step. SIGQUIT stops at once."""
 
     def __init__(self) -> None:
         self.received = False
@@ -102,6 +98,3 @@ class Interrupt:
             with suppress(OSError):  # no lock and no buffer: the program may just be using them
                 os.write(2, f"\n{name}: saving after this step; Ctrl-\\ stops at once\n".encode())
         self.received = True
-
-    def __bool__(self) -> bool:
-        return self.received

@@ -7,7 +7,6 @@ escapes markup and `visible` escapes hidden characters: samples, names and optio
 """
 
 import json
-import math
 import secrets
 import shlex
 import tomllib
@@ -28,11 +27,10 @@ TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: visib
 # The norm can show trouble before the loss does. The configuration determines the learning rate, one number the speed.
 LOSSES = {"Loss, nats a token": ("train_loss", "val_loss"), "Gradient norm": ("grad_norm",)}
 HEADS = {f"{METRICS[kind][0]}: {KINDS[kind]}": (f"{kind}/",) for kind in METRICS if kind in KINDS}
-MOST_POINTS = 10_000  # of a chart
 
 
-def read_metrics(directory: Path, step: float = math.inf) -> list[dict]:
-    """Return the lines of a run's metrics.jsonl up to and including `step`; none if there is no file.
+def read_metrics(directory: Path) -> list[dict]:
+    """Return the lines of a run's metrics.jsonl; none if there is no file.
 
     A damaged line ends the reading with a printed note: the lines that a checkpoint relies on were synced before it.
     """
@@ -45,24 +43,26 @@ def read_metrics(directory: Path, step: float = math.inf) -> list[dict]:
         except ValueError:
             print(f"{path} is damaged after its line {len(lines)}: the rest is left out")
             break
-    return [line for line in lines if line["step"] <= step]
+    return lines
 
 
-def best_checkpoint(lines: list[dict], checkpoints: list[Path]) -> Path | None:
-    """Return the checkpoint with the lowest validation loss, the first one of equal losses, or None."""
+def best_checkpoint(directory: Path) -> Path | None:
+    """Return the checkpoint of a run with the lowest validation loss, the first one of equal losses, or None."""
+    lines = read_metrics(directory)
     losses = {f"step-{line['step']:08d}": line["val_loss"] for line in lines if line.get("val_loss") is not None}
-    measured = [path for path in sorted(checkpoints) if path.name in losses]
-    return min(measured, key=lambda path: losses[path.name], default=None)
+    measured = [path for path in step_directories(directory / "checkpoints") if path.name in losses]
+    return min(reversed(measured), key=lambda path: losses[path.name], default=None)
 
 
-def next_commands(directory: Path, checkpoints: list[Path], best: Path | None, finished: bool) -> list[str]:
+def next_commands(directory: Path, finished: bool) -> list[str]:
     """Return the command lines that go on from a run: resume it if it is not finished, sample, and look at its heads.
 
-    checkpoints: those of the run, newest first. best: see `best_checkpoint`. finished: all steps and evaluations are
-    done.
+    finished: all steps and evaluations are done.
     """
     run = shlex.quote(str(directory))
     commands = [] if finished else [f"python train.py --resume {run}"]
+    checkpoints = step_directories(directory / "checkpoints")
+    best = best_checkpoint(directory)
     if checkpoints:
         model = shlex.quote(str(best)) if finished and best and best != checkpoints[0] else run
         commands += [
@@ -97,18 +97,18 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
     """Return the variables of the template; see `write_report`."""
     config = (directory / "config.toml").read_text(encoding="utf-8")
     options = tomllib.loads(config)
-    lines = read_metrics(directory)
+    newest_first = read_metrics(directory)[::-1]
     checkpoints = step_directories(directory / "checkpoints")
     saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
-    finished = saved == options["train"]["max_steps"]  # which is evaluated before it is saved
+    finished = saved >= options["train"]["max_steps"]  # which is evaluated before it is saved
     curves = defaultdict(list)
-    for line in lines:
+    for line in newest_first:
         for key, value in flat(line).items():
             if value is not None:
                 curves[key].append((line["step"], value))
-    latest = {key: points[-1][1] for key, points in curves.items()}
+    latest = {key: points[0][1] for key, points in curves.items()}
     step = max(saved, latest.get("step", 0))
-    best = best_checkpoint(lines, checkpoints)
+    best = best_checkpoint(directory)
     if best:
         latest["best"] = best.name
     session = about.get("certificate", {}) | about.get("environment", {})
@@ -123,10 +123,10 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "charts": draw_charts(curves, LOSSES),
         "heads": draw_charts(curves, HEADS, 0, 1),
         "sections": {
-            "Next": [("", "\n".join(next_commands(directory, checkpoints, best, finished)))],
+            "Next": [("", "\n".join(next_commands(directory, finished)))],
             "Evaluations": [
                 (f"step {line['step']:,}: {line['val_loss']:.4f} nats a token", line.get("sample", ""))
-                for line in reversed(lines)
+                for line in newest_first
                 if line.get("val_loss") is not None
             ],
             "Configuration": [("config.toml", config)],
@@ -136,9 +136,9 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
 
 
 def draw_charts(curves: dict[str, list], charts: dict[str, tuple[str, ...]], *scale: float) -> dict[str, dict]:
-    """Return charts by title: the curves, each from its last point back, the lowest value and the height.
+    """Return charts by title: the curves, the lowest value and the height.
 
-    curves: name -> (step, value) of each point.
+    curves: name -> (step, value) of each point, from the last one back.
     charts: title -> beginnings of the names of its curves; those without a curve are left out.
     scale: the lowest and the highest value; by default those of the curves.
     """
@@ -149,7 +149,5 @@ def draw_charts(curves: dict[str, list], charts: dict[str, tuple[str, ...]], *sc
             values = scale or [value for points in found.values() for _, value in points]
             low = min(values)
             height = max(values) - low or abs(low) or 1
-            every = 1 + sum(map(len, found.values())) // MOST_POINTS
-            thinned = {name: points[::-every] for name, points in found.items()}
-            drawn[title] = {"curves": thinned, "low": low, "height": height}
+            drawn[title] = {"curves": found, "low": low, "height": height}
     return drawn

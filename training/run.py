@@ -94,20 +94,10 @@ class RunDirectory:
         for table, options in tables(self.config).items():
             for name, value in options.items():
                 was = before[table].get(name, value)
-                if was != value and name not in MAY_CHANGE:
+                if was != value and (table != "train" or name not in MAY_CHANGE):
                     raise UserError(
                         f"a resumed run cannot change {table}.{name}: it began with {was!r:.60}, now {value!r:.60}"
                     )
-
-    def is_done(self) -> bool:
-        """Return whether no steps are left to make. Print so then, and write the report, which a kill may have cut."""
-        max_steps = self.config.train.max_steps
-        if self.step < max_steps:
-            return False
-        if self.writes:
-            write_report(self.path, self.base.manifest)
-        print(f"{self.path} is already at step {self.step}, of {max_steps}: nothing to do")
-        return True
 
     def restore(self, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Give optimizer and scaler the state that they had when the resumed checkpoint was saved."""
@@ -148,7 +138,7 @@ class RunDirectory:
             raise UserError(f"another training process has written to {self.path} meanwhile")
         replace_file(self.path / "config.toml", to_toml(self.config).encode())
         # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
-        lines = read_metrics(self.path, self.step or -1)
+        lines = [line for line in read_metrics(self.path) if line["step"] <= (self.step or -1)]
         replace_file(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
         self.tracker = Tracker(self.config.train.wandb, self.state.get("wandb_id"), self.path, tables(self.config))
         self.report()
@@ -161,7 +151,7 @@ class RunDirectory:
             record = json.loads(text, parse_constant=lambda name: None)  # JSON has no numbers that are not finite
             with open(self.metrics, "a") as file:
                 file.write(json.dumps(record) + "\n")
-            self.tracker.send(flat(record))
+            self.tracker.call("log", flat(record))
 
     def log_validation(self, step: int, train_seconds: float, record: dict) -> str:
         """Log a record of `Validation.evaluate`, and return lines to print."""
@@ -207,7 +197,7 @@ class RunDirectory:
             save_checkpoint(self.path / "checkpoints", step, files | tokenizer.files, self.about)
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot save step {step} in {self.path}: {error}; older steps are untouched") from error
-        best = best_checkpoint(read_metrics(self.path), self.checkpoints)
+        best = best_checkpoint(self.path)
         # Checkpoints of later steps stay: they are damaged, or the run would have resumed from them.
         past = [path for path in self.checkpoints if path.name <= f"step-{step:08d}"]
         for path in past[self.config.train.keep_checkpoints :]:
@@ -227,10 +217,9 @@ class RunDirectory:
         """
         if self.writes:
             sync(self.metrics)
-            self.tracker.finish(exit_code)
+            self.tracker.call("finish", exit_code)
             os.close(self.lock)
-        best = best_checkpoint(read_metrics(self.path), self.checkpoints)
-        commands = next_commands(self.path, self.checkpoints, best, finished=not exit_code)
+        commands = next_commands(self.path, finished=not exit_code)
         if exit_code:
             saved = f"saved step {step}" if step else "there was nothing to save yet"
             return f"{saved}; continue with: {commands[0]}"

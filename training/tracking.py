@@ -64,14 +64,11 @@ class Tracker:
             self.run = None
             print(f"wandb is off, metrics.jsonl has everything: {error!r:.200}")
 
-    def send(self, record: dict) -> None:
-        """Send a line of metrics.jsonl, flat."""
-        if self.run:
-            with self.best_effort():
-                self.run.log(record)
+    def call(self, method: str, value: object) -> None:
+        """Call a method of the run in wandb: log a line of metrics.jsonl, flat, or finish a session by its exit code.
 
-    def finish(self, exit_code: int) -> None:
-        """End the session. wandb itself notices a session that ends in an exception or a signal."""
+        wandb itself notices a session that ends in an exception or a signal.
+        """
         if self.run:
             with self.best_effort():
-                self.run.finish(exit_code)
+                getattr(self.run, method)(value)

@@ -50,10 +50,10 @@ def test_a_signal_that_comes_twice_loses_nothing_and_nohup_is_obeyed() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         interrupt = Interrupt()
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not interrupt
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not interrupt.received
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
-        assert interrupt
+        assert interrupt.received
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -12,7 +12,7 @@ import pytest
 import train
 from cli.script import visible
 from model.checkpoint import step_directories
-from tests.conftest import metrics, same_bits, tiny_run, weights
+from tests.conftest import leave, metrics, same_bits, tiny_run, weights
 from training.options import to_toml
 from training.report import best_checkpoint, read_run, write_report
 
@@ -96,10 +96,10 @@ def test_a_finished_run_is_shown_in_full(straight: Path) -> None:
 
 
 @pytest.mark.parametrize("saved, best", [((3, 5, 7, 11, 13), 5), ((3, 7, 13), 13), ((7,), None)])
-def test_the_best_checkpoint_has_the_lowest_loss(saved: tuple[int, ...], best: int | None) -> None:
+def test_the_best_checkpoint_has_the_lowest_loss(saved: tuple[int, ...], best: int | None, tmp_path: Path) -> None:
     losses = {0: 1.0, 3: 5.0, 5: 2.0, 7: None, 11: 2.0, 13: 3.0}  # of two equal ones the first counts
-    lines = [training_line(3), *(validation(step, val_loss=loss) for step, loss in losses.items())]
-    path = best_checkpoint(lines, [Path(f"step-{step:08d}") for step in reversed(saved)])
+    leave(tmp_path / "run", losses, saved)
+    path = best_checkpoint(tmp_path / "run")
     assert (path and int(path.name[5:])) == best
 
 

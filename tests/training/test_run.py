@@ -11,7 +11,7 @@ import torch
 
 import train
 from errors import UserError
-from tests.conftest import metrics, same_bits, sign, tiny_run, weights
+from tests.conftest import leave, metrics, same_bits, sign, tiny_run, weights
 from training.config import MAY_CHANGE
 from training.device import environment
 from training.distributed import Ranks
@@ -20,12 +20,17 @@ from training.report import next_commands
 from training.run import RunDirectory
 
 
-def test_a_finished_run_has_nothing_to_do(run, straight: Path) -> None:
+@pytest.mark.parametrize("max_steps", [12, 7])
+def test_a_finished_run_makes_no_step_and_says_what_to_do_next(run, straight: Path, max_steps: int) -> None:
     before = sorted((path, path.stat().st_mtime_ns) for path in (straight / "checkpoints").rglob("*"))
-    result = run(train, "--resume", straight)
+    lines = (straight / "metrics.jsonl").read_bytes()
+    (straight / "report.html").unlink()  # as if a kill had come before it
+    result = run(train, "--resume", straight, "--train.max_steps", max_steps)
     assert result.exit_code == 0
-    assert "is already at step 12, of 12: nothing to do" in result.out
+    assert "A sample of what it writes:" in result.out and f"Next, with the model in {straight}" in result.out
+    assert "--resume" not in result.out + (straight / "report.html").read_text()
     assert sorted((path, path.stat().st_mtime_ns) for path in (straight / "checkpoints").rglob("*")) == before
+    assert (straight / "metrics.jsonl").read_bytes() == lines
 
 
 def test_a_resumed_run_may_change_what_does_not_change_its_numbers(run, straight: Path, tmp_path: Path) -> None:
@@ -49,7 +54,8 @@ def edit(directory: Path, *keys: str, value: object) -> None:
     sign(path.parent)
 
 
-def test_no_other_option_may_change(straight: Path) -> None:
+def test_no_other_option_may_change(straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.run.MAY_CHANGE", MAY_CHANGE | {"family"})  # which is of another table
     config, refused = read_config(["--resume", str(straight)]), set()
     for table, options in tables(config).items():
         for name, value in options.items():
@@ -58,9 +64,10 @@ def test_no_other_option_may_change(straight: Path) -> None:
                 RunDirectory(config, Ranks())
             except UserError as error:
                 assert str(error) == f"a resumed run cannot change {table}.{name}: it began with -1, now {value!r:.60}"
-                refused.add(name)
+                refused.add((table, name))
             edit(straight, "config", table, name, value=value)
-    assert refused == {name for options in tables(config).values() for name in options} - MAY_CHANGE
+    every = {(table, name) for table, options in tables(config).items() for name in options}
+    assert every - refused == {("train", name) for name in MAY_CHANGE}
 
 
 def test_a_run_of_another_version_is_not_resumed(run, straight: Path) -> None:
@@ -142,16 +149,17 @@ def test_the_newest_the_best_and_damaged_later_checkpoints_are_kept(run, corpus_
 
 
 @pytest.mark.parametrize(
-    "saved, best, finished, looked_at",
+    "losses, finished, looked_at",
     [
-        ([], None, False, None),
-        ([12, 8], 8, False, "'a run'"),  # stopped in the last evaluation
-        ([12, 4], 4, True, "'a run/checkpoints/step-00000004'"),  # it knows the text by heart
+        ({}, False, None),
+        ({8: 1.0, 12: 2.0}, False, "'a run'"),  # stopped in the last evaluation
+        ({4: 1.0, 12: 2.0}, True, "'a run/checkpoints/step-00000004'"),  # it knows the text by heart
     ],
 )
-def test_what_to_do_next(saved: list[int], best: int | None, finished: bool, looked_at: str | None) -> None:
-    path = {step: Path(f"a run/checkpoints/step-{step:08d}") for step in saved}
-    commands = next_commands(Path("a run"), [*path.values()], path.get(best), finished)
+def test_what_to_do_next(losses: dict, finished: bool, looked_at: str | None, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    leave(Path("a run"), losses, losses)
+    commands = next_commands(Path("a run"), finished)
     looks = [f'python sample.py {looked_at} --prompt "..."', f"python inspect_attention.py {looked_at} --ablate zero"]
     looks += [f"python inspect_attention.py {looked_at} -o 'a run'/heads.html"]
     assert commands == ["python train.py --resume 'a run'"] * (not finished) + looks * bool(looked_at)

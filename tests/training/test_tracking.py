@@ -30,11 +30,11 @@ def test_lines_are_sent_flat_until_the_first_failure_which_costs_a_line(monkeypa
     monkeypatch.setenv("WANDB_DATA_DIR", "elsewhere")
     tracker = Tracker("offline", None, tmp_path, {})
     assert tracker.run_id == "1" and axes == [(("*",), {"step_metric": "step"})]
-    tracker.send(flat({"step": 3, "val_loss": 2.5, "heads": {"sink": [[0.1, 0.2], [None, 0.4]]}}))
+    tracker.call("log", flat({"step": 3, "val_loss": 2.5, "heads": {"sink": [[0.1, 0.2], [None, 0.4]]}}))
     capsys.readouterr()
     for step in (4, 5):
-        tracker.send({"step": step})
-    tracker.finish(0)  # the fake has no such method
+        tracker.call("log", {"step": step})
+    tracker.call("finish", 0)  # the fake has no such method
     heads = {"sink/0.0": 0.1, "sink/0.1": 0.2, "sink/1.0": None, "sink/1.1": 0.4}
     assert sent == [{"step": 3, "val_loss": 2.5, **heads}, {"step": 4}]
     said = "wandb is off, metrics.jsonl has everything: ConnectionError('gone\\nand a hint')\n"
