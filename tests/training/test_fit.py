@@ -57,7 +57,8 @@ def test_a_small_text_is_not_read_for_ever(
 
 
 @pytest.mark.parametrize("megabytes, depth", [(3, 2), (100, 6), (20_000, 12)])
-def test_a_gpu_gets_as_many_layers_as_the_text_can_fill(tmp_path: Path, megabytes: float, depth: int) -> None:
+def test_a_gpu_gets_as_many_layers_as_the_text_can_fill(tmp_path, monkeypatch, megabytes: float, depth: int) -> None:
+    monkeypatch.setattr("training.options.find_device", torch.device)  # as if there were one
     config = read("--data.source", text_of(megabytes, tmp_path), "--train.device", "cuda")
     assert config.model.n_layer == depth and not config.train.sharp_first_layer
     wanted = {size[0]: tokens_for(*size) for size in SIZES}
@@ -72,7 +73,8 @@ def test_a_gpu_gets_as_many_layers_as_the_text_can_fill(tmp_path: Path, megabyte
     assert all(wanted[larger] > readable for larger in wanted if larger > depth)
 
 
-def test_the_size_of_a_hub_data_set_is_unknown(capsys: pytest.CaptureFixture) -> None:
+def test_the_size_of_a_hub_data_set_is_unknown(capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr("training.options.find_device", torch.device)
     config = read("--data.source", "hf:some/where:part@main", "--train.device", "cuda")
     assert (config.train.out_dir, config.model.n_layer) == ("out/where-part-main", 2)
     assert capsys.readouterr().out.startswith("config: for a text of unknown size: 2 layers")
