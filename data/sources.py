@@ -163,7 +163,7 @@ def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
     Raises UserError for a row that is no object or has no such column, and ValueError or RecursionError for one that is
     not JSON.
     """
-    parse = partial(json.loads, parse_int=float)  # int refuses thousands of digits
+    parse = json.JSONDecoder(parse_int=float).decode  # int refuses thousands of digits
     for number, line in enumerate(iter(partial(file.readline, LONGEST), ""), start=1):
         if line.isspace():
             continue

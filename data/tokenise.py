@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,10 +107,12 @@ def pieces(config: DataConfig, to_train: float, room: dict[str, float], whole: b
     """
     is_dealt = to_train == math.inf
     for document in documents(config.source, config.text_column):
+        first = next(document)
+        if is_dealt:
+            to_train = math.inf if split_of(first, config.val_fraction) == "train" else 0
+        parts = chain([first], document)
         is_start = True
-        for text in filter(None, ["".join(document)] if whole else document):
-            if is_dealt and is_start:
-                to_train = math.inf if split_of(text, config.val_fraction) == "train" else 0
+        for text in filter(None, ["".join(parts)] if whole else parts):
             end = int(min(to_train, len(text)))
             to_train -= end
             for split, part in zip(SPLITS, (text[:end], text[end:]), strict=True):
