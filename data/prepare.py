@@ -110,7 +110,7 @@ def find_prepared(fingerprint: object, source: str) -> Corpus | None:
     fingerprint: None has no corpus.
     """
     for directory in (Path(source), *PREPARED.glob("*")):
-        with suppress(UserError):
+        with suppress(UserError, OSError):  # `is_file` may raise where a folder is closed
             if f'"fingerprint": "{fingerprint}"'.encode() in read_small(directory / "meta.json"):
                 return open_corpus(directory)
     return None

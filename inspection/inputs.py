@@ -4,6 +4,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import tokenizers
@@ -167,13 +168,16 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
 
     Raises UserError if they are not on this machine.
     """
-    fingerprint = checkpoint.trainer.get("fingerprint")
     corpus = None
-    if options := checkpoint.trainer.get("config", {}).get("data"):  # of a run, not of a model from elsewhere
-        corpus = find_prepared(fingerprint, options["source"])
-        with suppress(UserError, TypeError):  # the source is not here, or its options are of another version
-            if corpus is None and find_token_files(options["source"]):
-                corpus = prepare(DataConfig(**options), fingerprint=fingerprint, model=checkpoint.directory)
+    with suppress(Exception):  # of a model from elsewhere, another version or a stranger, whose files may say anything
+        options = checkpoint.trainer["config"]["data"]
+        fingerprint = str(checkpoint.trainer["fingerprint"])
+        source = options["source"]
+        corpus = find_prepared(fingerprint, source)
+        folders = (Path(source), Path(source).parent)  # of a glob
+        # Others may be as large as the disk, and are not walked.
+        if corpus is None and any(any(folder.glob("*.ds")) for folder in folders) and find_token_files(source):
+            corpus = prepare(DataConfig(**options), fingerprint=fingerprint, model=checkpoint.directory)
     if corpus is None:
         raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]

@@ -245,6 +245,7 @@ def test_a_run_goes_on_with_the_corpus_it_began_with(text_file: Path) -> None:
     text_file.write_text(TEXT, encoding="utf-8")
     assert prepare.prepare(config, fingerprint=fingerprint).meta["fingerprint"] == fingerprint
     assert prepare.find_prepared("another", "a.txt") is prepare.find_prepared(None, "a.txt") is None
+    assert prepare.find_prepared("another", "a" * 300) is None  # an OSError, as for a folder that is closed
 
 
 def test_a_prepared_directory_is_a_source(text_file: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Token files of datatrove as a corpus: the tokens of one array, and a sentence for a file that is not right."""
 
 import importlib.util
+import json
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from data.prepare import prepare as prepare_corpus
 from data.token_files import TokenArray, find_token_files
 from data.tokenizer import load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError
+from inspection import inputs
+from model.checkpoint import Checkpoint
 from tests.conftest import metrics, run_python, same_bits, tiny_run, weights
 
 END = 256  # the end of a document, in the tokenizer "bytes"
@@ -153,6 +156,29 @@ def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path, monke
         assert "tokens is not the text this run began with: put that back" in result.err
         assert "validation text is not here: give a text with --text" in run(inspect_attention, out).err, change
         (folder / "00001_shuffled.ds").unlink(missing_ok=True)
+
+
+def test_what_a_stranger_names_is_no_text_unless_it_is_that_of_the_training(folder: Path, monkeypatch) -> None:
+    walked, find = [], inputs.find_token_files
+    monkeypatch.setattr(inputs, "find_token_files", lambda source: walked.append(source) or find(source))
+    right = open_bytes(folder).meta["fingerprint"]
+    save_tokenizer(make_tokenizer("bytes", []), folder.parent)
+
+    def is_read(source: object, fingerprint: object) -> bool:
+        options = {"source": source, "tokenizer": "bytes"}
+        trainer = {"fingerprint": fingerprint, "config": {"data": options}}
+        (folder.parent / "trainer.json").write_text(json.dumps(trainer))
+        try:
+            return inputs.validation_texts(Checkpoint(folder.parent, {}), 7).shape == (8, 7)
+        except UserError as error:
+            assert "validation text is not here: give a text with --text" in str(error)
+            return False
+
+    assert is_read(str(folder), right) and is_read(f"{folder}/*.ds", right) and walked
+    assert not any(is_read(str(folder), fingerprint) for fingerprint in (None, "another", [], right[1:]))
+    walked.clear()
+    assert not any(is_read(source, right) for source in (str(folder.parent), "/", "/**/*.ds", "a" * 300, 7, None))
+    assert not walked
 
 
 def read_documents(corpus: prepare.Corpus) -> list[list[int]]:
