@@ -58,13 +58,11 @@ class Ranks:
         self.is_first = self.rank == 0
 
     def __enter__(self) -> "Ranks":
-        self.streams = (sys.stdout, sys.stderr)
         if not self.is_first:
-            sys.stdout = sys.stderr = open(os.devnull, "w")
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # `outlives_readers`, around it, gives the others back
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        sys.stdout, sys.stderr = self.streams
         if error is None and self.started:
             dist.destroy_process_group()
         elif self.started and isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo has no class for it
