@@ -111,12 +111,9 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
     return HeadScores(samples, torch.cat(losses), max(row_errors, default=math.nan), chance, rows)
 
 
-def as_json(scores: HeadScores) -> dict[str, list[list[float | None]]]:
-    """Return the means for JSON: metric -> L rows of H numbers, with four decimals; None for what is not a number."""
-    return {
-        name: [[None if math.isnan(x) else round(x, 4) for x in row] for row in mean.tolist()]
-        for name, mean in scores.mean.items()
-    }
+def as_lists(scores: HeadScores) -> dict[str, list[list[float]]]:
+    """Return the means as lists: metric -> L rows of H numbers, with four decimals."""
+    return {name: mean.numpy().round(4).tolist() for name, mean in scores.mean.items()}
 
 
 def replace_head(layer: int, output: Tensor, head: Head, mode: Ablation) -> Tensor:
