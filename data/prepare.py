@@ -54,8 +54,9 @@ def prepare(
             corpus = open_corpus(Path(config.source))
             is_same = config.tokenizer == corpus.meta["tokenizer"]
             if tokenizer:  # other files of it may be of another version
-                both = (tokenizer, corpus.tokenizer)
-                is_same = len({(each.files[TOKENIZER_JSON], tuple(each.document_start)) for each in both}) == 1
+                own = corpus.tokenizer
+                is_same = tokenizer.files[TOKENIZER_JSON] == own.files[TOKENIZER_JSON]
+                is_same = is_same and tokenizer.document_start == own.document_start
             if not is_same:
                 raise UserError(f"{config.source} was prepared with another tokenizer: {corpus.meta['tokenizer']}")
         elif files := find_token_files(config.source):

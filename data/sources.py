@@ -180,9 +180,7 @@ def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
         is_array = number == 1 and isinstance(value, list)
         for place, row in enumerate(value if is_array else [value], start=number):
             where = f"{path}, {'row' if is_array else 'line'} {place}"
-            if not isinstance(row, dict):
-                raise UserError(f"{where}: expected an object with the column {text_column!r}, got {row!r:.60}")
-            check_column(where, text_column, list(row))
+            check_column(where, text_column, list(row) if isinstance(row, dict) else [repr(row)])
             yield text_of(where, row[text_column])
 
 
@@ -212,8 +210,7 @@ def read_parquet(path: str, file: TextIO, text_column: str) -> Iterator[str]:
     table = pyarrow.parquet.ParquetFile(file.buffer)
     check_column(path, text_column, table.schema_arrow.names)
     batches = table.iter_batches(BATCH, columns=[text_column])
-    values = chain.from_iterable(batch.column(text_column).to_pylist() for batch in batches)
-    for number, value in enumerate(values, start=1):
+    for number, value in enumerate(chain.from_iterable(batch[0].to_pylist() for batch in batches), start=1):
         yield text_of(f"{path}, row {number}", value)
 
 

@@ -72,8 +72,7 @@ class TokenArray:
 @lru_cache(MOST_OPEN)
 def map_file(file: TokenFile) -> np.ndarray:
     """Return the ids of a file, memory-mapped."""
-    with errors_as_user_error(f"cannot read {file.path}"):
-        return np.asarray(np.memmap(file.path, f"<u{file.token_size}", mode="r", shape=file.num_tokens))
+    return np.asarray(np.memmap(file.path, f"<u{file.token_size}", mode="r", shape=file.num_tokens))
 
 
 def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Tokenizer | None) -> Corpus:
@@ -86,12 +85,12 @@ def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Toke
     tokenizer = tokenizer_of(files, config.tokenizer, tokenizer)
     num_tokens = sum(file.num_tokens for file in files)
     end = min(num_tokens, config.max_tokens or num_tokens)
-    cut = int(end * (1 - config.val_fraction))
-    if min(cut, end - cut) < 2:
+    start = int(end * (1 - config.val_fraction))  # of validation
+    if min(start, end - start) < 2:
         raise UserError(f"{config.source} has too few tokens to keep {config.val_fraction:g} of them for validation")
     splits = {
-        "train": TokenArray(files, tokenizer.vocab_size, 0, cut),
-        "val": TokenArray(files, tokenizer.vocab_size, cut, end),
+        "train": TokenArray(files, tokenizer.vocab_size, 0, start),
+        "val": TokenArray(files, tokenizer.vocab_size, start, end),
     }
     counted = splits["val"][:COUNTED_TOKENS].tolist()
     num_bytes = max(1, len(tokenizer.decode(counted).encode()))
@@ -155,5 +154,5 @@ def find_token_files(source: str) -> list[TokenFile]:
             samples += file.read()
         last = int.from_bytes(samples[-token_size:], "little")
         digest = hashlib.sha256(samples).hexdigest()
-        found.append(TokenFile(path.resolve(), tokenizer, token_size, num_tokens, last, digest))
+        found.append(TokenFile(path, tokenizer, token_size, num_tokens, last, digest))
     return found

@@ -60,7 +60,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
         path = directory / f"{split}.bin"
         stat = path.stat()
         num_tokens = stat.st_size // dtype.itemsize
-        if num_tokens < 2 or not num_bytes[split]:
+        if num_tokens < 2:
             raise UserError(
                 f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation: give more "
                 "text, or a larger val_fraction"
