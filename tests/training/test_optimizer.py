@@ -46,26 +46,13 @@ def test_a_step_that_overflows_in_float16_is_skipped_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "waits, bad, evaluated",
-    [
-        ({"train__log_every": 1, "train__eval_every": 100, "train__checkpoint_every": 4}, 7, [0]),
-        ({"train__log_every": 100, "train__eval_every": 100, "train__checkpoint_every": 4}, 8, [0]),
-        ({"train__log_every": 100, "train__eval_every": 4, "train__checkpoint_every": 4}, 7, [0, 4]),
-    ],
+    "log_every, eval_every, bad, evaluated",
+    [(1, 100, 7, [0]), (100, 100, 8, [0]), (100, 4, 7, [0, 4])],
     ids=["log", "save", "evaluation"],
 )
 @pytest.mark.parametrize("of", ["loss", "gradient"])
 def test_a_run_that_is_not_finite_ends_before_anything_holds_it(
-    waits: dict,
-    bad: int,
-    evaluated: list,
-    of: str,
-    run,
-    straight: Path,
-    uncertified,
-    corpus_file,
-    tmp_path,
-    monkeypatch,
+    log_every, eval_every, bad, evaluated, of, run, straight: Path, uncertified, corpus_file, tmp_path, monkeypatch
 ) -> None:
     next_token_loss, steps = train.next_token_loss, []
 
@@ -77,6 +64,7 @@ def test_a_run_that_is_not_finite_ends_before_anything_holds_it(
         return loss * (math.nan if sum(steps) == 2 * bad and of == "loss" else 1)
 
     monkeypatch.setattr(train, "next_token_loss", broken)
+    waits = {"train__log_every": log_every, "train__eval_every": eval_every}
     result = run(train, *tiny_run(corpus_file, tmp_path / "nan", **waits))
     assert result.exit_code == 3
     assert f"not finite in step {bad}, and no checkpoint contains" in result.err.splitlines()[-1]
