@@ -93,7 +93,8 @@ class Tokenizer:
         # Some models have no row for special tokens that are only added, to fill texts for example. No text has them.
         ids = list(library.get_vocab(with_added_tokens=False).values())
         ids += [number for number, token in self.added.items() if not token.special]
-        self.vocab_size = max([max(ids), *self.document_start]) + 1
+        ids += self.document_start
+        self.vocab_size = max(ids) + 1
         self.decoder = repr(library.decoder)
 
     def check_fits(self, rows: int) -> None:
@@ -142,14 +143,15 @@ class TiktokenTokenizer(Tokenizer):
     Args:
         name: bytes, chars, bpe:SIZE or a name that tiktoken knows.
         library: as `from_ranks` makes it.
-        content: of its tokenizer.json.
-        pattern: cuts text into words.
+        content: of its tokenizer.json, whose pattern cuts text into words.
     """
 
-    def __init__(self, name: str, library: tokenizers.Tokenizer, content: bytes, pattern: str):
+    def __init__(self, name: str, library: tokenizers.Tokenizer, content: bytes):
         super().__init__(name, library, [])
         special = self.special_tokens
         ranks = {to_bytes(spelled): rank for spelled, rank in self.vocabulary.items() if spelled not in special}
+        split = json.loads(content)["pre_tokenizer"]["pretokenizers"][0]  # of `split_into_bytes`
+        pattern = split["pattern"]["Regex"]
         self.encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         self.characters = {token.decode() for token in ranks} if name == "chars" else None
         config = {
@@ -187,4 +189,4 @@ def from_ranks(name: str, pattern: str, ranks: dict[bytes, int], special: dict[s
     library.pre_tokenizer = split_into_bytes(pattern)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(sorted(special, key=special.get))
-    return TiktokenTokenizer(name, library, library.to_str().encode(), pattern)
+    return TiktokenTokenizer(name, library, library.to_str().encode())

@@ -233,11 +233,8 @@ def read_hub(name: str, text_column: str) -> Iterator[Document]:
 
     The hub has PATIENCE to say that it has the data set. If it falls silent later, the libraries try again for minutes.
 
-    Raises UserError for a malformed name, and if the hub does not answer.
+    Raises UserError if the hub does not know the name, or does not answer.
     """
-    parts = re.fullmatch(r"([\w./-]+)(?::([^@]+))?(?:@(.+))?", name)
-    if not parts:
-        raise UserError(f"'hf:{name}' does not name a data set of the Hugging Face hub, as hf:OWNER/NAME does")
     import datasets  # slow to import
     import fsspec
     import huggingface_hub as hub
@@ -245,11 +242,13 @@ def read_hub(name: str, text_column: str) -> Iterator[Document]:
     # They would report each try, and an error a second time.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     hub.logging.set_verbosity_error()
-    name, config, revision = parts.groups()
+    name, _, revision = name.partition("@")
+    name, _, config = name.partition(":")
     with errors_as_user_error(f"cannot read {name} from the hub"):
         print(f"asking the hub for {name}", file=sys.stderr)
         hub.dataset_info(name, timeout=PATIENCE)
-        files = datasets.load_dataset_builder(name, config, revision=revision).config.data_files["train"]
+        builder = datasets.load_dataset_builder(name, config or None, revision=revision or None)
+        files = builder.config.data_files["train"]
     for path in files:
         yield from read_file(path, lambda path: fsspec.open(path).open(), text_column)
 

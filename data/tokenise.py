@@ -50,7 +50,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
     """
     to_train = find_split(config)
     if tokenizer is None:
-        texts = (text for document in documents(config.source, config.text_column) for text in document)
+        texts = chain.from_iterable(documents(config.source, config.text_column))
         tokenizer = make_tokenizer(config.tokenizer, texts)
     save_tokenizer(tokenizer, directory)
     num_bytes = write_tokens(config, to_train, tokenizer, directory)
@@ -72,7 +72,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
             "ctime_ns": stat.st_ctime_ns,
         }
     meta["fingerprint"] = fingerprint(tokenizer, meta)
-    (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    (directory / "meta.json").write_text(f"{json.dumps(meta, indent=2)}\n")
 
 
 def split_of(text: str, val_fraction: float) -> str:

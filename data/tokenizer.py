@@ -11,7 +11,8 @@ tokenizer.json of their own, by the name "model". Such a file is used unchanged 
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 import tiktoken
@@ -39,7 +40,8 @@ END_KEYS = {
     TOKENIZER_CONFIG: "eos_token",
     "special_tokens_map.json": "eos_token",
 }
-BPE_SAMPLE = 1 << 28  # characters that a bpe tokenizer is trained on, at most
+PART = 1 << 12  # characters that a bpe tokenizer is trained on together, at most
+MOST_PARTS = 1 << 16  # of these
 ANY_CHARACTER = r"[\s\S]"  # means the same to every regex engine
 # GPT-4's way to cut text into words, without possessive quantifiers, which regex engines disagree about.
 WORDS = (
@@ -90,23 +92,11 @@ def train_bpe(name: str, texts: Iterable[str]) -> TiktokenTokenizer:
     )
     learner = tokenizers.Tokenizer(models.BPE())
     learner.pre_tokenizer = split_into_bytes(WORDS)
-    learner.train_from_iterator(bpe_sample(texts), trainer)
+    # Training takes quadratic time in the length of a word, and a line without a space is one word.
+    parts = (text[start : start + PART] for text in texts for start in range(0, len(text), PART))
+    learner.train_from_iterator(islice(parts, MOST_PARTS), trainer)
     vocabulary = learner.get_vocab()
     return build(name, WORDS, [to_bytes(token) for token in sorted(vocabulary, key=vocabulary.get)])
-
-
-def bpe_sample(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts until they have BPE_SAMPLE characters.
-
-    They are cut into parts, because training takes quadratic time in the length of a word, and a line without a space
-    is one word.
-    """
-    num_characters = 0
-    for text in texts:
-        yield from (text[i : i + 4096] for i in range(0, len(text), 4096))
-        num_characters += len(text)
-        if num_characters >= BPE_SAMPLE:
-            return
 
 
 def find_tokenizer(name: str, model: Path | None) -> Tokenizer | None:
@@ -139,9 +129,7 @@ def load_tokenizer(place: Path) -> Tokenizer:
         own_name = described[TOKENIZER_CONFIG].get("tril_name")
         library = tokenizers.Tokenizer.from_buffer(content)
         if own_name is not None:
-            split = json.loads(library.pre_tokenizer.__getstate__())["pretokenizers"][0]  # of `split_into_bytes`
-            pattern = split["pattern"]["Regex"]
-            return TiktokenTokenizer(str(own_name), library, content, pattern)
+            return TiktokenTokenizer(str(own_name), library, content)
         ends = []
         for name, key in END_KEYS.items():
             end = described[name].get(key)
