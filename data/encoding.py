@@ -107,13 +107,18 @@ class Tokenizer:
         """The ids before each document: end_of_text and start_of_text, as far as the tokenizer has them."""
         return [token for token in (self.end_of_text, *self.start_of_text) if token is not None]
 
+    @property
+    def identity(self) -> tuple[bytes, list[int]]:
+        """What decides the ids of a text. The other files may be of another version."""
+        return self.files[TOKENIZER_JSON], self.document_start
+
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, (n,) uint32. The name of a special token in the text is ordinary text.
 
         Raises UserError for a lone surrogate, and for text that the tokenizer cannot encode.
         """
         with errors_as_user_error(f"the tokenizer {self.name!r} cannot encode this text"):
-            text.encode()  # raises UnicodeEncodeError for a lone surrogate, which tiktoken would replace
+            text.encode()  # raises UnicodeEncodeError for a lone surrogate
             return self.encode_unicode(text)
 
     def encode_unicode(self, text: str) -> np.ndarray:

@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
-from data.encoding import TOKENIZER_JSON, Tokenizer
+from data.encoding import Tokenizer
 from data.sources import find_files
 from data.token_files import find_token_files, open_token_files
 from data.tokenise import write_corpus
@@ -52,12 +52,8 @@ def prepare(
         tokenizer = find_tokenizer(config.tokenizer if fingerprint is None else "model", model)
         if is_prepared(config.source):
             corpus = open_corpus(Path(config.source))
-            is_same = config.tokenizer == corpus.meta["tokenizer"]
-            if tokenizer:  # other files of it may be of another version
-                own = corpus.tokenizer
-                is_same = tokenizer.files[TOKENIZER_JSON] == own.files[TOKENIZER_JSON]
-                is_same = is_same and tokenizer.document_start == own.document_start
-            if not is_same:
+            wanted = tokenizer.identity if tokenizer else config.tokenizer
+            if wanted not in (corpus.tokenizer.identity, corpus.meta["tokenizer"]):
                 raise UserError(f"{config.source} was prepared with another tokenizer: {corpus.meta['tokenizer']}")
         elif files := find_token_files(config.source):
             corpus = open_token_files(config, files, tokenizer)

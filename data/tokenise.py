@@ -134,7 +134,7 @@ def write_tokens(config: DataConfig, to_train: float, tokenizer: Tokenizer, dire
     most = config.max_tokens or math.inf
     room = {"train": most * (1 - config.val_fraction), "val": most * config.val_fraction}
     num_bytes = dict.fromkeys(SPLITS, 0)
-    ends = {END_OF_TEXT, *(name for name, token in tokenizer.special_tokens.items() if token in tokenizer.ends)}
+    ends = {END_OF_TEXT, *map(tokenizer.library.id_to_token, tokenizer.ends)} - {None}
     written = set()  # of the ends
     start = np.array(tokenizer.document_start, dtype_of(tokenizer))
     found = pieces(config, to_train, room, whole=not isinstance(tokenizer, TiktokenTokenizer))
