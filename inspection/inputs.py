@@ -4,17 +4,14 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import tokenizers
 import torch
 from torch import Tensor, nn
 
-from data.config import DataConfig
 from data.encoding import TOKENIZER_JSON, Tokenizer
-from data.prepare import find_prepared, prepare
-from data.token_files import find_token_files
+from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
 from errors import UserError, errors_as_user_error
 from inspection.decoder import evaluating, read
@@ -169,16 +166,9 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
     Raises UserError if they are not on this machine.
     """
     corpus = None
-    with suppress(Exception):  # of a model from elsewhere, another version or a stranger, whose files may say anything
-        options = checkpoint.trainer["config"]["data"]
-        fingerprint = str(checkpoint.trainer["fingerprint"])
-        source = options["source"]
-        corpus = find_prepared(fingerprint, source)
-        folders = (Path(source), Path(source).parent)  # of a glob
-        # Others may be as large as the disk, and are not walked.
-        if corpus is None and any(any(folder.glob("*.ds")) for folder in folders) and find_token_files(source):
-            corpus = prepare(DataConfig(**options), fingerprint=fingerprint, model=checkpoint.directory)
-    if corpus is None:
+    with suppress(KeyError, TypeError, ValueError):  # of a model from elsewhere, or in what a stranger wrote
+        corpus = find_prepared(checkpoint.trainer["fingerprint"], checkpoint.trainer["config"]["data"]["source"])
+    if corpus is None:  # token files are never prepared
         raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]
     T = min(T, len(tokens))
