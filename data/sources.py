@@ -180,7 +180,7 @@ def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
         is_array = number == 1 and isinstance(value, list)
         for place, row in enumerate(value if is_array else [value], start=number):
             where = f"{path}, {'row' if is_array else 'line'} {place}"
-            check_column(where, text_column, list(row) if isinstance(row, dict) else [repr(row)])
+            check_column(where, text_column, list(row) if isinstance(row, dict) else [f"{row!r:.60}"])
             yield text_of(where, row[text_column])
 
 
