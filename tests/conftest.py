@@ -27,7 +27,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import has_nvidia_gpu
 from model import GPT, GPTConfig
 from model.checkpoint import sha256, to_json, with_own_hash
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
@@ -42,10 +41,6 @@ torch.ones((), requires_grad=True).backward()
 
 ROOT = Path(__file__).parents[1]
 TINY = {"n_layer": 2, "n_head": 3, "n_embd": 15, "context_length": 11, "dropout": 0.1}
-
-
-# Whether a GPU can be pretended (benchmarks/pretended_gpu.py).
-CAN_PRETEND = has_nvidia_gpu() if torch.backends.cuda.is_built() else shutil.which("g++") is not None
 
 
 @pytest.fixture(autouse=True)

@@ -116,17 +116,15 @@ def fork(work: Callable[[], object], out: Path | str, err: Path | str) -> int:
         os._exit(code)
 
 
-def in_child(
-    work: Callable[[], object], after: float | None = None, number: int = signal.SIGKILL, said: Path | str = os.devnull
-) -> int:
+def in_child(work: Callable[[], object], after: float | None = None, said: Path | str = os.devnull) -> int:
     """Call `work` in a forked process; return its exit code, 137 if a signal killed it.
 
-    after: seconds until the process gets the signal `number`. said: the file that gets what the process prints.
+    after: seconds until the process is killed. said: the file that gets what the process prints.
     """
     child = fork(work, said, said)
     if after is not None:
         time.sleep(after)
-        os.kill(child, number)
+        os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     return KILLED if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
 

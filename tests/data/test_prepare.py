@@ -294,12 +294,3 @@ def test_few_documents_are_one_text() -> None:
         corpus = make("a.jsonl", val_fraction=0.2)
         assert corpus.tokenizer.decode(corpus.tokens["train"].tolist()) == text[: int(len(text) * 0.8)]
         assert corpus.tokenizer.decode(corpus.tokens["val"].tolist()) == text[int(len(text) * 0.8) :]
-
-
-def test_names_are_taken_as_they_are() -> None:
-    """Not as patterns or addresses."""
-    names = ["a1.jsonl", "a[1].jsonl", "c::d.jsonl", "~x.jsonl"]
-    for name in names:
-        Path(name).write_text(json.dumps({"text": name}))
-    Path("empty.parquet").write_text("")
-    assert read(".") == names and read("a[1].jsonl") == ["a[1].jsonl"]

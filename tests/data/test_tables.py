@@ -59,10 +59,11 @@ KINDS: dict[str, Callable] = {
 def test_each_row_is_read_as_it_is_written(name: str, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # which needs a home, and guesses types
     content = ("\ufeff" + KINDS[name](ROWS)).encode()
-    Path(f"a::{name}{packed}").write_bytes(PACK[packed](content[:41]) + PACK[packed](content[41:]))
+    path = f"~a::[1]{name}{packed}"  # no address, no pattern, and no home folder where it is in a folder
+    Path(path).write_bytes(PACK[packed](content[:41]) + PACK[packed](content[41:]))
     for size in (7, sources.PIECE):  # rows end anywhere in what is read at a time
         monkeypatch.setattr(sources, "PIECE", size)
-        assert read(f"a::{name}{packed}") == ROWS
+        assert read(f"./{path}") == read(".") == ROWS
 
 
 def test_json_is_read_as_its_first_line_is_not_as_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +88,6 @@ def test_no_more_of_json_is_read_at_a_time_than_the_longest_row(content: str, mo
     "name, content, sentence",
     [
         ("t.jsonl", '{"text": "a"}\n\n{"text": 5}', "t.jsonl, line 3: expected a text, got 5"),
-        ("t.jsonl", '"text"', "t.jsonl, line 1: expected a column 'text', got 'text': choose"),
         (
             "t.jsonl",
             '{"text": "a"}\n{"text": "b\n{"text": "c"}',

@@ -1,6 +1,5 @@
 """Metrics have their known values, scores are those of the captured patterns, and measuring changes nothing."""
 
-import json
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import inspection.patterns
 from errors import UserError
 from inspection import ablate, head_scores, influence, repeat_probe
 from inspection.decoder import predictions
-from inspection.heads import as_lists
 from inspection.inspection import Inspection
 from inspection.metrics import measure
 from model import GPT
@@ -131,18 +129,6 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
     for sequences, name in ((probe.repeated, "induction"), (probe.control, "induction_control")):
         att = run_captured(model, sequences)
         torch.testing.assert_close(scores.mean[name], att.scores(5)["induction"].mean(0), rtol=0, atol=1e-6)
-
-
-def test_scores_as_lists_are_the_rounded_means() -> None:
-    model, text = make_gpt(), torch.randint(V, (B, T))
-    with torch.autocast("cpu", torch.bfloat16):
-        scores = head_scores(model, text, repeat_probe(torch.arange(V - 1), V - 1, T, num=1), verify=False)
-    found = as_lists(scores)
-    assert model.training and math.isnan(scores.row_error)
-    assert found.keys() == scores.mean.keys() and "induction_control" in found
-    for name, rows in found.items():
-        torch.testing.assert_close(torch.tensor(rows).double(), scores.mean[name], rtol=0, atol=6e-5)
-        assert json.loads(json.dumps(rows)) == rows
 
 
 @pytest.mark.parametrize("mode", ["zero", "mean"])

@@ -9,7 +9,6 @@ from inspection import capture, inspect_heads
 from inspection.views import moved_lengths, say
 from model import GPT
 from tests.conftest import make_gpt
-from tests.inspection.test_any_decoder import Book
 
 T, L, H = 7, 2, 3
 FAMILIES = {"gpt2": {"n_embd": 15}, "llama": {"n_embd": 18}, "qwen3": {"n_embd": 18}, "nanochat": {"n_embd": 18}}
@@ -103,21 +102,20 @@ def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -
 IDX = [2, 3, 5, 7, 11]
 
 
-def test_of_a_stranger_only_the_weights_are_known() -> None:
-    found = inspect_heads(Book().eval(), IDX)
-    assert found.lengths is None and not found.said and "Heads of Book" in found._repr_html_()
-
-
 def test_lengths_have_the_precision_of_the_weights() -> None:
     model = make_gpt().eval()
     exact = inspect_heads(make_gpt().double(), IDX)
     assert exact.lengths.dtype == torch.float64 and len(exact.said) == L * H
     with torch.autocast("cpu", torch.bfloat16):
         found = inspect_heads(model, IDX)
+        assert found.pattern(1, 2).dtype == torch.float32
         with torch.no_grad(), capture(model, with_values=True) as att:
             model(torch.tensor([IDX]))
     values = att.calls[1].values.float()[0, 2]
     expected = (values @ model.blocks[1].attention.o_proj.weight[:, 10:].T).norm(dim=-1)
     torch.testing.assert_close(found.lengths[1, 2], expected.detach(), rtol=1e-5, atol=0)
-    compiled = inspect_heads(torch.compile(model, backend="eager"), IDX)
-    assert compiled.said.keys() == exact.said.keys()
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.tensor([IDX]))
+    found = inspect_heads(compiled, IDX)
+    assert found.said.keys() == exact.said.keys()
+    torch.testing.assert_close(found.pattern(1, 2), inspect_heads(model, IDX).pattern(1, 2))

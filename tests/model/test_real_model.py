@@ -64,7 +64,6 @@ def test_the_text_is_theirs(run, smollm2: Path, theirs: transformers.PreTrainedM
     prompt = "The capital of France is"
     options = "--temperature 0 --max_new_tokens 24 --dtype float32 --seed 1 --json".split()
     result = run(sample, smollm2, "--prompt", prompt, *options)
-    assert "device: cpu, weights in float32\n" in result.err
     text, tokenizer = json.loads(result.out)["text"], transformers.AutoTokenizer.from_pretrained(smollm2)
     assert text.startswith(" Paris")
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]

@@ -25,15 +25,13 @@ from model.load import load_model
 from tests.conftest import sign
 from training.options import Config, read_config
 
-GIB = 1 << 30
-
 
 @contextmanager
 def bounds() -> Iterator[None]:
     """Allow a GiB more than this process has already."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size + GIB, limits[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30), limits[1]))
     try:
         yield
     finally:
@@ -47,13 +45,6 @@ def used_or_refused(work: Callable[[], object]) -> None:
             run_script(work)
         except SystemExit as stop:
             assert stop.code == 2
-
-
-@pytest.fixture
-def theirs(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint."""
-    monkeypatch.setattr(GPT, "init_weights", lambda model: None)  # slower than loading, which replaces them
-    return Path(shutil.move(straight / "checkpoints" / "step-00000012", tmp_path / "theirs"))
 
 
 def load(directory: Path) -> None:
@@ -76,13 +67,12 @@ def with_inputs(number: int, test: Callable) -> None:
 
 
 KEYS = [f"{table}.{name}" for table in ("model", "data", "train") for name in vars(getattr(Config(), table))]
-keys = st.sampled_from(KEYS)
 plain = st.one_of(st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.lists(st.integers(), max_size=3))
 
 
 @fuzz(1000)
 def test_any_configuration_or_command_line(number: int, tmp_path: Path) -> None:
-    content = st.dictionaries(keys | st.text(max_size=10), plain | st.just("--train.seed"), max_size=4)
+    content = st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=10), plain | st.just("--train.seed"), max_size=4)
 
     @given(st.sampled_from(["toml", "text", "train", "sample"]), content)
     def test(kind: str, content: dict) -> None:
@@ -139,9 +129,11 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_file_does_no_harm(theirs: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+def test_a_hostile_file_does_no_harm(straight: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     """It may be refused in any way."""
-    monkeypatch.chdir(theirs.parent)
+    monkeypatch.setattr(GPT, "init_weights", lambda model: None)  # slower than loading, which replaces them
+    monkeypatch.chdir(straight)
+    theirs = Path(shutil.move(straight / "checkpoints" / "step-00000012", straight / "theirs"))
     load(theirs)
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         directory = shutil.copytree(theirs, theirs.with_name(f"with a hostile {name}"))

@@ -28,21 +28,15 @@ def nothing_compiled() -> None:
     torch.compiler.reset()
 
 
-@pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
-    """A counter of the programs that train.py compiles, in `frame_count`; they run without a code generator."""
-    counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr("train.choose_compiled", lambda *arguments: True)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    return counter
-
-
 @pytest.mark.parametrize("family, dtype", often(*product(list(FAMILIES)[::-1], ("float32", "bfloat16"))))
 def test_a_run_compiles_two_programs_before_its_first_step_and_so_does_a_resumed_one(
-    run: Callable, corpus_file: Path, tmp_path: Path, monkeypatch, programs, family: str, dtype: str
+    run: Callable, corpus_file: Path, tmp_path: Path, monkeypatch, family: str, dtype: str
 ) -> None:
     """They are those of the certificate. Samples, scores and a validation whose last batch is not full need no more."""
     out, certify_it = tmp_path / "run", train.certify
+    programs = CompileCounterWithBackend("eager")  # which run without a code generator
+    monkeypatch.setattr("train.choose_compiled", lambda *arguments: True)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=programs))
 
     def certify(*arguments: object) -> dict:
         certificate = certify_it(*arguments)

@@ -1,12 +1,16 @@
 """What can be seen of a GPU without one: tests/pretended.py in a process that knows a device named CUDA."""
 
 import os
+import shutil
 import sys
 
 import pytest
+import torch
 
-from tests.conftest import CAN_PRETEND, run_python
+from benchmarks import has_nvidia_gpu
+from tests.conftest import run_python
 
+CAN_PRETEND = has_nvidia_gpu() if torch.backends.cuda.is_built() else shutil.which("g++") is not None
 pytestmark = [
     pytest.mark.skipif(not CAN_PRETEND, reason="to pretend a GPU needs g++, or where PyTorch has CUDA, an NVIDIA GPU"),
     pytest.mark.skipif(sys.platform != "linux", reason="pretends a GPU on Linux only"),
