@@ -47,7 +47,7 @@ class Options:
     checkpoints: tyro.conf.Positional[tuple[str, ...]]
     """A run (its newest checkpoint), a checkpoint, a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on
     their hub; several checkpoints of one run make a timeline."""
-    text: str | None = None
+    text: str = ""
     """Text to read; @FILE reads a file, - standard input. Left out: the model's validation text."""
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
@@ -64,12 +64,13 @@ class Options:
 def main() -> None:
     """Inspect the checkpoints, write the outputs, and print the heads of the last one."""
     options = parse(Options, sys.argv[1:])
-    for output in options.output:
+    outputs = [path.expanduser() for path in options.output]
+    for output in outputs:
         check_output(output)
     checkpoints = find_checkpoints(options.checkpoints)
     device = find_device(options.device)
-    text = None if options.text is None else read_prompt(options.text)
-    has_page = any(path.suffix.lower() == ".html" for path in options.output)
+    text = read_prompt(options.text) if options.text else None
+    has_page = any(path.suffix.lower() == ".html" for path in outputs)
     inspections = []
     for checkpoint in checkpoints:
         model, precision = open_model(checkpoint, device)
@@ -90,7 +91,7 @@ def main() -> None:
         print(f"\nhead {name_of(head)}, where it looks: a line is a query, a character a key, in the order of lines;")
         print(f"weights of 0 to 1: {' '.join(terminal.GREY)}")
         print(terminal.triangle(found.pattern(*head), found.labels, shutil.get_terminal_size().columns))
-    for output in options.output:
+    for output in outputs:
         save(output, inspections)
         print(f"wrote {output}")
 
