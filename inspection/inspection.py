@@ -112,11 +112,10 @@ def arrays(inspection: Inspection) -> dict[str, np.ndarray]:
     heads (n, 2): layer and head; weights (n, T, T): row = query, column = key; tokens (T,): labels; losses (N,); and
     each metric by its name, (L, H).
     """
-    heads = inspection.heads
     return {
         **inspection.scores.mean,
-        "heads": np.array(heads),
-        "weights": torch.stack([inspection.pattern(*head) for head in heads]),
+        "heads": np.array(inspection.heads),
+        "weights": torch.stack([inspection.pattern(*head) for head in inspection.heads]),
         "tokens": np.array(inspection.labels),
         "losses": inspection.scores.losses,
     }

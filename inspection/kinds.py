@@ -47,10 +47,10 @@ def kind_of(scores: HeadScores, head: Head) -> Kind:
     for name in KINDS:
         if name not in scores.rows:  # "other", or without a probe
             continue
-        chance = scores.chance[name][head]
-        control = mean.get(f"{name}_control", scores.chance[name])[head]
-        if stands_out(mean[name][head], torch.maximum(chance, control), scores.rows[name]):
-            return Kind(name, mean[name][head].item(), chance.item())
+        chance = scores.chance[name]
+        control = mean.get(f"{name}_control", chance)
+        if stands_out(mean[name][head], torch.maximum(chance, control)[head], scores.rows[name]):
+            return Kind(name, mean[name][head].item(), chance[head].item())
     return Kind("other", 1 - mean["entropy"][head].item(), 0.0)
 
 

@@ -7,7 +7,7 @@ al. 2022. Of a head that attends evenly, which is what chance is, entropy is 1, 
 model/attention.py.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,8 +58,8 @@ def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:
     blocks: weights (B, H, queries, keys up to the last of these queries), in the order of the queries.
     repeat: the length L for duplicate and induction; None leaves these two out.
     """
-    sums = {}  # metric -> (B, H), in the precision of the weights
-    counts = Counter()  # metric -> the number of rows in its sum
+    sums = defaultdict(float)  # metric -> (B, H), in the precision of the weights
+    counts = defaultdict(int)  # metric -> the number of rows in its sum
     for weights in blocks:
         keys = torch.arange(weights.size(3), device=weights.device)
         start = len(keys) - weights.size(2)  # the position of the first query
@@ -77,7 +77,7 @@ def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:
             rows["duplicate"] = at_distance(weights, repeat, first=repeat + 1)
             rows["induction"] = at_distance(weights, repeat - 1, first=repeat + 1)
         for name, values in rows.items():
-            sums[name] = sums.get(name, 0.0) + values.sum(-1)
+            sums[name] += values.sum(-1)
             counts[name] += values.size(-1)
     return {name: total.cpu().double() / counts[name] for name, total in sums.items()}
 

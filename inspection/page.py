@@ -36,8 +36,10 @@ def check_room(inputs: Inputs, num_checkpoints: int) -> None:
     weights = T * (T + 1) // 2
     most = MOST_WEIGHTS // (weights * num_checkpoints) - 1  # besides the influence
     if len(inputs.heads) > most:
-        room = f"a file has room for {max(0, most)} heads of {T} tokens in each of {num_checkpoints} checkpoints"
-        raise UserError(f"{room}, not {len(inputs.heads)}: give fewer --heads, a shorter --text or fewer checkpoints")
+        raise UserError(
+            f"a file has room for {max(0, most)} heads of {T} tokens in each of {num_checkpoints} checkpoints, "
+            f"not {len(inputs.heads)}: give fewer --heads, a shorter --text or fewer checkpoints"
+        )
 
 
 def render(inspections: Sequence[Inspection]) -> str:

@@ -68,8 +68,6 @@ def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None
     ax.spines[:].set_visible(False)
     note = f"\na point is the largest of {step} x {step} weights" if step > 1 else ""
     rule = "a row is a query, the token that looks; a column is a key, a token it can look at"
-    figure.suptitle(
-        f"{inspection.name}\n{rule}{note}", fontsize=9, parse_math=False
-    )  # the name of a run may hold any character
+    figure.suptitle(f"{inspection.name}\n{rule}{note}", fontsize=9, parse_math=False)  # a name may hold any character
     with warnings.catch_warnings(action="ignore"):  # the font lacks some characters, and draws boxes
         figure.savefig(file, format=form)

@@ -86,8 +86,7 @@ def triangle(pattern: Tensor, labels: Sequence[str], width: int) -> str:
     Returns a sentence if the tokens do not fit.
     """
     if len(labels) > width - 22:
-        tokens = f"{len(labels)} tokens do not fit {width} columns"
-        return f"({tokens}: give a shorter --text, or write a picture, with -o)"
+        return f"({len(labels)} tokens do not fit {width} columns: give a shorter --text, or a picture by -o)"
     lines = []
     for row, name in enumerate(labels):
         characters = "".join(GREY[min(9, int(10 * weight))] for weight in pattern[row, : row + 1].tolist())

@@ -147,8 +147,8 @@ class RunDirectory:
     def log(self, step: int, **values: object) -> None:
         """Write a line of metrics to metrics.jsonl and wandb."""
         if self.writes:
-            text = json.dumps({"step": step, **values})
-            record = json.loads(text, parse_constant=lambda name: None)  # JSON has no numbers that are not finite
+            # JSON has no numbers that are not finite.
+            record = json.loads(json.dumps({"step": step, **values}), parse_constant=lambda name: None)
             with open(self.metrics, "a") as file:
                 file.write(json.dumps(record) + "\n")
             self.tracker.call("log", flat(record))
