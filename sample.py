@@ -84,7 +84,6 @@ class Text:
         self.stop = stop
         self.prompt = tokenizer.encode(prompt[-CONTEXT:]).tolist()
         self.tokens = []
-        self.text = ""
         self.num_taken = 0
         self.finish = ""
 
@@ -96,11 +95,18 @@ class Text:
             self.finish = "end of text"
             return
         self.tokens.append(token)
-        decode = self.tokenizer.decode
-        self.text = decode(self.prompt + self.tokens)[len(decode(self.prompt)) :]
-        if self.stop and self.stop in self.text:
-            self.text = self.text[: self.text.index(self.stop)]
+        if self.stop and self.stop in self.decode():
             self.finish = "stop"
+
+    def decode(self) -> str:
+        """Return the text of all tokens, the stop text among it."""
+        decode = self.tokenizer.decode
+        return decode(self.prompt + self.tokens)[len(decode(self.prompt)) :]
+
+    @property
+    def text(self) -> str:
+        """The text, up to the stop text."""
+        return self.decode().partition(self.stop)[0] if self.stop else self.decode()
 
     def take(self) -> str:
         """Return the text that is certain and was not taken before.
@@ -108,8 +114,9 @@ class Text:
         While it grows, no last character that may be incomplete is certain, and no text with which the stop text may
         begin. What was taken stays, even where a decoder replaces a whole run of bytes since one of them is broken.
         """
-        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - len(self.stop))
-        new = self.text[self.num_taken : end]
+        text = self.text
+        end = len(text) if self.finish else max(0, len(text.rstrip(REPLACEMENT)) - len(self.stop))
+        new = text[self.num_taken : end]
         self.num_taken += len(new)
         return new
 

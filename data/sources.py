@@ -76,7 +76,7 @@ def in_pieces(parts: Iterable[str]) -> Iterator[str]:
 def find_files(source: str) -> list[Path]:
     """Return the files of a local source, sorted, each once, however many links lead to it.
 
-    None for one of READERS. Raises UserError if there is no such source.
+    [] for one of READERS. Raises UserError if there is no such source.
     """
     if source.startswith(tuple(READERS)):
         return []
@@ -84,14 +84,16 @@ def find_files(source: str) -> list[Path]:
         found = (path for path in walk(sysconfig.get_path("stdlib"), NOT_STDLIB) if path.suffix == ".py")
     elif os.path.isdir(source):
         found = walk(source, HIDDEN)
-    elif "**" in source:  # `glob` would follow links in circles
+    elif os.path.exists(source):  # its name may hold characters of a glob
+        found = [Path(source)]
+    elif "**" in Path(source).parts:  # `glob` would follow links in circles
         top, _, name = source.partition("**")
         name = name.strip("/") or "*"
         if "**" in name:
             raise UserError(f"{source!r} has ** twice: give the folder that holds all of it")
         found = (path for folder in glob.glob(top or ".") for path in walk(folder, HIDDEN) if path.match(name))
-    else:  # its name may hold characters of a glob
-        found = map(Path, [source] if os.path.exists(source) else glob.glob(source))
+    else:
+        found = map(Path, glob.glob(source))
     names = {path.resolve(): path for path in sorted(found, reverse=True) if path.is_file()}
     if not names:
         raise UserError(
@@ -158,7 +160,7 @@ def read_text(path: str, file: TextIO, text_column: str) -> Iterator[str]:
 
 
 def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
-    """Yield the texts of JSON: of an object a line, or of one value on any lines, an object or an array of them.
+    """Yield the texts of JSON: of an object a line, or an array of them, or of one such value on any lines.
 
     Raises UserError for a row that is no object or has no such column, and ValueError or RecursionError for one that is
     not JSON.
@@ -177,7 +179,7 @@ def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
                     f"{LONGEST:,} characters"
                 ) from None
             value = parse("\n" * (number - 1) + line)  # so that an error names the line of the file
-        is_array = number == 1 and isinstance(value, list)
+        is_array = isinstance(value, list)
         for place, row in enumerate(value if is_array else [value], start=number):
             where = f"{path}, {'row' if is_array else 'line'} {place}"
             check_column(where, text_column, list(row) if isinstance(row, dict) else [f"{row!r:.60}"])
@@ -217,8 +219,6 @@ def read_parquet(path: str, file: TextIO, text_column: str) -> Iterator[str]:
 # The kinds of files that are tables: TABLES[SUFFIX](PATH, OPEN FILE, text_column) yields the text of each row.
 TABLES = {
     ".jsonl": read_json,
-    ".jsonlines": read_json,
-    ".jl": read_json,
     ".ndjson": read_json,
     ".json": read_json,
     ".csv": read_csv,

@@ -133,12 +133,13 @@ def find_token_files(source: str) -> list[TokenFile]:
     """
     found = []
     paths = find_files(source)
+    stored = [path for path in paths if path.suffix == ".ds"]
     others = [path for path in paths if ".ds" not in path.suffixes]
-    if 0 < len(others) < len(paths):
+    if stored and others:
         raise UserError(f"{source} holds token files (.ds), and {others[0]}: give files of one kind, as by a glob")
-    for path in paths:
+    for path in stored:
         size = path.stat().st_size
-        if path.suffix != ".ds" or not size:
+        if not size:
             continue
         with errors_as_user_error(f"{path}.metadata does not describe a token file"):
             metadata = Path(f"{path}.metadata").read_bytes()

@@ -124,8 +124,8 @@ def pieces(config: DataConfig, to_train: float, room: dict[str, float], whole: b
 def write_tokens(config: DataConfig, to_train: float, tokenizer: Tokenizer, directory: Path) -> dict[str, int]:
     """Write the ids of all documents to train.bin and val.bin, each document after the tokens that start one.
 
-    Each split ends with the piece that reaches its share of `max_tokens`. Notes ends of texts that are written in the
-    text.
+    Each split ends with the piece that reaches its share of `max_tokens`. Notes special tokens whose names are
+    written in the text.
 
     to_train: as `find_split` returns it.
 
@@ -134,8 +134,8 @@ def write_tokens(config: DataConfig, to_train: float, tokenizer: Tokenizer, dire
     most = config.max_tokens or math.inf
     room = {"train": most * (1 - config.val_fraction), "val": most * config.val_fraction}
     num_bytes = dict.fromkeys(SPLITS, 0)
-    ends = {END_OF_TEXT, *map(tokenizer.library.id_to_token, tokenizer.ends)} - {None}
-    written = set()  # of the ends
+    names = {END_OF_TEXT, *tokenizer.special_tokens}
+    written = set()  # of the names
     start = np.array(tokenizer.document_start, dtype_of(tokenizer))
     found = pieces(config, to_train, room, whole=not isinstance(tokenizer, TiktokenTokenizer))
     progress = progress_bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
@@ -151,12 +151,12 @@ def write_tokens(config: DataConfig, to_train: float, tokenizer: Tokenizer, dire
             size = len(piece.text.encode())
             num_bytes[piece.split] += size
             progress.update(size)
-            written |= {end for end in ends if end in piece.text}
+            written |= {name for name in names if name in piece.text}
             if max(room.values()) <= 0:
                 break
     if written:
-        names = ", ".join(sorted(written))
-        print(f"note: {names} in {config.source} is ordinary text; in a table each document has a row", file=sys.stderr)
+        said = ", ".join(sorted(written))
+        print(f"note: {said} in {config.source} is ordinary text; in a table each document has a row", file=sys.stderr)
     return num_bytes
 
 

@@ -3,15 +3,3 @@
 from inspection.heads import ablate, head_scores, influence, repeat_probe
 from inspection.inspection import Inspection, inspect_heads
 from inspection.patterns import Captured, NotTheKernels, capture
-
-__all__ = [
-    "Captured",
-    "Inspection",
-    "NotTheKernels",
-    "ablate",
-    "capture",
-    "head_scores",
-    "influence",
-    "inspect_heads",
-    "repeat_probe",
-]

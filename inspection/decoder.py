@@ -49,12 +49,12 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
     """
     idx = idx.to(device_of(model))
     T = idx.size(1)
-    cuts = []
+    was_cut = []
 
     def cut(head: nn.Module, inputs: tuple) -> tuple | None:
-        """Keep the hidden states of these positions, as a hook before the head."""
+        """Hand on the hidden states of these positions alone, as a hook before the head."""
         if inputs and inputs[0].shape[:-1] == idx.shape:
-            cuts.append(head)
+            was_cut.append(True)
             return (inputs[0][:, positions], *inputs[1:])
 
     head = find_head(model)
@@ -64,7 +64,7 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
             output = model(idx, **options)
     with errors_as_user_error("the model has to return logits"):
         logits = logits_of(output)
-    if cuts:
+    if was_cut:
         return logits
     if logits.size(1) != T:
         wrap = "wrap it in a module whose forward does"

@@ -58,6 +58,8 @@ def choose_inputs(
     chosen = choose_heads(heads, L, H)
     given = tokenizer if isinstance(tokenizer, list | tuple) else ()
     tokenizer = None if given else as_tokenizer(tokenizer, checkpoint)
+    if tokenizer:
+        tokenizer.check_fits(vocab_size)
     T = context_length(model)
     ids = []
     if text is not None:
@@ -166,9 +168,10 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
 
     Raises UserError if they are not on this machine.
     """
-    corpus = None
-    with suppress(KeyError, TypeError, ValueError):  # of a model from elsewhere, or in what a stranger wrote
-        corpus = find_prepared(checkpoint.trainer["fingerprint"], checkpoint.trainer["config"]["data"]["source"])
+    source = ""
+    with suppress(KeyError, TypeError):  # of a model from elsewhere, or in what a stranger wrote
+        source = str(checkpoint.trainer["config"]["data"]["source"])
+    corpus = find_prepared(checkpoint.trainer.get("fingerprint"), source)
     if corpus is None:  # token files are never prepared
         raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]

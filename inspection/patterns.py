@@ -137,7 +137,7 @@ class Captured(TorchFunctionMode):
     def begin(self, *_: object) -> None:
         """Forget the forward pass before, as a hook."""
         self.residual: Tensor | None = None  # the stream before the final norm of a model of ours, (B, T, C)
-        self.output = torch.empty(0)  # of the last call, heads joined, (B, T, H * width of a value)
+        self.output: Tensor | None = None  # of the last call, heads joined, (B, T, H * width of a value)
         self.num_projected = 0  # of the outputs, those that an output projection of a model of ours read as they are
         self.seen: list[Call] = []
         self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
@@ -156,7 +156,8 @@ class Captured(TorchFunctionMode):
 
     def project(self, layer: nn.Module, inputs: tuple) -> None:
         """Count an output projection that reads what the kernel returned, as a hook."""
-        self.num_projected += self.output.to(inputs[0].dtype).equal(inputs[0])
+        if self.output is not None:  # else attention was written out before it
+            self.num_projected += self.output.to(inputs[0].dtype).equal(inputs[0])
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         """Call a function of PyTorch. See what it does if it attends."""

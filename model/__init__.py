@@ -3,5 +3,3 @@
 from errors import UserError
 from model.config import GPTConfig, ModelConfig
 from model.gpt import GPT
-
-__all__ = ["GPT", "GPTConfig", "ModelConfig", "UserError"]

@@ -75,7 +75,7 @@ def load_model(
         if POSITIONS in weights:
             weights[POSITIONS] = weights[POSITIONS][: model.config.context_length]
         model.load_state_dict(weights, assign=True)
-    except (RuntimeError, KeyError, TypeError) as error:
+    except (RuntimeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{directory} is not the model that its config.json describes: {one_line(error)}") from error
     return model.to(device, embedding.dtype).eval()
 

@@ -24,13 +24,13 @@ M_TRIM_THRESHOLD = -1  # of mallopt(3)
 M_MMAP_THRESHOLD = -3
 
 
-def choose_device(config: TrainConfig, n_embd: int, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
+def choose_device(config: TrainConfig, n_embd: int, local_rank: int | None = None) -> tuple[torch.device, torch.dtype]:
     """Choose device and precision of a run, and print them.
 
     n_embd is the width of the model; local_rank the number of the GPU where each process has its own. Raises UserError
     if the device cannot be used.
     """
-    own = config.device in ("auto", "cuda") and torch.cuda.is_available()
+    own = local_rank is not None and config.device.startswith(("auto", "cuda")) and torch.cuda.is_available()
     device = find_device(f"cuda:{local_rank}" if own else config.device)
     cuda = device.type == "cuda"
     if config.dtype != "auto":

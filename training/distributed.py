@@ -38,7 +38,7 @@ class Ranks:
 
     # The values of a single process.
     rank = 0
-    local_rank = 0  # on this machine
+    local_rank: int | None = None  # on this machine
     world = 1  # the number of ranks
     may_resume = False  # without --resume, after a restart
     summed: Tensor | None = None  # this rank's share of the summed gradients, flat

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -46,7 +45,7 @@ class Progress:
     def paused(self, doing: str) -> Iterator[None]:
         """Stop the clock for a while, and show the reason."""
         self.lap()
-        self.line.set_description_str(doing, refresh=sys.stderr.isatty())
+        self.line.set_description_str(doing)
         yield
         self.line.set_description_str("", refresh=False)
         self.lap_began = time.perf_counter()
