@@ -150,7 +150,7 @@ def test_dying_at_every_effect_on_the_disk(setting: Setting, tmp_path: Path, fig
 
 
 @pytest.mark.parametrize(
-    "kills, seed", [(3, 0), *(pytest.param(200, seed, marks=pytest.mark.long) for seed in range(1, 6))]
+    "kills, seed", [(3, 0), *(pytest.param(80, seed, marks=pytest.mark.long) for seed in range(1, 6))]
 )
 def test_kill_9_at_random_instants(setting: Setting, tmp_path: Path, kills: int, seed: int, figure: Callable) -> None:
     assert setting.kill_at_random(tmp_path, kills, seed) == []
