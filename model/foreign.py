@@ -44,6 +44,7 @@ def load_by_transformers(directory: Path, ours: str) -> nn.Module:
     except ImportError as error:
         raise UserError(f"{ours}; for all other decoders: pip install -e '.[any]'") from error
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
