@@ -53,13 +53,16 @@ def is_prepared(source: str) -> bool:
     return Path(source, "train.bin").is_file()
 
 
-def open_corpus(directory: Path) -> Corpus:
-    """Open a prepared corpus. Raises UserError if it is incomplete, or has changed since it was prepared."""
+def open_corpus(directory: Path, tokenizer: Tokenizer | None = None) -> Corpus:
+    """Open a prepared corpus. tokenizer: its own, if that is loaded already, which takes a moment.
+
+    Raises UserError if the corpus is incomplete, or has changed since it was prepared.
+    """
     if not (directory / "meta.json").is_file():
         raise UserError(f"{directory} is not empty, and not a complete prepared corpus")
     with errors_as_user_error(f"{directory} is not a complete prepared corpus"):
         meta = json.loads(read_small(directory / "meta.json"))
-        tokenizer = load_tokenizer(directory)
+        tokenizer = tokenizer or load_tokenizer(directory)
         if meta["fingerprint"] != fingerprint(tokenizer, meta):
             raise UserError(f"{directory} has changed since it was prepared: remove it")
         tokens = {}

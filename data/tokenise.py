@@ -39,8 +39,8 @@ class Piece(NamedTuple):
     is_start: bool  # of the document
 
 
-def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Tokenizer | None) -> None:
-    """Tokenise a source into an empty directory and write meta.json last.
+def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Tokenizer | None) -> Tokenizer:
+    """Tokenise a source into an empty directory and write meta.json last. Return the tokenizer.
 
     Args:
         key: that of the corpus, for meta.json.
@@ -55,7 +55,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
     save_tokenizer(tokenizer, directory)
     num_bytes = write_tokens(config, to_train, tokenizer, directory)
     dtype = dtype_of(tokenizer)
-    meta = {"source": config.source, "tokenizer": config.tokenizer, "key": key, "dtype": dtype.str}
+    meta = {"source": config.source, "tokenizer": config.tokenizer, "key": key}
     for split in SPLITS:
         path = directory / f"{split}.bin"
         stat = path.stat()
@@ -73,6 +73,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
         }
     meta["fingerprint"] = fingerprint(tokenizer, meta)
     (directory / "meta.json").write_text(f"{json.dumps(meta, indent=2)}\n")
+    return tokenizer
 
 
 def split_of(text: str, val_fraction: float) -> str:
@@ -155,8 +156,11 @@ def write_tokens(config: DataConfig, to_train: float, tokenizer: Tokenizer, dire
             if max(room.values()) <= 0:
                 break
     if written:
-        said = ", ".join(sorted(written))
-        print(f"note: {said} in {config.source} is ordinary text; in a table each document has a row", file=sys.stderr)
+        print(
+            f"note: {', '.join(sorted(written))} in {config.source} is ordinary text; "
+            "in a table each document has a row",
+            file=sys.stderr,
+        )
     return num_bytes
 
 
