@@ -55,7 +55,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
     save_tokenizer(tokenizer, directory)
     num_bytes = write_tokens(config, to_train, tokenizer, directory)
     dtype = dtype_of(tokenizer)
-    meta = {"source": config.source, "tokenizer": config.tokenizer, "key": key}
+    meta = {"source": config.source, "tokenizer": config.tokenizer, "key": key, "dtype": dtype.str}
     for split in SPLITS:
         path = directory / f"{split}.bin"
         stat = path.stat()

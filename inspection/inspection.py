@@ -38,7 +38,6 @@ from model.device import autocast, dtype_name, find_device, is_fast
 from model.foreign import load_decoder
 
 FORMATS = (".html", ".png", ".svg", ".npz")
-FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 50rem; border: 0"></iframe>'
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,7 +78,8 @@ class Inspection(Inputs):
         """Return the page in a frame, for a notebook."""
         from inspection import page
 
-        return FRAME.format(html.escape(page.render([self])))
+        frame = '<iframe srcdoc="{}" style="width: 100%; height: 50rem; border: 0"></iframe>'
+        return frame.format(html.escape(page.render([self])))
 
 
 def save(path: Path, inspections: Sequence[Inspection]) -> None:

@@ -39,8 +39,7 @@ def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None
     fit. The name of a head stands in its tile above the diagonal.
     """
     heads = inspection.heads
-    labels = inspection.labels
-    T = len(labels)
+    T = len(inspection.labels)
     columns = len({head for _, head in heads})
     rows = math.ceil(len(heads) / columns)
     side = min(8.0, max(1.2, 16 / columns))  # inches of a tile
@@ -60,14 +59,17 @@ def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None
     image = ax.imshow(mosaic.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis", interpolation="nearest")
     figure.colorbar(image, ax=ax, shrink=0.6, label="weight")
     named = range(0, T, math.ceil(T * LABEL_HEIGHT / side))
-    names = [f"{labels[i]} {i}" for i in named]
+    names = [f"{inspection.labels[i]} {i}" for i in named]
     for axis, count in ((ax.xaxis, columns), (ax.yaxis, rows)):
         places = [start * pitch + (i + 0.5) / step - 0.5 for start in range(count) for i in named]
         axis.set_ticks(places, names * count, fontsize=7, parse_math=False)
     ax.tick_params(axis="x", rotation=90)
     ax.spines[:].set_visible(False)
     note = f"\na point is the largest of {step} x {step} weights" if step > 1 else ""
-    rule = "a row is a query, the token that looks; a column is a key, a token it can look at"
-    figure.suptitle(f"{inspection.name}\n{rule}{note}", fontsize=9, parse_math=False)  # a name may hold any character
+    figure.suptitle(
+        f"{inspection.name}\na row is a query, the token that looks; a column is a key, a token it can look at{note}",
+        fontsize=9,
+        parse_math=False,  # a name may hold any character
+    )
     with warnings.catch_warnings(action="ignore"):  # the font lacks some characters, and draws boxes
         figure.savefig(file, format=form)

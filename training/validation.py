@@ -53,7 +53,7 @@ class Validation:
             raise UserError(f'train.sample_prompt: {error}; --train.sample_prompt "" begins a document') from error
         # A tokenizer need not have a token that begins a text.
         self.prompt = [*self.tokenizer.document_start, *text] or self.tokens[:1].tolist()
-        text = self.tokens[: min(context_length, MOST_SCORED)]
+        text = self.tokens[:context_length][:MOST_SCORED]
         self.text = torch.from_numpy(text.astype(np.int64))[None]
         self.probe = make_probe(self.tokenizer, self.tokenizer.vocab_size, probe_tokens(corpus, config), context_length)
 
