@@ -10,6 +10,11 @@ MOST = 1 << 26  # bytes of a small file
 POINTER = b"version https://git-lfs"
 
 
+def expand(path: str | Path) -> Path:
+    """Return a path with the home folder in place of ~, if there is such a folder."""
+    return Path(os.path.expanduser(path))
+
+
 def read_small(path: Path) -> bytes:
     """Return the content of a file. Raises UserError for a pointer, what is no file, and more than MOST bytes."""
     if not path.is_file():  # a pipe would be waited for

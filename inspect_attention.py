@@ -26,6 +26,7 @@ import tyro
 from cli.options import parse
 from cli.script import read_prompt, run_script
 from errors import UserError
+from files import expand
 from inspection import terminal
 from inspection.heads import Ablation
 from inspection.inputs import choose_inputs
@@ -64,7 +65,7 @@ class Options:
 def main() -> None:
     """Inspect the checkpoints, write the outputs, and print the heads of the last one."""
     options = parse(Options, sys.argv[1:])
-    outputs = [path.expanduser() for path in options.output]
+    outputs = [*map(expand, options.output)]
     for output in outputs:
         check_output(output)
     checkpoints = find_checkpoints(options.checkpoints)

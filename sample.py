@@ -83,6 +83,7 @@ class Text:
         self.tokenizer = tokenizer
         self.stop = stop
         self.prompt = tokenizer.encode(prompt[-CONTEXT:]).tolist()
+        self.start = len(tokenizer.decode(self.prompt))
         self.tokens = []
         self.num_taken = 0
         self.finish = ""
@@ -100,8 +101,7 @@ class Text:
 
     def decode(self) -> str:
         """Return the text of all tokens, the stop text among it."""
-        decode = self.tokenizer.decode
-        return decode(self.prompt + self.tokens)[len(decode(self.prompt)) :]
+        return self.tokenizer.decode(self.prompt + self.tokens)[self.start :]
 
     @property
     def text(self) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from files import expand
+
 # Unicode's categories of controls, formats (as writing from right to left), surrogates, ends of lines and paragraphs.
 HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
@@ -98,5 +100,5 @@ def read_prompt(prompt: str) -> str:
     if prompt == "-":
         return sys.stdin.buffer.read().decode("utf-8-sig")
     if prompt.startswith("@"):
-        return Path(os.path.expanduser(prompt[1:])).read_bytes().decode("utf-8-sig")
+        return expand(prompt[1:]).read_bytes().decode("utf-8-sig")
     return prompt

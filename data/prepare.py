@@ -26,7 +26,7 @@ from data.token_files import find_token_files, open_token_files
 from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer
 from errors import UserError
-from files import publish, read_small
+from files import expand, publish, read_small
 
 FORMAT = 4  # raised when a source is read in another way than before: then it is prepared again
 PREPARED = Path(__file__).parent / "prepared"
@@ -74,8 +74,8 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
     """
     key = corpus_key(config, tokenizer)
     name = f"{Path(config.source).stem}-{Path(config.tokenizer).stem}-{key[:8]}"  # to be read by people
-    directory = Path(out or PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-"))
-    directory = directory.expanduser().resolve()  # behind a link, where it can be renamed
+    directory = expand(out or PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-"))
+    directory = directory.resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both work.

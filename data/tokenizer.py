@@ -30,7 +30,7 @@ from data.encoding import (
     to_bytes,
 )
 from errors import UserError, errors_as_user_error
-from files import read_small
+from files import expand, read_small
 
 GENERATION_CONFIG = "generation_config.json"
 # Where publishers say what ends a text, in the order in which it counts: file -> key. bos_token_id is there too.
@@ -106,7 +106,7 @@ def find_tokenizer(name: str, model: Path | None) -> Tokenizer | None:
     """
     if name == "model":
         return load_tokenizer(model) if model else None
-    path = Path(name).expanduser()
+    path = expand(name)
     return load_tokenizer(path) if path.is_file() else None
 
 

@@ -9,7 +9,6 @@ Files that the manifest does not name, such as a README.md, are not looked at.
 
 import hashlib
 import json
-import os
 import re
 import sys
 from contextlib import suppress
@@ -18,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from errors import UserError
-from files import read_small, refuse_pointer, sha256
+from files import expand, read_small, refuse_pointer, sha256
 
 FORMAT = 3
 TRAINER = "trainer.json"
@@ -54,7 +53,7 @@ def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
     if isinstance(place, Checkpoint):
         return place
     name = str(place)
-    path = Path(os.path.expanduser(name))
+    path = expand(name)
     of_hub = HUB_NAME.fullmatch(name)
     if of_hub and (of_hub[1] or not path.parent.exists()):
         return verify(download(of_hub[2], of_hub[3]))

@@ -9,6 +9,7 @@ import tomli_w
 from cli.options import parse
 from data.config import DataConfig
 from errors import UserError
+from files import expand
 from model import GPTConfig, ModelConfig
 from model.checkpoint import find_checkpoint
 from model.device import find_device
@@ -31,7 +32,7 @@ def read_config(argv: list[str]) -> Config:
     if asked.resume is not None:
         if asked.config or asked.train.out_dir != TrainConfig.out_dir:
             raise UserError("--resume takes configuration and directory from the run: give no other with it")
-        file = Path(asked.resume, "config.toml").expanduser()
+        file = expand(asked.resume) / "config.toml"
         if not file.is_file():
             raise UserError(f"there is no run in {asked.resume}: a run has a config.toml, and checkpoints/ beside it")
         return parse(Config, [*argv, "--train.out_dir", asked.resume], file)

@@ -54,15 +54,14 @@ def best_checkpoint(directory: Path) -> Path | None:
     return min(reversed(measured), key=lambda path: losses[path.name], default=None)
 
 
-def next_commands(directory: Path, finished: bool) -> list[str]:
+def next_commands(directory: Path, best: Path | None, finished: bool) -> list[str]:
     """Return the command lines that go on from a run: resume it if it is not finished, sample, and look at its heads.
 
-    finished: all steps and evaluations are done.
+    best: see `best_checkpoint`. finished: all steps and evaluations are done.
     """
     run = shlex.quote(str(directory))
     commands = [] if finished else [f"python train.py --resume {run}"]
     checkpoints = step_directories(directory / "checkpoints")
-    best = best_checkpoint(directory)
     if checkpoints:
         model = shlex.quote(str(best)) if finished and best and best != checkpoints[0] else run
         commands += [
@@ -123,7 +122,7 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "charts": draw_charts(curves, LOSSES),
         "heads": draw_charts(curves, HEADS, 0, 1),
         "sections": {
-            "Next": [("", "\n".join(next_commands(directory, finished)))],
+            "Next": [("", "\n".join(next_commands(directory, best, finished)))],
             "Evaluations": [
                 (f"step {line['step']:,}: {line['val_loss']:.4f} nats a token", line.get("sample", ""))
                 for line in newest_first

@@ -22,7 +22,7 @@ from cli.script import visible
 from data.corpus import Corpus
 from data.tokenizer import GENERATION_CONFIG
 from errors import UserError
-from files import make_directories, replace_file, sync
+from files import expand, make_directories, replace_file, sync
 from inspection.heads import PROBE_TOKENS
 from model import GPT
 from model.checkpoint import TRAINER, find_checkpoint, step_directories, to_json
@@ -50,7 +50,7 @@ class RunDirectory:
     def __init__(self, config: Config, ranks: Ranks):
         self.config = config
         self.writes = ranks.is_first
-        self.path = Path(config.train.out_dir).expanduser()
+        self.path = expand(config.train.out_dir)
         self.metrics = self.path / "metrics.jsonl"
         self.found = self.checkpoints
         self.base = None
@@ -219,7 +219,7 @@ class RunDirectory:
             sync(self.metrics)
             self.tracker.call("finish", exit_code)
             os.close(self.lock)
-        commands = next_commands(self.path, finished=not exit_code)
+        commands = next_commands(self.path, best_checkpoint(self.path), finished=not exit_code)
         if exit_code:
             saved = f"saved step {step}" if step else "there was nothing to save yet"
             return f"{saved}; continue with: {commands[0]}"

@@ -16,7 +16,7 @@ from training.config import MAY_CHANGE
 from training.device import environment
 from training.distributed import Ranks
 from training.options import read_config, tables
-from training.report import next_commands
+from training.report import best_checkpoint, next_commands
 from training.run import RunDirectory
 
 
@@ -159,7 +159,7 @@ def test_the_newest_the_best_and_damaged_later_checkpoints_are_kept(run, corpus_
 def test_what_to_do_next(losses: dict, finished: bool, looked_at: str | None, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     leave(Path("a run"), losses, losses)
-    commands = next_commands(Path("a run"), finished)
+    commands = next_commands(Path("a run"), best_checkpoint(Path("a run")), finished)
     looks = [f'python sample.py {looked_at} --prompt "..."', f"python inspect_attention.py {looked_at} --ablate zero"]
     looks += [f"python inspect_attention.py {looked_at} -o 'a run'/heads.html"]
     assert commands == ["python train.py --resume 'a run'"] * (not finished) + looks * bool(looked_at)
