@@ -62,7 +62,7 @@ def test_every_config_builds(path: Path) -> None:
         (["README.md"], "to train on a text: --data.source README.md"),
         (["configs/quickstart.toml", "--resume", "out/x"], "--resume takes configuration and directory from the run"),
         (["--resume", "nowhere"], "there is no run in nowhere: a run has"),
-        (["--resume", "~nobody/run"], "there is no run in ~nobody/run: a run has"),
+        (["--resume", "~somebody-else/run"], "there is no run in ~somebody-else/run: a run has"),
     ],
 )
 def test_a_wrong_option_is_said(run, monkeypatch, arguments: list[str], message: str) -> None:
