@@ -72,28 +72,19 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
     return logits[:, positions]
 
 
-def logits_in_parts(model: nn.Module, idx: Tensor) -> Iterator[Tensor]:
-    """Yield the logits of a text in float32: (1, T) -> (positions, V), in order. For each part the model runs again."""
-    for start in range(0, idx.size(1), POSITIONS):
-        yield read(model, idx, slice(start, start + POSITIONS))[0].float()
+def predict(model: nn.Module, idx: Tensor) -> tuple[Tensor, list[tuple[int, float]]]:
+    """Return what a model makes of a text (1, T): its loss, and at each token the likeliest next and its probability.
 
-
-def sequence_losses(model: nn.Module, idx: Tensor) -> Tensor:
-    """Return each sequence's mean cross-entropy in nats a token: (B, T) -> (B,). For T = 1 it is nan."""
-    losses = []
-    for text in idx.split(1):
-        targets = F.pad(text[0, 1:], (0, 1), value=IGNORE).split(POSITIONS)  # the last position has no next token
-        parts = zip(logits_in_parts(model, text), targets, strict=True)
-        losses.append(sum(F.cross_entropy(logits, part.to(logits.device), reduction="sum") for logits, part in parts))
-    return torch.stack(losses) / (idx.size(1) - 1)
-
-
-@torch.no_grad()
-def predictions(model: nn.Module, idx: Tensor) -> list[tuple[int, float]]:
-    """Return the likeliest next token at each position of a text (1, T), and its probability."""
-    found = []
-    with evaluating(model):
-        for logits in logits_in_parts(model, idx):
-            probabilities, tokens = logits.softmax(-1).max(-1)
-            found += zip(tokens.tolist(), probabilities.tolist(), strict=True)
-    return found
+    The loss is the mean cross-entropy in nats a token, (), for T = 1 nan. For each part of the logits the model runs
+    again.
+    """
+    loss = 0.0
+    likeliest = []
+    targets = F.pad(idx[0, 1:], (0, 1), value=IGNORE)  # the last position has no next token
+    for start in range(0, len(targets), POSITIONS):
+        part = slice(start, start + POSITIONS)
+        logits = read(model, idx, part)[0].float().log_softmax(-1)
+        loss += F.nll_loss(logits, targets[part].to(logits.device), reduction="sum").cpu()
+        values, tokens = logits.max(-1)
+        likeliest += zip(tokens.tolist(), values.exp().tolist(), strict=True)
+    return loss / (len(targets) - 1), likeliest

@@ -6,7 +6,6 @@
 The metrics are defined in inspection/metrics.py. Shapes are named as in model/attention.py; N is a number of sequences.
 """
 
-import math
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from cli.bars import progress_bar
 from data.encoding import Tokenizer
 from errors import UserError
-from inspection.decoder import device_of, evaluating, read, sequence_losses
+from inspection.decoder import device_of, evaluating, predict, read
 from inspection.kinds import Head
 from inspection.metrics import HeadScores, Metrics
 from inspection.patterns import capture
@@ -80,19 +79,22 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
     model have to call this together.
     """
     losses = []
-    row_errors = []
+    predictions = []
+    proofs = []
 
     def measure_together(idx: Tensor, repeat: int | None = None) -> tuple[Metrics, Metrics]:
         """Return metric -> (N, L, H) of the heads and of even ones; store errors of rows and, of a text, losses."""
         with capture(model) as att:
             if repeat is None:
-                losses.append(sequence_losses(model, idx).cpu())
+                loss, likeliest = predict(model, idx)
+                losses.append(loss)
+                predictions.append(likeliest)
             else:
                 read(model, idx, slice(1))
         if (shown := att.shape[1::2]) != tuple(idx.shape):
             raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
         if verify:
-            row_errors.append(max(att.verify().values()))
+            proofs.extend(att.verify().values())
         return att.scores(repeat), att.scores(repeat, even=True)
 
     N, T = text.shape
@@ -108,7 +110,7 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
                 even[name] = even_found[name]
                 rows[name] = len(probe.repeated) * repeat
     chance = {name: values.mean(0) for name, values in even.items()}
-    return HeadScores(samples, torch.cat(losses), max(row_errors, default=math.nan), chance, rows)
+    return HeadScores(samples, torch.stack(losses), predictions[0], proofs, chance, rows)
 
 
 def as_lists(scores: HeadScores) -> dict[str, list[list[float]]]:
@@ -135,14 +137,19 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
     """
     if mode not in get_args(Ablation):
         raise UserError(f"a head is ablated by {' or '.join(get_args(Ablation))}, not {mode!r}")
+
+    def losses() -> Tensor:
+        """Return the loss of each text, (N,)."""
+        return torch.stack([predict(model, idx)[0] for idx in text.split(1)])
+
     with evaluating(model):
         with capture(model) as att:
-            before = sequence_losses(model, text)
+            before = losses()
         L, _, H, _ = att.shape
         rises = torch.full((len(text), L, H), torch.nan, dtype=torch.float64)
         for head in progress_bar(iterable=heads, unit=" heads", leave=False, delay=1):
             with capture(model, partial(replace_head, head=head, mode=mode)):
-                rises[:, *head] = (sequence_losses(model, text) - before).cpu()
+                rises[:, *head] = losses() - before
     return rises
 
 

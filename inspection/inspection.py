@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from cli.script import visible
 from errors import UserError
 from files import replace_file
-from inspection.decoder import evaluating, predictions, read
+from inspection.decoder import evaluating, read
 from inspection.heads import Ablation, ablate, head_scores, influence
 from inspection.inputs import Inputs, choose_inputs
 from inspection.kinds import Head
-from inspection.metrics import HeadScores
+from inspection.metrics import HeadScores, summarise
 from inspection.patterns import Captured, capture
 from inspection.terminal import report
 from inspection.views import Said, moved_lengths, say
@@ -73,6 +73,9 @@ class Inspection(Inputs):
         Raises UserError for another suffix, and if the heads do not fit; OSError if it cannot be written.
         """
         save(Path(path), [self])
+
+    def __repr__(self) -> str:
+        return self.table()
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""
@@ -132,7 +135,7 @@ def inspect_heads(
     """Measure the heads of a decoder on a text, and prove their weights.
 
     Args:
-        model: any module that takes ids (B, T) and attends by PyTorch's kernel, or a run, a checkpoint, a Hugging Face
+        model: any module that takes ids (B, T) however it attends, or a run, a checkpoint, a Hugging Face
             model directory, or a model OWNER/NAME of the hub.
         text: a text or its token ids; None takes the validation text of a checkpoint.
         tokenizer: one of tril or of `transformers`, or a list with a label for each token. None takes that of a
@@ -170,19 +173,21 @@ def measure(
     idx = inputs.shown
     with evaluating(model), torch.no_grad(), capture(model, with_values=complete) as att:
         read(model, idx, slice(1))
-    row_error = max(scores.row_error, *att.verify().values())
-    q = att.calls[0].q
-    verified = f"weights match the fused kernel: max row error {row_error:.1e} ({dtype_name(q.dtype)}, {q.device.type})"
+    source = att.calls[0].source
+    where = f"{dtype_name(source.dtype)}, {source.device.type}"
+    proofs = summarise([*scores.proofs, *att.verify().values()])
+    verified = "; ".join(f"weights {proof} ({where})" for proof in proofs)
     found = Inspection(**vars(inputs), name=visible(name), verified=verified, scores=scores, att=att)
     if not complete:
         return found
-    # Known is what moves through an output projection that reads the output of a kernel as it is; no gate between.
-    is_ours = isinstance(model, GPT) and len(att.calls) == att.num_projected == len(model.blocks)
+    # Known is what moves through an output projection that reads the output of the heads as it is; no gate between.
+    is_known = len(att.projections) == len(att.calls)
+    is_ours = is_known and isinstance(model, GPT) and len(att.calls) == len(model.blocks)
     return replace(
         found,
         influence=influence(model, idx),
-        predictions=[(inputs.label(token), probability) for token, probability in predictions(model, idx)],
-        lengths=moved_lengths(model, att) if is_ours else None,
+        predictions=[(inputs.label(token), chance) for token, chance in scores.predictions[: idx.size(1)]],
+        lengths=moved_lengths(att) if is_known else None,
         said=say(model, att, inputs.heads) if is_ours else {},
     )
 

@@ -7,10 +7,12 @@ al. 2022. Of a head that attends evenly, which is what chance is, entropy is 1, 
 model/attention.py.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,13 +31,36 @@ METRICS = {  # name -> title and format in a table, and definition; A_ij is the 
 }
 
 
+class Proof(NamedTuple):
+    """What is known of the weights of a layer."""
+
+    error: float  # the largest error of a row against the kernel; nan: the weights are the model's own
+    least: float = 1.0  # the least sum of a row
+    most: float = 1.0  # the largest sum of a row
+    later: float = 0.0  # the largest share of a row that later tokens have
+
+    def __str__(self) -> str:
+        if not math.isnan(self.error):
+            return f"proved against the kernel: max row error {self.error:.1e}"
+        sums = f"rows sum to {self.least:.2f} to {self.most:.2f}"
+        return f"read where they met the values: {sums}, and give later tokens {self.later:.1g}"
+
+
+def summarise(proofs: Sequence[Proof]) -> list[Proof]:
+    """Return the worst of all layers that were proved, and of all that were read."""
+    groups = [[proof for proof in proofs if math.isnan(proof.error) == was_read] for was_read in (False, True)]
+    columns = [zip(*group, strict=True) for group in groups if group]
+    return [Proof(max(error), min(least), max(most), max(later)) for error, least, most, later in columns]
+
+
 @dataclass(frozen=True)
 class HeadScores:
     """Metrics of all heads, sequence by sequence."""
 
     samples: Metrics  # metric -> (N, L, H) float64
     losses: Tensor  # (N,) mean cross-entropy of each text, in nats a token
-    row_error: float  # the largest error of a row of weights against the kernel; nan if that was not verified
+    predictions: Sequence[tuple[int, float]]  # at each token of the first text the likeliest next, and its probability
+    proofs: list[Proof]  # of the layers, for each text and probe; none if the weights were not verified
     chance: Metrics  # metric -> (L, H), the score of a head that attends evenly to all it may see
     rows: dict[str, int]  # metric -> the number of queries that it is a mean over
 

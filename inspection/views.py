@@ -11,14 +11,13 @@ from inspection.heads import affordable_rows
 from inspection.kinds import Head, Heads
 from inspection.patterns import Captured
 from model import GPT
-from model.attention import repeat_kv
 from model.device import exact_products
 
 MOST_SAID = 5  # tokens, of the likeliest and of the unlikeliest
 Said = tuple[Tensor, Tensor]  # n likeliest and n unlikeliest tokens, and their logits; each (T, 2n), nan: not computed
 
 
-def moved(model: GPT, att: Captured, head: Head) -> Tensor:
+def moved(att: Captured, head: Head) -> Tensor:
     """Return what a head moves from each key to the queries that attend to it: (T_key, C), in the precision of weights.
 
     That is f(x) = (x W^V + b^V) W^O of Kobayashi et al. (2020): the value through the head's part of the output
@@ -28,16 +27,17 @@ def moved(model: GPT, att: Captured, head: Head) -> Tensor:
     """
     layer, number = head
     call = att.calls[layer]
-    weight = model.blocks[layer].attention.o_proj.weight.unflatten(1, (call.q.size(1), -1))[:, number]
-    with exact_products(call.q.device):
-        return repeat_kv(call.values, call.q)[0, number].to(call.dtype) @ weight.T.to(call.dtype)
+    weight = att.projections[layer].unflatten(1, (call.shape[1], -1))[:, number]
+    values = call.values[0, number * call.values.size(1) // call.shape[1]]
+    with exact_products(values.device):
+        return values.to(call.dtype) @ weight.T.to(call.dtype)
 
 
 @torch.no_grad()
-def moved_lengths(model: GPT, att: Captured) -> Tensor:
+def moved_lengths(att: Captured) -> Tensor:
     """Return the length of what each head moves from each token, (L, H, T). att is as in `moved`."""
     L, _, H, _ = att.shape
-    lengths = [moved(model, att, (layer, head)).norm(dim=-1).cpu() for layer in range(L) for head in range(H)]
+    lengths = [moved(att, (layer, head)).norm(dim=-1).cpu() for layer in range(L) for head in range(H)]
     return torch.stack(lengths).unflatten(0, (L, H))
 
 
@@ -71,7 +71,7 @@ def say(model: GPT, att: Captured, heads: Heads) -> dict[Head, Said]:
         logits = torch.full((residual.size(1), 2 * n), torch.nan, dtype=wide)
         tokens = torch.zeros(logits.shape, dtype=torch.long)
         with exact_products(residual.device):
-            direct = scale * centred(att.pattern(*head)[0, places] @ moved(model, att, head))
+            direct = scale * centred(att.pattern(*head)[0, places] @ moved(att, head))
             shares = F.linear(direct, unembedding)
         ends = shares.topk(n), shares.topk(n, largest=False)
         logits[rows], tokens[rows] = (torch.cat(each, dim=1).cpu() for each in zip(*ends, strict=True))
