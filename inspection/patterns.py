@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from errors import UserError
 from inspection.metrics import Metrics, Proof, measure
-from inspection.products import PRODUCTS, Layout, find_meetings
+from inspection.products import PRODUCTS, find_attention
 from model import GPT, attention
 from model.attention import attention_weights, repeat_kv
 from model.device import exact_products
@@ -46,10 +46,9 @@ UNSEEN = (
     "no attention of a text to itself and its past was seen: neither a call of a kernel of PyTorch nor a product of "
     "weights and values; what runs in a compiled graph or in a kernel of another library cannot be shown"
 )
-UNMASKED = "the model attends without a causal mask: python -m model.check says where"
+UNMASKED = "attends without a causal mask"
 
 Replace = Callable[[int, Tensor], Tensor]  # layer, output of its heads (B, H, T_query, D) -> the output to go on with
-Kernel = Callable[[Tensor], Tensor]  # values (B, n_kv_head, T_key, D) -> output (B, H, T_query, D)
 
 
 class NotTheKernels(ArithmeticError):
@@ -73,17 +72,11 @@ class Call:
         """Return the attention weights of all heads, (B, H, T_query, T_key), of `dtype`."""
         return torch.cat([F.pad(block, (0, self.shape[3] - block.size(3))) for block in self.blocks()], dim=2)
 
-    def join(self, calls: Sequence["Call"]) -> "Call":
-        """Return one call that has the heads of several."""
-        parts = {name: [getattr(call, name) for call in calls] for name in self.of_heads}
-        return replace(self, **{name: torch.cat(part, dim=1) for name, part in parts.items() if part[0] is not None})
-
 
 @dataclass(frozen=True, eq=False)
 class Computed(Call):
     """A call of the kernel, whose weights are computed from queries and keys."""
 
-    of_heads = ("values", "q", "k")  # the fields with an axis of heads
     q: Tensor  # (B, H, T_query, D)
     k: Tensor  # (B, n_kv_head, T_key, D)
     mask: Tensor | None  # (1 or B, 1 or H, T_query, T_key), numbers to add to the scores; None: the triangle
@@ -150,7 +143,8 @@ class Computed(Call):
         """
         q = self.q
         dtype = self.dtype
-        signs = random_signs(self.k)
+        generator = torch.Generator().manual_seed(0)
+        signs = (torch.randint(2, self.k.shape, generator=generator, dtype=torch.int8) * 2 - 1).to(q)
         sizes = self.k.to(dtype).norm(dim=-1, keepdim=True)
         beside = repeat_kv(torch.cat((signs.to(dtype), sizes), dim=-1), q)
         with exact_products(q.device), torch.no_grad():  # as in evaluation: a kernel may differ under autograd
@@ -166,11 +160,9 @@ class Computed(Call):
 
 @dataclass(frozen=True, eq=False)
 class Read(Call):
-    """Weights that met the values: a model wrote them out, or its kernel was asked for them."""
+    """Weights that met the values: a model wrote them out, or was asked for them."""
 
-    of_heads = ("values", "source")
     source: Tensor  # the weights, (B, H, T_query, T_key), in the model's precision
-    kernel: Kernel | None = None  # None: they are the model's own
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -196,20 +188,16 @@ class Read(Call):
         later = weights.triu(weights.size(3) - weights.size(2) + 1)
         return *(x.item() for x in weights.sum(-1).aminmax()), later.sum(-1).max().item()
 
-    def row_errors(self) -> tuple[Tensor, Tensor]:
-        """Return the error of each row of the weights of a kernel, (B, H, T_query), and zeros. See `Computed`."""
-        signs = random_signs(self.values)
-        (weights,) = self.blocks()
-        with exact_products(weights.device), torch.no_grad():
-            difference = weights @ repeat_kv(signs, weights).to(weights) - self.kernel(signs)
-        errors = difference.square().mean(-1).sqrt()
-        return errors, torch.zeros_like(errors)
+
+def join(calls: Sequence[Call]) -> Call:
+    """Return one call that has the heads of several."""
+    parts = {
+        name: [vars(call)[name] for call in calls] for name in ("values", "q", "k", "source") if name in vars(calls[0])
+    }
+    return replace(calls[0], **{name: torch.cat(part, dim=1) for name, part in parts.items() if part[0] is not None})
 
 
-def random_signs(like: Tensor) -> Tensor:
-    """Return random values of 1 and -1, the same at each call, of the shape and type of a tensor."""
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randint(2, like.shape, generator=generator, dtype=torch.int8) * 2 - 1).to(like)
+Output = tuple[Tensor, Call, str]  # its tensor, and an equation that orders its axes: batch, heads, T, D
 
 
 class Captured(TorchFunctionMode):
@@ -222,26 +210,27 @@ class Captured(TorchFunctionMode):
         super().__init__()
         self.replace = replace
         self.with_values = with_values
-        self.begin(None, ())
+        self.begin(None, (), {})
 
-    def begin(self, module: nn.Module | None, args: tuple, kwargs: dict | None = None) -> None:
+    def begin(self, module: nn.Module | None, args: tuple, kwargs: dict) -> None:
         """Forget the forward pass before, as a hook. Learn B and T from the token ids."""
-        ids = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor) and not x.is_floating_point()]
-        self.text = next((tuple(x.shape) for x in ids if x.dim() == 2), None)  # B and T, if known
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        ids = [x for x in tensors if x.dim() == 2 and not x.is_floating_point()]
+        self.text = tuple(ids[0].shape) if ids else None  # B and T
         self.residual: Tensor | None = None  # the stream before the final norm of a model of ours, (B, T, C)
         self.joined: Tensor | None = None  # the output of the last layer, heads joined, (B, T, H * width of a value)
         self.projections: dict[int, Tensor] = {}  # layer -> weight of the nn.Linear that reads its output as it is
         self.seen: list[Call] = []
-        self.single: dict[int, tuple[Tensor, Call, Layout]] = {}  # id -> an output of one head that nothing has read
+        self.single: dict[int, Output] = {}  # id -> the output of one head, which nothing has read yet
         self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
-        self.is_unmasked = False  # whether one of these is attention to later tokens
 
     @property
     def calls(self) -> list[Call]:
         """The calls, one for each layer. Raises UserError if none was seen."""
+        if UNMASKED in self.left_out and not self.seen:
+            raise UserError(f"the model {UNMASKED}: python -m model.check says where")
         if not self.seen:
-            others = f"; others were: {self.left_out[0]}" if self.left_out else ""
-            raise UserError(UNMASKED if self.is_unmasked else f"{UNSEEN}{others}")
+            raise UserError(f"{UNSEEN}; others were: {self.left_out[0]}" if self.left_out else UNSEEN)
         return self.seen
 
     def end(self, norm: nn.Module, inputs: tuple) -> None:
@@ -256,13 +245,13 @@ class Captured(TorchFunctionMode):
             return got
         if self.single and name not in SIZES:
             args = self.settle(name, args)
-        if func is F.scaled_dot_product_attention:
-            return self.see_kernel(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            return self.see_module(func, *args, **kwargs)
+            return self.see_module(func, args, kwargs)
         if name == "flex_attention":
             return self.see_flex(func, *args)
         output = func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self.see_kernel(output, *args, **kwargs)
         if name in PRODUCTS:
             return self.see_product(output, name, [*args, *kwargs.values()])
         if func is F.linear and self.joined is not None:
@@ -271,6 +260,7 @@ class Captured(TorchFunctionMode):
 
     def see_kernel(
         self,
+        output: Tensor,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -280,14 +270,9 @@ class Captured(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Call the fused kernel, and store its queries and keys. Return its output, or what replaces it."""
-        options = {"scale": scale, "enable_gqa": enable_gqa}
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        """Store a call of the fused kernel. Return its output, or what replaces it."""
         dtype = output.dtype  # of the inputs, or that to which autocast casts them
-        B, T = self.text or (query.size(0), query.size(-2))
-        # Heads have an axis of their own or share that of the batch. Of one token, those that share keys may be packed.
-        T_query = 1 if T == 1 and query.dim() == 4 else query.size(-2)
-        T_key = key.size(-2)
+        T_query, T_key = query.size(-2), key.size(-2)
         is_text = T_query == T_key
         mask = None
         if is_causal:
@@ -295,105 +280,70 @@ class Captured(TorchFunctionMode):
         else:
             mask = query.new_zeros(1, 1, T_query, T_key, dtype=dtype)
             if attn_mask is not None:
-                attn_mask = attn_mask[..., :T_query, :]
                 is_bool = attn_mask.dtype == torch.bool
                 mask = torch.where(attn_mask, mask, -torch.inf) if is_bool else mask + attn_mask.detach().to(dtype)
             sees = mask > HIDES
-            later = sees.triu(T_key - T_query + 1).any()
-            self.is_unmasked |= is_text and bool(later)
             # The queries belong to the last keys: behind these is no empty buffer.
-            is_text = (is_text or sees[..., -1].any()) and not later
-        is_split = query.size(0) == B if query.dim() == 4 else query.dim() == 3 and query.size(0) % B == 0
-        if not is_text or not is_split:
-            self.left_out.append(f"queries {tuple(query.shape)} of keys {tuple(key.shape)}")
+            is_text = (is_text or sees[..., -1].any()) and (~sees.triu(T_key - T_query + 1)).all()
+        if not is_text or query.dim() not in (3, 4):
+            unmasked = T_query == T_key and not is_text
+            shapes = f"queries {tuple(query.shape)} of keys {tuple(key.shape)}"
+            self.left_out.append(UNMASKED if unmasked else shapes)
             return output
-        if query.dim() == 3 and mask is not None and mask.size(1) > 1:
-            mask = mask.reshape(B, -1, T_query, T_key)
+        order = "bhtd" if query.dim() == 4 else "btd"
+        if mask is not None and order == "btd":
+            mask = mask.transpose(0, 1)
         for call in self.seen:
             if mask is not None and isinstance(call, Computed) and call.mask is not None and mask.equal(call.mask):
                 mask = call.mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
-        q = query.detach().to(dtype, copy=True).reshape(B, -1, T_query, query.size(-1))
-        k, values = (x.detach().to(dtype, copy=True).reshape(B, -1, *x.shape[-2:]) for x in (key, value))
-        axes = "bhtd"[-query.dim() :]
-        layout = Layout(axes, axes, (*q.shape[:3], output.size(-1)))
-        return self.keep(Computed(values if self.with_values else None, q, k, mask, scale), output, layout)
+        q, k, values = (x.detach().to(dtype, copy=True) for x in (query, key, value))
+        q, k, values = (x.reshape(len(x), -1, *x.shape[-2:]) for x in (q, k, values))
+        return self.keep(Computed(values if self.with_values else None, q, k, mask, scale), output, order)
 
-    def see_module(self, func: Callable, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
-        """Call the function of `nn.MultiheadAttention`, and ask it for its weights. Return what it does, or with a
-        replaced output.
+    def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
+        """Call the function of `nn.MultiheadAttention`, and ask it for its weights. Return what it does, or a like of it.
 
-        With the identity as its output projection it returns the outputs of the heads.
+        With the identity as its output projection it returns the outputs of its heads.
         """
         given = inspect.signature(func).bind(*args, **kwargs).arguments
-        H = given["num_heads"]
-        projection, bias = given["out_proj_weight"], given["out_proj_bias"]
-        is_kernel = not given.get("need_weights", True)  # whose weights are those before dropout
-        given |= {"out_proj_weight": torch.eye(len(projection)).to(projection), "out_proj_bias": None}
-        given |= {"dropout_p": 0.0 if is_kernel else given["dropout_p"], "average_attn_weights": False}
-
-        def split(x: Tensor) -> Tensor:
-            """Split heads: (T, B, H * D) or (T, H * D) -> (B, H, T, D)."""
-            return x.reshape(len(x), -1, H, x.size(-1) // H).permute(1, 2, 0, 3)
-
-        def kernel(values: Tensor) -> Tensor:
-            """Attend with other values, (B, H, T, D)."""
-            return split(func(**given | {"static_v": values.flatten(0, 1)})[0])
-
+        projection, bias, H = (given[name] for name in ("out_proj_weight", "out_proj_bias", "num_heads"))
+        given |= {"out_proj_weight": torch.eye(projection.size(1)).to(projection), "out_proj_bias": None}
         with torch.no_grad(), torch.random.fork_rng([projection.device] if projection.is_cuda else []):
-            joined, weights = func(**given | {"need_weights": True})
+            joined, weights = func(**given | {"need_weights": True, "average_attn_weights": False})
         output, returned = func(*args, **kwargs)
-        of_value = (
-            given["v_proj_weight"] if given.get("use_separate_proj_weight") else given["in_proj_weight"].chunk(3)[2]
-        )
-        of_bias = given["in_proj_bias"]
-        values = split(F.linear(given["value"], of_value, of_bias if of_bias is None else of_bias.chunk(3)[2])).detach()
-        call = self.read(weights.reshape(-1, H, *weights.shape[-2:]), values, kernel if is_kernel else None)
-        if call is not None:
-            self.seen.append(call)
-            heads = self.finish(call, split(joined))
-            self.projections[len(self.seen) - 1] = projection
-            if self.replace is not None:
-                output = F.linear(heads.permute(2, 0, 1, 3).flatten(2), projection, bias).reshape(output.shape)
+        call = self.read(weights.reshape(-1, *weights.shape[-3:]), None)
+        if call is None:
+            return output, returned
+        error = (F.linear(joined, projection, bias) - output).norm() / output.norm()
+        if not given["dropout_p"] and error > TOLERANCE[output.dtype]:
+            raise NotTheKernels(
+                f"nn.MultiheadAttention: asked for its weights, it differs by {error:.2g} of its output"
+            )
+        heads = joined.reshape(len(joined), -1, H, len(projection) // H)
+        self.seen.append(call)
+        (heads,) = self.finish([(heads, call, "tbhd->bhtd")])
+        if self.replace is not None:
+            output = F.linear(heads.flatten(2), projection, bias).reshape(output.shape)
         return output, returned
 
-    def see_flex(self, func: Callable, query: Tensor, key: Tensor, value: Tensor, *options: object) -> tuple:
+    def see_flex(self, func: Callable, query: Tensor, key: Tensor, value: Tensor, *args: object) -> tuple:
         """Call FlexAttention, and ask it for its weights, which are what it makes of an identity."""
+        output, *others = func(query, key, value, *args)
         identity = torch.eye(key.size(2)).to(value).expand(*value.shape[:2], -1, -1)
-
-        def kernel(values: Tensor) -> Tensor:
-            return func(query, key, values, *options)[0]
-
-        output, *others = func(query, key, value, *options)
         with torch.no_grad():
-            call = self.read(kernel(identity), value.detach(), kernel)
+            call = self.read(func(query, key, identity, *args)[0], value)
         if call is not None:
-            output = self.keep(call, output, Layout("bhtd", "bhtd", output.shape))
+            output = self.keep(call, output, "bhtd")
         return output, *others
 
     def see_product(self, output: Tensor, name: str, operands: Sequence) -> Tensor:
         """Store weights that met values in a product. Return its output, or what replaces it."""
-        for weights, values, layout in find_meetings(name, operands, output, self.text):
-            call = self.read(weights, values.detach() if self.with_values else None)
+        for weights, values, order in find_attention(name, operands, output, self.text):
+            call = self.read(weights, values)
             if call is not None:
-                return self.keep(call, output, layout)
+                return self.keep(call, output, order)
         return output
-
-    def read(self, weights: Tensor, values: Tensor | None, kernel: Kernel | None = None) -> Read | None:
-        """Return weights (B, H, T_query, T_key) as a call if they are those of a text to itself and its past."""
-        T_query, T_key = weights.shape[-2:]
-        if weights.dtype not in TOLERANCE or T_key < T_query or not weights.min() >= 0:
-            return None
-        call = Read(values, weights.detach().clone(), kernel)
-        least, most, later = call.sums()
-        is_one = max(1 - least, most - 1) <= TOLERANCE[weights.dtype]
-        if 0 < most <= MOST_SUM and later <= 0.5 and (T_query > 1 or is_one):
-            if T_query == T_key or weights[..., -1].any():  # behind the text is no empty buffer
-                return call
-        if is_one:
-            self.is_unmasked |= T_query == T_key
-            self.left_out.append(f"weights {tuple(weights.shape)}")
-        return None
 
     def see_projection(self, inputs: Tensor, weight: Tensor, *_: object) -> None:
         """Store the weight of a projection if it reads the output of the last layer as it is."""
@@ -402,45 +352,62 @@ class Captured(TorchFunctionMode):
         if inputs.numel() == joined.numel() and joined.to(inputs.dtype).reshape(inputs.shape).equal(inputs):
             self.projections[len(self.seen) - 1] = weight
 
-    def keep(self, call: Call, output: Tensor, layout: Layout) -> Tensor:
+    def read(self, weights: Tensor, values: Tensor | None) -> Read | None:
+        """Return weights (B, H, T_query, T_key) as a call if they are those of a text to itself and its past."""
+        T_query, T_key = weights.shape[-2:]
+        if T_key < T_query or not weights.min() >= 0:
+            return None
+        call = Read(values.detach() if self.with_values and values is not None else None, weights.detach().clone())
+        least, most, later = call.sums()
+        is_one = max(1 - least, most - 1) <= TOLERANCE.get(weights.dtype, 0.0)
+        is_past = later <= 0.5 and (T_query == T_key or weights[..., -1].any())  # behind the keys is no empty buffer
+        if is_past and (is_one or (T_query > 1 and 0 < most <= MOST_SUM)):
+            return call
+        if is_one:
+            self.left_out.append(UNMASKED if T_query == T_key else f"weights {tuple(weights.shape)}")
+        return None
+
+    def keep(self, call: Call, output: Tensor, order: str) -> Tensor:
         """Store a call. Return its output, or what replaces it; of a single head that is known when it is read."""
         self.seen.append(call)
-        if call.shape[1] == 1:
-            self.single[id(output)] = output, call, layout
-            return output
-        heads = self.finish(call, layout.heads(output))
-        return output if self.replace is None else layout.back(heads, output)
+        found = (output, call, order)
+        if call.shape[1] > 1:
+            return self.finish([found])[0]
+        self.single[id(output)] = found
+        return output
 
     def settle(self, name: str, args: tuple) -> tuple:
-        """Return the arguments of a function, with what replaces outputs of single heads.
+        """Return the arguments of a function, with what replaces the outputs of single heads.
 
         Heads that the function joins are one layer.
         """
         is_join = name in JOINS
         given = list(args[0] if is_join else args)
-        heads = {place: self.single.pop(id(x)) for place, x in enumerate(given) if id(x) in self.single}
-        if not heads:
-            return args
-        outputs, calls, layouts = zip(*heads.values(), strict=True)
-        parts = [layout.heads(output) for output, layout in zip(outputs, layouts, strict=True)]
-        if is_join and 1 < len(heads) == len(given):
-            joined = calls[0].join(calls)
-            self.seen = [joined if call is calls[0] else call for call in self.seen if call not in calls[1:]]
-            parts = self.finish(joined, torch.cat(parts, dim=1)).split(1, dim=1)
-        else:
-            parts = [self.finish(call, part) for call, part in zip(calls, parts, strict=True)]
-        if self.replace is not None:
-            for place, part, output, layout in zip(heads, parts, outputs, layouts, strict=True):
-                given[place] = layout.back(part, output)
+        found = {place: self.single.pop(id(x)) for place, x in enumerate(given) if id(x) in self.single}
+        are_layer = is_join and len(found) == len(given)
+        for places in [[*found]] if are_layer else [[place] for place in found]:
+            outputs = self.finish([found[place] for place in places])
+            for place, output in zip(places, outputs, strict=True):
+                given[place] = output
         return (given, *args[1:]) if is_join else tuple(given)
 
-    def finish(self, call: Call, heads: Tensor) -> Tensor:
-        """Return the output of a stored call, (B, H, T, D), or what replaces it."""
+    def finish(self, found: Sequence[Output]) -> Sequence[Tensor]:
+        """Make one layer of calls. Return their outputs, or what replaces them."""
+        outputs, calls, orders = zip(*found, strict=True)
+        layer = self.seen.index(calls[0])
+        self.seen[layer] = join(calls)
+        self.seen = [call for call in self.seen if call not in calls[1:]]
         if self.replace is not None:
-            heads = self.replace(self.seen.index(call), heads)
+            outputs = [output.clone() for output in outputs]
+        parts = [torch.einsum(order, output) for output, order in zip(outputs, orders, strict=True)]
+        heads = torch.cat([part.reshape(*calls[0].shape[:3], -1) for part in parts], dim=1)
+        if self.replace is not None:
+            heads = self.replace(layer, heads)
+            for part, changed in zip(parts, heads.tensor_split(len(parts), dim=1), strict=True):
+                part.copy_(changed.reshape(part.shape))  # and the output, of which it is a view
         if self.with_values:
             self.joined = heads.detach().transpose(1, 2).flatten(2)
-        return heads
+        return outputs
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -480,7 +447,7 @@ class Captured(TorchFunctionMode):
         for layer, call in enumerate(self.calls):
             dtype = call.source.dtype
             largest = math.nan
-            if call.kernel is not None:
+            if isinstance(call, Computed):
                 errors, rounding = call.row_errors()
                 largest = errors.max().item()
                 if not (errors - rounding).max().item() <= TOLERANCE[dtype]:  # also raises for nan
