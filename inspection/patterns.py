@@ -290,8 +290,8 @@ class Captured(TorchFunctionMode):
             shapes = f"queries {tuple(query.shape)} of keys {tuple(key.shape)}"
             self.left_out.append(UNMASKED if unmasked else shapes)
             return output
-        order = "bhtd" if query.dim() == 4 else "btd"
-        if mask is not None and order == "btd":
+        order = "bhtd->bhtd" if query.dim() == 4 else "btd->btd"
+        if mask is not None and query.dim() == 3:
             mask = mask.transpose(0, 1)
         for call in self.seen:
             if mask is not None and isinstance(call, Computed) and call.mask is not None and mask.equal(call.mask):
@@ -302,9 +302,10 @@ class Captured(TorchFunctionMode):
         return self.keep(Computed(values if self.with_values else None, q, k, mask, scale), output, order)
 
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
-        """Call the function of `nn.MultiheadAttention`, and ask it for its weights. Return what it does, or a like of it.
+        """Call the function of `nn.MultiheadAttention`, and once more for its weights. Return what it does.
 
-        With the identity as its output projection it returns the outputs of its heads.
+        With the identity as its output projection it returns the outputs of its heads. If they are replaced, so is its
+        output.
         """
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         projection, bias, H = (given[name] for name in ("out_proj_weight", "out_proj_bias", "num_heads"))
@@ -334,7 +335,7 @@ class Captured(TorchFunctionMode):
         with torch.no_grad():
             call = self.read(func(query, key, identity, *args)[0], value)
         if call is not None:
-            output = self.keep(call, output, "bhtd")
+            output = self.keep(call, output, "bhtd->bhtd")
         return output, *others
 
     def see_product(self, output: Tensor, name: str, operands: Sequence) -> Tensor:
@@ -355,12 +356,13 @@ class Captured(TorchFunctionMode):
     def read(self, weights: Tensor, values: Tensor | None) -> Read | None:
         """Return weights (B, H, T_query, T_key) as a call if they are those of a text to itself and its past."""
         T_query, T_key = weights.shape[-2:]
-        if T_key < T_query or not weights.min() >= 0:
+        if not weights.min() >= 0:
             return None
         call = Read(values.detach() if self.with_values and values is not None else None, weights.detach().clone())
         least, most, later = call.sums()
         is_one = max(1 - least, most - 1) <= TOLERANCE.get(weights.dtype, 0.0)
-        is_past = later <= 0.5 and (T_query == T_key or weights[..., -1].any())  # behind the keys is no empty buffer
+        # The queries belong to the last keys: behind these is no empty buffer.
+        is_past = later <= 0.5 and (T_query == T_key or (T_query < T_key and weights[..., -1].any()))
         if is_past and (is_one or (T_query > 1 and 0 < most <= MOST_SUM)):
             return call
         if is_one:
@@ -475,7 +477,7 @@ def capture(model: nn.Module, replace: Replace | None = None, with_values: bool 
     with ExitStack() as stack:
         stack.enter_context(model.register_forward_pre_hook(captured.begin, with_kwargs=True))
         if isinstance(model, GPT):  # its parts may be called without it, from this one on, as `GPT.generate` does
-            stack.enter_context(model.token_embedding.register_forward_pre_hook(captured.begin))
+            stack.enter_context(model.token_embedding.register_forward_pre_hook(captured.begin, with_kwargs=True))
             stack.enter_context(model.final_norm.register_forward_pre_hook(captured.end))
         stack.enter_context(patch.object(attention, "formula_is_faster", return_value=False))
         if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled

@@ -14,7 +14,7 @@ import inspection.heads
 import inspection.patterns
 from errors import UserError
 from inspection import ablate, head_scores, influence, repeat_probe
-from inspection.decoder import predictions
+from inspection.decoder import predict
 from inspection.inspection import Inspection
 from inspection.metrics import measure
 from model import GPT
@@ -117,7 +117,7 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
     model, text = make_gpt(**changes, bias=None), torch.randint(V, (5, T))
     probe = repeat_probe(torch.arange(V - 1), V - 1, T, num=3)
     scores = head_scores(model, text, probe)
-    assert model.training and scores.row_error < 1e-5
+    assert model.training and max(scores.proofs).error < 1e-5
     for name, samples in scores.samples.items():
         num = 3 if name.startswith(("duplicate", "induction")) else 5
         assert samples.shape == (num, L, H)
@@ -168,9 +168,9 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
     """Influence from the future is zero, and no gradient or hook stays behind."""
     model, idx = make_gpt(family=family, n_embd=18, bias=None, tied=False).double(), torch.randperm(V)[None, :T]
     shares = influence(model, idx)
-    tokens, probabilities = map(torch.tensor, zip(*predictions(model, idx), strict=True))
     assert model.training
     model.eval()
+    tokens, probabilities = map(torch.tensor, zip(*predict(model, idx)[1], strict=True))
     likeliest = model(idx)[0].softmax(-1).max(-1)
     assert torch.equal(tokens, likeliest.indices)
     torch.testing.assert_close(probabilities, likeliest.values.float())

@@ -66,7 +66,7 @@ def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
     lines = result.out.splitlines()
     assert lines[0] == "text:   8 x 11 tokens of its validation text"
     assert lines[1] == "probe:  8 x [start, 5 random tokens of the validation text, the same again]"
-    assert "weights match the fused kernel: max row error " in lines[3] and "(float32, cpu)" in lines[3]
+    assert "weights proved against the kernel: max row error " in lines[3] and "(float32, cpu)" in lines[3]
     assert max(map(len, lines)) <= 80
     expected = head_scores(GPT.from_pretrained(straight), texts_of(straight))
     assert lines[2] == f"model:  straight step-00000012, loss {expected.losses.mean():.4f} on the text"
@@ -133,7 +133,7 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
         weights = torch.from_numpy(stored(tmp_path / "a.html", f"0/{name}")).float()
         torch.testing.assert_close(weights, att.pattern(layer, head)[0], rtol=0, atol=1 / 65535)
     shares = influence(GPT.from_pretrained(straight), idx)
-    expected = decoder.predictions(GPT.from_pretrained(straight), idx)
+    expected = decoder.predict(GPT.from_pretrained(straight), idx)[1]
     assert np.abs(stored(tmp_path / "a.html", "0/influence") - shares.numpy()).max() < 1e-4
     predictions = content["checkpoints"][0]["predictions"]
     assert [chance for _, chance in predictions] == [f"{probability:.1%}" for _, probability in expected]
@@ -166,7 +166,7 @@ def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp
     """The text of the pictures has a proof of its own."""
     monkeypatch.setattr("inspection.patterns.attention_weights", lambda *given: 0.9 * attention_weights(*given))
     if only_shown:
-        scores = HeadScores({}, torch.zeros(1), 0.0, {}, {})
+        scores = HeadScores({}, torch.zeros(1), [], [], {}, {})
         monkeypatch.setattr(inspection.inspection, "head_scores", lambda *_: scores)
     result = run(inspect_attention, straight, "--text", "12 i", "-o", tmp_path / "a.svg")
     assert result.exit_code == 1 and "the weights shown are not those of the kernel" in result.err

@@ -132,7 +132,7 @@ def test_a_head_has_the_first_kind_that_stands_out() -> None:
     chance = {name: torch.full((1, 6), 0.1).double() for name in rows}
     chance["sink"][0, 5] = 0.2  # so 0.3 is not enough
     queries = dict.fromkeys(("sink", "previous", "induction"), 101)
-    scores = HeadScores(samples, torch.zeros(1), 0.0, chance, queries)
+    scores = HeadScores(samples, torch.zeros(1), [], [], chance, queries)
     heads = [(0, head) for head in range(6)]
     groups = {kind: [head for (_, head), _ in group] for kind, group in by_kind(scores, heads).items()}
     assert groups == {"induction": [0], "previous": [2], "sink": [3], "other": [4, 1, 5]}
@@ -144,5 +144,5 @@ def test_a_head_has_the_first_kind_that_stands_out() -> None:
         "3  nowhere in particular",
     ]
     assert [tag(kind_of(scores, head)) for head in heads] == ["ind .36", "", "prev .30", "sink .90", "", ""]
-    few = HeadScores(samples, torch.zeros(1), 0.0, chance, {"sink": 2})
+    few = HeadScores(samples, torch.zeros(1), [], [], chance, {"sink": 2})
     assert kind_of(few, (0, 0)) == Kind("other", 1.0, 0.0)  # two rows are too few for a name

@@ -68,7 +68,7 @@ def inspected(
         probe=None,
         name=name or f"step-{step:08d}",
         verified="weights match the kernel",
-        scores=HeadScores(samples, torch.tensor([1000 / step]), 0.0, chance, rows),
+        scores=HeadScores(samples, torch.tensor([1000 / step]), [], [], chance, rows),
         att=SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step, length)[None]),
         influence=influence,
         predictions=[(f"next{i}", (i + 1) / (length + 2)) for i in range(length)],

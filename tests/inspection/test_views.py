@@ -43,7 +43,7 @@ def transformed(model: GPT, layer: int, head: int, x: Tensor) -> Tensor:
 def test_what_is_moved_is_the_value_through_the_output_projection(family: str, n_kv_head: int) -> None:
     model = make_gpt(family=family, n_kv_head=n_kv_head, bias=None, **FAMILIES[family]).eval()
     att, seen = captured(model, torch.randint(17, (1, T)))
-    lengths = moved_lengths(model, att)
+    lengths = moved_lengths(att)
     assert lengths.shape == (L, H, T)
     for layer, (x, output) in enumerate(seen):
         moved = torch.stack([transformed(model, layer, head, x) for head in range(H)])

@@ -11,7 +11,7 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import models, pre_tokenizers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
@@ -86,7 +86,11 @@ def test_a_long_text_is_cut_and_an_old_tokenizer_is_read(run, tmp_path: Path) ->
 def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     """A module that nobody knows, and ids; then a tokenizer of `transformers`; then our own model."""
     found = inspect_heads(Book().eval(), IDS, list(TEXT))
-    assert found.name == "Book" and found.labels == list(TEXT) and found.scores.row_error < 1e-5
+    assert (
+        found.name == "Book"
+        and found.labels == list(TEXT)
+        and all(0.99 < proof.least <= proof.most < 1.01 for proof in found.scores.proofs)
+    )
     assert len(found.predictions) == 12 and found.pattern(1, 2).shape == (12, 12) and not found.influence.isnan().any()
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert found.lengths is None and not found.said and "Heads of Book" in found._repr_html_()
@@ -104,7 +108,9 @@ def test_a_model_without_gradients_has_no_influence(tmp_path: Path) -> None:
     model = Book().eval()
     model.forward = torch.no_grad()(model.forward)
     found = inspect_heads(model, IDS)
-    assert found.influence.isnan().all() and found.scores.row_error < 1e-5
+    assert found.influence.isnan().all() and all(
+        0.99 < proof.least <= proof.most < 1.01 for proof in found.scores.proofs
+    )
     found.save(tmp_path / "a.html")
 
 
@@ -115,11 +121,23 @@ def test_a_model_is_inspected_in_eval_mode_and_each_part_is_in_its_own_afterward
     model.register_forward_pre_hook(lambda module, inputs: modes.append(module.training))
     inspect_heads(model, IDS)
     assert model.layers[0].training and not model.layers[1].training
-    assert model.training and len(modes) > 5 and not any(modes)
+    assert model.training and len(modes) > 3 and not any(modes)
 
 
-def mistral_module(kernel: str = "sdpa") -> nn.Module:
-    return make_decoder("mistral", attn_implementation=kernel)
+class Unmasked(nn.Module):
+    """A decoder whose author forgot the mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.out = nn.Embedding(V, 21), nn.Linear(21, V)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.tokens(idx)
+        return self.out((x @ x.mT).softmax(-1) @ x)
+
+
+def mistral_module() -> nn.Module:
+    return make_decoder("mistral")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +150,8 @@ def mistral_module(kernel: str = "sdpa") -> nn.Module:
         (make_gpt, [3], None, "attention is between tokens: give a text of two or more"),
         (lambda: nn.Bilinear(3, 5, 7), IDS, None, "the model cannot read 2 tokens, given as model(idx): "),
         (mistral_module, [3, 99], None, "expected tokens from 0 to 60, got"),
-        (lambda: make_decoder("bloom"), IDS, None, "attention that is written out, or computed by another kernel"),
-        (lambda: mistral_module("eager"), IDS, None, "no call of torch.nn.functional.scale"),
+        (Unmasked, IDS, None, "the model attends without a causal mask: python -m model.check says where"),
+        (lambda: make_decoder("mamba"), IDS, None, "no attention of a text to itself and its past was seen"),
     ],
 )
 def test_what_cannot_be_inspected_is_refused_in_a_sentence(model, text, tokenizer, message: str) -> None:
@@ -193,5 +211,5 @@ def test_tensors_that_are_not_used_are_named_and_recurrent_models_open_too(mistr
     assert "has tensors that are not used, as 'model.layers.7.q'\n" in capsys.readouterr().err
     make_decoder("mamba").save_pretrained(mistral)
     assert check_causality(load_decoder(mistral), V, T).ok
-    with pytest.raises(UserError, match="no call of torch.nn.functional.scaled_dot_product_attention with a causal"):
+    with pytest.raises(UserError, match="no attention of a text to itself and its past was seen"):
         inspect_heads(mistral, TEXT)
