@@ -1,0 +1,341 @@
+"""Attention however it is computed: tiny decoders of many layouts that keep their own weights, and what looks alike."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from errors import UserError
+from inspection import Captured, capture
+from model.attention import repeat_kv
+from tests.inspection.test_capture import B, H, T, V, run_captured
+
+C, D, MANY = 21, 7, 15  # MANY heads share H heads of keys and values
+TRIANGLE = torch.ones(T, T, dtype=torch.bool).tril()
+SLOPES = torch.tensor([0.5, 0.25, 0.125])[:, None, None] * (torch.arange(T) - torch.arange(T)[:, None])
+drawn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+SINKS, MEMORY = drawn(H, 1, 1), drawn(B, T, C)  # a memory as long as a text
+
+
+# Layers. `truth` returns the weights that met the values in the last call, (B, H, T_query, T_key).
+
+
+class Written(nn.Module):
+    """A layer whose attention is a function: q, k, v, (B, heads, T, D) -> output, alike, and its weights."""
+
+    def __init__(self, attention: Callable[[Tensor, Tensor, Tensor], tuple], heads: int = H, kv: int = H):
+        super().__init__()
+        self.attention, self.sizes = attention, [heads, kv, kv]
+        self.qkv, self.out_proj = nn.Linear(C, sum(self.sizes) * D), nn.Linear(heads * D, C)
+        self.past: tuple[Tensor, Tensor] | None = None  # keys and values, if a cache is wanted
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (-1, D)).transpose(1, 2).split(self.sizes, 1)
+        if self.past is not None:
+            k, v = self.past = torch.cat((self.past[0], k), 2), torch.cat((self.past[1], v), 2)
+        output, self.kept = self.attention(q, k, v)
+        return x + self.out_proj(output.transpose(1, 2).flatten(2))
+
+    def truth(self) -> Tensor:
+        return self.kept() if callable(self.kept) else self.kept
+
+
+class Head(nn.Module):
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.qkv, self.dropout = nn.Linear(C, 3 * D), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        self.kept = weigh(q, k)
+        return self.dropout(self.kept @ v)
+
+
+class Heads(nn.Module):
+    """A layer with a module for each head, and what joins their outputs, (B, T, D) each."""
+
+    def __init__(self, join: Callable[[list[Tensor]], Tensor], dropout: float = 0.0):
+        super().__init__()
+        self.heads, self.out_proj = nn.ModuleList(Head(dropout) for _ in range(H)), nn.Linear(H * D, C)
+        self.join = join
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out_proj(self.join([head(x) for head in self.heads]))
+
+    def truth(self) -> Tensor:
+        return torch.stack([head.kept for head in self.heads], 1)
+
+
+class PyTorchs(nn.Module):
+    """A layer of PyTorch's own, and how it is called."""
+
+    def __init__(self, make: type, call: Callable[[nn.Module, Tensor], Tensor], batch_first: bool = True):
+        super().__init__()
+        self.layer, self.call, self.batch_first = make(C, H, batch_first=batch_first), call, batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x if self.batch_first else x.transpose(0, 1)
+        output = self.call(self.layer, self.x)
+        return output if self.batch_first else output.transpose(0, 1)
+
+    def truth(self) -> Tensor:
+        attention = getattr(self.layer, "self_attn", self.layer)
+        return attention(self.x, self.x, self.x, **MASK, average_attn_weights=False)[1]
+
+
+class Decoder(nn.Module):
+    """A model of these layers: ids, (B, T), from position `start` on -> logits, (B, T, V)."""
+
+    def __init__(self, *layers: nn.Module, first: Callable[[Tensor], Tensor] = torch.zeros_like):
+        super().__init__()
+        self.layers, self.head, self.first = nn.ModuleList(layers), nn.Linear(C, V), first
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=1.5 * C**-0.5)  # for attention that is not even
+        self.tokens, self.places = nn.Embedding(V, C), nn.Embedding(T, C)
+        self.eval()
+
+    def forward(self, ids: Tensor, start: int = 0) -> Tensor:
+        x = self.tokens(ids) + self.places.weight[start : start + ids.size(1)]
+        x = x + self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+# Weights: q, (..., T_query, D), and k, (..., T_key, D) -> (..., T_query, T_key).
+
+
+def score(q: Tensor, k: Tensor) -> Tensor:
+    return D**-0.5 * q @ (repeat_kv(k, q) if k.dim() == 4 else k).mT
+
+
+def masked(scores: Tensor, mask: Tensor = TRIANGLE) -> Tensor:
+    T_query, T_key = scores.shape[-2:]  # the queries belong to the last keys
+    return scores.masked_fill(~mask[T_key - T_query : T_key, :T_key], float("-inf"))
+
+
+def weigh(q: Tensor, k: Tensor) -> Tensor:
+    return masked(score(q, k)).softmax(-1)
+
+
+def with_sink(q: Tensor, k: Tensor) -> Tensor:
+    scores = masked(score(q, k))
+    return torch.cat((scores, SINKS.expand(len(q), H, T, 1)), -1).softmax(-1)[..., :-1]
+
+
+WEIGHTS = {
+    "softmax": weigh,
+    "exp and a sum": lambda q, k: (numbers := masked(score(q, k)).exp()) / numbers.sum(-1, keepdim=True),
+    "mask after the softmax": lambda q, k: score(q, k).softmax(-1) * TRIANGLE,
+    "learned sink": with_sink,
+    "window": lambda q, k: masked(score(q, k), TRIANGLE.triu(-3)).softmax(-1),
+    "soft cap": lambda q, k: masked(2 * (score(q, k) / 2).tanh()).softmax(-1),
+}
+
+
+# Products: weights, (B, H, T_query, T_key), and values, (B, H, T_key, D) -> output, (B, H, T_query, D).
+
+
+def flattened(w: Tensor, v: Tensor) -> Tensor:
+    return torch.bmm(w.flatten(0, 1), v.flatten(0, 1)).unflatten(0, (-1, H))
+
+
+PRODUCTS = {
+    "torch.matmul": torch.matmul,
+    "method matmul": lambda w, v: w.matmul(v),
+    "heads in the batch, bmm": flattened,
+    "the other side": lambda w, v: (v.mT @ w.mT).mT,
+    "einsum, odd letters, heads third": lambda w, v: torch.einsum("zqax,zqxm->zaqm", w, v).transpose(1, 2),
+    "einsum, values first": lambda w, v: torch.einsum("bhsd, bhts -> bhtd", v, w),
+    "einsum, ellipsis": partial(torch.einsum, "...ij,...jd->...id"),
+    "einsum, no arrow": partial(torch.einsum, "...ij,...jk"),
+    "einsum, list": lambda w, v: torch.einsum("bhij,bhjd->bhid", [w, v]),
+    "einsum, sublists": lambda w, v: torch.einsum(w, [0, 1, 2, 3], v, [0, 1, 3, 4], [0, 1, 2, 4]),
+}
+
+
+def attend(weights: Callable = weigh, product: Callable = torch.matmul, dropout: float = 0.0) -> Callable:
+    """Return attention of these two steps, with dropout of the weights between them."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        w = F.dropout(weights(q, k), dropout)
+        return product(w, v), w
+
+    return attention
+
+
+def time_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend in (T, T, B, H), as labml's annotated papers do."""
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
+    scores = D**-0.5 * torch.einsum("ibhd,jbhd->ijbh", q, k)
+    w = masked(scores.permute(2, 3, 0, 1)).permute(2, 3, 0, 1).softmax(1)
+    return torch.einsum("ijbh,jbhd->ibhd", w, v).permute(1, 2, 0, 3), w.permute(2, 3, 0, 1)
+
+
+def as_bloom(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = SLOPES.repeat(len(q), 1, 1).baddbmm(q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D**-0.5)
+    w = masked(scores.unflatten(0, (-1, H))).softmax(-1)
+    return flattened(w, v), w
+
+
+def kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    if q.size(1) == 1:
+        q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return output.view(-1, output.size(1), T, D), partial(weigh, q, k)
+
+
+def twice(make: Callable[..., nn.Module], *args: object) -> Callable[[], list[nn.Module]]:
+    return lambda: [make(*args) for _ in range(2)]
+
+
+MASK = {"attn_mask": ~TRIANGLE}
+MHA, joined = partial(PyTorchs, nn.MultiheadAttention), partial(torch.cat, dim=-1)
+LAYOUTS: dict[str, Callable[[], list[nn.Module]]] = {  # name -> its two layers
+    **{name: twice(Written, attend(weights)) for name, weights in WEIGHTS.items()},
+    **{name: twice(Written, attend(product=product)) for name, product in PRODUCTS.items()},
+    "time first": twice(Written, time_first),
+    "as bloom": twice(Written, as_bloom),
+    "one head, no axis": twice(Written, attend(product=lambda w, v: (w[:, 0] @ v[:, 0])[:, None]), 1, 1),
+    "shared values": twice(Written, attend(product=lambda w, v: torch.einsum("bhij,bjd->bhid", w, v[:, 0])), H, 1),
+    "groups": twice(Written, attend(product=lambda w, v: w @ v.repeat_interleave(MANY // H, 1)), MANY),
+    "axis of groups": twice(
+        Written, attend(product=lambda w, v: (w.unflatten(1, (H, -1)) @ v[:, :, None]).flatten(1, 2)), MANY
+    ),
+    "modules of heads": twice(Heads, joined),
+    "modules of heads, dropout": twice(Heads, joined, 0.1),
+    "modules of heads, stack": twice(Heads, lambda outputs: torch.stack(outputs, 2).flatten(2)),
+    "kernel": twice(Written, kernel),
+    "kernel, then written out": lambda: [Written(kernel), Written(attend())],
+    "written out, then kernel": lambda: [Heads(joined), Written(kernel)],
+    "MHA": twice(MHA, lambda layer, x: x + layer(x, x, x, **MASK)[0]),
+    "MHA, time first": twice(MHA, lambda layer, x: x + layer(x, x, x, **MASK)[0], False),
+    "MHA, no weights": twice(MHA, lambda layer, x: x + layer(x, x, x, **MASK, need_weights=False, is_causal=True)[0]),
+    "TransformerEncoderLayer": twice(PyTorchs, nn.TransformerEncoderLayer, lambda layer, x: layer(x, ~TRIANGLE)),
+    "TransformerDecoderLayer": twice(
+        PyTorchs, nn.TransformerDecoderLayer, lambda layer, x: layer(x, MEMORY[: len(x)], ~TRIANGLE)
+    ),
+}
+by_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def check(att: Captured, layers: list[nn.Module], atol: float = 1e-6) -> None:
+    assert len(att.calls) == len(layers)
+    for number, (call, layer) in enumerate(zip(att.calls, layers, strict=True)):
+        truth = layer.truth().float()
+        torch.testing.assert_close(call.weights().float(), truth, rtol=0, atol=atol)
+        for head in range(truth.size(1)):
+            torch.testing.assert_close(att.pattern(number, head).float(), truth[:, head], rtol=0, atol=atol)
+    att.verify()
+
+
+@by_layout
+@torch.no_grad()
+def test_weights_are_those_that_met_the_values(layout: str) -> None:
+    model = Decoder(*LAYOUTS[layout]())
+    for num_texts in (1, B):
+        check(run_captured(model, torch.randint(V, (num_texts, T))), model.layers)
+
+
+@by_layout
+def test_outputs_are_weights_times_values_and_are_replaced_as_by_hand(layout: str) -> None:
+    model, text = Decoder(*LAYOUTS[layout]()), torch.randint(V, (B, T))
+    plain, outputs = model(text), {}
+    with capture(model, lambda layer, output: outputs.setdefault(layer, output), with_values=True) as att:
+        assert model(text).equal(plain)
+    for layer, call in enumerate(att.calls):
+        expected = call.weights() @ repeat_kv(call.values, outputs[layer])
+        torch.testing.assert_close(outputs[layer], expected, rtol=0, atol=1e-5)
+
+    heads = outputs[0].size(1)
+    all_but_the_last = (torch.arange(heads) < heads - 1)[:, None, None]
+    with capture(model, lambda layer, output: output if layer else output * all_but_the_last):
+        replaced = model(text)
+    weight = next(weight for name, weight in model.named_parameters() if name.endswith("out_proj.weight"))
+    with torch.no_grad():
+        weight[:, -weight.size(1) // heads :] = 0  # what the output projection reads of the last head
+    torch.testing.assert_close(replaced, model(text), rtol=0, atol=1e-4)
+    assert (replaced - plain).abs().max() > 1e-2
+
+
+FEW = ["mask after the softmax", "heads in the batch, bmm", "time first", "modules of heads", "MHA"]
+
+
+@pytest.mark.parametrize("layout", FEW)
+@pytest.mark.parametrize("dtype, cast", [(torch.float16, False), (torch.bfloat16, False), (torch.float32, True)])
+@torch.no_grad()
+def test_weights_are_seen_in_every_precision(layout: str, dtype: torch.dtype, cast: bool) -> None:
+    model, text = Decoder(*LAYOUTS[layout]()).to(dtype), torch.randint(V, (B, T))
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        check(run_captured(model, text), model.layers, 1e-2)
+
+
+@pytest.mark.parametrize("layout", ["softmax", "heads in the batch, bmm", "time first"])
+@torch.no_grad()
+def test_queries_of_a_cache_are_shown_with_all_its_keys(layout: str) -> None:
+    model, text = Decoder(*LAYOUTS[layout]()), torch.randint(V, (B, T))
+    for layer in model.layers:
+        layer.past = (torch.empty(B, H, 0, D),) * 2
+    with capture(model) as att:
+        for start, end in ((0, 5), (5, T - 1), (T - 1, T)):
+            model(text[:, start:end], start)
+            assert att.pattern(1, 2).shape == (B, end - start, end)
+            check(att, model.layers)
+
+
+TRAINED = {
+    "dropout of weights": twice(Written, attend(dropout=0.3)),
+    "dropout of flat weights": twice(Written, attend(product=flattened, dropout=0.3)),
+    "dropout of outputs": LAYOUTS["modules of heads, dropout"],
+}
+
+
+@pytest.mark.parametrize("layout", TRAINED)
+def test_training_shows_what_dropout_left_and_changes_no_bit(layout: str) -> None:
+    model, text = Decoder(*TRAINED[layout]()).train(), torch.randint(V, (B, T))
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(1)
+        return list(torch.autograd.grad(model(text).square().mean(), list(model.parameters())))
+
+    plain = gradients()
+    with capture(model) as att:
+        assert all(map(torch.equal, gradients(), plain))
+    check(att, model.layers)
+
+
+GATES, EXPERTS, FEATURES = drawn(C, T), drawn(T, C, C), drawn(C, 2 * T)  # as many experts as tokens
+MEAN = torch.ones(C, C).tril() / torch.arange(1, C + 1)[:, None]
+IMPOSTORS: dict[str, Callable[[Tensor], Tensor]] = {  # of x, (B, T, C)
+    "experts": lambda x: torch.einsum("bte,ecd,btc->btd", (x @ GATES).softmax(-1), EXPERTS, x),
+    "outputs of experts": lambda x: torch.einsum("bte,bted->btd", (x @ GATES).softmax(-1), x[:, :, None] + GATES.mT),
+    "experts in a table": lambda x: (x @ GATES).softmax(-1) @ GATES.mT,
+    "mean of the past": lambda x: MEAN[: x.size(1), : x.size(1)] @ x,
+    "projection that sums to one": lambda x: x @ (torch.eye(C) + torch.eye(C).roll(1, 0)) / 2,
+    "triangular projection that sums to one": lambda x: (MEAN @ x.mT).mT,
+    "positions in one-hot": lambda x: torch.eye(T)[: x.size(1)].expand(len(x), -1, -1) @ GATES.mT,
+    "attention over a memory": lambda x: (x @ MEMORY.mT).softmax(-1) @ MEMORY,
+    "attention over channels": lambda x: ((x @ GATES) @ ((x @ GATES).mT @ (x @ GATES)).softmax(-1)) @ GATES.mT,
+    "features of queries": lambda x: (x @ FEATURES).softmax(-1) @ ((x @ FEATURES).mT @ x),
+    "both directions": lambda x: (x @ x.mT).softmax(-1) @ x,
+}
+
+
+@pytest.mark.parametrize("impostor", IMPOSTORS)
+@torch.no_grad()
+def test_what_only_looks_like_attention_is_not_shown(impostor: str) -> None:
+    layer, text = Written(attend()), torch.randint(V, (B, T))
+    att = run_captured(Decoder(first=IMPOSTORS[impostor]), text)
+    assert not att.seen
+    with pytest.raises(UserError):
+        att.verify()
+    check(run_captured(Decoder(layer, first=IMPOSTORS[impostor]), text), [layer])
+
+
+@pytest.mark.parametrize("impostor", ["experts", "outputs of experts", "experts in a table", "positions in one-hot"])
+def test_an_expert_of_one_token_is_no_key(impostor: str) -> None:
+    assert not run_captured(Decoder(first=IMPOSTORS[impostor]), torch.randint(V, (B, 1))).seen
