@@ -46,7 +46,7 @@ class Written(nn.Module):
 class Head(nn.Module):
     def __init__(self, dropout: float):
         super().__init__()
-        self.qkv, self.dropout = nn.Linear(C, 3 * D), nn.Dropout(dropout)
+        self.qkv, self.dropout = nn.Linear(C, 3 * D), nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -70,20 +70,23 @@ class Heads(nn.Module):
 
 
 class PyTorchs(nn.Module):
-    """A layer of PyTorch's own, and how it is called."""
+    """A layer that attends by `nn.MultiheadAttention`, called with these options."""
 
-    def __init__(self, make: type, call: Callable[[nn.Module, Tensor], Tensor], batch_first: bool = True):
+    def __init__(self, batch_first: bool = True, **options: object):
         super().__init__()
-        self.layer, self.call, self.batch_first = make(C, H, batch_first=batch_first), call, batch_first
+        self.attention, self.options = nn.MultiheadAttention(C, H, batch_first=batch_first), options
+
+    def attend(self, **options: object) -> tuple[Tensor, Tensor | None]:
+        x = self.x if self.attention.batch_first else self.x.transpose(0, 1)
+        return self.attention(x, x, x, attn_mask=~TRIANGLE, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = x if self.batch_first else x.transpose(0, 1)
-        output = self.call(self.layer, self.x)
-        return output if self.batch_first else output.transpose(0, 1)
+        self.x = x
+        output, _ = self.attend(**self.options)
+        return x + (output if self.attention.batch_first else output.transpose(0, 1))
 
     def truth(self) -> Tensor:
-        attention = getattr(self.layer, "self_attn", self.layer)
-        return attention(self.x, self.x, self.x, **MASK, average_attn_weights=False)[1]
+        return self.attend(average_attn_weights=False)[1]
 
 
 class Decoder(nn.Module):
@@ -94,7 +97,7 @@ class Decoder(nn.Module):
         self.layers, self.head, self.first = nn.ModuleList(layers), nn.Linear(C, V), first
         for parameter in self.parameters():
             if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=1.5 * C**-0.5)  # for attention that is not even
+                nn.init.normal_(parameter, std=C**-0.5)  # for attention that is not even
         self.tokens, self.places = nn.Embedding(V, C), nn.Embedding(T, C)
         self.eval()
 
@@ -183,18 +186,18 @@ def as_bloom(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    if q.size(1) == 1:
-        q, k, v = q[:, 0], k[:, 0], v[:, 0]
-    output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return output.view(-1, output.size(1), T, D), partial(weigh, q, k)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True), partial(weigh, q, k)
+
+
+def kernel_without_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    return kernel(q[:, 0], k[:, 0], v[:, 0])[0][:, None], partial(weigh, q, k)
 
 
 def twice(make: Callable[..., nn.Module], *args: object) -> Callable[[], list[nn.Module]]:
     return lambda: [make(*args) for _ in range(2)]
 
 
-MASK = {"attn_mask": ~TRIANGLE}
-MHA, joined = partial(PyTorchs, nn.MultiheadAttention), partial(torch.cat, dim=-1)
+joined = partial(torch.cat, dim=-1)
 LAYOUTS: dict[str, Callable[[], list[nn.Module]]] = {  # name -> its two layers
     **{name: twice(Written, attend(weights)) for name, weights in WEIGHTS.items()},
     **{name: twice(Written, attend(product=product)) for name, product in PRODUCTS.items()},
@@ -210,15 +213,11 @@ LAYOUTS: dict[str, Callable[[], list[nn.Module]]] = {  # name -> its two layers
     "modules of heads, dropout": twice(Heads, joined, 0.1),
     "modules of heads, stack": twice(Heads, lambda outputs: torch.stack(outputs, 2).flatten(2)),
     "kernel": twice(Written, kernel),
+    "kernel, one head, no axis": twice(Written, kernel_without_heads, 1, 1),
     "kernel, then written out": lambda: [Written(kernel), Written(attend())],
     "written out, then kernel": lambda: [Heads(joined), Written(kernel)],
-    "MHA": twice(MHA, lambda layer, x: x + layer(x, x, x, **MASK)[0]),
-    "MHA, time first": twice(MHA, lambda layer, x: x + layer(x, x, x, **MASK)[0], False),
-    "MHA, no weights": twice(MHA, lambda layer, x: x + layer(x, x, x, **MASK, need_weights=False, is_causal=True)[0]),
-    "TransformerEncoderLayer": twice(PyTorchs, nn.TransformerEncoderLayer, lambda layer, x: layer(x, ~TRIANGLE)),
-    "TransformerDecoderLayer": twice(
-        PyTorchs, nn.TransformerDecoderLayer, lambda layer, x: layer(x, MEMORY[: len(x)], ~TRIANGLE)
-    ),
+    "MHA": lambda: [PyTorchs(), PyTorchs(batch_first=False)],
+    "MHA without weights": lambda: [PyTorchs(need_weights=False), PyTorchs(need_weights=False, is_causal=True)],
 }
 by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -288,7 +287,7 @@ def test_queries_of_a_cache_are_shown_with_all_its_keys(layout: str) -> None:
 
 
 TRAINED = {
-    "dropout of weights": twice(Written, attend(dropout=0.3)),
+    "dropout of weights": twice(Written, attend(dropout=0.5)),
     "dropout of flat weights": twice(Written, attend(product=flattened, dropout=0.3)),
     "dropout of outputs": LAYOUTS["modules of heads, dropout"],
 }
@@ -311,29 +310,32 @@ def test_training_shows_what_dropout_left_and_changes_no_bit(layout: str) -> Non
 GATES, EXPERTS, FEATURES = drawn(C, T), drawn(T, C, C), drawn(C, 2 * T)  # as many experts as tokens
 MEAN = torch.ones(C, C).tril() / torch.arange(1, C + 1)[:, None]
 IMPOSTORS: dict[str, Callable[[Tensor], Tensor]] = {  # of x, (B, T, C)
-    "experts": lambda x: torch.einsum("bte,ecd,btc->btd", (x @ GATES).softmax(-1), EXPERTS, x),
-    "outputs of experts": lambda x: torch.einsum("bte,bted->btd", (x @ GATES).softmax(-1), x[:, :, None] + GATES.mT),
-    "experts in a table": lambda x: (x @ GATES).softmax(-1) @ GATES.mT,
+    "experts": lambda x: torch.einsum("bte,ecd,btc->btd", (x @ GATES / C).softmax(-1), EXPERTS, x),
+    "outputs of experts": lambda x: torch.einsum(
+        "bte,bted->btd", (x @ GATES / C).softmax(-1), x[:, :, None] + GATES.mT
+    ),
+    "experts in a table": lambda x: (x @ GATES / C).softmax(-1) @ GATES.mT,
     "mean of the past": lambda x: MEAN[: x.size(1), : x.size(1)] @ x,
     "projection that sums to one": lambda x: x @ (torch.eye(C) + torch.eye(C).roll(1, 0)) / 2,
     "triangular projection that sums to one": lambda x: (MEAN @ x.mT).mT,
     "positions in one-hot": lambda x: torch.eye(T)[: x.size(1)].expand(len(x), -1, -1) @ GATES.mT,
-    "attention over a memory": lambda x: (x @ MEMORY.mT).softmax(-1) @ MEMORY,
-    "attention over channels": lambda x: ((x @ GATES) @ ((x @ GATES).mT @ (x @ GATES)).softmax(-1)) @ GATES.mT,
-    "features of queries": lambda x: (x @ FEATURES).softmax(-1) @ ((x @ FEATURES).mT @ x),
-    "both directions": lambda x: (x @ x.mT).softmax(-1) @ x,
+    "attention over a memory": lambda x: (x @ MEMORY[: len(x)].mT / C).softmax(-1) @ MEMORY[: len(x)],
+    "attention over channels": lambda x: x @ GATES @ (GATES.mT @ x.mT @ x @ GATES / C**2).softmax(-1) @ GATES.mT,
+    "features of queries": lambda x: (x @ FEATURES / C).softmax(-1) @ ((x @ FEATURES).mT @ x),
+    "both directions": lambda x: (x @ x.mT / C).softmax(-1) @ x,
 }
 
 
 @pytest.mark.parametrize("impostor", IMPOSTORS)
 @torch.no_grad()
 def test_what_only_looks_like_attention_is_not_shown(impostor: str) -> None:
-    layer, text = Written(attend()), torch.randint(V, (B, T))
-    att = run_captured(Decoder(first=IMPOSTORS[impostor]), text)
-    assert not att.seen
-    with pytest.raises(UserError):
-        att.verify()
-    check(run_captured(Decoder(layer, first=IMPOSTORS[impostor]), text), [layer])
+    for num_texts in (1, B):
+        layer, text = Written(attend()), torch.randint(V, (num_texts, T))
+        att = run_captured(Decoder(first=IMPOSTORS[impostor]), text)
+        assert not att.seen
+        with pytest.raises(UserError):
+            att.verify()
+        check(run_captured(Decoder(layer, first=IMPOSTORS[impostor]), text), [layer])
 
 
 @pytest.mark.parametrize("impostor", ["experts", "outputs of experts", "experts in a table", "positions in one-hot"])
