@@ -3,9 +3,8 @@
 nanoGPT and minGPT are no packages: the environment variables NANOGPT and MINGPT name the directories of their clones.
 """
 
-import importlib.util
 import os
-import sys
+import runpy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -53,13 +52,11 @@ def clone(variable: str) -> Path:
 
 
 def test_nanogpt_with_and_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("nanogpt_model", clone("NANOGPT") / "model.py")
-    nanogpt = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, nanogpt)  # where its dataclass looks for its types
-    spec.loader.exec_module(nanogpt)
-    by_kernel = enlarged(nanogpt.GPT(nanogpt.GPTConfig(**SIZES)))
+    nanogpt = runpy.run_path(str(clone("NANOGPT") / "model.py"))  # the name of our own package
+    config = nanogpt["GPTConfig"](**SIZES)
+    by_kernel = enlarged(nanogpt["GPT"](config))
     monkeypatch.delattr("torch.nn.functional.scaled_dot_product_attention")  # as before PyTorch 2
-    written_out = nanogpt.GPT(nanogpt.GPTConfig(**SIZES)).eval()
+    written_out = nanogpt["GPT"](config).eval()
     monkeypatch.undo()
     written_out.load_state_dict(by_kernel.state_dict(), strict=False)  # without a mask
     kept = inputs_of(block.attn.attn_dropout for block in written_out.transformer.h)
