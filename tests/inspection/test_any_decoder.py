@@ -174,40 +174,7 @@ def test_what_is_no_attention_of_a_text_to_its_past_is_left_out(case: str) -> No
         att.scores()
 
 
-# Modules that are no model of `transformers`.
-
-
-class Book(nn.Module):
-    """A decoder as books write it: PyTorch's own layers, an encoder that is looked at, no names that are known."""
-
-    def __init__(self, cross: bool = False):
-        super().__init__()
-        self.tokens, self.places, self.out = nn.Embedding(V, 21), nn.Embedding(97, 21), nn.Linear(21, V)
-        layer = nn.TransformerDecoderLayer if cross else nn.TransformerEncoderLayer
-        self.layers = nn.ModuleList(layer(21, 3, 31, 0.1, batch_first=True) for _ in range(2))
-        self.memory = torch.randn(1, 5, 21) if cross else None
-
-    def forward(self, idx: Tensor) -> Tensor:
-        x, mask = self.tokens(idx) + self.places.weight[: idx.size(1)], ~TRIANGLE[: idx.size(1), : idx.size(1)]
-        for layer in self.layers:
-            x = layer(x, mask) if self.memory is None else layer(x, self.memory.expand(len(x), -1, -1), mask)
-        return self.out(x)
-
-
-@torch.no_grad()
-def test_layers_of_pytorch_are_seen_and_cross_attention_is_no_head() -> None:
-    idx = torch.randint(V, (B, T))
-    for cross in (False, True):
-        model = Book(cross).eval()
-        logits = model(idx)
-        att = run_captured(model, idx)
-        assert len(att.calls) == 2 and len(att.left_out) == 2 * cross
-        att.verify()
-        x = model.tokens(idx) + model.places.weight[:T]
-        _, expected = model.layers[0].self_attn(x, x, x, attn_mask=~TRIANGLE, average_attn_weights=False)
-        torch.testing.assert_close(att.calls[0].weights(), expected, rtol=0, atol=1e-6)
-        with capture(model):
-            torch.testing.assert_close(model(idx), logits, rtol=0, atol=1e-5)  # not by the fast path of one operator
+# Modules that are no model of `transformers`. More are in test_written_out.py.
 
 
 def test_what_a_model_overwrites_later_is_remembered() -> None:

@@ -16,17 +16,19 @@ from tests.inspection.test_capture import B, H, T, V, run_captured
 C, D, MANY = 21, 7, 15  # MANY heads share H heads of keys and values
 TRIANGLE = torch.ones(T, T, dtype=torch.bool).tril()
 SLOPES = torch.tensor([0.5, 0.25, 0.125])[:, None, None] * (torch.arange(T) - torch.arange(T)[:, None])
+Attended = tuple[Tensor, Callable[[], Tensor]]
+Attention = Callable[[Tensor, Tensor, Tensor], Attended]
 drawn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
 SINKS, MEMORY = drawn(H, 1, 1), drawn(B, T, C)  # a memory as long as a text
 
 
-# Layers. `truth` returns the weights that met the values in the last call, (B, H, T_query, T_key).
+# Layers. `kept` returns the weights that met the values in the last call, (B, H, T_query, T_key).
 
 
 class Written(nn.Module):
-    """A layer whose attention is a function: q, k, v, (B, heads, T, D) -> output, alike, and its weights."""
+    """A layer whose attention is a function: q, k, v, (B, H or KV, T, D) -> output, (B, H, T, D), and `kept`."""
 
-    def __init__(self, attention: Callable[[Tensor, Tensor, Tensor], tuple], heads: int = H, kv: int = H):
+    def __init__(self, attention: Attention, heads: int = H, kv: int = H):
         super().__init__()
         self.attention, self.sizes = attention, [heads, kv, kv]
         self.qkv, self.out_proj = nn.Linear(C, sum(self.sizes) * D), nn.Linear(heads * D, C)
@@ -38,9 +40,6 @@ class Written(nn.Module):
             k, v = self.past = torch.cat((self.past[0], k), 2), torch.cat((self.past[1], v), 2)
         output, self.kept = self.attention(q, k, v)
         return x + self.out_proj(output.transpose(1, 2).flatten(2))
-
-    def truth(self) -> Tensor:
-        return self.kept() if callable(self.kept) else self.kept
 
 
 class Head(nn.Module):
@@ -63,10 +62,9 @@ class Heads(nn.Module):
         self.join = join
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.out_proj(self.join([head(x) for head in self.heads]))
-
-    def truth(self) -> Tensor:
-        return torch.stack([head.kept for head in self.heads], 1)
+        output = self.join([head(x) for head in self.heads])
+        self.kept = lambda: torch.stack([head.kept for head in self.heads], 1)
+        return x + self.out_proj(output)
 
 
 class PyTorchs(nn.Module):
@@ -76,17 +74,11 @@ class PyTorchs(nn.Module):
         super().__init__()
         self.attention, self.options = nn.MultiheadAttention(C, H, batch_first=batch_first), options
 
-    def attend(self, **options: object) -> tuple[Tensor, Tensor | None]:
-        x = self.x if self.attention.batch_first else self.x.transpose(0, 1)
-        return self.attention(x, x, x, attn_mask=~TRIANGLE, **options)
-
     def forward(self, x: Tensor) -> Tensor:
-        self.x = x
-        output, _ = self.attend(**self.options)
-        return x + (output if self.attention.batch_first else output.transpose(0, 1))
-
-    def truth(self) -> Tensor:
-        return self.attend(average_attn_weights=False)[1]
+        axes = (0, 1) if self.attention.batch_first else (1, 0)
+        attend = partial(self.attention, *3 * [x.movedim((0, 1), axes)], attn_mask=~TRIANGLE)
+        self.kept = lambda: attend(average_attn_weights=False)[1]
+        return x + attend(**self.options)[0].movedim(axes, (0, 1))
 
 
 class Decoder(nn.Module):
@@ -125,16 +117,13 @@ def weigh(q: Tensor, k: Tensor) -> Tensor:
     return masked(score(q, k)).softmax(-1)
 
 
-def with_sink(q: Tensor, k: Tensor) -> Tensor:
-    scores = masked(score(q, k))
-    return torch.cat((scores, SINKS.expand(len(q), H, T, 1)), -1).softmax(-1)[..., :-1]
-
-
 WEIGHTS = {
     "softmax": weigh,
     "exp and a sum": lambda q, k: (numbers := masked(score(q, k)).exp()) / numbers.sum(-1, keepdim=True),
     "mask after the softmax": lambda q, k: score(q, k).softmax(-1) * TRIANGLE,
-    "learned sink": with_sink,
+    "learned sink": lambda q, k: torch.cat((masked(score(q, k)), SINKS.expand(len(q), H, T, 1)), -1).softmax(-1)[
+        ..., :-1
+    ],
     "window": lambda q, k: masked(score(q, k), TRIANGLE.triu(-3)).softmax(-1),
     "soft cap": lambda q, k: masked(2 * (score(q, k) / 2).tanh()).softmax(-1),
 }
@@ -161,35 +150,35 @@ PRODUCTS = {
 }
 
 
-def attend(weights: Callable = weigh, product: Callable = torch.matmul, dropout: float = 0.0) -> Callable:
+def attend(weights: Callable = weigh, product: Callable = torch.matmul, dropout: float = 0.0) -> Attention:
     """Return attention of these two steps, with dropout of the weights between them."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Attended:
         w = F.dropout(weights(q, k), dropout)
-        return product(w, v), w
+        return product(w, v), lambda: w
 
     return attention
 
 
-def time_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def time_first(q: Tensor, k: Tensor, v: Tensor) -> Attended:
     """Attend in (T, T, B, H), as labml's annotated papers do."""
     q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
     scores = D**-0.5 * torch.einsum("ibhd,jbhd->ijbh", q, k)
     w = masked(scores.permute(2, 3, 0, 1)).permute(2, 3, 0, 1).softmax(1)
-    return torch.einsum("ijbh,jbhd->ibhd", w, v).permute(1, 2, 0, 3), w.permute(2, 3, 0, 1)
+    return torch.einsum("ijbh,jbhd->ibhd", w, v).permute(1, 2, 0, 3), lambda: w.permute(2, 3, 0, 1)
 
 
-def as_bloom(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def as_bloom(q: Tensor, k: Tensor, v: Tensor) -> Attended:
     scores = SLOPES.repeat(len(q), 1, 1).baddbmm(q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D**-0.5)
     w = masked(scores.unflatten(0, (-1, H))).softmax(-1)
-    return flattened(w, v), w
+    return flattened(w, v), lambda: w
 
 
-def kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+def kernel(q: Tensor, k: Tensor, v: Tensor) -> Attended:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True), partial(weigh, q, k)
 
 
-def kernel_without_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+def kernel_without_heads(q: Tensor, k: Tensor, v: Tensor) -> Attended:
     return kernel(q[:, 0], k[:, 0], v[:, 0])[0][:, None], partial(weigh, q, k)
 
 
@@ -225,7 +214,7 @@ by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 def check(att: Captured, layers: list[nn.Module], atol: float = 1e-6) -> None:
     assert len(att.calls) == len(layers)
     for number, (call, layer) in enumerate(zip(att.calls, layers, strict=True)):
-        truth = layer.truth().float()
+        truth = layer.kept().float()
         torch.testing.assert_close(call.weights().float(), truth, rtol=0, atol=atol)
         for head in range(truth.size(1)):
             torch.testing.assert_close(att.pattern(number, head).float(), truth[:, head], rtol=0, atol=atol)
