@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError
-from inspection import NotTheKernels, ablate, capture, head_scores
+from inspection import NotTheKernels, ablate, head_scores
 from inspection.patterns import UNMASKED, Computed
 from tests.decoders import DECODERS, WRITTEN_OUT, make_decoder
 from tests.inspection.test_capture import call_captured, run_captured

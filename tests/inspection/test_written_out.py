@@ -19,7 +19,7 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125])[:, None, None] * (torch.arange(T) - to
 Attended = tuple[Tensor, Callable[[], Tensor]]
 Attention = Callable[[Tensor, Tensor, Tensor], Attended]
 drawn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
-SINKS, MEMORY = drawn(H, 1, 1), drawn(B, T, C)  # a memory as long as a text
+MEMORY = drawn(B, T, C)  # as long as a text
 
 
 # Layers. `kept` returns the weights that met the values in the last call, (B, H, T_query, T_key).
@@ -121,9 +121,7 @@ WEIGHTS = {
     "softmax": weigh,
     "exp and a sum": lambda q, k: (numbers := masked(score(q, k)).exp()) / numbers.sum(-1, keepdim=True),
     "mask after the softmax": lambda q, k: score(q, k).softmax(-1) * TRIANGLE,
-    "learned sink": lambda q, k: torch.cat((masked(score(q, k)), SINKS.expand(len(q), H, T, 1)), -1).softmax(-1)[
-        ..., :-1
-    ],
+    "learned sink": lambda q, k: F.pad(masked(score(q, k)), (0, 1), value=0.7).softmax(-1)[..., :-1],
     "window": lambda q, k: masked(score(q, k), TRIANGLE.triu(-3)).softmax(-1),
     "soft cap": lambda q, k: masked(2 * (score(q, k) / 2).tanh()).softmax(-1),
 }
@@ -305,7 +303,7 @@ IMPOSTORS: dict[str, Callable[[Tensor], Tensor]] = {  # of x, (B, T, C)
     ),
     "experts in a table": lambda x: (x @ GATES / C).softmax(-1) @ GATES.mT,
     "mean of the past": lambda x: MEAN[: x.size(1), : x.size(1)] @ x,
-    "projection that sums to one": lambda x: x @ (torch.eye(C) + torch.eye(C).roll(1, 0)) / 2,
+    "projection that sums to one": lambda x: x @ ((torch.eye(C) + torch.eye(C).roll(1, 0)) / 2),
     "triangular projection that sums to one": lambda x: (MEAN @ x.mT).mT,
     "positions in one-hot": lambda x: torch.eye(T)[: x.size(1)].expand(len(x), -1, -1) @ GATES.mT,
     "attention over a memory": lambda x: (x @ MEMORY[: len(x)].mT / C).softmax(-1) @ MEMORY[: len(x)],
