@@ -176,8 +176,9 @@ def kernel(q: Tensor, k: Tensor, v: Tensor) -> Attended:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True), partial(weigh, q, k)
 
 
-def kernel_without_heads(q: Tensor, k: Tensor, v: Tensor) -> Attended:
-    return kernel(q[:, 0], k[:, 0], v[:, 0])[0][:, None], partial(weigh, q, k)
+def flat_kernel(*qkv: Tensor) -> Attended:
+    output, _ = kernel(*(x.flatten(0, 1) for x in qkv))
+    return output.view_as(qkv[0]), partial(weigh, *qkv[:2])
 
 
 def twice(make: Callable[..., nn.Module], *args: object) -> Callable[[], list[nn.Module]]:
@@ -200,7 +201,8 @@ LAYOUTS: dict[str, Callable[[], list[nn.Module]]] = {  # name -> its two layers
     "modules of heads, dropout": twice(Heads, joined, 0.1),
     "modules of heads, stack": twice(Heads, lambda outputs: torch.stack(outputs, 2).flatten(2)),
     "kernel": twice(Written, kernel),
-    "kernel, one head, no axis": twice(Written, kernel_without_heads, 1, 1),
+    "kernel, heads in the batch": twice(Written, flat_kernel),
+    "kernel, one head, no axis": twice(Written, flat_kernel, 1, 1),
     "kernel, then written out": lambda: [Written(kernel), Written(attend())],
     "written out, then kernel": lambda: [Heads(joined), Written(kernel)],
     "MHA": lambda: [PyTorchs(), PyTorchs(batch_first=False)],
