@@ -22,7 +22,7 @@ drawn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
 MEMORY = drawn(B, T, C)  # as long as a text
 
 
-# Layers. `kept` returns the weights that met the values in the last call, (B, H, T_query, T_key).
+# Layers, (B, T, C) -> (B, T, C). `kept` returns the weights that met the values in the last call, (B, H, T, T).
 
 
 class Written(nn.Module):
@@ -67,16 +67,16 @@ class Heads(nn.Module):
         return x + self.out_proj(output)
 
 
-class PyTorchs(nn.Module):
-    """A layer that attends by `nn.MultiheadAttention`, called with these options."""
+class PyTorchs(nn.MultiheadAttention):
+    """PyTorch's own layer, called with these options."""
 
     def __init__(self, batch_first: bool = True, **options: object):
-        super().__init__()
-        self.attention, self.options = nn.MultiheadAttention(C, H, batch_first=batch_first), options
+        super().__init__(C, H, batch_first=batch_first)
+        self.options = options
 
     def forward(self, x: Tensor) -> Tensor:
-        axes = (0, 1) if self.attention.batch_first else (1, 0)
-        attend = partial(self.attention, *3 * [x.movedim((0, 1), axes)], attn_mask=~TRIANGLE)
+        axes = (0, 1) if self.batch_first else (1, 0)
+        attend = partial(super().forward, *3 * [x.movedim((0, 1), axes)], attn_mask=~TRIANGLE)
         self.kept = lambda: attend(average_attn_weights=False)[1]
         return x + attend(**self.options)[0].movedim(axes, (0, 1))
 
@@ -101,9 +101,6 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
-# Weights: q, (..., T_query, D), and k, (..., T_key, D) -> (..., T_query, T_key).
-
-
 def score(q: Tensor, k: Tensor) -> Tensor:
     return D**-0.5 * q @ (repeat_kv(k, q) if k.dim() == 4 else k).mT
 
@@ -117,7 +114,7 @@ def weigh(q: Tensor, k: Tensor) -> Tensor:
     return masked(score(q, k)).softmax(-1)
 
 
-WEIGHTS = {
+WEIGHTS = {  # q, (B, H, T, D), and k, (B, H or KV, T, D) -> (B, H, T, T)
     "softmax": weigh,
     "exp and a sum": lambda q, k: (numbers := masked(score(q, k)).exp()) / numbers.sum(-1, keepdim=True),
     "mask after the softmax": lambda q, k: score(q, k).softmax(-1) * TRIANGLE,
@@ -127,14 +124,11 @@ WEIGHTS = {
 }
 
 
-# Products: weights, (B, H, T_query, T_key), and values, (B, H, T_key, D) -> output, (B, H, T_query, D).
-
-
 def flattened(w: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(w.flatten(0, 1), v.flatten(0, 1)).unflatten(0, (-1, H))
 
 
-PRODUCTS = {
+PRODUCTS = {  # weights, (B, H, T, T), and values, (B, H, T, D) -> output, (B, H, T, D)
     "torch.matmul": torch.matmul,
     "method matmul": lambda w, v: w.matmul(v),
     "heads in the batch, bmm": flattened,
@@ -181,28 +175,26 @@ def flat_kernel(*qkv: Tensor) -> Attended:
     return output.view_as(qkv[0]), partial(weigh, *qkv[:2])
 
 
-def twice(make: Callable[..., nn.Module], *args: object) -> Callable[[], list[nn.Module]]:
-    return lambda: [make(*args) for _ in range(2)]
+def twice(*given: object, make: type = Written) -> Callable[[], list[nn.Module]]:
+    return lambda: [make(*given) for _ in range(2)]
 
 
 joined = partial(torch.cat, dim=-1)
 LAYOUTS: dict[str, Callable[[], list[nn.Module]]] = {  # name -> its two layers
-    **{name: twice(Written, attend(weights)) for name, weights in WEIGHTS.items()},
-    **{name: twice(Written, attend(product=product)) for name, product in PRODUCTS.items()},
-    "time first": twice(Written, time_first),
-    "as bloom": twice(Written, as_bloom),
-    "one head, no axis": twice(Written, attend(product=lambda w, v: (w[:, 0] @ v[:, 0])[:, None]), 1, 1),
-    "shared values": twice(Written, attend(product=lambda w, v: torch.einsum("bhij,bjd->bhid", w, v[:, 0])), H, 1),
-    "groups": twice(Written, attend(product=lambda w, v: w @ v.repeat_interleave(MANY // H, 1)), MANY),
-    "axis of groups": twice(
-        Written, attend(product=lambda w, v: (w.unflatten(1, (H, -1)) @ v[:, :, None]).flatten(1, 2)), MANY
-    ),
-    "modules of heads": twice(Heads, joined),
-    "modules of heads, dropout": twice(Heads, joined, 0.1),
-    "modules of heads, stack": twice(Heads, lambda outputs: torch.stack(outputs, 2).flatten(2)),
-    "kernel": twice(Written, kernel),
-    "kernel, heads in the batch": twice(Written, flat_kernel),
-    "kernel, one head, no axis": twice(Written, flat_kernel, 1, 1),
+    **{name: twice(attend(weights)) for name, weights in WEIGHTS.items()},
+    **{name: twice(attend(product=product)) for name, product in PRODUCTS.items()},
+    "time first": twice(time_first),
+    "as bloom": twice(as_bloom),
+    "one head, no axis": twice(attend(product=lambda w, v: (w[:, 0] @ v[:, 0])[:, None]), 1, 1),
+    "shared values": twice(attend(product=lambda w, v: torch.einsum("bhij,bjd->bhid", w, v[:, 0])), H, 1),
+    "groups": twice(attend(product=lambda w, v: w @ v.repeat_interleave(MANY // H, 1)), MANY),
+    "axis of groups": twice(attend(product=lambda w, v: (w.unflatten(1, (H, -1)) @ v[:, :, None]).flatten(1, 2)), MANY),
+    "modules of heads": twice(joined, make=Heads),
+    "modules of heads, dropout": twice(joined, 0.1, make=Heads),
+    "modules of heads, stack": twice(lambda outputs: torch.stack(outputs, 2).flatten(2), make=Heads),
+    "kernel": twice(kernel),
+    "kernel, heads in the batch": twice(flat_kernel),
+    "kernel, one head, no axis": twice(flat_kernel, 1, 1),
     "kernel, then written out": lambda: [Written(kernel), Written(attend())],
     "written out, then kernel": lambda: [Heads(joined), Written(kernel)],
     "MHA": lambda: [PyTorchs(), PyTorchs(batch_first=False)],
@@ -276,8 +268,8 @@ def test_queries_of_a_cache_are_shown_with_all_its_keys(layout: str) -> None:
 
 
 TRAINED = {
-    "dropout of weights": twice(Written, attend(dropout=0.5)),
-    "dropout of flat weights": twice(Written, attend(product=flattened, dropout=0.3)),
+    "dropout of weights": twice(attend(dropout=0.5)),
+    "dropout of flat weights": twice(attend(product=flattened, dropout=0.3)),
     "dropout of outputs": LAYOUTS["modules of heads, dropout"],
 }
 
@@ -300,9 +292,7 @@ GATES, EXPERTS, FEATURES = drawn(C, T), drawn(T, C, C), drawn(C, 2 * T)  # as ma
 MEAN = torch.ones(C, C).tril() / torch.arange(1, C + 1)[:, None]
 IMPOSTORS: dict[str, Callable[[Tensor], Tensor]] = {  # of x, (B, T, C)
     "experts": lambda x: torch.einsum("bte,ecd,btc->btd", (x @ GATES / C).softmax(-1), EXPERTS, x),
-    "outputs of experts": lambda x: torch.einsum(
-        "bte,bted->btd", (x @ GATES / C).softmax(-1), x[:, :, None] + GATES.mT
-    ),
+    "outputs of experts": lambda x: torch.einsum("bte,bted->btd", (x @ GATES).softmax(-1), x[:, :, None] + GATES.mT),
     "experts in a table": lambda x: (x @ GATES / C).softmax(-1) @ GATES.mT,
     "mean of the past": lambda x: MEAN[: x.size(1), : x.size(1)] @ x,
     "projection that sums to one": lambda x: x @ ((torch.eye(C) + torch.eye(C).roll(1, 0)) / 2),
