@@ -55,9 +55,9 @@ def test_nanogpt_with_and_without_the_kernel(monkeypatch: pytest.MonkeyPatch) ->
     nanogpt = runpy.run_path(str(clone("NANOGPT") / "model.py"))  # the name of our own package
     config = nanogpt["GPTConfig"](**SIZES)
     by_kernel = enlarged(nanogpt["GPT"](config))
-    monkeypatch.delattr("torch.nn.functional.scaled_dot_product_attention")  # as before PyTorch 2
-    written_out = nanogpt["GPT"](config).eval()
-    monkeypatch.undo()
+    with monkeypatch.context() as older:
+        older.delattr("torch.nn.functional.scaled_dot_product_attention")  # as before PyTorch 2
+        written_out = nanogpt["GPT"](config).eval()
     written_out.load_state_dict(by_kernel.state_dict(), strict=False)  # without a mask
     kept = inputs_of(block.attn.attn_dropout for block in written_out.transformer.h)
     check(written_out, lambda: kept)
@@ -110,13 +110,14 @@ def test_labml() -> None:
     check(Decoder(first=attend), lambda: [layer.attn.permute(2, 3, 0, 1) for layer in layers])
 
 
-@pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
-def test_stacks_of_pytorch(kind: str) -> None:
+STACKS = [("Encoder", {"enable_nested_tensor": False}, []), ("Decoder", {}, [MEMORY])]
+
+
+@pytest.mark.parametrize("kind, options, memory", STACKS)
+def test_stacks_of_pytorch(kind: str, options: dict, memory: list[Tensor]) -> None:
     layer = getattr(nn, f"Transformer{kind}Layer")(C, H, 31, batch_first=True)
-    options, memory = ({"enable_nested_tensor": False}, ()) if kind == "Encoder" else ({}, (MEMORY,))
     stack = enlarged(getattr(nn, f"Transformer{kind}")(layer, L, **options))
-    read = inputs_of(stack.layers)
-    asked = {"attn_mask": ~TRIANGLE, "average_attn_weights": False}
+    read, asked = inputs_of(stack.layers), {"attn_mask": ~TRIANGLE, "average_attn_weights": False}
     check(
         Decoder(first=lambda x: stack(x, *memory, ~TRIANGLE)),
         lambda: [layer.self_attn(x, x, x, **asked)[1] for layer, x in zip(stack.layers, read, strict=True)],
