@@ -191,10 +191,8 @@ class Read(Call):
 
 def join(calls: Sequence[Call]) -> Call:
     """Return one call that has the heads of several."""
-    parts = {
-        name: [vars(call)[name] for call in calls] for name in ("values", "q", "k", "source") if name in vars(calls[0])
-    }
-    return replace(calls[0], **{name: torch.cat(part, dim=1) for name, part in parts.items() if part[0] is not None})
+    names = [name for name in ("values", "q", "k", "source") if vars(calls[0]).get(name) is not None]
+    return replace(calls[0], **{name: torch.cat([vars(call)[name] for call in calls], dim=1) for name in names})
 
 
 Output = tuple[Tensor, Call, str]  # its tensor, and an equation that orders its axes: batch, heads, T, D
@@ -397,8 +395,9 @@ class Captured(TorchFunctionMode):
         """Make one layer of calls. Return their outputs, or what replaces them."""
         outputs, calls, orders = zip(*found, strict=True)
         layer = self.seen.index(calls[0])
-        self.seen[layer] = join(calls)
-        self.seen = [call for call in self.seen if call not in calls[1:]]
+        if len(calls) > 1:
+            self.seen[layer] = join(calls)
+            self.seen = [call for call in self.seen if call not in calls]
         if self.replace is not None:
             outputs = [output.clone() for output in outputs]
         parts = [torch.einsum(order, output) for output, order in zip(outputs, orders, strict=True)]
