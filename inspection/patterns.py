@@ -39,7 +39,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, tor
 MAX_SCORE_ROUNDING = 1e-2  # the most allowed in addition for rounded scores, which matters if they are in the thousands
 BLOCK_SIZE = 1 << 21  # weights computed at a time; bounds memory and changes results by rounding only
 HIDES = -1e4  # a mask of numbers hides a key by this or less; a bias is larger
-MOST_SUM = 2.0  # of a row that is read: dropout of a half doubles a weight
+MOST_SUM = 10.0  # of a row that is read: dropout of nine tenths makes a weight ten times as large
 JOINS = ("cat", "concat", "concatenate", "stack")
 SIZES = ("size", "dim", "numel", "stride")
 UNSEEN = (
@@ -289,14 +289,15 @@ class Captured(TorchFunctionMode):
             self.left_out.append(UNMASKED if unmasked else shapes)
             return output
         order = "bhtd->bhtd" if query.dim() == 4 else "btd->btd"
-        if mask is not None and query.dim() == 3:
-            mask = mask.transpose(0, 1)
+        B = self.text[0] if self.text and query.dim() == 3 else len(query)  # the heads may be joined with the batch
+        if mask is not None and query.dim() == 3 and mask.size(1) > 1:
+            mask = mask.reshape(B, -1, T_query, T_key)
         for call in self.seen:
             if mask is not None and isinstance(call, Computed) and call.mask is not None and mask.equal(call.mask):
                 mask = call.mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
         q, k, values = (x.detach().to(dtype, copy=True) for x in (query, key, value))
-        q, k, values = (x.reshape(len(x), -1, *x.shape[-2:]) for x in (q, k, values))
+        q, k, values = (x.reshape(B, -1, *x.shape[-2:]) for x in (q, k, values))
         return self.keep(Computed(values if self.with_values else None, q, k, mask, scale), output, order)
 
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
@@ -308,10 +309,14 @@ class Captured(TorchFunctionMode):
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         projection, bias, H = (given[name] for name in ("out_proj_weight", "out_proj_bias", "num_heads"))
         given |= {"out_proj_weight": torch.eye(projection.size(1)).to(projection), "out_proj_bias": None}
-        with torch.no_grad(), torch.random.fork_rng([projection.device] if projection.is_cuda else []):
+        with torch.random.fork_rng([projection.device] if projection.is_cuda else []):
             joined, weights = func(**given | {"need_weights": True, "average_attn_weights": False})
         output, returned = func(*args, **kwargs)
-        call = self.read(weights.reshape(-1, *weights.shape[-3:]), None)
+        of_value, of_bias = given.get("v_proj_weight"), given["in_proj_bias"]
+        of_value = given["in_proj_weight"].chunk(3)[2] if of_value is None else of_value
+        values = F.linear(given["value"], of_value, of_bias if of_bias is None else of_bias.chunk(3)[2])
+        values, heads = (x.reshape(len(x), -1, H, len(projection) // H) for x in (values, joined))  # (T, B, H, D)
+        call = self.read(weights.reshape(-1, *weights.shape[-3:]), values.permute(1, 2, 0, 3))
         if call is None:
             return output, returned
         error = (F.linear(joined, projection, bias) - output).norm() / output.norm()
@@ -319,11 +324,11 @@ class Captured(TorchFunctionMode):
             raise NotTheKernels(
                 f"nn.MultiheadAttention: asked for its weights, it differs by {error:.2g} of its output"
             )
-        heads = joined.reshape(len(joined), -1, H, len(projection) // H)
         self.seen.append(call)
-        (heads,) = self.finish([(heads, call, "tbhd->bhtd")])
-        if self.replace is not None:
-            output = F.linear(heads.flatten(2), projection, bias).reshape(output.shape)
+        (replaced,) = self.finish([(heads, call, "tbhd->bhtd")])
+        self.projections[len(self.seen) - 1] = projection
+        if not replaced.equal(heads):
+            output = F.linear(replaced.flatten(2), projection, bias).reshape(output.shape)
         return output, returned
 
     def see_flex(self, func: Callable, query: Tensor, key: Tensor, value: Tensor, *args: object) -> tuple:
@@ -359,8 +364,9 @@ class Captured(TorchFunctionMode):
         call = Read(values.detach() if self.with_values and values is not None else None, weights.detach().clone())
         least, most, later = call.sums()
         is_one = max(1 - least, most - 1) <= TOLERANCE.get(weights.dtype, 0.0)
-        # The queries belong to the last keys: behind these is no empty buffer.
-        is_past = later <= 0.5 and (T_query == T_key or (T_query < T_key and weights[..., -1].any()))
+        is_past = later <= 0.5
+        if T_query != T_key:  # the queries belong to the last keys: behind these is no empty buffer
+            is_past = T_query < T_key and later == 0 and weights[..., -1].any()
         if is_past and (is_one or (T_query > 1 and 0 < most <= MOST_SUM)):
             return call
         if is_one:

@@ -30,7 +30,9 @@ def find_attention(
         equation, *operands = operands
         operands = operands[0] if len(operands) == 1 else operands  # a list
     inputs, _, result = equation.replace(" ", "").partition("->")
-    result = result or "".join(axis for axis in sorted(inputs) if inputs.count(axis) == 1 and axis != ",")
+    if not result:
+        once = "".join(axis for axis in sorted(inputs) if inputs.count(axis) == 1 and axis != ",")
+        result = "..." * ("..." in inputs) + once
     tensors = [*[x for x in operands if isinstance(x, Tensor)][-2:], output]  # `baddbmm` has a term before the factors
     named = [*inputs.split(","), result]
     # The last axes that "..." stands for are the same in all.

@@ -43,22 +43,22 @@ class Written(nn.Module):
 
 
 class Head(nn.Module):
-    def __init__(self, dropout: float):
+    def __init__(self):
         super().__init__()
-        self.qkv, self.dropout = nn.Linear(C, 3 * D), nn.Dropout(dropout) if dropout else nn.Identity()
+        self.qkv = nn.Linear(C, 3 * D)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
         self.kept = weigh(q, k)
-        return self.dropout(self.kept @ v)
+        return self.kept @ v
 
 
 class Heads(nn.Module):
     """A layer with a module for each head, and what joins their outputs, (B, T, D) each."""
 
-    def __init__(self, join: Callable[[list[Tensor]], Tensor], dropout: float = 0.0):
+    def __init__(self, join: Callable[[list[Tensor]], Tensor]):
         super().__init__()
-        self.heads, self.out_proj = nn.ModuleList(Head(dropout) for _ in range(H)), nn.Linear(H * D, C)
+        self.heads, self.out_proj = nn.ModuleList(Head() for _ in range(H)), nn.Linear(H * D, C)
         self.join = join
 
     def forward(self, x: Tensor) -> Tensor:
@@ -190,7 +190,6 @@ LAYOUTS: dict[str, Callable[[], list[nn.Module]]] = {  # name -> its two layers
     "groups": twice(attend(product=lambda w, v: w @ v.repeat_interleave(MANY // H, 1)), MANY),
     "axis of groups": twice(attend(product=lambda w, v: (w.unflatten(1, (H, -1)) @ v[:, :, None]).flatten(1, 2)), MANY),
     "modules of heads": twice(joined, make=Heads),
-    "modules of heads, dropout": twice(joined, 0.1, make=Heads),
     "modules of heads, stack": twice(lambda outputs: torch.stack(outputs, 2).flatten(2), make=Heads),
     "kernel": twice(kernel),
     "kernel, heads in the batch": twice(flat_kernel),
@@ -270,7 +269,6 @@ def test_queries_of_a_cache_are_shown_with_all_its_keys(layout: str) -> None:
 TRAINED = {
     "dropout of weights": twice(attend(dropout=0.5)),
     "dropout of flat weights": twice(attend(product=flattened, dropout=0.3)),
-    "dropout of outputs": LAYOUTS["modules of heads, dropout"],
 }
 
 

@@ -19,11 +19,11 @@ import inspect_attention
 from errors import UserError
 from inspection import capture, inspect_heads
 from model import GPT
+from model.attention import make_causal_mask
 from model.causality import check_causality
 from model.foreign import load_decoder
 from tests.conftest import make_gpt
 from tests.decoders import make_decoder
-from tests.inspection.test_any_decoder import Book
 from tests.inspection.test_page import data_of
 from tests.model.test_huggingface import save_foreign
 from tests.model.test_strangers import LastOnly
@@ -31,6 +31,21 @@ from tests.model.test_strangers import LastOnly
 disable_progress_bar()
 V, T = 61, 13
 TEXT, IDS = "ABCDEFABCDEF", [32, 33, 34, 35, 36, 37] * 2
+
+
+class Book(nn.Module):
+    """A decoder as books write it: PyTorch's own layers, an encoder that is looked at, no names that are known."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places, self.out = nn.Embedding(V, 21), nn.Embedding(97, 21), nn.Linear(21, V)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(21, 3, 31, 0.1, batch_first=True) for _ in range(2))
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.tokens(idx) + self.places.weight[: idx.size(1)]
+        for layer in self.layers:
+            x = layer(x, ~make_causal_mask(idx.size(1)))
+        return self.out(x)
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -86,14 +101,11 @@ def test_a_long_text_is_cut_and_an_old_tokenizer_is_read(run, tmp_path: Path) ->
 def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     """A module that nobody knows, and ids; then a tokenizer of `transformers`; then our own model."""
     found = inspect_heads(Book().eval(), IDS, list(TEXT))
-    assert (
-        found.name == "Book"
-        and found.labels == list(TEXT)
-        and all(0.99 < proof.least <= proof.most < 1.01 for proof in found.scores.proofs)
-    )
+    assert found.name == "Book" and found.labels == list(TEXT)
+    assert all(0.99 < proof.least <= proof.most < 1.01 for proof in found.scores.proofs)
     assert len(found.predictions) == 12 and found.pattern(1, 2).shape == (12, 12) and not found.influence.isnan().any()
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
-    assert found.lengths is None and not found.said and "Heads of Book" in found._repr_html_()
+    assert found.lengths.shape == (2, 3, 12) and not found.said and "Heads of Book" in found._repr_html_()
     write_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), unk_token="<unk>")
     by_text = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), TEXT, tokenizer)
