@@ -84,7 +84,7 @@ def main() -> None:
             found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, has_page)
         inspections = [*inspections, found] if has_page else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
-        print(f"        {found.verified}", flush=True)
+        print(textwrap.fill(found.verified, 80, initial_indent=" " * 8, subsequent_indent=" " * 8), flush=True)
 
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
     print(found.table(inputs.heads if options.heads else ()))

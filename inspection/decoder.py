@@ -67,7 +67,7 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
     if was_cut:
         return logits
     if logits.size(1) != T:
-        wrap = "wrap it in a module whose forward does"
+        wrap = "wrap it in a module whose forward does, as in docs/inspect.md"
         raise UserError(f"of {T} tokens the model returns logits of {logits.size(1)}, not of all: {wrap}")
     return logits[:, positions]
 

@@ -23,6 +23,7 @@ from model.checkpoint import Checkpoint
 
 NUM_TEXTS = 8  # sequences of validation text that are measured
 TEXT_LENGTH = 1024  # the most tokens of each
+FEW = 7  # tokens that a model of any size can read
 SHOWN_LENGTH = 256  # the most tokens of it in a picture
 CONTEXTS = ("context_length", "max_position_embeddings", "block_size")  # the names of ours, `transformers`, nanoGPT
 
@@ -100,9 +101,10 @@ def choose_inputs(
 
 @torch.no_grad()
 def sizes_of(model: nn.Module) -> tuple[int, int, int]:
-    """Return L, H and V of a model, which reads two tokens for that. Raises UserError if it cannot be inspected."""
+    """Return L, H and V of a model, which reads a few tokens for that. Raises UserError if it cannot be inspected."""
+    T = min(context_length(model) or FEW, FEW)
     with evaluating(model), capture(model) as att:
-        logits = read(model, torch.zeros(1, 2, dtype=torch.long))
+        logits = read(model, torch.zeros(1, T, dtype=torch.long))
     L, _, H, _ = att.shape
     return L, H, logits.size(2)
 

@@ -29,7 +29,7 @@ from inspection.heads import Ablation, ablate, head_scores, influence
 from inspection.inputs import Inputs, choose_inputs
 from inspection.kinds import Head
 from inspection.metrics import HeadScores, summarise
-from inspection.patterns import Captured, capture
+from inspection.patterns import UNMASKED, Captured, capture
 from inspection.terminal import report
 from inspection.views import Said, moved_lengths, say
 from model import GPT
@@ -177,6 +177,8 @@ def measure(
     where = f"{dtype_name(source.dtype)}, {source.device.type}"
     proofs = summarise([*scores.proofs, *att.verify().values()])
     verified = "; ".join(f"weights {proof} ({where})" for proof in proofs)
+    if UNMASKED in att.left_out:
+        verified += f"; one more layer {UNMASKED}: python -m model.check says where"
     found = Inspection(**vars(inputs), name=visible(name), verified=verified, scores=scores, att=att)
     if not complete:
         return found

@@ -42,8 +42,9 @@ class Proof(NamedTuple):
     def __str__(self) -> str:
         if not math.isnan(self.error):
             return f"proved against the kernel: max row error {self.error:.1e}"
-        sums = f"rows sum to {self.least:.2f} to {self.most:.2f}"
-        return f"read where they met the values: {sums}, and give later tokens {self.later:.1g}"
+        why = "" if self.least > 0.99 else " (a mask after the softmax, a sink or dropout)"
+        sums = f"rows sum to {self.least:.2f} to {self.most:.2f}{why}"
+        return f"read where they met the values: {sums}, later tokens get {self.later:.1g}"
 
 
 def summarise(proofs: Sequence[Proof]) -> list[Proof]:

@@ -150,7 +150,8 @@ def logits_of(output: object, shape: tuple[int, ...] | None = None) -> Tensor:
         if tensor.shape == shape or shape is None and tensor.dim() == 3:
             return tensor
     got = [tuple(tensor.shape) for tensor in tensors]
-    raise ValueError(f"expected logits of shape {shape or '(B, T, V)'}, got tensors of shapes {got}")
+    wrap = "a module that returns others has to be wrapped, as nanoGPT's in docs/inspect.md"
+    raise ValueError(f"expected logits of shape {shape or '(B, T, V)'}, got tensors of shapes {got}: {wrap}")
 
 
 @dataclass
