@@ -296,9 +296,9 @@ class Captured(TorchFunctionMode):
             if mask is not None and isinstance(call, Computed) and call.mask is not None and mask.equal(call.mask):
                 mask = call.mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
-        q, k, values = (x.detach().to(dtype, copy=True) for x in (query, key, value))
-        q, k, values = (x.reshape(B, -1, *x.shape[-2:]) for x in (q, k, values))
-        return self.keep(Computed(values if self.with_values else None, q, k, mask, scale), output, order)
+        given = (query, key, value) if self.with_values else (query, key)
+        q, k, *values = (x.detach().to(dtype, copy=True).reshape(B, -1, *x.shape[-2:]) for x in given)
+        return self.keep(Computed(values[0] if values else None, q, k, mask, scale), output, order)
 
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
         """Call the function of `nn.MultiheadAttention`, and once more for its weights. Return what it does.
