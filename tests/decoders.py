@@ -169,6 +169,8 @@ WRITTEN_OUT: dict[str, dict] = {
         "attn_layers": ["local", "lsh"],
         "local_attn_chunk_length": 97,  # not in pieces
         "lsh_attn_chunk_length": 97,
+        "hidden_dropout_prob": 0.0,  # which layers seed by themselves
+        "local_attention_probs_dropout_prob": 0.0,
         "attention_head_size": 14,
         "feed_forward_size": 47,
         "axial_pos_embds": False,
