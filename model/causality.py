@@ -469,10 +469,7 @@ class Prober:
                 score = (of_query * torch.randn_like(of_query)).sum()
                 gradients = torch.autograd.grad(score, embedded, retain_graph=True, materialize_grads=True)
                 found.append(sum(gradient[0].abs().amax(-1) for gradient in gradients))
-        except (
-            RuntimeError,
-            AssertionError,
-        ):  # reentrant checkpoints, reversible layers, a kernel without a derivative
+        except (RuntimeError, AssertionError):  # a checkpoint, a reversible layer, or a kernel without a derivative
             if self.strict:
                 raise
             return None

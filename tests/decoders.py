@@ -38,6 +38,7 @@ HEAD = {"head_dim": 14}
 WHOLE = {"num_key_value_heads": 3}  # as many heads of keys as of queries
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+WIDER = {"per_layer_config": {1: {"head_dim": 28}}}  # heads of the second layer
 CONV = {"layer_types": ["conv", "full_attention"]}
 EXPERTS = {
     "hidden_size": 48,
@@ -91,8 +92,8 @@ DENSE: dict[str, dict] = {
     "emu3": {"text_config": COMMON},
     "falcon": {"num_kv_heads": 1},
     "gemma3n_text": dict(HEAD | KINDS, num_kv_shared_layers=0, vocab_size_per_layer_input=V, laurel_rank=13),
-    "gemma4_text": {**HEAD, **KINDS, "vocab_size_per_layer_input": V},
-    "gemma4_unified_text": HEAD | KINDS,
+    "gemma4_text": {**HEAD, **KINDS, **WIDER, "vocab_size_per_layer_input": V},
+    "gemma4_unified_text": HEAD | KINDS | WIDER,
     "hrm_text": {**HEAD, "H_cycles": 1, "L_cycles": 1},
     "mllama": {"text_config": {**COMMON, "cross_attention_layers": []}},
     "moshi": {**HEAD, **WHOLE, "ffn_dim": 46},

@@ -14,7 +14,7 @@ from tests.inspection.test_capture import call_captured, run_captured
 
 B, T, V, WINDOW = 2, 13, 61, 5
 WITHOUT_KERNEL = {*WRITTEN_OUT, *STATE_ALONE}
-NOT_ONE_CALL_A_LAYER = {"diffllama", "blt"}  # the weights of its layers twice, and attention of patches
+NOT_ONE_CALL_A_LAYER = {"blt", "diffllama"}  # patches of tokens attend too; a call for each half of the values
 SLIDING = {"sliding_window": WINDOW}
 IN_ONE_LAYER = SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}
 WINDOWS = {  # types with a sliding window -> what asks for one
