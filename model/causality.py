@@ -470,7 +470,7 @@ class Prober:
                 score = (of_query * torch.randn_like(of_query)).sum()
                 gradients = torch.autograd.grad(score, embedded, retain_graph=True, materialize_grads=True)
                 found.append(sum(gradient[0].abs().amax(-1) for gradient in gradients))
-        except RuntimeError:  # reentrant checkpoints, or a kernel without a derivative
+        except (RuntimeError, AssertionError):  # a checkpoint, a reversible layer, or a kernel without a derivative
             if self.strict:
                 raise
             return None
@@ -510,11 +510,15 @@ def equals(before: Tensor, after: Tensor) -> Tensor:
 
 @contextmanager
 def watched(module: nn.Module, idx: Tensor) -> Iterator[list[Tensor]]:
-    """Yield a list to which each output (B, T, C) of an nn.Embedding that reads idx, (B, T), is added as a leaf."""
+    """Yield a list to which each output (B, T, C) of an nn.Embedding that reads idx, (B, T), is added as a leaf.
+
+    One of positions may be given idx, or its shape, and read no more than its length: its output is (T, C).
+    """
     embedded = []
 
     def watch(part: nn.Module, inputs: tuple, options: dict, output: Tensor) -> Tensor | None:
-        if not torch.equal((*inputs, *options.values())[0], idx):
+        read = (*inputs, *options.values())[0]
+        if not isinstance(read, Tensor) or not torch.equal(read, idx) or output.shape[:-1] != idx.shape:
             return None
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone()  # some models add to it in place

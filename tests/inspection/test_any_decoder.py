@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from errors import UserError
 from inspection import NotTheKernels, ablate, head_scores
 from inspection.patterns import UNMASKED, Computed
-from tests.decoders import DECODERS, WRITTEN_OUT, make_decoder
+from tests.decoders import DECODERS, STATE_ALONE, WRITTEN_OUT, make_decoder
 from tests.inspection.test_capture import call_captured, run_captured
 
 B, T, V, WINDOW = 2, 13, 61, 5
 COMPUTE = Computed.kernel
-WITHOUT_KERNEL = {*WRITTEN_OUT, "gpt_oss", "mamba", "mamba2", "falcon_mamba", "rwkv"}
+WITHOUT_KERNEL = {*WRITTEN_OUT, *STATE_ALONE}
+NOT_ONE_CALL_A_LAYER = {"blt", "diffllama"}  # patches of tokens attend too; a call for each half of the values
 SLIDING = {"sliding_window": WINDOW}
 IN_ONE_LAYER = SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}
 WINDOWS = {  # types with a sliding window -> what asks for one
@@ -23,7 +24,7 @@ WINDOWS = {  # types with a sliding window -> what asks for one
     **dict.fromkeys(["gemma3_text", "cohere2", "olmo3"], IN_ONE_LAYER),
     "qwen2": SLIDING | {"use_sliding_window": True, "max_window_layers": 1},
 }
-CASES = [(name, {}) for name in DECODERS if name not in WITHOUT_KERNEL] + [*WINDOWS.items()]
+CASES = [(name, {}) for name in DECODERS if name not in WITHOUT_KERNEL | NOT_ONE_CALL_A_LAYER] + [*WINDOWS.items()]
 QUICK = ["mistral", "gemma3_text", "falcon", "phi", "opt", "mixtral"]
 by_case = pytest.mark.parametrize(
     "name, changes",
