@@ -283,7 +283,8 @@ class Captured(TorchFunctionMode):
             sees = mask > HIDES
             # The queries belong to the last keys: behind these is no empty buffer.
             is_text = (is_text or sees[..., -1].any()) and (~sees.triu(T_key - T_query + 1)).all()
-        if not is_text or query.dim() not in (3, 4):
+        is_whole = self.text is None or T_query == self.text[1]
+        if not is_text or not is_whole or query.dim() not in (3, 4):
             unmasked = T_query == T_key and not is_text
             shapes = f"queries {tuple(query.shape)} of keys {tuple(key.shape)}"
             self.left_out.append(UNMASKED if unmasked else shapes)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError
-from inspection import NotTheKernels, ablate, head_scores
+from inspection import NotTheKernels, ablate, capture, head_scores
 from inspection.patterns import UNMASKED, Computed
 from tests.decoders import DECODERS, STATE_ALONE, WRITTEN_OUT, make_decoder
 from tests.inspection.test_capture import call_captured, run_captured
@@ -16,7 +16,8 @@ from tests.inspection.test_capture import call_captured, run_captured
 B, T, V, WINDOW = 2, 13, 61, 5
 COMPUTE = Computed.kernel
 WITHOUT_KERNEL = {*WRITTEN_OUT, *STATE_ALONE}
-NOT_ONE_CALL_A_LAYER = {"blt", "diffllama"}  # patches of tokens attend too; a call for each half of the values
+# Patches of tokens attend too; a call for each half of the values; two texts at once; keys of many tokens.
+NOT_ONE_CALL_A_LAYER = {"blt", "diffllama", "prophetnet", "deepseek_v4"}
 SLIDING = {"sliding_window": WINDOW}
 IN_ONE_LAYER = SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}
 WINDOWS = {  # types with a sliding window -> what asks for one
@@ -26,6 +27,8 @@ WINDOWS = {  # types with a sliding window -> what asks for one
 }
 CASES = [(name, {}) for name in DECODERS if name not in WITHOUT_KERNEL | NOT_ONE_CALL_A_LAYER] + [*WINDOWS.items()]
 QUICK = ["mistral", "gemma3_text", "falcon", "phi", "opt", "mixtral"]
+QUICK_OUT = ["bloom", "gpt_oss", "gptj", "gpt_neo", "llama"]
+WITH_ATTENTION = [name for name in DECODERS if name not in {*STATE_ALONE, *NOT_ONE_CALL_A_LAYER}]
 by_case = pytest.mark.parametrize(
     "name, changes",
     [
@@ -72,6 +75,21 @@ def test_weights_are_those_of_the_eager_twin_and_a_planted_error_is_found(
         att.calls[0] = dataclasses.replace(honest, **changed)
         with pytest.raises(NotTheKernels, match="layer 0: "):
             att.verify()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK_OUT else pytest.mark.long) for name in WITH_ATTENTION]
+)
+@torch.no_grad()
+def test_weights_that_are_written_out_are_those_that_the_model_returns(name: str) -> None:
+    model = make_decoder(name, attn_implementation="eager")
+    with capture(model) as att:
+        found = model(torch.randint(2, V, (B, T)), output_attentions=True).attentions
+    expected = [weights for weights in found if weights is not None and weights.size(-1) == T]
+    assert len(att.calls) == len(expected) > 0
+    for call, weights in zip(att.calls, expected, strict=True):
+        torch.testing.assert_close(call.weights(), weights, rtol=0, atol=0)
+    assert all(0 <= proof.least <= proof.most < 1.001 and proof.later == 0 for proof in att.verify().values())
 
 
 @by_case
