@@ -59,7 +59,7 @@ def test_weights_are_those_of_the_eager_twin_and_a_planted_error_is_found(
     expected = [weights for weights in found if weights is not None and weights.size(-1) == T]  # not of linear layers
     assert len(att.calls) == len(expected) > 0 and not att.left_out
     for layer, weights in enumerate(expected):
-        torch.testing.assert_close(att.calls[layer].weights(), weights, rtol=0, atol=1e-5)
+        torch.testing.assert_close(att.calls[layer].weights(), weights, rtol=0, atol=3e-5)  # of layers in a loop
     assert max(att.verify().values()).error < 1e-5
     if changes:
         assert not att.pattern(0, 0)[:, WINDOW:, 0].any() or not att.pattern(1, 0)[:, WINDOW:, 0].any()
