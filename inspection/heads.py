@@ -78,38 +78,41 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
     kernel used; verify=False skips that proof. Raises UserError if the model cannot be read. All ranks of a sharded
     model have to call this together.
     """
-    losses = []
-    predictions = []
+    predicted = []
     proofs = []
 
-    def measure_together(idx: Tensor, repeat: int | None = None) -> tuple[Metrics, Metrics]:
-        """Return metric -> (N, L, H) of the heads and of even ones; store errors of rows and, of a text, losses."""
-        with capture(model) as att:
-            if repeat is None:
-                loss, likeliest = predict(model, idx)
-                losses.append(loss)
-                predictions.append(likeliest)
-            else:
-                read(model, idx, slice(1))
-        if (shown := att.shape[1::2]) != tuple(idx.shape):
-            raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
-        if verify:
-            proofs.extend(att.verify().values())
-        return att.scores(repeat), att.scores(repeat, even=True)
+    def measure_each(texts: Tensor, repeat: int | None = None) -> list[Metrics]:
+        """Return metric -> (N, L, H) of the heads and of even ones; store proofs and, of a text, predictions.
+
+        Texts are read one by one, so that their order cannot be taken for that of the heads.
+        """
+        parts = []
+        for idx in texts.split(1):
+            with capture(model) as att:
+                if repeat is None:
+                    predicted.append(predict(model, idx))
+                else:
+                    read(model, idx, slice(1))
+            if (shown := att.shape[1::2]) != tuple(idx.shape):
+                raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
+            if verify:
+                proofs.extend(att.verify().values())
+            parts.append((att.scores(repeat), att.scores(repeat, even=True)))
+        return [{name: torch.cat([part[name] for part in of]) for name in of[0]} for of in zip(*parts, strict=True)]
 
     N, T = text.shape
     rows = {"previous": N * (T - 2), "current": N * (T - 1), "sink": N * (T - 1)}
     with evaluating(model):
-        parts = zip(*map(measure_together, text.split(1)), strict=True)
-        samples, even = ({name: torch.cat([part[name] for part in of]) for name in of[0]} for of in parts)
+        samples, even = measure_each(text)
         if probe is not None:
             repeat = probe.repeated.size(1) // 2
-            found, even_found = measure_together(torch.cat(probe), repeat)
+            found, even_found = measure_each(torch.cat(probe), repeat)
             for name in ON_REPEATS:
                 samples[name], samples[f"{name}_control"] = found[name].chunk(2)
                 even[name] = even_found[name]
                 rows[name] = len(probe.repeated) * repeat
     chance = {name: values.mean(0) for name, values in even.items()}
+    losses, predictions = zip(*predicted, strict=True)
     return HeadScores(samples, torch.stack(losses), predictions[0], proofs, chance, rows)
 
 
