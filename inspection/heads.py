@@ -97,7 +97,7 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
                 raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
             if verify:
                 proofs.extend(att.verify().values())
-            parts.append((att.scores(repeat), att.scores(repeat, even=True)))
+            parts.append(att.scores_and_chance(repeat))
         return [{name: torch.cat([part[name] for part in of]) for name in of[0]} for of in zip(*parts, strict=True)]
 
     N, T = text.shape
@@ -175,11 +175,11 @@ def influence(model: nn.Module, idx: Tensor) -> Tensor:
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
     rows = affordable_rows(T, flops_per_row, idx.device)
     with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded:
-        logits = read(model, idx, rows.to(idx.device))
-        if not embedded or not logits.requires_grad:
-            return shares
-        likeliest = logits[0].float().log_softmax(-1).amax(-1)
-        with suppress(NotImplementedError):  # a kernel without a derivative
+        with suppress(NotImplementedError, UserError):  # a kernel without a derivative
+            logits = read(model, idx, rows.to(idx.device))
+            if not embedded or not logits.requires_grad:
+                return shares
+            likeliest = logits[0].float().log_softmax(-1).amax(-1)
             for row, log_probability in zip(rows.tolist(), likeliest, strict=True):
                 gradients = torch.autograd.grad(log_probability, embedded, retain_graph=True)
                 norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)

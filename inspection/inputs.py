@@ -23,7 +23,7 @@ from model.checkpoint import Checkpoint
 
 NUM_TEXTS = 8  # sequences of validation text that are measured
 TEXT_LENGTH = 1024  # the most tokens of each
-FEW = 7  # tokens that a model of any size can read
+FEW = 3  # tokens that a model of any size can read
 SHOWN_LENGTH = 256  # the most tokens of it in a picture
 CONTEXTS = ("context_length", "max_position_embeddings", "block_size")  # the names of ours, `transformers`, nanoGPT
 

@@ -75,7 +75,7 @@ class Inspection(Inputs):
         save(Path(path), [self])
 
     def __repr__(self) -> str:
-        return self.table()
+        return f"{self.verified}\n{self.table()}"
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""
@@ -177,8 +177,8 @@ def measure(
     where = f"{dtype_name(source.dtype)}, {source.device.type}"
     proofs = summarise([*scores.proofs, *att.verify().values()])
     verified = "; ".join(f"weights {proof} ({where})" for proof in proofs)
-    if UNMASKED in att.left_out:
-        verified += f"; one more layer {UNMASKED}: python -m model.check says where"
+    if num_unmasked := att.left_out.count(UNMASKED):
+        verified += f"; {num_unmasked} more layers: {UNMASKED}, python -m model.check says where"
     found = Inspection(**vars(inputs), name=visible(name), verified=verified, scores=scores, att=att)
     if not complete:
         return found

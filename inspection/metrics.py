@@ -39,7 +39,7 @@ class Proof(NamedTuple):
     most: float = 1.0  # the largest sum of a row
     later: float = 0.0  # the largest share of a row that later tokens have
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if not math.isnan(self.error):
             return f"proved against the kernel: max row error {self.error:.1e}"
         why = "" if self.least > 0.99 else " (a mask after the softmax, a sink or dropout)"

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import starmap
 from unittest.mock import patch
 
 import torch
@@ -39,8 +40,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, tor
 MAX_SCORE_ROUNDING = 1e-2  # the most allowed in addition for rounded scores, which matters if they are in the thousands
 BLOCK_SIZE = 1 << 21  # weights computed at a time; bounds memory and changes results by rounding only
 HIDES = -1e4  # a mask of numbers hides a key by this or less; a bias is larger
-MOST_SUM = 10.0  # of a row that is read: dropout of nine tenths makes a weight ten times as large
-JOINS = ("cat", "concat", "concatenate", "stack")
+MOST_SUM = 10.0  # of a row that is read in training: dropout of nine tenths makes a weight ten times as large
+LEAK = 0.01  # the largest share of a row that later tokens may have, if its mask only lowers their scores
+JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "dstack")
 SIZES = ("size", "dim", "numel", "stride")
 UNSEEN = (
     "no attention of a text to itself and its past was seen: neither a call of a kernel of PyTorch nor a product of "
@@ -70,7 +72,7 @@ class Call:
 
     def weights(self) -> Tensor:
         """Return the attention weights of all heads, (B, H, T_query, T_key), of `dtype`."""
-        return torch.cat([F.pad(block, (0, self.shape[3] - block.size(3))) for block in self.blocks()], dim=2)
+        return torch.cat([F.pad(weights, (0, self.shape[3] - weights.size(3))) for weights, _ in self.blocks()], dim=2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +81,8 @@ class Computed(Call):
 
     q: Tensor  # (B, H, T_query, D)
     k: Tensor  # (B, n_kv_head, T_key, D)
-    mask: Tensor | None  # (1 or B, 1 or H, T_query, T_key), numbers to add to the scores; None: the triangle
+    mask: Tensor  # (1 or B, 1 or H, T_query, T_key), numbers to add to the scores
+    is_causal: bool  # whether the kernel is given no mask but draws the triangle itself
     scale: float | None  # None: 1 / sqrt(D)
 
     @property
@@ -94,45 +97,36 @@ class Computed(Call):
 
     def of_head(self, head: int) -> "Computed":
         """Return this call with one head alone. Raises IndexError if there is no such head."""
-        mask = self.mask if self.mask is None else self.mask[:, head % self.mask.size(1), None]
+        mask = self.mask[:, head % self.mask.size(1), None]
         return replace(self, q=self.q[:, head, None], k=repeat_kv(self.k, self.q)[:, head, None], mask=mask)
 
     def sums(self) -> tuple[()]:
         """Return nothing: what a softmax and the mask make of the sums of rows is known."""
         return ()
 
-    def even(self) -> "Computed":
-        """Return this call with heads that attend evenly to all keys they may see: one for each mask of its own."""
-        mask = self.mask if self.mask is None else self.mask.masked_fill(self.mask > HIDES, 0.0)
-        B, H = (1, 1) if mask is None else mask.shape[:2]
-        return replace(self, q=self.q[:B, :H], k=self.k[:B, :1], mask=mask, scale=0.0)
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the weights of all heads before dropout, and the keys they may see, for one block of queries at a time.
 
-    def blocks(self) -> Iterator[Tensor]:
-        """Yield the attention weights of all heads before dropout, for one block of queries at a time.
-
-        A block is (B, H, queries, keys up to the last of these queries), of `dtype`. A query that its mask lets see
-        nothing has weights of zero.
+        Weights are (B, H, queries, keys up to the last of these queries), of `dtype`. A query that may see nothing
+        has weights of zero. What may be seen is bool, (1 or B, 1 or H, queries, keys).
         """
         B, H, T, num_keys = self.shape
-        dtype = self.dtype
         height = max(1, BLOCK_SIZE // (B * H * num_keys))
         for start in range(0, T, height):
-            q = self.q[:, :, start : start + height].to(dtype)
-            k = self.k[:, :, : num_keys - T + start + height].to(dtype)
-            rows = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril(start)
-            if self.mask is not None:
-                rows = self.mask[:, :, start : start + height, : k.size(2)].to(dtype)
-            with exact_products(q.device):
-                weights = attention_weights(q, k, rows, self.scale)
-            if self.mask is not None and (hidden := rows <= HIDES).all(-1).any():
-                weights = weights.masked_fill(hidden, 0.0)
-            yield weights
+            queries = slice(start, start + height)
+            keys = slice(num_keys - T + start + height)
+            mask = self.mask[:, :, queries, keys].to(self.dtype)
+            visible = mask > HIDES
+            with exact_products(mask.device):
+                q, k = self.q[:, :, queries].to(self.dtype), self.k[:, :, keys].to(self.dtype)
+                weights = attention_weights(q, k, mask, self.scale)
+            yield weights.masked_fill(~visible.any(-1, keepdim=True), 0.0), visible
 
     def kernel(self, values: Tensor) -> Tensor:
         """Return the output of the kernel for other values, (B, n_kv_head, T_key, D) -> (B, H, T_query, D)."""
-        grouped = self.q.size(1) != self.k.size(1)
-        options = {"is_causal": self.mask is None, "scale": self.scale, "enable_gqa": grouped}
-        return F.scaled_dot_product_attention(self.q, self.k, values, self.mask, **options)
+        mask = None if self.is_causal else self.mask
+        options = {"scale": self.scale, "enable_gqa": self.q.size(1) != self.k.size(1)}
+        return F.scaled_dot_product_attention(self.q, self.k, values, mask, is_causal=self.is_causal, **options)
 
     def row_errors(self) -> tuple[Tensor, Tensor]:
         """Estimate the error of each row of the weights, and the error that the rounding of scores explains.
@@ -142,19 +136,18 @@ class Computed(Call):
         width of a head is |e|^2 on average, whatever the direction of e (Freivalds 1977).
         """
         q = self.q
-        dtype = self.dtype
         generator = torch.Generator().manual_seed(0)
         signs = (torch.randint(2, self.k.shape, generator=generator, dtype=torch.int8) * 2 - 1).to(q)
-        sizes = self.k.to(dtype).norm(dim=-1, keepdim=True)
-        beside = repeat_kv(torch.cat((signs.to(dtype), sizes), dim=-1), q)
+        sizes = self.k.to(self.dtype).norm(dim=-1, keepdim=True)
+        beside = repeat_kv(torch.cat((signs.to(self.dtype), sizes), dim=-1), q)
         with exact_products(q.device), torch.no_grad():  # as in evaluation: a kernel may differ under autograd
-            ours = torch.cat([block @ beside[:, :, : block.size(3)] for block in self.blocks()], dim=2)
+            ours = torch.cat([weights @ beside[:, :, : weights.size(3)] for weights, _ in self.blocks()], dim=2)
             difference = ours[..., :-1] - self.kernel(signs)
-        if self.mask is not None:  # what a query that sees nothing gets is the kernel's affair
-            difference = difference.masked_fill((self.mask <= HIDES).all(-1, keepdim=True), 0.0)
+        # What a query that sees nothing gets is the kernel's affair.
+        difference = difference.masked_fill((self.mask <= HIDES).all(-1, keepdim=True), 0.0)
         # Scores are rounded in proportion to |q| |k| times their scale. Only keys with weight can move the output.
         scale = q.size(-1) ** -0.5 if self.scale is None else self.scale
-        rounding = 2 * torch.finfo(dtype).eps * scale * q.to(dtype).norm(dim=-1) * ours[..., -1]
+        rounding = 2 * torch.finfo(self.dtype).eps * scale * q.to(self.dtype).norm(dim=-1) * ours[..., -1]
         return difference.square().mean(-1).sqrt(), rounding.clamp(max=MAX_SCORE_ROUNDING)
 
 
@@ -167,26 +160,30 @@ class Read(Call):
     @property
     def shape(self) -> tuple[int, ...]:
         """B, H, T_query and T_key."""
-        return self.source.shape
+        return tuple(self.source.shape)
 
     def of_head(self, head: int) -> "Read":
         """Return these weights with one head alone. Raises IndexError if there is no such head."""
         return replace(self, source=self.source[:, head, None])
 
-    def even(self) -> "Read":
-        """Return the weights of a head that attends evenly to all keys to which a head of the layer gives any."""
-        seen = (self.source > 0).any(1, keepdim=True).float()
-        return replace(self, source=seen / seen.sum(-1, keepdim=True).clamp(min=1))
-
-    def blocks(self) -> Iterator[Tensor]:
-        """Yield all weights, (B, H, T_query, T_key), of `dtype`."""
-        yield self.source.to(self.dtype)
-
     def sums(self) -> tuple[float, float, float]:
         """Return the least and the largest sum of a row, and the largest share of a row that later tokens have."""
-        (weights,) = self.blocks()
-        later = weights.triu(weights.size(3) - weights.size(2) + 1)
-        return *(x.item() for x in weights.sum(-1).aminmax()), later.sum(-1).max().item()
+        weights = self.weights()
+        sums = weights.sum(-1)
+        later = weights.triu(weights.size(3) - weights.size(2) + 1).sum(-1) / sums.clamp(
+            min=torch.finfo(sums.dtype).tiny
+        )
+        return sums.min().item(), sums.max().item(), later.max().item()
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield all weights, as `Computed` does in blocks, and the keys to which any head of the layer gives some."""
+        yield self.source.to(self.dtype), (self.source > 0).any(1, keepdim=True)
+
+
+def with_even(weights: Tensor, visible: Tensor) -> Tensor:
+    """Add heads that attend evenly to all that they may see: (B, H, T, keys) -> (B, H + 1 or 2H, T, keys)."""
+    even = visible / visible.sum(-1, keepdim=True).clamp(min=1)
+    return torch.cat((weights, even.to(weights).expand(len(weights), -1, -1, -1)), dim=1)
 
 
 def join(calls: Sequence[Call]) -> Call:
@@ -213,13 +210,14 @@ class Captured(TorchFunctionMode):
     def begin(self, module: nn.Module | None, args: tuple, kwargs: dict) -> None:
         """Forget the forward pass before, as a hook. Learn B and T from the token ids."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        ids = [x for x in tensors if x.dim() == 2 and not x.is_floating_point()]
-        self.text = tuple(ids[0].shape) if ids else None  # B and T
+        ids = [x for x in tensors if x.dim() == 2 and not x.is_floating_point()]  # positions may have a batch of one
+        self.text = tuple(max(ids, key=len).shape) if ids else None  # B and T
+        self.is_training = module is None or module.training
         self.residual: Tensor | None = None  # the stream before the final norm of a model of ours, (B, T, C)
         self.joined: Tensor | None = None  # the output of the last layer, heads joined, (B, T, H * width of a value)
         self.projections: dict[int, Tensor] = {}  # layer -> weight of the nn.Linear that reads its output as it is
         self.seen: list[Call] = []
-        self.single: dict[int, Output] = {}  # id -> the output of one head, which nothing has read yet
+        self.pending: dict[int, Output] = {}  # id -> the output of one head, which nothing has read yet
         self.left_out: list[str] = []  # the calls that are not attention of a text to itself and its past, in words
 
     @property
@@ -241,7 +239,7 @@ class Captured(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__" and not isinstance(got := func(*args), Tensor):  # a shape, a type
             return got
-        if self.single and name not in SIZES:
+        if self.pending and args and name not in SIZES:
             args = self.settle(name, args)
         if func is F.multi_head_attention_forward:
             return self.see_module(func, args, kwargs)
@@ -251,9 +249,10 @@ class Captured(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self.see_kernel(output, *args, **kwargs)
         if name in PRODUCTS:
-            return self.see_product(output, name, [*args, *kwargs.values()])
-        if func is F.linear and self.joined is not None:
-            self.see_projection(*args)
+            for weights, values, order in find_attention(name, [*args, *kwargs.values()], output, self.text):
+                output = self.see_weights(weights, values, output, order)
+        elif func is F.linear and self.joined is not None:
+            self.see_projection(*args, **kwargs)
         return output
 
     def see_kernel(
@@ -271,35 +270,34 @@ class Captured(TorchFunctionMode):
         """Store a call of the fused kernel. Return its output, or what replaces it."""
         dtype = output.dtype  # of the inputs, or that to which autocast casts them
         T_query, T_key = query.size(-2), key.size(-2)
-        is_text = T_query == T_key
-        mask = None
+        mask = query.new_zeros(1, 1, T_query, T_key, dtype=dtype)
         if is_causal:
-            is_text = is_text and attn_mask is None
-        else:
-            mask = query.new_zeros(1, 1, T_query, T_key, dtype=dtype)
-            if attn_mask is not None:
-                is_bool = attn_mask.dtype == torch.bool
-                mask = torch.where(attn_mask, mask, -torch.inf) if is_bool else mask + attn_mask.detach().to(dtype)
-            sees = mask > HIDES
-            # The queries belong to the last keys: behind these is no empty buffer.
-            is_text = (is_text or sees[..., -1].any()) and (~sees.triu(T_key - T_query + 1)).all()
+            attn_mask = torch.ones_like(mask, dtype=torch.bool).tril()
+        if attn_mask is not None:
+            is_bool = attn_mask.dtype == torch.bool
+            mask = torch.where(attn_mask, mask, -torch.inf) if is_bool else mask + attn_mask.detach().to(dtype)
+        visible = mask > HIDES
+        is_past = not visible.triu(T_key - T_query + 1).any()
+        # The queries are all of the text, and belong to the last keys: behind these is no empty buffer.
         is_whole = self.text is None or T_query == self.text[1]
-        if not is_text or not is_whole or query.dim() not in (3, 4):
-            unmasked = T_query == T_key and not is_text
+        is_whole = is_whole and (T_query == T_key or visible[..., -1].any())
+        if not is_past or not is_whole or query.dim() not in (3, 4):
             shapes = f"queries {tuple(query.shape)} of keys {tuple(key.shape)}"
-            self.left_out.append(UNMASKED if unmasked else shapes)
+            self.left_out.append(UNMASKED if T_query == T_key and not is_past else shapes)
             return output
-        order = "bhtd->bhtd" if query.dim() == 4 else "btd->btd"
         B = self.text[0] if self.text and query.dim() == 3 else len(query)  # the heads may be joined with the batch
-        if mask is not None and query.dim() == 3 and mask.size(1) > 1:
+        if query.dim() == 3 and mask.size(1) > 1:
             mask = mask.reshape(B, -1, T_query, T_key)
         for call in self.seen:
-            if mask is not None and isinstance(call, Computed) and call.mask is not None and mask.equal(call.mask):
+            if isinstance(call, Computed) and mask.equal(call.mask):
                 mask = call.mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
         given = (query, key, value) if self.with_values else (query, key)
-        q, k, *values = (x.detach().to(dtype, copy=True).reshape(B, -1, *x.shape[-2:]) for x in given)
-        return self.keep(Computed(values[0] if values else None, q, k, mask, scale), output, order)
+        q, k, *values = (x.detach().to(dtype, copy=True) for x in given)
+        if query.dim() == 3:
+            q, k, *values = (x.reshape(B, -1, *x.shape[-2:]) for x in (q, k, *values))
+        call = Computed(values[0] if values else None, q, k, mask, is_causal, scale)
+        return self.keep(call, output, "bhtd->bhtd" if query.dim() == 4 else "btd->btd")
 
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
         """Call the function of `nn.MultiheadAttention`, and once more for its weights. Return what it does.
@@ -307,27 +305,27 @@ class Captured(TorchFunctionMode):
         With the identity as its output projection it returns the outputs of its heads. If they are replaced, so is its
         output.
         """
-        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         projection, bias, H = (given[name] for name in ("out_proj_weight", "out_proj_bias", "num_heads"))
         given |= {"out_proj_weight": torch.eye(projection.size(1)).to(projection), "out_proj_bias": None}
         with torch.random.fork_rng([projection.device] if projection.is_cuda else []):
             joined, weights = func(**given | {"need_weights": True, "average_attn_weights": False})
         output, returned = func(*args, **kwargs)
-        of_value, of_bias = given.get("v_proj_weight"), given["in_proj_bias"]
+        error = (F.linear(joined, projection, bias) - output).norm() / output.norm()
+        if not (given["training"] and given["dropout_p"]) and error > TOLERANCE[output.dtype]:
+            raise NotTheKernels(
+                f"nn.MultiheadAttention: with its weights its output differs by {error:.2g} of its size"
+            )
+        of_value, of_bias = given["v_proj_weight"], given["in_proj_bias"]
         of_value = given["in_proj_weight"].chunk(3)[2] if of_value is None else of_value
         values = F.linear(given["value"], of_value, of_bias if of_bias is None else of_bias.chunk(3)[2])
-        values, heads = (x.reshape(len(x), -1, H, len(projection) // H) for x in (values, joined))  # (T, B, H, D)
-        call = self.read(weights.reshape(-1, *weights.shape[-3:]), values.permute(1, 2, 0, 3))
-        if call is None:
-            return output, returned
-        error = (F.linear(joined, projection, bias) - output).norm() / output.norm()
-        if not given["dropout_p"] and error > TOLERANCE[output.dtype]:
-            raise NotTheKernels(
-                f"nn.MultiheadAttention: asked for its weights, it differs by {error:.2g} of its output"
-            )
-        self.seen.append(call)
-        (replaced,) = self.finish([(heads, call, "tbhd->bhtd")])
-        self.projections[len(self.seen) - 1] = projection
+        heads, values = (x.reshape(len(x), -1, H, x.size(-1) // H) for x in (joined, values))  # (T, B, H, D)
+        weights = weights.reshape(-1, *weights.shape[-3:])
+        replaced = self.see_weights(weights, values.permute(1, 2, 0, 3), heads, "tbhd->bhtd")
+        if self.joined is not None:
+            self.see_projection(replaced.flatten(2), projection)
         if not replaced.equal(heads):
             output = F.linear(replaced.flatten(2), projection, bias).reshape(output.shape)
         return output, returned
@@ -336,52 +334,47 @@ class Captured(TorchFunctionMode):
         """Call FlexAttention, and ask it for its weights, which are what it makes of an identity."""
         output, *others = func(query, key, value, *args)
         identity = torch.eye(key.size(2)).to(value).expand(*value.shape[:2], -1, -1)
-        with torch.no_grad():
-            call = self.read(func(query, key, identity, *args)[0], value)
-        if call is not None:
-            output = self.keep(call, output, "bhtd->bhtd")
-        return output, *others
+        weights, *_ = func(query, key, identity, *args)
+        return self.see_weights(weights, value, output, "bhtd->bhtd"), *others
 
-    def see_product(self, output: Tensor, name: str, operands: Sequence) -> Tensor:
-        """Store weights that met values in a product. Return its output, or what replaces it."""
-        for weights, values, order in find_attention(name, operands, output, self.text):
-            call = self.read(weights, values)
-            if call is not None:
-                return self.keep(call, output, order)
+    def see_weights(self, weights: Tensor, values: Tensor, output: Tensor, order: str) -> Tensor:
+        """Store weights (B, H, T_query, T_key) if they are those of a text to itself and its past.
+
+        Returns the output, or what replaces it.
+        """
+        T_query, T_key = weights.shape[-2:]
+        weights = weights.detach()  # what is asked of them must leave no trace for autograd
+        if not weights.min() >= 0:
+            return output
+        call = Read(values.detach() if self.with_values else None, weights.clone())
+        least, most, later = call.sums()
+        rounding = TOLERANCE.get(weights.dtype, 0.0)
+        is_past = later <= LEAK
+        if T_query != T_key:  # the queries belong to the last keys: behind these is no empty buffer
+            is_past = T_query < T_key and later == 0 and weights[..., -1].any()
+        if is_past and 0 < most <= (MOST_SUM if self.is_training else 1 + rounding):
+            return self.keep(call, output, order)
+        if max(1 - least, most - 1) <= rounding:
+            self.left_out.append(UNMASKED if T_query == T_key else f"weights {tuple(weights.shape)}")
         return output
 
-    def see_projection(self, inputs: Tensor, weight: Tensor, *_: object) -> None:
+    def see_projection(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """Store the weight of a projection if it reads the output of the last layer as it is."""
         joined = self.joined
         self.joined = None
-        if inputs.numel() == joined.numel() and joined.to(inputs.dtype).reshape(inputs.shape).equal(inputs):
+        if input.numel() == joined.numel() and joined.to(input.dtype).reshape(input.shape).equal(input):
             self.projections[len(self.seen) - 1] = weight
 
-    def read(self, weights: Tensor, values: Tensor | None) -> Read | None:
-        """Return weights (B, H, T_query, T_key) as a call if they are those of a text to itself and its past."""
-        T_query, T_key = weights.shape[-2:]
-        if not weights.min() >= 0:
-            return None
-        call = Read(values.detach() if self.with_values and values is not None else None, weights.detach().clone())
-        least, most, later = call.sums()
-        is_one = max(1 - least, most - 1) <= TOLERANCE.get(weights.dtype, 0.0)
-        is_past = later <= 0.5
-        if T_query != T_key:  # the queries belong to the last keys: behind these is no empty buffer
-            is_past = T_query < T_key and later == 0 and weights[..., -1].any()
-        if is_past and (is_one or (T_query > 1 and 0 < most <= MOST_SUM)):
-            return call
-        if is_one:
-            self.left_out.append(UNMASKED if T_query == T_key else f"weights {tuple(weights.shape)}")
-        return None
-
     def keep(self, call: Call, output: Tensor, order: str) -> Tensor:
-        """Store a call. Return its output, or what replaces it; of a single head that is known when it is read."""
+        """Store a call. Return its output, or what replaces it.
+
+        An output without an axis of heads may be one of several that are joined, which is known when it is read.
+        """
         self.seen.append(call)
-        found = (output, call, order)
-        if call.shape[1] > 1:
-            return self.finish([found])[0]
-        self.single[id(output)] = found
-        return output
+        if call.shape[1] == 1 and output.dim() < 4:
+            self.pending[id(output)] = output, call, order
+            return output
+        return self.finish([(output, call, order)])[0]
 
     def settle(self, name: str, args: tuple) -> tuple:
         """Return the arguments of a function, with what replaces the outputs of single heads.
@@ -390,11 +383,13 @@ class Captured(TorchFunctionMode):
         """
         is_join = name in JOINS
         given = list(args[0] if is_join else args)
-        found = {place: self.single.pop(id(x)) for place, x in enumerate(given) if id(x) in self.single}
-        are_layer = is_join and len(found) == len(given)
+        found = {place: self.pending.pop(id(x)) for place, x in enumerate(given) if id(x) in self.pending}
+        alike = {
+            (x.shape, type(call), vars(call).get("scale"), id(vars(call).get("mask"))) for x, call, _ in found.values()
+        }
+        are_layer = is_join and len(found) == len(given) and len(alike) == 1
         for places in [[*found]] if are_layer else [[place] for place in found]:
-            outputs = self.finish([found[place] for place in places])
-            for place, output in zip(places, outputs, strict=True):
+            for place, output in zip(places, self.finish([found[place] for place in places]), strict=True):
                 given[place] = output
         return (given, *args[1:]) if is_join else tuple(given)
 
@@ -405,12 +400,14 @@ class Captured(TorchFunctionMode):
         if len(calls) > 1:
             self.seen[layer] = join(calls)
             self.seen = [call for call in self.seen if call not in calls]
+        if self.replace is None and not self.with_values:
+            return outputs
         if self.replace is not None:
             outputs = [output.clone() for output in outputs]
         parts = [torch.einsum(order, output) for output, order in zip(outputs, orders, strict=True)]
         heads = torch.cat([part.reshape(*calls[0].shape[:3], -1) for part in parts], dim=1)
         if self.replace is not None:
-            heads = self.replace(layer, heads)
+            heads = self.replace(layer, heads).expand_as(heads)
             for part, changed in zip(parts, heads.tensor_split(len(parts), dim=1), strict=True):
                 part.copy_(changed.reshape(part.shape))  # and the output, of which it is a view
         if self.with_values:
@@ -432,19 +429,24 @@ class Captured(TorchFunctionMode):
         """
         return self.calls[layer].of_head(head).weights()[:, 0]
 
-    def scores(self, repeat: int | None = None, even: bool = False) -> Metrics:
+    def scores(self, repeat: int | None = None) -> Metrics:
         """Return the metrics of all heads in each sequence: metric -> (B, L, H).
 
-        The metrics are those of `measure` in inspection/metrics.py. No T x T matrix is stored.
+        The metrics are those of `measure` in inspection/metrics.py. Of a kernel no T x T matrix is stored.
 
         repeat: the length L of the repeated part if the text is a `repeat_probe`.
-        even: of heads that attend evenly to all keys they may see.
 
         Raises UserError as `shape` does.
         """
+        return self.scores_and_chance(repeat)[0]
+
+    def scores_and_chance(self, repeat: int | None = None) -> tuple[Metrics, Metrics]:
+        """Return `scores`, and the same of heads that attend evenly to all keys they may see."""
         _, B, H, _ = self.shape
-        layers = [measure((call.even() if even else call).blocks(), repeat) for call in self.calls]
-        return {name: torch.stack([layer[name].expand(B, H) for layer in layers], dim=1) for name in layers[0]}
+        layers = [measure(starmap(with_even, call.blocks()), repeat) for call in self.calls]
+        heads = {name: torch.stack([layer[name][:, :H] for layer in layers], dim=1) for name in layers[0]}
+        even = {name: torch.stack([layer[name][:, H:].expand(B, H) for layer in layers], dim=1) for name in layers[0]}
+        return heads, even
 
     def verify(self) -> dict[int, Proof]:
         """Prove the weights of each layer against its kernel, if it has one: return layer -> what is known of them.
@@ -473,7 +475,7 @@ def capture(model: nn.Module, replace: Replace | None = None, with_values: bool 
 
     A forward pass replaces the one before. Outputs and gradients are the same as without capture, to the last bit, but
     where our own layers would train by the formula: inside the block they call the kernel. A compiled model runs
-    eagerly there.
+    eagerly there. If a model joins heads and batch in one axis, the batch has to come first.
 
     replace: a function of a layer and the output of its heads, before the output projection, that returns the output
         to go on with.

@@ -7,12 +7,12 @@ the weights are batch and heads. Shapes are named as in model/attention.py.
 
 import math
 from collections.abc import Iterator, Sequence
+from string import ascii_letters
 
 import torch
 from torch import Tensor
 
-PRODUCTS = ("matmul", "__matmul__", "bmm", "mm", "baddbmm", "einsum")  # the names of their functions
-UNNAMED = "ZYXWVUTSRQPONMLKJIHGFEDCBA"  # letters for the axes of "..."
+PRODUCTS = ("matmul", "__matmul__", "linalg_matmul", "bmm", "mm", "baddbmm", "einsum")  # the names of their functions
 
 
 def find_attention(
@@ -28,38 +28,45 @@ def find_attention(
     equation = "...ij,...jk->...ik"
     if name == "einsum":
         equation, *operands = operands
-        operands = operands[0] if len(operands) == 1 else operands  # a list
+        operands = operands[0] if isinstance(operands[0], list | tuple) else operands
     inputs, _, result = equation.replace(" ", "").partition("->")
     if not result:
         once = "".join(axis for axis in sorted(inputs) if inputs.count(axis) == 1 and axis != ",")
         result = "..." * ("..." in inputs) + once
     tensors = [*[x for x in operands if isinstance(x, Tensor)][-2:], output]  # `baddbmm` has a term before the factors
+    tensors = [x.detach() for x in tensors]
     named = [*inputs.split(","), result]
-    # The last axes that "..." stands for are the same in all.
-    axes = [x.replace("...", UNNAMED[len(x) - 3 - y.dim() + 26 :]) for x, y in zip(named, tensors, strict=False)]
-    if len(named) != 3 or [*map(len, axes)] != [x.dim() for x in tensors]:
+    unnamed = "".join(x for x in ascii_letters if x not in equation)  # the last axes of "..." are the same in all
+    axes = [
+        x.replace("...", unnamed[len(unnamed) + len(x) - 3 - y.dim() :]) for x, y in zip(named, tensors, strict=False)
+    ]
+    is_odd = any(x.is_sparse or x.is_complex() or not x.numel() for x in tensors)
+    if is_odd or len(named) != 3 or [*map(len, axes)] != [x.dim() for x in tensors]:
         return
-    sizes = {
-        axis: n for x, letters in zip(tensors, axes, strict=True) for axis, n in zip(letters, x.shape, strict=True)
-    }
-    for ours, theirs, weights, values in ((*axes[:2], *tensors[:2]), (*axes[1::-1], *tensors[1::-1])):
-        key = "".join(axis for axis in ours if axis in theirs and axis not in axes[2])
-        own = "".join(axis for axis in ours if axis not in theirs and (text is None or sizes[axis] == text[1]))
-        width = "".join(axis for axis in theirs if axis not in ours)
-        query = own[-1:]
-        heads = "".join(axis for axis in ours if axis not in key + query)
-        # Each text has weights of its own: one matrix for all of them is no attention.
-        is_own = [*weights.shape] == [sizes[axis] for axis in ours] and (not heads or {*heads} & {*theirs})
-        if not is_own or not len(key) == len(query) == len(width) == 1 or not {*heads, width} <= {*axes[2]}:
+    # The sizes of the output count last: an axis of a factor may be one that is repeated.
+    sizes = {axis: n for x, named in zip(tensors, axes, strict=True) for axis, n in zip(named, x.shape, strict=True)}
+    (first, second, _), (of_first, of_second, of_output) = tensors, axes
+    for weights, of_weights, values, of_values in (
+        (first, of_first, second, of_second),
+        (second, of_second, first, of_first),
+    ):
+        key = "".join(axis for axis in of_weights if axis in of_values and axis not in of_output)
+        own = [axis for axis in of_weights if axis not in of_values and (text is None or sizes[axis] == text[1])]
+        query = "".join(own[-1:])
+        width = "".join(axis for axis in of_values if axis not in of_weights)
+        heads = "".join(axis for axis in of_weights if axis not in key + query)
+        if not len(key) == len(query) == len(width) == 1 or not {*heads, width} <= {*of_output}:
             continue
-        num = math.prod(sizes[axis] for axis in heads)
         B = text[0] if text else sizes.get(heads[:1], 1)
-        if num % B:
+        num_heads, rest = divmod(math.prod(sizes[axis] for axis in heads), B)
+        # Each text has weights of its own: one matrix for all of them is no attention.
+        is_shared = [*weights.shape] != [sizes[axis] for axis in of_weights] or (heads and not {*heads} & {*of_values})
+        if rest or is_shared or sizes[key] < sizes[query]:
             continue
         batch = next((axis for axis in heads if sizes[axis] == B), "")
         heads = batch + heads.replace(batch, "")
-        shape = (B, num // B, sizes[query])
-        every = values.new_ones([sizes[axis] for axis in heads])
-        weights = torch.einsum(f"{ours}->{heads}{query}{key}", weights).reshape(*shape, sizes[key])
-        values = torch.einsum(f"{theirs},{heads}->{heads}{key}{width}", values, every)
-        yield weights, values.reshape(*shape[:2], sizes[key], sizes[width]), f"{axes[2]}->{heads}{query}{width}"
+        ones = values.new_ones([sizes[axis] for axis in heads])  # repeat values that heads share
+        weights = torch.einsum(f"{of_weights}->{heads}{query}{key}", weights)
+        values = torch.einsum(f"{of_values},{heads}->{heads}{key}{width}", values, ones)
+        weights, values = (x.reshape(B, num_heads, *x.shape[-2:]) for x in (weights, values))
+        yield weights, values, f"{of_output}->{heads}{query}{width}"

@@ -112,7 +112,7 @@ def test_chance_is_that_of_what_a_mask_lets_a_head_see() -> None:
     mask = torch.where(seen, torch.linspace(-2, 2, T), -math.inf)[None]
     with capture(model := Fixed(torch.randn(1, 2, T, T), mask)) as att:
         model(torch.arange(T)[None])
-    found = att.scores(even=True)
+    found = att.scores_and_chance()[1]
     assert found["previous"][0, 0].tolist() == pytest.approx([1 / 3, 0])
     assert found["current"][0, 0].tolist() == pytest.approx([(1 / 2 + 5 / 3) / 6, 1])
     assert found["sink"][0, 0].tolist() == pytest.approx([(1 / 2 + 1 / 3) / 6, 0])
