@@ -84,35 +84,18 @@ def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:
     blocks: weights (B, H, queries, keys up to the last of these queries), in the order of the queries.
     repeat: the length L for duplicate and induction; None leaves these two out.
     """
-    sums = defaultdict(float)  # metric -> (B, H), in the precision of the weights
-    counts = defaultdict(int)  # metric -> the number of rows in its sum
+    rows = defaultdict(list)  # metric -> (B, H, queries of a block that count)
     for weights in blocks:
         keys = torch.arange(weights.size(3), device=weights.device)
-        start = len(keys) - weights.size(2)  # the position of the first query
-        later = slice(max(0, 1 - start), None)  # leaves out query 0
-        later_weights = weights[:, :, later]
-        queries = keys[start:]
-        rows = {
-            "distance": (weights * (queries[:, None] - keys)).sum(-1),
-            "entropy": torch.special.entr(later_weights).sum(-1) / (queries[later] + 1).log(),
-            "sink": later_weights[..., 0],
-            "current": at_distance(weights, 0, first=1),
-            "previous": at_distance(weights, 1, first=2),
-        }
+        queries = keys[len(keys) - weights.size(2) :]
+        entropy = torch.special.entr(weights).sum(-1) / (queries + 1).log()
+        rows["entropy"].append(entropy[..., queries >= 1])
+        rows["distance"].append((weights * (queries[:, None] - keys)).sum(-1))
+        key_of = {"sink": (0 * queries, 1), "current": (queries, 1), "previous": (queries - 1, 2)}
         if repeat is not None:
-            rows["duplicate"] = at_distance(weights, repeat, first=repeat + 1)
-            rows["induction"] = at_distance(weights, repeat - 1, first=repeat + 1)
-        for name, values in rows.items():
-            sums[name] += values.sum(-1)
-            counts[name] += values.size(-1)
-    return {name: total.cpu().double() / counts[name] for name, total in sums.items()}
-
-
-def at_distance(weights: Tensor, distance: int, first: int) -> Tensor:
-    """Return the weight of the key `distance` tokens back, for queries from `first` on.
-
-    (B, H, queries, keys up to the last of these queries) -> (B, H, some of the queries).
-    """
-    start = weights.size(3) - weights.size(2)  # the position of the first query
-    diagonal = weights.diagonal(start - distance, -2, -1)  # begins with the first query that has such a key
-    return diagonal[..., max(0, first - max(start, distance)) :]
+            key_of["duplicate"] = (queries - repeat, repeat + 1)
+            key_of["induction"] = (queries - repeat + 1, repeat + 1)
+        for name, (key, first) in key_of.items():  # the key of each query, and the first query that counts
+            counts = queries >= first
+            rows[name].append(weights[:, :, counts, key[counts]])
+    return {name: torch.cat(values, -1).cpu().double().mean(-1) for name, values in rows.items()}
