@@ -116,11 +116,6 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
     return HeadScores(samples, torch.stack(losses), predictions[0], proofs, chance, rows)
 
 
-def as_lists(scores: HeadScores) -> dict[str, list[list[float]]]:
-    """Return the means as lists: metric -> L rows of H numbers, with four decimals."""
-    return {name: mean.numpy().round(4).tolist() for name, mean in scores.mean.items()}
-
-
 def replace_head(layer: int, output: Tensor, head: Head, mode: Ablation) -> Tensor:
     """Replace the output of one head by zero or its mean. output: (B, H, T, D), of all heads of a layer."""
     if layer == head[0]:

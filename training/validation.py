@@ -10,7 +10,7 @@ from cli.script import visible
 from data.batches import validation_batches
 from data.corpus import Corpus
 from errors import UserError
-from inspection.heads import as_lists, head_scores, make_probe
+from inspection.heads import head_scores, make_probe
 from model import GPT
 from model.device import autocast
 from training.certificate import LossFn
@@ -61,7 +61,8 @@ class Validation:
         """Return a record for metrics.jsonl: val_loss, val_bits_per_byte, heads and, if wanted, a sample."""
         val_loss = self.loss(model, loss_fn)
         with autocast(model.device, self.dtype):
-            heads = as_lists(head_scores(model, self.text, self.probe, verify=False))
+            scores = head_scores(model, self.text, self.probe, verify=False)
+        heads = {name: mean.numpy().round(4).tolist() for name, mean in scores.mean.items()}  # L rows of H numbers
         record = {"val_loss": val_loss, "val_bits_per_byte": val_loss * self.bits_per_byte_per_nat, "heads": heads}
         if self.config.sample_tokens:
             record["sample"] = self.sample(model, self.config.sample_tokens)
