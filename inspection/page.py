@@ -100,18 +100,12 @@ def describe(inspection: Inspection) -> dict:
 
 
 def describe_head(inspection: Inspection, head: Head) -> dict:
-    """Return the texts about one head: its kind, and metric -> its score and that of an even head."""
+    """Return the texts about one head: its kind, and metric -> its score and that of an even head, if any."""
     scores = inspection.scores
     kind = kind_of(scores, head)
-    measured = scores.mean, scores.chance
-    figures = {
-        name: [number(of, name, head) or "–" for of in measured if name in of]
-        for name in METRICS
-        if name in scores.mean
-    }
     return {
         "tag": tag(kind),
         "kind": f"looks {'' if kind.name == 'other' else 'at '}{KINDS[kind.name]}",
         "even": short(kind.chance),
-        "scores": figures,
+        "scores": {name: [number(of, name, head) for of in (scores.mean, scores.chance)] for name in METRICS},
     }
