@@ -90,14 +90,17 @@ def save(path: Path, inspections: Sequence[Inspection]) -> None:
     from inspection import page, plots  # which use an inspection; plots is slow to import
 
     check_output(path)
+    last = inspections[-1]
     content = BytesIO()
     if path.suffix.lower() == ".html":
         content.write(page.render(inspections).encode())
-    elif path.suffix.lower() == ".npz":
-        page.check_room(inspections[-1], 1)
-        np.savez_compressed(content, **arrays(inspections[-1]))
+    elif path.suffix.lower() == ".npz":  # docs/inspect.md has the shapes
+        page.check_room(last, 1)
+        weights = torch.stack([last.pattern(*head) for head in last.heads])
+        arrays = {"heads": last.heads, "weights": weights, "tokens": last.labels, "losses": last.scores.losses}
+        np.savez_compressed(content, **last.scores.mean, **arrays)
     else:
-        plots.draw_heads(content, inspections[-1], path.suffix[1:])
+        plots.draw_heads(content, last, path.suffix[1:])
     replace_file(path.resolve(), content.getvalue())  # behind a link
 
 
@@ -107,21 +110,6 @@ def check_output(path: Path) -> None:
         raise UserError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
     if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"cannot write {path}: it is a directory, or in none that can be written to")
-
-
-def arrays(inspection: Inspection) -> dict[str, np.ndarray]:
-    """Return what an .npz file holds; n is the number of heads that are shown.
-
-    heads (n, 2): layer and head; weights (n, T, T): row = query, column = key; tokens (T,): labels; losses (N,); and
-    each metric by its name, (L, H).
-    """
-    return {
-        **inspection.scores.mean,
-        "heads": np.array(inspection.heads),
-        "weights": torch.stack([inspection.pattern(*head) for head in inspection.heads]),
-        "tokens": np.array(inspection.labels),
-        "losses": inspection.scores.losses,
-    }
 
 
 def inspect_heads(
