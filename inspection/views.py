@@ -50,30 +50,28 @@ def say(model: GPT, att: Captured, heads: Heads) -> dict[Head, Said]:
     al. 2021). A cap on logits is left out. On a CPU only as many positions as `affordable_rows` are computed.
     """
     V, C = model.lm_head.weight.shape
-    residual = att.residual
     n = min(MOST_SAID, V // 2)
-    rows = affordable_rows(residual.size(1), 2 * V * C * len(heads), residual.device)
-    places = rows.to(residual.device)
     norm = model.final_norm
     wide = att.calls[0].dtype  # also of `moved`
+    residual = att.residual[0].to(wide)
+    rows = affordable_rows(len(residual), 2 * V * C * len(heads), residual.device).to(residual.device)
     unembedding = model.lm_head.weight.to(wide)
 
     def centred(x: Tensor) -> Tensor:
         """Subtract the mean, as a LayerNorm does."""
         return x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
 
-    x = centred(residual[0, places].to(wide))
-    scale = (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    scale = (centred(residual[rows]).square().mean(-1, keepdim=True) + norm.eps).rsqrt()
     if norm.weight is not None:
         scale = scale * norm.weight
     found = {}
     for head in heads:
-        logits = torch.full((residual.size(1), 2 * n), torch.nan, dtype=wide)
-        tokens = torch.zeros(logits.shape, dtype=torch.long)
+        logits = residual.new_full((len(residual), 2 * n), torch.nan)
+        tokens = torch.zeros_like(logits, dtype=torch.long)
         with exact_products(residual.device):
-            direct = scale * centred(att.pattern(*head)[0, places] @ moved(att, head))
+            direct = scale * centred(att.pattern(*head)[0, rows] @ moved(att, head))
             shares = F.linear(direct, unembedding)
         ends = shares.topk(n), shares.topk(n, largest=False)
-        logits[rows], tokens[rows] = (torch.cat(each, dim=1).cpu() for each in zip(*ends, strict=True))
-        found[head] = tokens, logits
+        logits[rows], tokens[rows] = (torch.cat(each, dim=1) for each in zip(*ends, strict=True))
+        found[head] = tokens.cpu(), logits.cpu()
     return found
