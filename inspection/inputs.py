@@ -67,8 +67,7 @@ def choose_inputs(
         ids = as_ids(text, tokenizer)
         measured = torch.tensor([ids[:T]])
         shown = measured
-        cut = f"{T} of " if measured.size(1) < len(ids) else ""
-        note = f"text:   {cut}{len(ids)} tokens"
+        note = f"text:   {measured.size(1)} of {len(ids)} tokens"
     elif checkpoint:
         measured = validation_texts(checkpoint, min(T or TEXT_LENGTH, TEXT_LENGTH))
         shown = measured[:1, :SHOWN_LENGTH]
