@@ -17,6 +17,7 @@ tokens nothing. Shapes are named as in model/attention.py.
 import inspect
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from errors import UserError
 from inspection.metrics import Metrics, Proof, measure
@@ -42,7 +44,6 @@ BLOCK_SIZE = 1 << 21  # weights computed at a time; bounds memory and changes re
 HIDES = -1e4  # a mask of numbers hides a key by this or less; a bias is larger
 MOST_SUM = 10.0  # of a row that is read in training: dropout of nine tenths makes a weight ten times as large
 LEAK = 0.01  # the largest share of a row that later tokens may have, if its mask only lowers their scores
-JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "dstack")
 SIZES = ("size", "dim", "numel", "stride")
 UNSEEN = (
     "no attention of a text to itself and its past was seen: neither a call of a kernel of PyTorch nor a product of "
@@ -239,8 +240,8 @@ class Captured(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__" and not isinstance(got := func(*args), Tensor):  # a shape, a type
             return got
-        if self.pending and args and name not in SIZES:
-            args = self.settle(name, args)
+        if self.pending and name not in SIZES:
+            args, kwargs = self.settle((args, kwargs))
         if func is F.multi_head_attention_forward:
             return self.see_module(func, args, kwargs)
         if name == "flex_attention":
@@ -376,22 +377,22 @@ class Captured(TorchFunctionMode):
             return output
         return self.finish([(output, call, order)])[0]
 
-    def settle(self, name: str, args: tuple) -> tuple:
+    def settle(self, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:
         """Return the arguments of a function, with what replaces the outputs of single heads.
 
-        Heads that the function joins are one layer.
+        Alike heads that one function reads, as `torch.cat` does, are one layer.
         """
-        is_join = name in JOINS
-        given = list(args[0] if is_join else args)
-        found = {place: self.pending.pop(id(x)) for place, x in enumerate(given) if id(x) in self.pending}
-        alike = {
-            (x.shape, type(call), vars(call).get("scale"), id(vars(call).get("mask"))) for x, call, _ in found.values()
-        }
-        are_layer = is_join and len(found) == len(given) and len(alike) == 1
-        for places in [[*found]] if are_layer else [[place] for place in found]:
-            for place, output in zip(places, self.finish([found[place] for place in places]), strict=True):
+        given, structure = tree_flatten(arguments)
+        layers = defaultdict(dict)
+        for place, x in enumerate(given):
+            if id(x) in self.pending:
+                call = self.pending[id(x)][1]
+                alike = (type(call), x.shape, vars(call).get("scale"), id(vars(call).get("mask")))
+                layers[alike][place] = self.pending.pop(id(x))
+        for layer in layers.values():
+            for place, output in zip(layer, self.finish([*layer.values()]), strict=True):
                 given[place] = output
-        return (given, *args[1:]) if is_join else tuple(given)
+        return tree_unflatten(given, structure)
 
     def finish(self, found: Sequence[Output]) -> Sequence[Tensor]:
         """Make one layer of calls. Return their outputs, or what replaces them."""
