@@ -420,7 +420,10 @@ class Captured(TorchFunctionMode):
         """L, B, H and T. Raises UserError if there is no layer, or if they differ in sequences, heads or tokens."""
         shapes = [call.shape for call in self.calls]
         if len(set(shapes)) > 1:
-            raise UserError(f"heads can be compared if all layers have as many, of the same tokens, not {shapes}")
+            unmasked = f"; one {UNMASKED}" if UNMASKED in self.left_out else ""
+            raise UserError(
+                f"heads can be compared if all layers have as many, of the same tokens, not {shapes}{unmasked}"
+            )
         return len(shapes), *shapes[0][:3]
 
     def pattern(self, layer: int, head: int) -> Tensor:

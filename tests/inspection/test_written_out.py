@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
-from inspection import Captured, capture
+from inspection import Captured, capture, inspect_heads
+from inspection.patterns import UNMASKED
 from model.attention import repeat_kv
 from tests.inspection.test_capture import B, H, T, V, run_captured
 
@@ -318,3 +320,35 @@ def test_what_only_looks_like_attention_is_not_shown(impostor: str) -> None:
 @pytest.mark.parametrize("impostor", ["experts", "outputs of experts", "experts in a table", "positions in one-hot"])
 def test_an_expert_of_one_token_is_no_key(impostor: str) -> None:
     assert not run_captured(Decoder(first=IMPOSTORS[impostor]), torch.randint(V, (B, 1))).seen
+
+
+def test_heads_that_differ_in_their_scale_are_no_layer() -> None:
+    x = torch.randn(B, T, C)
+    with capture(nn.Module()) as att:
+        torch.cat([F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=scale) for scale in (0.1, 0.5)], -1)
+        torch.cat(tensors=[F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.3) for _ in range(H)])
+    assert [call.shape[1] for call in att.calls] == [1, 1, H]
+    assert max(proof.error for proof in att.verify().values()) < 1e-5
+
+
+def test_gradients_of_a_checkpoint_and_positions_before_the_ids_change_nothing() -> None:
+    model, text = Decoder(Written(attend())), torch.randint(V, (B, T))
+    loss = checkpoint(model, text, use_reentrant=False).square().mean()
+    with capture(model) as att:
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        expected = torch.autograd.grad(model(text).square().mean(), list(model.parameters()))
+        assert all(map(torch.equal, gradients, expected))
+    model.forward = lambda places, ids: Decoder.forward(model, ids)
+    with capture(model) as att:
+        model(torch.arange(T)[None], text)
+    check(att, model.layers)
+
+
+@pytest.mark.parametrize("num", range(5, 9))
+def test_a_forgotten_mask_is_seen_in_short_texts(num: int) -> None:
+    for _ in range(17):
+        unmasked = Written(attend(lambda q, k: score(q, k).softmax(-1)), 1, 1)
+        att = run_captured(Decoder(unmasked, Written(attend(), 1, 1)), torch.randint(V, (1, num)))
+        assert len(att.calls) == 1 and UNMASKED in att.left_out
+    with pytest.raises(UserError, match=f"the model {UNMASKED}: python -m model.check"):
+        inspect_heads(Decoder(unmasked), [5, 3, 5][:num])
