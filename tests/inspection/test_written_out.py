@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
@@ -352,3 +353,16 @@ def test_a_forgotten_mask_is_seen_in_short_texts(num: int) -> None:
         assert len(att.calls) == 1 and UNMASKED in att.left_out
     with pytest.raises(UserError, match=f"the model {UNMASKED}: python -m model.check"):
         inspect_heads(Decoder(unmasked), [5, 3, 5][:num])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@torch.no_grad()
+def test_flex_attention_is_asked_for_its_weights() -> None:
+    block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cpu")
+    q, k, v = torch.randn(B, 2 * H, T, D), torch.randn(B, H, T, D), torch.randn(B, H, T, D)
+    options = {"score_mod": lambda score, b, h, i, j: score - 0.3 * (i - j), "block_mask": block_mask}
+    expected = masked(score(q, k) - 0.3 * (torch.arange(T)[:, None] - torch.arange(T))).softmax(-1)
+    with capture(nn.Module(), lambda layer, output: 2 * output, with_values=True) as att:
+        doubled = flex_attention(q, k, v, **options, enable_gqa=True)
+    torch.testing.assert_close(att.calls[0].weights(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(doubled, 2 * expected @ repeat_kv(att.calls[0].values, q), rtol=0, atol=1e-5)
