@@ -72,7 +72,8 @@ def choose_inputs(
         ids = as_ids(text, tokenizer)
         measured = torch.tensor([ids[:T]])
         shown = measured
-        note = f"text:   {measured.size(1)} of {len(ids)} tokens"
+        cut = f"{T} of " if measured.size(1) < len(ids) else ""
+        note = f"text:   {cut}{len(ids)} tokens"
     if measured.size(1) < 2:
         raise UserError("attention is between tokens: give a text of two or more")
     if not 0 <= measured.min() <= measured.max() < vocab_size:

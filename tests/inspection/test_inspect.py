@@ -66,7 +66,7 @@ def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
     lines = result.out.splitlines()
     assert lines[0] == "text:   8 x 11 tokens of its validation text"
     assert lines[1] == "probe:  8 x [start, 5 random tokens of the validation text, the same again]"
-    assert "weights proved against the kernel: max row error " in lines[3] and "(float32, cpu)" in lines[3]
+    assert "weights match the fused kernel: max row error " in lines[3] and "(float32, cpu)" in lines[3]
     assert max(map(len, lines)) <= 80
     expected = head_scores(GPT.from_pretrained(straight), texts_of(straight))
     assert lines[2] == f"model:  straight step-00000012, loss {expected.losses.mean():.4f} on the text"

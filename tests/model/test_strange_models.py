@@ -72,7 +72,7 @@ def test_a_directory_of_another_type_is_inspected(run, mistral: Path, tmp_path: 
     assert result.exit_code == 0, result.err
     assert max(map(len, result.out.splitlines())) <= 80 + len(str(tmp_path))
     assert result.out.startswith(
-        "text:   12 of 12 tokens\nprobe:  8 x [start, 30 random tokens of the vocabulary, the same a"
+        "text:   12 tokens\nprobe:  8 x [start, 30 random tokens of the vocabulary, the same a"
     )
     assert "model:  mistral, loss " in result.out and "head 1.1, where it looks: a line is a query" in result.out
     model = make_decoder("mistral", attn_implementation="sdpa")
