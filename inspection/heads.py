@@ -9,7 +9,7 @@ The metrics are defined in inspection/metrics.py. Shapes are named as in model/a
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -120,8 +120,7 @@ def replace_head(layer: int, output: Tensor, head: Head, mode: Ablation) -> Tens
     """Replace the output of one head by zero or its mean. output: (B, H, T, D), of all heads of a layer."""
     if layer == head[0]:
         output = output.clone()
-        of_head = output[:, head[1]]
-        of_head[:] = {"zero": 0.0, "mean": of_head.mean((0, 1))}[mode]
+        output[:, head[1]] = 0.0 if mode == "zero" else output[:, head[1]].mean((0, 1))
     return output
 
 
@@ -134,6 +133,8 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
 
     Raises UserError for another mode.
     """
+    if mode not in get_args(Ablation):
+        raise UserError(f"a head is ablated by {' or '.join(get_args(Ablation))}, not {mode!r}")
 
     def losses() -> Tensor:
         """Return the loss of each text, (N,)."""

@@ -62,18 +62,19 @@ def choose_inputs(
     if tokenizer:
         tokenizer.check_fits(vocab_size)
     T = context_length(model)
-    trainer = checkpoint.trainer if checkpoint else {}
     ids = []
-    if text is None:
-        measured = validation_texts(trainer, min(T or TEXT_LENGTH, TEXT_LENGTH))
-        shown = measured[:1, :SHOWN_LENGTH]
-        note = f"text:   {len(measured)} x {measured.size(1)} tokens of its validation text"
-    else:
+    if text is not None:
         ids = as_ids(text, tokenizer)
         measured = torch.tensor([ids[:T]])
         shown = measured
         cut = f"{T} of " if measured.size(1) < len(ids) else ""
         note = f"text:   {cut}{len(ids)} tokens"
+    elif checkpoint:
+        measured = validation_texts(checkpoint, min(T or TEXT_LENGTH, TEXT_LENGTH))
+        shown = measured[:1, :SHOWN_LENGTH]
+        note = f"text:   {len(measured)} x {measured.size(1)} tokens of its validation text"
+    else:
+        raise UserError("which text? Only a checkpoint has its own")
     if measured.size(1) < 2:
         raise UserError("attention is between tokens: give a text of two or more")
     if not 0 <= measured.min() <= measured.max() < vocab_size:
@@ -88,7 +89,7 @@ def choose_inputs(
         name = visible_label(tokenizer.token_bytes(token)) if tokenizer else names.get(token)
         return f"⟦{name or token}⟧" if not name or token in special else name
 
-    seen = np.array(trainer.get(PROBE_TOKENS, []))
+    seen = np.array(checkpoint.trainer.get(PROBE_TOKENS, []) if checkpoint else [])
     probe = make_probe(tokenizer, vocab_size, seen, T or measured.size(1))
     if probe:
         pool = "validation text" if len(seen) else "vocabulary"
@@ -164,15 +165,15 @@ def context_length(model: nn.Module) -> int | None:
     return next((getattr(config, name) for name in CONTEXTS if hasattr(config, name)), None)
 
 
-def validation_texts(trainer: dict, T: int) -> Tensor:
+def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
     """Return up to NUM_TEXTS texts that the model was not trained on, evenly spread, (N, T); T is less if they are few.
 
-    trainer: what the checkpoint says of its training. Raises UserError if they are not on this machine.
+    Raises UserError if they are not on this machine.
     """
     source = ""
     with suppress(KeyError, TypeError):  # of a model from elsewhere, or in what a stranger wrote
-        source = str(trainer["config"]["data"]["source"])
-    corpus = find_prepared(trainer.get("fingerprint"), source)
+        source = str(checkpoint.trainer["config"]["data"]["source"])
+    corpus = find_prepared(checkpoint.trainer.get("fingerprint"), source)
     if corpus is None:  # token files are never prepared
         raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]

@@ -191,7 +191,7 @@ def open_model(checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module,
     model = load_decoder(checkpoint, device)
     stored = next(model.parameters()).dtype
     trained = checkpoint.manifest.get("environment", {}).get("dtype")
-    dtype = getattr(torch, str(trained), stored)
+    dtype = getattr(torch, trained) if trained in ("float32", "bfloat16", "float16") else stored
     if not is_fast(dtype, device):
         print(f"device: {device}, in float32: it is slow in {dtype_name(dtype)}, the precision of the model")
         dtype = torch.float32

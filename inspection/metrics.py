@@ -39,12 +39,12 @@ class Proof(NamedTuple):
     most: float = 1.0  # the largest sum of a row
     later: float = 0.0  # the largest share of a row that later tokens have
 
-    def __str__(self) -> str:
-        return repr(self).replace("recomputed, and proved against the", "match the fused")  # after "weights"
-
     def __repr__(self) -> str:
+        return str(self) if math.isnan(self.error) else f"recomputed, and proved: {self}"
+
+    def __str__(self) -> str:
         if not math.isnan(self.error):
-            return f"recomputed, and proved against the kernel: max row error {self.error:.1e}"
+            return f"match the fused kernel: max row error {self.error:.1e}"
         why = "" if self.least > 0.99 else " (a mask after the softmax, a sink or dropout)"
         sums = f"rows sum to {self.least:.2f} to {self.most:.2f}{why}"
         return f"read where they met the values: {sums}, later tokens get {self.later:.1g}"

@@ -40,7 +40,7 @@ def find_attention(
     axes = [
         x.replace("...", unnamed[len(unnamed) + len(x) - 3 - y.dim() :]) for x, y in zip(named, tensors, strict=False)
     ]
-    is_odd = any(x.is_sparse or x.is_complex() or not x.numel() for x in tensors)
+    is_odd = any(x.layout != torch.strided or x.is_complex() or not x.numel() for x in tensors)
     if is_odd or len(named) != 3 or [*map(len, axes)] != [x.dim() for x in tensors]:
         return
     # The sizes of the output count last: an axis of a factor may be one that is repeated.

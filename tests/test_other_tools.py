@@ -47,7 +47,7 @@ def check(model: nn.Module, truth: Callable[[], list[Tensor]]) -> None:
 
 def clone(variable: str) -> Path:
     if variable not in os.environ:
-        pytest.skip(f"{variable} is not given: the directory of a clone")
+        pytest.skip(reason=f"{variable} is not given: the directory of a clone")
     return Path(os.environ[variable]).expanduser()
 
 

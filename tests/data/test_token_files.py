@@ -161,7 +161,7 @@ def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path, monke
 def test_what_a_stranger_names_is_no_validation_text(data: object, tmp_path: Path) -> None:
     (tmp_path / "trainer.json").write_text(json.dumps({"fingerprint": None, "config": {"data": data}}))
     with pytest.raises(UserError, match="validation text is not here: give a text with --text"):
-        inputs.validation_texts(Checkpoint(tmp_path, {}).trainer, 7)
+        inputs.validation_texts(Checkpoint(tmp_path, {}), 7)
 
 
 def read_documents(corpus: prepare.Corpus) -> list[list[int]]:
