@@ -59,7 +59,8 @@ def test_weights_are_those_of_the_eager_twin_and_a_planted_error_is_found(
     expected = [weights for weights in found if weights is not None and weights.size(-1) == T]  # not of linear layers
     assert len(att.calls) == len(expected) > 0 and not att.left_out
     for layer, weights in enumerate(expected):
-        torch.testing.assert_close(att.calls[layer].weights(), weights, rtol=0, atol=3e-5)  # of layers in a loop
+        atol = 3e-5 if name == "dory" else 1e-5  # four rounds of its layers add up their rounding
+        torch.testing.assert_close(att.calls[layer].weights(), weights, rtol=0, atol=atol)
     assert max(att.verify().values()).error < 1e-5
     if changes:
         assert not att.pattern(0, 0)[:, WINDOW:, 0].any() or not att.pattern(1, 0)[:, WINDOW:, 0].any()
