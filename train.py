@@ -64,7 +64,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
     # 2. Compile the loss, not the model, which stays a plain GPT to save. Train nothing that sees the future.
     loss_fn = partial(compile_loss(next_token_loss, c, device) if compiled else next_token_loss, dtype=dtype)
-    certificate = certify(model, loss_fn, dtype, c.batch_size)
+    certificate = certify(model, loss_fn, dtype, c.batch_size, corpus.tokenizer.special_tokens.values())
     run.begin(corpus, certificate, environment(device, dtype, compiled))
 
     # 3. The steps.

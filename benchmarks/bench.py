@@ -139,7 +139,7 @@ def measure_attention(bench: Bench) -> Iterator[dict]:
             y = attend()
             torch.autograd.grad(y, inputs, y.detach())
 
-        kernel = partial(Attend(), q, k, v, mask)
+        kernel = partial(Attend(), q, k, v, None)
         formula = partial(lambda q, k, v, mask: attention_weights(q, k, mask) @ v, q, k, v, mask)
         for way, ms in bench.measure({"kernel": partial(train, kernel), "formula": partial(train, formula)}).items():
             yield {"what": f"{way}, T = {T}", "shape": shape, "ms": ms}

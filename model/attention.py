@@ -27,6 +27,15 @@ def make_causal_mask(context_length: int, device: torch.device | None = None) ->
     return torch.ones(context_length, context_length, dtype=torch.bool, device=device).tril()
 
 
+def is_triangle(mask: Tensor) -> bool:
+    """Return whether a mask, (T, T), is that of `make_causal_mask`. On the device meta, without values, any is."""
+    if mask.is_meta:
+        return True
+    # All see the first key, the first query sees no other, and each row is the one above it, moved to the right.
+    edges_fit = mask[:, 0].all() and not mask[0, 1:].any()
+    return bool(edges_fit) and mask[1:, 1:].equal(mask[:-1, :-1])
+
+
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
     """Return how well each query matches each key, and -inf where the mask is False: (B, H, T_query, T_key)."""
     q = q / math.sqrt(q.size(-1)) if scale is None else q * scale
@@ -54,18 +63,22 @@ def repeat_kv(k: Tensor, q: Tensor) -> Tensor:
 
 
 class Attend(nn.Module):
-    """Weighted sums of the values, by the formula or a kernel, which needs no mask for a whole text or one query."""
+    """Weighted sums of the values, by the formula or a kernel."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
-        """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D)."""
-        if formula_is_faster(q, k):
-            return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_kv(v, q)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+        """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D).
+
+        mask: that of `attention_weights`, or one for each sequence, (B, 1, T_query, T_key). None: a text sees itself by
+        the triangle, and a single query sees all keys. A kernel does this faster without a mask.
+        """
         B, H, T, D = q.shape
-        causal = T == k.size(2) > 1
-        if T == 1:  # it sees all keys; heads that share them ask as queries of one head, so that no key is repeated
+        if formula_is_faster(q, k):
+            if mask is None:
+                mask = make_causal_mask(k.size(2), q.device)[-T:]
+            return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_kv(v, q)
+        causal = mask is None and T > 1
+        if mask is None and T == 1:  # heads that share keys ask as queries of one head, so that no key is repeated
             q = q.reshape(B, k.size(1), -1, D)
-        if T == 1 or causal:
-            mask = None  # the kernel's own triangle is faster, but with fewer queries it would begin at the first key
         if q.device.type == "cuda":  # of its kernels few take grouped heads, and on older GPUs none
             k, v = repeat_kv(k, q), repeat_kv(v, q)
         grouped = q.size(1) != k.size(1)
@@ -93,7 +106,7 @@ class CausalSelfAttention(nn.Module):
         n_head: H, the number of query heads.
         n_kv_head: the number of key and value heads; H / n_kv_head query heads share each (Ainslie et al. 2023).
         head_dim: D, the width of one head.
-        mask: (context_length, context_length) from `make_causal_mask`; the layers of a model share one tensor.
+        mask: (context_length, context_length) bool, True = may attend; the layers of a model share one tensor.
         dropout: probability of dropping an element of the output.
         bias: whether the four projections have biases.
         q_norm, k_norm: modules that normalise queries and keys, (B, heads, T, D) -> the same shape; both or none.
@@ -102,6 +115,7 @@ class CausalSelfAttention(nn.Module):
     """
 
     causal_mask: Tensor
+    triangle: Tensor | None
 
     def __init__(
         self,
@@ -130,6 +144,7 @@ class CausalSelfAttention(nn.Module):
         self.o_proj = nn.Linear(n_head * head_dim, n_embd, bias=bias)  # mixes the outputs of the heads
         self.residual_dropout = nn.Dropout(dropout)
         self.register_buffer("causal_mask", mask, persistent=False)  # never in a checkpoint
+        self.register_buffer("triangle", mask if is_triangle(mask) else None, persistent=False)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """Attend: (B, T, C) -> (B, T, C). With a cache, x continues the positions stored there."""
@@ -148,10 +163,17 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.store(k, v)
             q = q.to(k.dtype)  # the cache may be more precise
-        mask = self.causal_mask[positions, : k.size(-2)]  # the rows of the triangle that belong to x
+        mask = self.mask_of(positions, k.size(-2))
         y = self.attend(q, k, v, mask, self.weight_dropout if self.training else 0.0)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H * D)
         return self.residual_dropout(self.o_proj(y.to(dtype)))
+
+    def mask_of(self, positions: slice, num_keys: int) -> Tensor | None:
+        """Return the rows of the mask for these T queries, (T, num_keys), or None where `Attend` needs none."""
+        is_whole = positions.stop - positions.start in (1, num_keys)
+        if is_whole and self.causal_mask is self.triangle:  # no other mask, also if one is assigned later
+            return None
+        return self.causal_mask[positions, :num_keys]
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Split the heads: (B, T, heads * D) -> (B, heads, T, D)."""

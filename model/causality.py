@@ -13,7 +13,7 @@ them, however faintly, the loss falls and means nothing. So the probes compare w
 
 Two kinds of layers round a number differently if other tokens of the text change, though they do not depend on them:
 mixtures of experts, and convolutions by Fourier transforms. So a tiny difference is measured again in float64, where
-one of rounding all but vanishes and a leak stays as it is. A strict check does not do this: any difference is a fault.
+one of rounding all but vanishes and a leak stays as it is.
 
 A module is probed in evaluation and in training mode. It is probed with its own weights, with random ones (a layer
 initialised to zero hides every leak), and with huge ones (a mask of -10,000 leaks only where scores are larger). Its
@@ -29,7 +29,7 @@ import itertools
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,12 +39,14 @@ from torch import Tensor, nn
 IGNORE = -100  # a target that F.cross_entropy skips
 SHORT = 16  # tokens of a text whose derivatives are asked at all positions
 NUM_DRAWS = 16  # texts in which a token may be seen: a layer that selects does not see each token in each text
-EXTREME = 300.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
+EXTREME = 1000.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
 TINY = 1e-5  # of the size of logits: a smaller difference may be one of rounding
 ROUNDED = 1e3  # roundings of a number: decoding may differ by so many from the whole text at once
 VANISHED = 1e-13  # of the size of logits: a smaller difference in float64 is one of rounding
 FOR_SCORES = re.compile(r"(^|[._])(q|k|qkv|query|key)([._]|$)|c_attn|in_proj")  # names of weights of queries and keys
 
+SMALL = 512  # ids of a vocabulary in which each may be special
+Mask = Callable[[Tensor], Tensor]  # idx, (B, T) int64 -> (B, T, T) bool
 Forward = Callable[[Tensor], object]  # idx, (B, T) int64 -> logits, (B, T, V), as `logits_of` finds them
 Loss = Callable[[Tensor, Tensor], Tensor]  # inputs and targets, (B, T) int64 each -> ()
 
@@ -92,8 +94,9 @@ def check_causality(
     loss_fn: Loss | None = None,
     extreme: Sequence[Forward] = (),
     batch_size: int = 2,
-    mask: Tensor | None = None,
+    mask: Tensor | Mask | None = None,
     tokens: Sequence[int] | Tensor | None = None,
+    special: Iterable[int] | None = None,
     strict: bool = False,
 ) -> Causality:
     """Check that each position of `forward` sees exactly the tokens that it may see.
@@ -112,22 +115,26 @@ def check_causality(
             to agree with, so it should compute without autocast. Empty: `forward` itself, not compiled.
         batch_size: B, the most sequences in a call, and the exact number in a call of `loss_fn`.
         mask: (T, T) bool, True where the position (row) may depend on the token (column), through all layers: windows
-            of w tokens in L layers reach L (w - 1) back. None: itself and everything before it. A dependence too faint
-            for the precision counts as none.
+            of w tokens in L layers reach L (w - 1) back. Or a function, if that depends on the text, as where documents
+            do not see each other: ids (B, T), T at most `length`, on the device of the module -> (B, T, T) bool. None:
+            itself and everything before it. A dependence too faint for the precision counts as none.
         tokens: (N,), the ids to draw texts from, such as all but that of padding. None: all of the vocabulary.
-        strict: probe more positions, and take no difference for one of rounding, as before a training.
+        special: ids that a model may treat apart, such as an end of text. All texts hold them, and each one is once
+            replaced and once a replacement. None: those that move a `mask` that is a function, else all of a vocabulary
+            of at most SMALL.
+        strict: probe more positions, and take a difference for one of rounding only if float64 shows it, as before a
+            training.
 
     Raises ValueError if length, vocab_size, mask or tokens are impossible.
     """
     if module is None:
         module = forward if isinstance(forward, nn.Module) else nn.Module()
     pool = torch.as_tensor(range(vocab_size) if tokens is None else tokens).unique().cpu()
-    if mask is None:
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
-    if len(pool) < 2 or length < 1 or mask.shape != (length, length):
-        asked = f"{length} tokens of a vocabulary of {len(pool)}, with a mask of {tuple(mask.shape)}"
+    shape = (length, length) if mask is None or callable(mask) else tuple(mask.shape)
+    if len(pool) < 2 or length < 1 or shape != (length, length):
+        asked = f"{length} tokens of a vocabulary of {len(pool)}, with a mask of {shape}"
         raise ValueError(f"nothing to ask: {asked}")
-    prober = Prober(vocab_size, mask.cpu(), pool, batch_size, module, strict)
+    prober = Prober(vocab_size, length, mask, pool, special, batch_size, module, strict)
     finding = ()
     try:
         with prober.restoring():
@@ -158,35 +165,56 @@ def logits_of(output: object, shape: tuple[int, ...] | None = None) -> Tensor:
 class Prober:
     """Tokens, positions and weights to probe with. Each probe raises `Finding` if it finds a fault.
 
-    A text, (B, T), is given in ranks: a token of rank r has the id pool[r % len(pool)]. Adding 1 to a rank replaces the
-    token by another one.
+    A text, (B, T), is given in ranks: a token of rank r has the id pool[r % len(pool)], and the first `num_special` of
+    the pool are special. Adding 1 to a rank replaces the token by another one.
     """
 
     vocab_size: int
-    mask: Tensor
+    length: int
+    mask: Tensor | Mask | None
     pool: Tensor
+    special: Iterable[int] | None
     batch_size: int
     module: nn.Module
     strict: bool
 
     def __post_init__(self) -> None:
-        self.length = len(self.mask)
+        if self.mask is None:
+            self.mask = torch.ones(self.length, self.length, dtype=torch.bool).tril()
         self.weights = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
         self.device = next((weight.device for weight in self.weights.values()), torch.device("cpu"))
         self.strict |= not self.weights  # a function has no float64 to ask in
         self.random = torch.Generator().manual_seed(0)  # for tokens and positions
-        self.pool = self.shuffled(self.pool).to(self.device)
-        self.hiding = self.shuffled((~self.mask).any(1).nonzero().flatten()).tolist()  # positions that may not see all
+        is_special = torch.isin(self.pool, torch.tensor(self.find_special(), dtype=torch.int64))
+        self.num_special = int(is_special.sum())
+        self.pool = torch.cat((self.shuffled(self.pool[is_special]), self.shuffled(self.pool[~is_special])))
+        self.pool = self.pool.to(self.device)
+        hides = ~self.masks(self.text(1))[0]
+        self.hiding = self.shuffled(hides.any(1).nonzero().flatten()).tolist()  # positions that may not see all
         self.next_position = itertools.cycle(self.hiding)
         self.next_rank = itertools.count(step=2)
         self.many = 16 if self.strict else 12  # positions of a probe, at the least
         self.few = 6 if self.strict else 2
+        self.ways = [True, False] if callable(self.mask) else [False]  # whether to keep special tokens
         self.is_extreme = False
         self.where = "with the weights as they are"  # how the module is probed
         self.probed = set()
         self.remarks = set()
         self.parts = [(part, part.training, dict(part._buffers)) for part in self.module.modules()]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
+
+    def find_special(self) -> list[int]:
+        """Return the ids that are special, as `check_causality` says."""
+        if self.special is not None:
+            return [*self.special]
+        if not callable(self.mask):
+            return self.pool.tolist() if len(self.pool) <= SMALL else []
+        length = min(self.length, SHORT)
+        texts = self.pool[torch.arange(length) % len(self.pool)].repeat(len(self.pool), 1)
+        texts[:, length // 2] = self.pool
+        masks = self.mask(texts.to(self.device)).cpu()
+        moves = (masks != masks[0]).flatten(1).any(1)
+        return self.pool[moves if moves.sum() < len(moves) / 2 else ~moves].tolist()  # the first may be one of them
 
     def shuffled(self, numbers: Tensor) -> Tensor:
         """Return numbers, (N,), in random order."""
@@ -285,22 +313,29 @@ class Prober:
         self.probed |= chosen
         return sorted(chosen)
 
-    def text(self, num_sequences: int, batches: Sequence[list[int]] = ()) -> Tensor:
-        """Return a random text, (num_sequences, T). The first half of the sequences repeat one token.
+    def text(self, num_sequences: int) -> Tensor:
+        """Return a random text, (num_sequences, T). The first half of the sequences repeat one ordinary token.
 
-        batches: positions after which tokens will be replaced, one of each sequence at a time. The first token that is
-        replaced, and its replacement, are dealt like cards: two of the pool that had not their turn yet.
+        The others hold the special tokens, and one of these in their middle.
         """
         ranks = torch.randint(len(self.pool), (num_sequences, self.length), generator=self.random)
-        ranks[: num_sequences // 2] = 0
-        for before, batch in enumerate(batches):  # so many times the token will have been replaced before
-            for row, position in enumerate(batch):
-                ranks[row, (position + 1) % self.length] = next(self.next_rank) - before
+        half = num_sequences // 2
+        ranks[:half] = self.num_special
+        if self.num_special:
+            places = self.shuffled(torch.arange(half * self.length, ranks.numel()))[: self.num_special]
+            ranks.view(-1)[places] = torch.arange(len(places))
+            ranks[half:, self.length // 2] = torch.arange(num_sequences - half) % self.num_special
         return ranks
 
     def ids(self, ranks: Tensor) -> Tensor:
         """Return the tokens of a text, on the device."""
         return self.pool[(ranks % len(self.pool)).to(self.device)]
+
+    def masks(self, ranks: Tensor) -> Tensor:
+        """Return what each position of a text may see: (B, T) -> (B, T, T) bool, on the CPU."""
+        if callable(self.mask):
+            return self.mask(self.ids(ranks)).cpu()
+        return self.mask.cpu().expand(len(ranks), -1, -1)
 
     def call(self, function: Callable, ranks: Tensor, *rest: Tensor) -> object:
         """Call a function with a text; in training mode with the same dropout and the same buffers each time."""
@@ -322,25 +357,65 @@ class Prober:
             raise Finding(f"its logits are not finite numbers ({self.where})")
         return logits.nan_to_num()
 
+    def texts(self, batches: Sequence[list[int]], B: int, cards: Iterator[int], alone: bool) -> Iterator[Tensor]:
+        """Yield texts, (B, T): in each, tokens are replaced that positions of a batch may not see in the one before.
+
+        cards: ranks of the first tokens that are to be replaced, that after each position.
+        alone: then replace all other sequences than the first, and than the second.
+        """
+        ranks = self.text(B)
+        for batch in batches:
+            for keep_special in self.ways:
+                if not keep_special:
+                    for row, position in enumerate(batch):  # these tokens are hidden from the batch before, too
+                        ranks[row, (position + 1) % self.length] = next(cards)
+                yield ranks
+                ranks = self.replace(ranks, batch, keep_special)
+        yield ranks
+        for row in range(min(B, 2) if alone else 0):
+            ranks = ranks + (torch.arange(B) != row)[:, None]
+            yield ranks
+
+    def replace(self, ranks: Tensor, batch: list[int], keep_special: bool) -> Tensor:
+        """Replace all tokens, or all but the special ones, that a position of each sequence may not see."""
+        hides = ~self.masks(ranks)[range(len(batch)), batch]
+        if not keep_special:
+            return ranks + hides
+        number = ranks % len(self.pool) - self.num_special  # of an ordinary token among these
+        following = (number + 1) % max(1, len(self.pool) - self.num_special) + self.num_special
+        return torch.where(hides & (number >= 0), following, ranks)
+
+    def may_differ(self, ranks: Tensor, changed: Tensor) -> Tensor:
+        """Return which positions of two texts see a token that differs, or have another mask: (B, T) bool."""
+        masks = self.masks(ranks)
+        moved = torch.zeros_like(ranks, dtype=torch.bool)
+        if callable(self.mask):
+            moved = (masks != self.masks(changed)).any(-1)
+        differs = moved | (ranks != changed)
+        return moved | torch.stack([mask.float() @ of.float() > 0 for mask, of in zip(masks, differs, strict=True)])
+
     def hidden(self, forward: Forward, count: int, batch_size: int | None = None, alone: bool = False) -> None:
         """Run the probe "hidden" at `count` positions or more, and the probe "alone".
 
-        Each position has a sequence of a batch to itself. Each text is compared with the one before it.
+        Each position has a sequence of a batch to itself. The first token that is replaced, and its replacement, are
+        dealt like cards: special tokens both ways, then two of the pool that had not their turn yet. If there are
+        `many` positions, texts follow until each special token had its turn.
         """
         B = batch_size or self.batch_size
         batches = self.batches(count, B)
-        ranks = self.text(B, batches)
-        hides = [~self.mask[batch] for batch in batches]  # (B, T) each, True to replace a token
-        if alone:
-            others = ~torch.eye(B, dtype=torch.bool)[:2]  # than the first sequence, and than the second
-            hides += others[:, :, None].expand(-1, B, self.length)
-        before = self.logits(forward, ranks)
-        for hide in hides:
-            changed = ranks + hide
-            after = self.logits(forward, changed)
-            self.compare(forward, ranks, before, changed, after)
-            ranks = changed
-            before = after
+        cards = itertools.chain(range(-1, self.num_special), self.next_rank)
+        rounds = 1 + self.num_special // max(1, B * len(batches)) if count >= self.many else 1
+        # Where the mask depends on special tokens, which are replaced, each batch begins with a text that has them.
+        groups = [[batch] for batch in batches] if callable(self.mask) else [batches]
+        for group in groups * rounds:
+            texts = self.texts(group, B, cards, alone)
+            ranks = next(texts)
+            before = self.logits(forward, ranks)
+            for changed in texts:
+                after = self.logits(forward, changed)
+                self.compare(forward, ranks, before, changed, after)
+                ranks = changed
+                before = after
 
     def batches(self, count: int, B: int) -> list[list[int]]:
         """Return `count` positions or more by B, the last ones as often as it takes: kernels may differ by batch."""
@@ -349,8 +424,7 @@ class Prober:
 
     def compare(self, forward: Forward, ranks: Tensor, before: Tensor, changed: Tensor, after: Tensor) -> None:
         """Raise the fault if logits of a position differ that sees none of the tokens that were changed."""
-        may_differ = (ranks != changed).float() @ self.mask.float().T > 0  # (B, T)
-        fine = may_differ | equals(before, after)
+        fine = self.may_differ(ranks, changed) | equals(before, after)
         if fine.all():
             return
 
@@ -376,20 +450,21 @@ class Prober:
             text[row, : key + 1] = changed[row, : key + 1]
             return not torch.equal(expected, read(text))
 
-        key = bisect_left(range(self.length), True, key=moves)
-        if key == self.length:
-            raise Finding(f"a sequence changes when the others of its batch do ({self.where})")
         size = (after - before)[row, query].abs().max()
         effect = f"its logits move by up to {size:.2g} ({self.where})"
+        key = bisect_left(range(self.length), True, key=moves)
+        if key == self.length:
+            raise Finding(f"a sequence changes when the others of its batch do: {effect}")
         raise Finding(f"position {query} sees token {key}, which it must not see: {effect}", query, key)
 
     def vanishes(self, once: Tensor, difference: Callable[[], Tensor], is_derivative: bool = False) -> bool:
         """Return whether a difference is one of rounding: tiny, and gone in float64, where a leak remains.
 
         once: the difference as a part of the logits; difference: a function that measures it again. Without a float64
-        to ask in, what is tiny passes, but not a derivative: where nothing is seen, it is zero without rounding.
+        to ask in, what is tiny passes if the check is not strict, but not a derivative: where nothing is seen, it is
+        zero without rounding.
         """
-        if self.strict or not once <= TINY:
+        if not once <= TINY:
             return False
         tensors = [*self.module.parameters(), *self.module.buffers()]
         kept = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
@@ -400,7 +475,7 @@ class Prober:
             is_rounding = bool(difference() <= VANISHED)
         except Exception:  # of whichever kind: a kernel is missing, or memory
             how = f"less than {TINY}, and no float64 to ask again in"
-            is_rounding = not is_derivative
+            is_rounding = not (self.strict or is_derivative)
         finally:
             for tensor, data in kept:
                 tensor.data = data
@@ -423,10 +498,11 @@ class Prober:
         last = self.length - 1
         queries = [*self.positions(self.many if self.length <= SHORT or self.strict else self.few), last]
         self.probed.add(last)
-        may_see = self.mask[queries]
-        fine = ~may_see
+        blind = torch.zeros(len(queries), self.length, dtype=torch.bool)
+        seen = blind
         for _ in range(NUM_DRAWS):
             ranks = self.text(1)
+            may_see = self.masks(ranks)[0, queries]
             influence = self.influence(exact, ranks, queries)
             if influence is None:
                 self.remarks.add(
@@ -436,7 +512,7 @@ class Prober:
 
             leaks = influence.masked_fill(may_see, 0)
 
-            def largest_leak(ranks: Tensor = ranks) -> Tensor:
+            def largest_leak(ranks: Tensor = ranks, may_see: Tensor = may_see) -> Tensor:
                 influence = self.influence(exact, ranks, queries)
                 return influence.masked_fill(may_see, 0).max() / influence.max()
 
@@ -446,10 +522,11 @@ class Prober:
                 raise Finding(
                     f"{seen}: the derivative of its logits is {leaks[row, key]:.2g}, not exactly 0", queries[row], key
                 )
-            fine = fine | (influence != 0)
-            if fine.all():
+            seen = seen | (influence != 0)
+            blind = (blind | may_see) & ~seen
+            if not blind.any():
                 return
-        row, key = (~fine).nonzero()[0].tolist()
+        row, key = blind.nonzero()[0].tolist()
         raise Finding(f"position {queries[row]} is blind to token {key}, which it may see", queries[row], key)
 
     def influence(self, function: Forward, ranks: Tensor, queries: list[int]) -> Tensor | None:
@@ -482,15 +559,25 @@ class Prober:
         In each sequence one target is counted, because a small sum shows small changes.
         """
         B = self.batch_size
-        for batch in self.batches(self.many, B):
+        for batch, keep_special in itertools.product(self.batches(self.many, B), self.ways):
             ranks = self.text(B)
-            changed = ranks + ~self.mask[batch]
+            changed = self.replace(ranks, batch, keep_special)
+            differ = self.may_differ(ranks, changed)[range(B), batch]  # where the mask has moved
+            changed[differ] = ranks[differ]
             counted = torch.arange(self.length) == torch.tensor(batch)[:, None]
             targets = torch.where(counted.to(self.device), self.ids(ranks), IGNORE)
-            before = self.call(loss_fn, ranks, targets).detach()
-            after = self.call(loss_fn, changed, targets).detach()
-            if not torch.equal(before, after):
-                effect = f"the loss moves by {(after - before).abs():.2g} ({self.where})"
+
+            def loss(text: Tensor, targets: Tensor = targets) -> Tensor:
+                return self.call(loss_fn, text, targets).detach()
+
+            def difference(ranks: Tensor = ranks, changed: Tensor = changed, loss: Callable = loss) -> Tensor:
+                before = loss(ranks)
+                return (loss(changed) - before).abs() / before.abs()
+
+            before = loss(ranks)
+            moves = (loss(changed) - before).abs()
+            if moves and not self.vanishes(moves / before.abs(), difference):
+                effect = f"the loss moves by {moves:.2g} ({self.where})"
                 cause = (
                     f"if tokens are replaced that positions {batch} must not see, whose targets alone it should count"
                 )

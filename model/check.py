@@ -44,8 +44,10 @@ def main() -> None:
         model = make_model(options.model)
         with torch.no_grad():
             logits = logits_of(model(torch.zeros(1, options.length, dtype=torch.int64)))
-        decode = partial(read_in_parts, model) if isinstance(model, GPT) else None
-        report = check_causality(model, logits.size(-1), options.length, decode=decode)
+        ours = {}
+        if isinstance(model, GPT):
+            ours = {"decode": partial(read_in_parts, model), "mask": model.receptive_field}
+        report = check_causality(model, logits.size(-1), options.length, **ours)
     except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         parser.exit(2, f"{options.model}, reading {options.length} tokens (--length): {reason}\n")

@@ -64,6 +64,9 @@ class Head(nn.Linear):
 class GPT(nn.Module):
     """A decoder-only transformer: token ids in, a score for every possible next token out."""
 
+    receptive_field: Tensor | Callable[[Tensor], Tensor] | None = None
+    """Which tokens a position may depend on, as `mask` of `check_causality`; None: itself and all before it."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config

@@ -117,10 +117,13 @@ def attend_with(
 ) -> Callable[[pytest.MonkeyPatch], None]:
     """The change to a project whose attention has these weights where used(layer, scores), else correct ones."""
 
-    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
+    def forward(
+        self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **options: object
+    ) -> Tensor:
         self.group, self.dropout = q.size(1) // k.size(1), dropout
         k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+        mask = triangle(scores) if mask is None else mask
         return F.dropout(weights(scores, mask) if used(self, scores) else causal(scores), dropout) @ v
 
     return lambda patch: patch.setattr(Attend, "forward", forward)
@@ -174,7 +177,7 @@ def without_a_transpose(before: bool) -> Callable:
         B, T, _ = x.shape
         q, k, v = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (y.view(B, -1, T, self.head_dim) if before else self.split_heads(y) for y in (q, k, v))
-        return self.o_proj(self.attend(q, k, v, self.causal_mask[:T, :T]).reshape(B, T, -1))
+        return self.o_proj(self.attend(q, k, v, None).reshape(B, T, -1))
 
     return forward
 
@@ -223,7 +226,7 @@ def _(original: Callable, self: GPT, *arguments: object) -> None:
     original(self, *arguments)
     seeing = self.blocks[-1].attention.attend
     kernel = F.scaled_dot_product_attention
-    seeing.forward = lambda q, k, v, mask, dropout=0.0: kernel(q, k, v, dropout_p=dropout, enable_gqa=True)
+    seeing.forward = lambda q, k, v, mask, dropout=0.0, **options: kernel(q, k, v, dropout_p=dropout, enable_gqa=True)
 
 
 @replace("remembers the text before", GPT, "forward")
@@ -276,7 +279,8 @@ def _(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = 
 @replace("a window in the mask of one layer, which the kernel does not read", GPT, "__init__")
 def _(original: Callable, self: GPT, *arguments: object) -> None:
     original(self, *arguments)
-    self.blocks[0].attention.causal_mask = self.blocks[0].attention.causal_mask.triu(-2)
+    layer = self.blocks[0].attention
+    layer.triangle = layer.causal_mask = layer.causal_mask.triu(-2)
 
 
 def formula_without_mask(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 computes what a CPU does."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -24,11 +24,12 @@ TINY = torch.finfo(torch.float32).tiny
 LossFn = Callable[[GPT, Tensor, Tensor], Tensor]  # (model, inputs, targets) -> the summed loss
 
 
-def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) -> dict:
+def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, special: Iterable[int] = ()) -> dict:
     """Probe the loss as it will be trained, the logits in `dtype`, and decoding with a cache; print the outcome.
 
-    loss_fn: the loss of inputs and targets, both (batch_size, T). Returns a record for checkpoints. Raises UserError if
-    a position sees a token that it may not see, or misses one that it may see.
+    loss_fn: the loss of inputs and targets, both (batch_size, T). special: ids that a model may treat apart. Returns a
+    record for checkpoints. Raises UserError if a position sees a token that it may not see, or misses one that it may
+    see.
     """
 
     def forward(idx: Tensor) -> Tensor:
@@ -55,11 +56,12 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int) ->
         strict=True,
         extreme=[exact, forward] if dtype == torch.bfloat16 else [exact],
         batch_size=batch_size,
-        mask=None,  # the triangle; a layer with a window has another: see `check_causality`
+        mask=model.receptive_field,
+        special=special,
     )
     if not outcome.ok:
         print("no")
-        meant = "; if that is meant, see `mask` in training/certificate.py" if "blind" in outcome.finding else ""
+        meant = "; if that is meant, say so in `GPT.receptive_field`" if "blind" in outcome.finding else ""
         raise UserError(f"refusing to train: {outcome.finding}{meant}")
     print(f"{outcome}, {time.perf_counter() - began:.1f} s")
     record = {"causal": str(outcome)}

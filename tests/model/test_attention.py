@@ -54,12 +54,11 @@ def test_layer_equals_three_loops_over_plain_numbers(n_kv_head: int) -> None:
 def test_in_bfloat16_a_gradient_goes_through_the_formula_up_to_a_length(T: int, monkeypatch) -> None:
     kernel = Mock(wraps=F.scaled_dot_product_attention)
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
-    mask = make_causal_mask(T)
     q, k, v, dy = (torch.randn(B, heads, T, D) for heads in (H, 1, 1, H))
 
     def run(dtype: torch.dtype) -> tuple[Tensor, ...]:
         inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        y = Attend()(*inputs, mask)
+        y = Attend()(*inputs, None)
         return y, *torch.autograd.grad(y, inputs, dy.to(dtype))
 
     exact, rounded = run(torch.float64), run(torch.bfloat16)
@@ -67,7 +66,7 @@ def test_in_bfloat16_a_gradient_goes_through_the_formula_up_to_a_length(T: int, 
         assert (found - expected).norm() < 0.02 * expected.norm()
     assert kernel.call_count == (1 if T <= FORMULA_KEYS else 2)  # in float64, and in bfloat16 where it is longer
     with torch.no_grad():
-        assert (Attend()(*(x.bfloat16() for x in (q, k, v)), mask) - exact[0]).norm() < 0.01 * exact[0].norm()
+        assert (Attend()(*(x.bfloat16() for x in (q, k, v)), None) - exact[0]).norm() < 0.01 * exact[0].norm()
     assert kernel.call_count == (2 if T <= FORMULA_KEYS else 3)  # nothing to train: the kernel
 
 
@@ -76,16 +75,17 @@ def test_in_bfloat16_a_gradient_goes_through_the_formula_up_to_a_length(T: int, 
 def test_a_single_query_and_a_whole_text_need_no_mask(T_query: int, T_key: int, n_kv_head: int, monkeypatch) -> None:
     q = torch.randn(B, 6, T_query, D, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(B, n_kv_head, T_key, D, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    mask = make_causal_mask(T_key)[-T_query:]
+    layer, positions = make_layer(), slice(T_key - T_query, T_key)
+    mask, used = make_causal_mask(T_key)[-T_query:], layer.mask_of(positions, T_key)
     kernel = Mock(wraps=F.scaled_dot_product_attention)
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
-    y = Attend()(q, k, v, mask)
+    y = Attend()(q, k, v, used)
     expected = attention_weights(q, k, mask) @ repeat_kv(v, q)
     dy = torch.randn_like(y)
     gradients = [torch.autograd.grad(output, (q, k, v), dy) for output in (y, expected)]
     torch.testing.assert_close((y, *gradients[0]), (expected, *gradients[1]), rtol=1e-12, atol=1e-12)
     own_q, own_k, _, own_mask = kernel.call_args.args[:4]
-    assert own_k is k and own_mask is (mask if T_query == 3 else None)
+    assert own_k is k and own_mask is used and (used is None) == (T_query != 3)
     assert own_q.size(1) == (n_kv_head if T_query == 1 else 6)  # heads that share keys ask as queries of one head
 
 

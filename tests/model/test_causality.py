@@ -34,8 +34,9 @@ def certify_tiny(dtype: torch.dtype, loss: object = train.next_token_loss, **cha
 def see(monkeypatch: pytest.MonkeyPatch, mask: Tensor) -> None:
     """Let every layer see what the mask says."""
 
-    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, own: Tensor, dropout: float = 0.0) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask[: len(own), : own.size(1)], dropout, enable_gqa=True)
+    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, own: Tensor | None, dropout: float = 0.0) -> Tensor:
+        rows = mask[k.size(2) - q.size(2) : k.size(2), : k.size(2)]
+        return F.scaled_dot_product_attention(q, k, v, rows, dropout, enable_gqa=True)
 
     monkeypatch.setattr(Attend, "forward", forward)
 
@@ -214,7 +215,8 @@ def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:
 @pytest.mark.parametrize("where", ["training", "autograd", "cache"])
 @pytest.mark.parametrize("dtype", often(*DTYPES), ids=str)
 def test_a_weak_mask_is_found_wherever_it_is(monkeypatch, dtype: torch.dtype, where: str) -> None:
-    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
+    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+        mask = make_causal_mask(k.size(-2))[-q.size(-2) :]
         square = q.size(-2) == k.size(-2)
         weak = {"training": self.training, "autograd": torch.is_grad_enabled(), "cache": not square}[where]
         scores = q @ k.mT / math.sqrt(q.size(-1))
@@ -222,7 +224,7 @@ def test_a_weak_mask_is_found_wherever_it_is(monkeypatch, dtype: torch.dtype, wh
 
     monkeypatch.setattr(Attend, "forward", forward)
     with pytest.raises(UserError, match="with extreme weights"):
-        certify_tiny(dtype, context_length=31)
+        certify_tiny(dtype, context_length=31, n_layer=5)  # a weak mask shows where a score is below -1e4
 
 
 def test_a_weak_mask_is_found_in_the_formula_that_a_cpu_trains_by(monkeypatch) -> None:
@@ -256,9 +258,9 @@ def test_the_compiled_loss_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> N
         loss = torch.compile(train.next_token_loss, dynamic=False)
         certify_tiny(torch.float32, loss, dropout=0.1, n_kv_head=1, context_length=length)
 
-    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
-        if torch.compiler.is_compiling():  # a mistake that only the compiled graph has
-            mask = make_causal_mask(T + 1)[1 : len(mask) + 1, : mask.size(1)]
+    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+        ahead = int(torch.compiler.is_compiling())  # a mistake that only the compiled graph has
+        mask = make_causal_mask(k.size(2) + ahead)[-q.size(2) :, : k.size(2)]
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, enable_gqa=True)
 
     certify_compiled(131)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model import GPT
-from model.attention import attention_weights
+from model.attention import attention_weights, make_causal_mask
 from tests.conftest import make_gpt
 
 B, T, V = 2, 11, 17
@@ -54,7 +54,8 @@ def by_weights(model: GPT, idx: Tensor) -> Tensor:
     """The logits with the written-out formula in place of the kernel."""
 
     def formula(module: torch.nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-        q, k, v, mask, _ = inputs
+        q, k, v, *_ = inputs
+        mask = make_causal_mask(k.size(2))[-q.size(2) :]
         return attention_weights(q, k, mask) @ v.repeat_interleave(q.size(1) // v.size(1), dim=1)
 
     hooks = [block.attention.attend.register_forward_hook(formula) for block in model.eval().blocks]
