@@ -1,5 +1,6 @@
 """The layer: three loops over plain numbers, its formula and its fused kernel are the same function."""
 
+import copy
 import itertools
 import math
 from unittest.mock import Mock
@@ -10,19 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import FORMULA_KEYS, Attend, CausalSelfAttention, attention_weights, make_causal_mask, repeat_kv
+from model.cache import LayerCache
 
 B, T, H, D = 2, 7, 3, 5  # all different, all prime
 C = H * D
 
 
-def make_layer(n_kv_head: int = H, **options: object) -> CausalSelfAttention:
-    return CausalSelfAttention(C, H, n_kv_head, D, make_causal_mask(T), **options).eval()
+def make_layer(n_kv_head: int = H, mask: Tensor | None = None, **options: object) -> CausalSelfAttention:
+    return CausalSelfAttention(C, H, n_kv_head, D, make_causal_mask(T) if mask is None else mask, **options).eval()
 
 
 def by_formula(layer: CausalSelfAttention, x: Tensor) -> Tensor:
     """The layer's output through `attention_weights`."""
     q, k, v = (layer.split_heads(proj(x)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
-    mask = layer.causal_mask[: x.size(1), : x.size(1)]
+    mask = layer.causal_mask[..., : x.size(1), : x.size(1)]
     y = attention_weights(q, k, mask) @ v.repeat_interleave(q.size(1) // v.size(1), dim=1)
     return layer.o_proj(y.transpose(1, 2).flatten(2))
 
@@ -35,19 +37,51 @@ def test_weights_worked_out_by_hand() -> None:
     torch.testing.assert_close(attention_weights(q, k, make_causal_mask(2))[0, 0], expected)
 
 
+ENDS = torch.tensor([[0, 0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 1, 0]]).cumsum(1)  # documents of the two sequences
+MASKS = {
+    "triangle": make_causal_mask(T),
+    "window": make_causal_mask(T).triu(-2),
+    "prefix": make_causal_mask(T) | (torch.arange(T) < 3),
+    "documents": make_causal_mask(T) & (ENDS[:, None, :, None] == ENDS[:, None, None]),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("n_kv_head", [1, H])
-def test_layer_equals_three_loops_over_plain_numbers(n_kv_head: int) -> None:
+def test_layer_equals_three_loops_over_plain_numbers(n_kv_head: int, kind: str) -> None:
     layer, x = make_layer(n_kv_head, bias=False).double(), torch.randn(B, T, C, dtype=torch.float64)
+    if kind == "documents":  # a mask for each sequence
+        layer.mask_of = lambda positions, num_keys: MASKS[kind][..., positions, :num_keys]
+    layer.causal_mask = layer.triangle if kind == "triangle" else MASKS[kind]
+    seen = MASKS[kind].expand(B, 1, T, T)[:, 0].tolist()
     q, k, v = ((x @ proj.weight.T).tolist() for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
     heads = torch.zeros(B, T, C, dtype=torch.float64)
     for b, i, h in itertools.product(range(B), range(T), range(H)):
         own, shared = range(h * D, h * D + D), range(h * n_kv_head // H * D, h * n_kv_head // H * D + D)
-        scores = [sum(q[b][i][m] * k[b][j][n] for m, n in zip(own, shared, strict=True)) for j in range(i + 1)]
-        weights = [math.exp(score / math.sqrt(D)) for score in scores]
+        scores = [sum(q[b][i][m] * k[b][j][n] for m, n in zip(own, shared, strict=True)) for j in range(T)]
+        weights = [math.exp(score / math.sqrt(D)) * may for score, may in zip(scores, seen[b][i], strict=True)]
         for m, n in zip(own, shared, strict=True):
             heads[b, i, m] = sum(weight * v[b][j][n] for j, weight in enumerate(weights)) / sum(weights)
+    cache = LayerCache(B, n_kv_head, T, D, x.dtype, x.device)
+    with torch.no_grad():
+        in_parts = [layer(part, cache) for part in x.split((3, 1, 1, 2), dim=1)]
+    if kind != "prefix":  # whose first tokens see what is not in the cache yet
+        torch.testing.assert_close(torch.cat(in_parts, dim=1), layer(x), rtol=1e-12, atol=1e-12)
     for y in (layer(x), by_formula(layer, x)):  # tests/model/test_one_mask.py: for random sizes, gradients and caches
         torch.testing.assert_close(y, heads @ layer.o_proj.weight.T, rtol=1e-12, atol=1e-12)
+
+
+def test_a_mask_is_used_also_where_it_is_assigned_later_or_is_nearly_the_triangle() -> None:
+    nearly = make_causal_mask(T)
+    nearly[3, 5] = True
+    x = torch.randn(B, T, C)
+    for mask in (make_causal_mask(T).triu(-2), nearly, make_causal_mask(T) | True):
+        made, assigned = make_layer(mask=mask), make_layer()
+        assigned.load_state_dict(made.state_dict())
+        assigned.causal_mask = mask
+        for layer in (made, assigned, copy.deepcopy(made), made.to(torch.float32)):
+            torch.testing.assert_close(layer(x), by_formula(layer, x))
+            assert layer.mask_of(slice(0, T), T).equal(mask)
 
 
 @pytest.mark.parametrize("T", [FORMULA_KEYS, FORMULA_KEYS + 1])

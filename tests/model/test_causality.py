@@ -1,5 +1,6 @@
 """The certificate: it passes every causal model, names what another one does wrong, and changes nothing."""
 
+import itertools
 import json
 import math
 import re
@@ -194,6 +195,76 @@ def test_a_mask_is_checked_against_what_it_claims(monkeypatch: pytest.MonkeyPatc
     assert not narrow.ok and narrow.query - narrow.key == 6
     wide = check_causality(model, V, 67, mask=window(8))
     assert "blind" in wide.finding and wide.query - wide.key == 7
+
+
+class Documents(nn.Module):
+    """Attends in two layers to the tokens of the same document: a document ends with the last id."""
+
+    def __init__(self, vocab_size: int, mistake: str = "none") -> None:
+        super().__init__()
+        self.end, self.mistake = vocab_size - 1, mistake
+        self.embedding, self.head = nn.Embedding(vocab_size, 15), nn.Linear(15, vocab_size)
+        self.position = nn.Embedding(503, 15)
+        self.layers = nn.ModuleList(nn.Linear(15, 45) for _ in range(2))
+
+    def mask(self, idx: Tensor) -> Tensor:
+        ends = (idx == self.end).long()
+        number = ends.cumsum(1) - ends
+        return (number[:, :, None] == number[:, None]) & make_causal_mask(idx.size(1))
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.embedding(idx) + self.position.weight[: idx.size(1)]
+        mask = self.mask(idx.roll(-1, 1) if self.mistake == "ends a token early" else idx)
+        if self.mistake == "ignored" or (self.mistake == "ignored in training" and self.training):
+            mask = make_causal_mask(idx.size(1)).expand_as(mask)
+        if self.mistake == "sees an end that follows":
+            x = x + 0.1 * F.pad(idx[:, 1:] == self.end, (0, 1))[..., None].to(x)
+        for layer in self.layers:
+            q, k, v = (y.unflatten(-1, (3, 5)).transpose(1, 2) for y in layer(x).chunk(3, dim=-1))
+            x = x + F.scaled_dot_product_attention(q, k, v, mask[:, None]).transpose(1, 2).flatten(2)
+        return self.head(x)
+
+
+MISTAKES = ["none", "ignored", "ignored in training", "ends a token early", "sees an end that follows"]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("vocab_size, length", often((257, 31), (257, 251), (5003, 251), (50257, 251)))
+def test_a_mask_that_depends_on_the_text_is_asked_for_without_luck(vocab_size: int, length: int, mistake: str) -> None:
+    model, end = Documents(vocab_size, mistake), [vocab_size - 1]
+    ways = itertools.product((False, True), (None, end))  # without `special`, the ids that move the mask are looked for
+    for strict, special in ways if vocab_size < 50257 else [(True, end)]:
+        outcome = check_causality(model, vocab_size, length, mask=model.mask, special=special, strict=strict)
+        assert outcome.ok == (mistake == "none"), outcome
+    if mistake == "none":  # nothing but a triangle is claimed
+        assert "blind" in check_causality(model, vocab_size, length, special=end).finding
+    if mistake == "sees an end that follows":
+        assert not check_causality(model, vocab_size, length, special=end).ok
+
+
+def test_a_loss_that_mixes_documents_is_found_where_logits_do_not() -> None:
+    def loss(model: Documents, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
+
+    for mistake in ("none", "ignored"):
+        trained, model = Documents(257, mistake), Documents(257)
+        trained.load_state_dict(model.state_dict())
+        options = {"loss_fn": partial(loss, trained), "mask": model.mask, "batch_size": 3}
+        trained.embedding, trained.layers, trained.head = model.embedding, model.layers, model.head
+        trained.position = model.position
+        outcome = check_causality(model, 257, 31, **options)
+        assert outcome.ok if mistake == "none" else "the loss moves" in outcome.finding
+
+
+def test_a_model_says_its_mask_itself() -> None:
+    model = make_gpt()
+    for block in model.blocks:
+        block.attention.causal_mask = make_causal_mask(T).triu(-3)
+    loss_fn = partial(train.next_token_loss, dtype=torch.float32)
+    with pytest.raises(UserError, match="blind to token .*; if that is meant, say so in `GPT.receptive_field`"):
+        certify(model, loss_fn, torch.float32, batch_size=5)
+    model.receptive_field = make_causal_mask(T).triu(-6)  # through two layers
+    assert certify(model, loss_fn, torch.float32, batch_size=5)["causal"].startswith("yes")
 
 
 def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:
