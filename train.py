@@ -45,7 +45,7 @@ def train(config: Config, ranks: Ranks) -> None:
     """Train as one of `ranks`, from the beginning or from the last checkpoint."""
     c = config.train
     T = config.model.context_length
-    tokens_per_step = c.batch_size * c.grad_accum_steps * T
+    tokens_per_batch = c.batch_size * T
     device, dtype = choose_device(c, config.model.n_embd, ranks.local_rank)
 
     # 1. What an earlier session left, the text, the model and its optimizer.
@@ -70,7 +70,7 @@ def train(config: Config, ranks: Ranks) -> None:
     # 3. The steps.
     guard = FiniteGuard(device)
     interrupt = Interrupt()
-    with Progress(run.step, run.train_seconds, c.max_steps, tokens_per_step, device) as progress:
+    with Progress(run.step, run.tokens, run.train_seconds, c.max_steps, device) as progress:
         while True:
             # The step that a session resumes is not evaluated or saved a second time.
             step = progress.step
@@ -79,23 +79,25 @@ def train(config: Config, ranks: Ranks) -> None:
                 guard.check()
                 with progress.paused("evaluating"):
                     record = validation.evaluate(model, loss_fn)
-                    progress.line.write(run.log_validation(step, progress.train_seconds, record))
+                    progress.line.write(run.log_validation(progress, record))
             stopping = step >= c.max_steps or ranks.any_rank(interrupt.received)
             if is_new and (stopping or step % c.checkpoint_every == 0):
                 guard.check()
                 with progress.paused("saving"):
-                    run.save(step, progress.train_seconds, model, optimizer, scaler)
+                    run.save(progress, model, optimizer, scaler)
                     ranks.barrier()
             if stopping:
                 break
 
-            # One step: the mean loss over all tokens of grad_accum_steps micro-batches, then one update.
+            # One step: the mean loss over all tokens of its micro-batches, then one update.
             set_schedule(optimizer, step, c)
+            num_micro_batches = c.grad_accum_steps  # may depend on the step; the number of ranks has to divide it
+            tokens = num_micro_batches * tokens_per_batch
             losses = []
-            for micro_batch in ranks.micro_batches(c.grad_accum_steps):
+            for micro_batch in ranks.micro_batches(num_micro_batches):
                 set_seed(device, seed_for(c.seed, "dropout", step, micro_batch))
-                inputs, targets = batches(step * c.grad_accum_steps + micro_batch, device)
-                loss = loss_fn(model, inputs, targets) / tokens_per_step
+                inputs, targets = batches(progress.tokens // tokens_per_batch + micro_batch, device)
+                loss = loss_fn(model, inputs, targets) / tokens
                 scaler.scale(loss).backward()
                 ranks.add_gradients(model)
                 losses.append(loss.detach())
@@ -108,7 +110,7 @@ def train(config: Config, ranks: Ranks) -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            progress.made_step()
+            progress.made_step(tokens)
             if progress.step % c.log_every == 0 or progress.step == c.max_steps:
                 guard.check()  # waits for the device, as .item() does, so not in every step
                 line = {"train_loss": train_loss.item(), "lr": learning_rate_at(step, c), "grad_norm": grad_norm.item()}

@@ -85,13 +85,11 @@ def curve_of(way: str, seed: int, ranks: int, out: Path | None) -> Curve:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     lines = train(*torchrun, *command_of(way), "--train.seed", seed, out=out)
     evaluated = evaluations(lines)
-    logged = [line for line in lines if "tokens_per_second" in line]
-    tokens_per_step = logged[-1]["tokens"] / logged[-1]["step"]
     return Curve(
         losses=[line["val_bits_per_byte"] for line in evaluated],
-        tokens=[line["step"] * tokens_per_step for line in evaluated],
+        tokens=[line["tokens"] for line in evaluated],
         seconds=[line["train_seconds"] for line in evaluated],
-        tokens_per_second=median(line["tokens_per_second"] for line in logged),
+        tokens_per_second=median(line["tokens_per_second"] for line in lines if "tokens_per_second" in line),
     )
 
 

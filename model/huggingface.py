@@ -2,10 +2,13 @@
 
 A family needs a `Codec` in CODECS. An option that `transformers` does not know is
 stored under the key "tril" of config.json, and a parameter that it does not know under its name here.
+If such an option makes it another model, its type is one of ours, as tril_qwen3: other tools then refuse it. They would
+leave the option out without a word.
 """
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -143,12 +146,15 @@ CODECS = {
 
 
 def config_to_huggingface(config: GPTConfig) -> dict:
-    """Return config.json for the model type with the family's name, which does not know the ids of a tokenizer."""
+    """Return config.json without the ids of a tokenizer.
+
+    The model type has the family's name, and "tril_" before it if `transformers` would compute another model.
+    """
     codec = CODECS[config.family]
     values = asdict(config)
     content = {
-        "architectures": [codec.architecture],
-        "model_type": config.family,
+        "architectures": [f"Tril{codec.architecture}"],  # llama.cpp and vLLM choose by this
+        "model_type": f"{OWN_KEY}_{config.family}",
         **{key: accepted[0] for key, accepted in codec.accepted.items()},
         **{key: values[name] for key, name in codec.fields.items()},
         "pad_token_id": None,  # else `transformers` may take a real token as padding, and not train it
@@ -159,12 +165,17 @@ def config_to_huggingface(config: GPTConfig) -> dict:
         if config.rope_scaling:
             rope |= {"rope_type": "llama3", **dict(zip(SCALING, config.rope_scaling, strict=True))}
         content["rope_parameters"] = rope
+    # These make no other model: training alone reads the first, tensors hold the second, a gpt2 does not use the third.
+    harmless = {name: values[name] for name in ("dropout", "bias", "rope_theta")}
+    with suppress(UserError):  # what is left without our options may break a rule of GPTConfig
+        if config_from_huggingface(content | {OWN_KEY: harmless}) == config:
+            content |= {"architectures": [codec.architecture], "model_type": config.family}
     return content
 
 
 def config_from_huggingface(content: dict) -> GPTConfig:
     """Return the configuration in a config.json, ours or foreign. Raises UserError if no family computes the same."""
-    family = str(content.get("model_type"))
+    family = str(content.get("model_type")).removeprefix(f"{OWN_KEY}_")
     if family not in CODECS:
         raise UserError(
             f"config.json has model_type {family!r:.60}, this version reads {', '.join(CODECS)} "

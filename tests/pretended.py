@@ -65,7 +65,7 @@ def take_steps(directory: Path, *options: str, num: int = 4) -> list[Step]:
         gpu.clear()
         return range(count)
 
-    def end(progress: Progress) -> None:
+    def end(progress: Progress, tokens: int) -> None:
         steps.append(Step(gpu.operators, gpu.waits, gpu.mixed))
         progress.step += 1
 

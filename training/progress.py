@@ -15,16 +15,16 @@ from cli.bars import progress_bar
 
 @dataclass
 class Progress:
-    """Progress line. It counts the steps and the training seconds; measuring and saving are not training."""
+    """Progress line. It counts the steps, tokens and training seconds; measuring and saving are not training."""
 
     step: int
     """Steps made, those of earlier sessions included."""
+    tokens: int
+    """Tokens trained on, those of earlier sessions included."""
     train_seconds: float
     """Seconds of training, those of earlier sessions included."""
     max_steps: int
     """Steps of the run."""
-    tokens_per_step: int
-    """Tokens of all micro-batches of a step."""
     device: torch.device
     """The device whose memory is reported."""
 
@@ -33,7 +33,7 @@ class Progress:
             torch.cuda.reset_peak_memory_stats(self.device)  # of the certificate
         # The remaining time follows from all steps and evaluations so far, not from the last ones.
         self.line = progress_bar(total=self.max_steps, initial=self.step, unit="step", dynamic_ncols=True, smoothing=0)
-        self.logged_step = self.step
+        self.logged_tokens = self.tokens
         self.logged_seconds = self.train_seconds
         self.lap_began = time.perf_counter()
         return self
@@ -56,20 +56,20 @@ class Progress:
         self.train_seconds += now - self.lap_began
         self.lap_began = now
 
-    def made_step(self) -> None:
-        """Count a step."""
+    def made_step(self, tokens: int) -> None:
+        """Count a step, and the tokens of all its micro-batches, those of other ranks included."""
         self.step += 1
+        self.tokens += tokens
         self.line.update()
 
     def speed(self, loss: float) -> dict[str, float]:
         """Return tokens so far and per second since the last call, and the most memory of a CUDA GPU so far."""
         self.lap()
-        tokens = (self.step - self.logged_step) * self.tokens_per_step
-        speed = tokens / (self.train_seconds - self.logged_seconds)
+        speed = (self.tokens - self.logged_tokens) / (self.train_seconds - self.logged_seconds)
         self.line.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
-        self.logged_step = self.step
+        self.logged_tokens = self.tokens
         self.logged_seconds = self.train_seconds
-        record = {"tokens": self.step * self.tokens_per_step, "tokens_per_second": speed}
+        record = {"tokens": self.tokens, "tokens_per_second": speed}
         if self.device.type == "cuda":
             record["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         return record

@@ -5,7 +5,7 @@ model = make_model(config, corpus, run.base)   with the weights of a checkpoint,
 run.restore(model, optimizer, scaler)          the rest of the state
 run.begin(corpus, certificate, environment)    lock the directory, and write from here on
 run.log(step, train_loss=2.5)                  a line of metrics
-run.save(step, seconds, model, ...)            a checkpoint
+run.save(progress, model, ...)                 a checkpoint
 run.finish(step)
 """
 
@@ -31,6 +31,7 @@ from training.config import MAY_CHANGE
 from training.distributed import Ranks
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
 from training.options import Config, tables, to_toml
+from training.progress import Progress
 from training.report import best_checkpoint, flat, next_commands, read_metrics, write_report
 from training.save import remove, save_checkpoint
 from training.sharded import gather
@@ -75,6 +76,9 @@ class RunDirectory:
         """The fingerprint of the corpus that the run began with."""
         self.step = self.state.get("step", 0)
         """The step that is resumed; 0 for a new run."""
+        tokens_per_step = config.train.batch_size * config.train.grad_accum_steps * config.model.context_length
+        self.tokens = self.state.get("tokens", self.step * tokens_per_step)
+        """Tokens of training so far, which checkpoints of 3.1 and before do not say."""
         self.train_seconds = self.state.get("train_seconds", 0.0)
         """Seconds of training so far."""
 
@@ -153,17 +157,17 @@ class RunDirectory:
                 file.write(json.dumps(record) + "\n")
             self.tracker.call("log", flat(record))
 
-    def log_validation(self, step: int, train_seconds: float, record: dict) -> str:
+    def log_validation(self, progress: Progress, record: dict) -> str:
         """Log a record of `Validation.evaluate`, and return lines to print."""
-        self.log(step, **record, train_seconds=train_seconds)
+        self.log(progress.step, **record, tokens=progress.tokens, train_seconds=progress.train_seconds)
         self.report()
-        text = f"step {step:7d} | val loss {record['val_loss']:7.4f} | bits/byte {record['val_bits_per_byte']:6.4f}"
-        text += f" | trained {train_seconds:8.1f} s"
+        text = f"step {progress.step:7d} | val loss {record['val_loss']:7.4f}"
+        text += f" | bits/byte {record['val_bits_per_byte']:6.4f} | trained {progress.train_seconds:8.1f} s"
         if "sample" in record:
             text += f"\n{'':12} | {visible(' '.join(record['sample'].split())[:SAMPLE_WIDTH])}"
         return text
 
-    def save(self, step: int, train_seconds: float, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:
+    def save(self, progress: Progress, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Write a checkpoint, then delete those that are not to be kept.
 
         Raises UserError if it cannot be written; the older ones are untouched then.
@@ -173,12 +177,14 @@ class RunDirectory:
         moments = gather(optimizer_tensors(model, optimizer), keep=self.writes)
         if not self.writes:
             return
+        step = progress.step
         tokenizer = self.corpus.tokenizer
         known = json.loads(tokenizer.files.get(GENERATION_CONFIG, b"{}"))  # tokenizers of ours have no such file
         ids = {key: known.get(key, tokenizer.end_of_text) for key in ("bos_token_id", "eos_token_id")}
         trainer = {
             "step": step,
-            "train_seconds": train_seconds,
+            "tokens": progress.tokens,
+            "train_seconds": progress.train_seconds,
             "fingerprint": self.corpus.meta["fingerprint"],
             PROBE_TOKENS: probe_tokens(self.corpus, self.config.train).tolist(),
             "wandb_id": self.tracker.run_id,

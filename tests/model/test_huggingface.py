@@ -10,6 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import inspect_attention
+import sample
 import train
 from data.tokenizer import make_tokenizer
 from errors import UserError
@@ -17,6 +19,8 @@ from inspection import capture
 from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
 from model.families import FAMILIES
+from model.foreign import load_decoder
+from model.huggingface import CODECS
 from tests.conftest import run_python, save_gpt, tiny_run
 from training.model import check_config
 
@@ -127,23 +131,55 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path, family: str, chang
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_option_that_is_new_is_in_the_checkpoint_by_itself(family: str, tmp_path: Path, monkeypatch) -> None:
+def test_an_option_that_is_new_is_in_the_checkpoint_and_other_tools_refuse_it(
+    family: str, tmp_path: Path, monkeypatch
+) -> None:
     @dataclass(frozen=True)
     class Wider(GPTConfig):
         reach: object = None
 
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.norm_eps == 0.25 and self.reach is None:
+                raise UserError("a rule that holds with the option alone")
+
     with monkeypatch.context() as patch:
         patch.setattr("model.huggingface.GPTConfig", Wider)
-        for reach in (None, 16, (3, 5.0), "far"):
-            config = Wider(**asdict(make(family).config), reach=reach)
+        same = {"dropout": 0.5, "bias": False, "rope_theta": 97.0}  # also where a family has no biases or no positions
+        for reach, changes in ((None, same), (16, {}), ((3, 5.0), {"norm_eps": 0.25}), ("far", same)):
+            config = replace(Wider(**asdict(make(family).config), reach=reach), **changes)
             check_config(config)
             saved = save(GPT(config), tmp_path / str(reach))
-            assert GPT.from_pretrained(saved).config == config
-            assert transformers.AutoConfig.from_pretrained(saved).model_type == family
+            assert GPT.from_pretrained(saved).config == load_decoder(saved).config == config
+            content = json.loads((saved / "config.json").read_text())
+            if reach is None:
+                theirs = transformers.AutoModelForCausalLM.from_pretrained(saved)
+                assert content["architectures"] == [type(theirs).__name__]
+            else:
+                assert content["architectures"] == [f"Tril{CODECS[family].architecture}"]
+                with pytest.raises(ValueError, match=f"model type `tril_{family}` but Transformers does not recognize"):
+                    transformers.AutoModelForCausalLM.from_pretrained(saved)
         with pytest.raises(UserError, match="would not give back reach: mend"):
             check_config(replace(config, reach=((1,),)))
-    with pytest.raises(UserError, match="config.json describes no GPT of this code: .* keyword argument 'reach'"):
-        GPT.from_pretrained(saved)
+    for load in (GPT.from_pretrained, load_decoder):
+        with pytest.raises(UserError, match="config.json describes no GPT of this code: .* keyword argument 'reach'"):
+            load(saved)
+
+
+def test_every_script_opens_a_model_of_a_type_of_ours(run, corpus_file: Path, tmp_path: Path) -> None:
+    out, tuned = tmp_path / "out", tmp_path / "tuned"
+    assert run(train, *tiny_run(corpus_file, out, model__n_kv_head=1, train__max_steps=2)).exit_code == 0  # of 3 heads
+    with pytest.raises(ValueError, match="model type `tril_gpt2` but"):
+        transformers.AutoConfig.from_pretrained(out / "checkpoints" / "step-00000002")
+    options = {"model__n_kv_head": 1, "data__tokenizer": "model", "train__init_from": out, "train__max_steps": 1}
+    for script, *words in (
+        (train, "--resume", out, "--train.max_steps", 3),
+        (train, *tiny_run(corpus_file, tuned, **options)),
+        (sample, tuned, "--max_new_tokens", 5),
+        (inspect_attention, out, "--text", "1 is odd."),
+    ):
+        result = run(script, *words)
+        assert result.exit_code == 0, result.err
 
 
 GATE, HEAD = "model.layers.1.mlp.gate_proj.weight", "lm_head.weight"

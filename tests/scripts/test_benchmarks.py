@@ -100,6 +100,15 @@ def test_the_table() -> None:
     assert "no difference is seen" in compare.table(curves(0.0, 0.2), curves(-0.4, 0.7))
 
 
+def test_the_tokens_are_those_that_were_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = {"val_loss": 3.0, "val_bits_per_byte": 5.0, "train_seconds": 7.0}
+    lines = [{"step": step, "tokens": step**2, **loss} for step in (0, 4, 9)]
+    lines[1:1] = [{"step": 3, "tokens": 9, "tokens_per_second": 31.0}]
+    monkeypatch.setattr(compare, "train", lambda *way, out: [*lines, {"process seconds": 11.0}])
+    curve = compare.curve_of(f"{ROOT}:configs/quickstart.toml", 1, 0, None)
+    assert curve == compare.Curve([5.0] * 3, [0, 16, 81], [7.0] * 3, 31.0)
+
+
 def test_commands(tmp_path: Path) -> None:
     expected = [f"{ROOT}/train.py", f"{ROOT}/configs/quickstart.toml", "--train.learning_rate", "0.01"]
     assert compare.command_of(f"{ROOT}:configs/quickstart.toml --train.learning_rate 0.01") == expected

@@ -76,7 +76,7 @@ class Setting:
             patch.setattr(sys, "argv", ["train.py"])
             patch.setattr(train, "read_config", lambda argv: config)
             patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})  # takes time and changes nothing
-            saved = lambda run, step, *rest: (save(run, step, *rest), self.note("saved", step))  # noqa: E731
+            saved = lambda run, progress, *rest: (save(run, progress, *rest), self.note("saved", progress.step))  # noqa: E731
             patch.setattr(RunDirectory, "save", saved)
             resumed = lambda run, *rest: (restore(run, *rest), self.note("resumed", run.step))  # noqa: E731
             patch.setattr(RunDirectory, "restore", resumed)

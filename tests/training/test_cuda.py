@@ -96,9 +96,9 @@ def test_no_step_waits_for_the_gpu(
             torch.cuda.set_sync_debug_mode("error")
         set_schedule(optimizer, step, config)
 
-    def end(progress: Progress) -> None:
+    def end(progress: Progress, tokens: int) -> None:
         torch.cuda.set_sync_debug_mode("default")
-        made_step(progress)
+        made_step(progress, tokens)
 
     monkeypatch.setattr(train, "set_schedule", begin)
     monkeypatch.setattr(Progress, "made_step", end)

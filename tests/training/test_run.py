@@ -43,6 +43,16 @@ def test_a_resumed_run_may_change_what_does_not_change_its_numbers(run, straight
     assert list(metrics(tmp_path / "other", "val_loss")) == [0, 4, 5, 10, 12]
 
 
+def test_a_checkpoint_that_does_not_say_its_tokens_has_those_of_its_steps(run, straight: Path) -> None:
+    path = straight / "checkpoints" / "step-00000012" / "trainer.json"
+    content = json.loads(path.read_text())
+    assert content.pop("tokens") == 12 * 3 * 2 * 11
+    path.write_text(json.dumps(content))
+    sign(path.parent)
+    assert run(train, "--resume", straight, "--train.max_steps", 13).exit_code == 0
+    assert metrics(straight, "tokens")[13] == 13 * 3 * 2 * 11
+
+
 def edit(directory: Path, *keys: str, value: object) -> None:
     """Change a value, under nested keys, in the state of a run's newest checkpoint."""
     path = directory / "checkpoints" / "step-00000012" / "trainer.json"

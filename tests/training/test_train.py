@@ -2,8 +2,10 @@
 
 import json
 import math
+import shutil
 import socket
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 import sample
 import train
 from cli.script import visible
-from data.batches import IGNORE
+from data.batches import IGNORE, Batches
 from tests.conftest import make_gpt, metrics, same_bits, tiny_run, weights
 from training.model import SHARP, SOFT
 from training.progress import Progress
@@ -30,7 +32,7 @@ def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> No
     assert bits[80] == pytest.approx(val_loss[80] / math.log(2), rel=1e-6)  # a token is a byte here
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert {"step", "train_loss", "lr", "grad_norm", "tokens", "tokens_per_second"} == set(logged[1])
-    assert {"step", "val_loss", "val_bits_per_byte", "train_seconds", "heads", "sample"} == set(logged[0])
+    assert {"step", "val_loss", "val_bits_per_byte", "tokens", "train_seconds", "heads", "sample"} == set(logged[0])
     assert metrics(out, "tokens")[80] == 80 * 3 * 2 * 11
     for said in ("device: cpu", "A sample of what it writes:", f"sample.py {out}"):
         assert said in result.out
@@ -84,6 +86,37 @@ def test_splitting_a_batch_into_micro_batches_changes_rounding_only(run, corpus_
         torch.testing.assert_close(weights(split)[name], tensor, rtol=1e-3, atol=2e-5)
 
 
+def test_a_growing_batch_is_one_line_of_train_and_counted_also_after_a_resume(
+    run, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(train.__file__).read_text()
+    changed = source.replace("num_micro_batches = c.grad_accum_steps", "num_micro_batches = 2 + step // 3")
+    assert changed != source
+    growing = ModuleType("growing")
+    exec(compile(changed, train.__file__, "exec"), vars(growing))
+    numbers, read = [], Batches.__call__
+    monkeypatch.setattr(
+        Batches, "__call__", lambda self, number, device: numbers.append(number) or read(self, number, device)
+    )
+    whole, halted = tmp_path / "whole", tmp_path / "halted"
+    assert run(growing, *tiny_run(corpus_file, whole, train__max_steps=8)).exit_code == 0
+    batches = [0, 2, 4, 6, 9, 12, 15, 19, 23, 27, 32]  # that are read when so many steps are made
+    assert numbers == [*range(23)]
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 + 8 and all(line["tokens"] == batches[line["step"]] * 3 * 11 for line in lines)
+    assert all(abs(loss - math.log(257)) < 1 for loss in metrics(whole, "train_loss").values())  # a mean
+
+    shutil.copytree(whole, halted)
+    shutil.rmtree(halted / "checkpoints" / "step-00000008")
+    for directory, step, max_steps in ((halted, 4, 8), (whole, 8, 10)):
+        numbers.clear()
+        assert run(growing, "--resume", directory, "--train.max_steps", max_steps).exit_code == 0
+        assert numbers == [*range(batches[step], batches[max_steps])]
+        assert metrics(directory, "tokens")[max_steps] == batches[max_steps] * 3 * 11
+    for name in ("model", "optimizer"):
+        assert same_bits(weights(whole, 8, name), weights(halted, 8, name))
+
+
 def test_nothing_is_asked_of_a_network_and_no_secret_is_kept(run, corpus_file, tmp_path, monkeypatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("a socket was opened")
@@ -126,12 +159,12 @@ def test_mistakes_get_one_sentence_and_leave_no_run(run, corpus_file, tmp_path, 
 def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("training.progress.time.perf_counter", lambda: now[0])
-    with Progress(0, 5.0, 10, tokens_per_step=7, device=torch.device("cpu")) as progress:
-        for _ in range(4):
+    with Progress(0, 3, 5.0, 10, device=torch.device("cpu")) as progress:
+        for tokens in (5, 7, 7, 9):
             now[0] += 2.0
-            progress.made_step()
+            progress.made_step(tokens)
         with progress.paused("evaluating"):
             now[0] += 50.0
         speed = progress.speed(loss=1.0)
     assert (progress.step, progress.train_seconds) == (4, 13.0)
-    assert speed == {"tokens": 28, "tokens_per_second": 3.5}
+    assert speed == {"tokens": 31, "tokens_per_second": 3.5}
