@@ -32,6 +32,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -179,23 +180,23 @@ class Prober:
     strict: bool
 
     def __post_init__(self) -> None:
+        self.mask_depends = callable(self.mask)  # on the text
         if self.mask is None:
             self.mask = torch.ones(self.length, self.length, dtype=torch.bool).tril()
         self.weights = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
         self.device = next((weight.device for weight in self.weights.values()), torch.device("cpu"))
         self.strict |= not self.weights  # a function has no float64 to ask in
         self.random = torch.Generator().manual_seed(0)  # for tokens and positions
-        is_special = torch.isin(self.pool, torch.tensor(self.find_special(), dtype=torch.int64))
+        is_special = self.find_special()
         self.num_special = int(is_special.sum())
         self.pool = torch.cat((self.shuffled(self.pool[is_special]), self.shuffled(self.pool[~is_special])))
         self.pool = self.pool.to(self.device)
-        hides = ~self.masks(self.text(1))[0]
-        self.hiding = self.shuffled(hides.any(1).nonzero().flatten()).tolist()  # positions that may not see all
+        hides = (~self.masks(self.text(1))[0]).any(1)
+        self.hiding = self.shuffled(hides.nonzero().flatten()).tolist()  # positions that may not see all
         self.next_position = itertools.cycle(self.hiding)
         self.next_rank = itertools.count(step=2)
         self.many = 16 if self.strict else 12  # positions of a probe, at the least
         self.few = 6 if self.strict else 2
-        self.ways = [True, False] if callable(self.mask) else [False]  # whether to keep special tokens
         self.is_extreme = False
         self.where = "with the weights as they are"  # how the module is probed
         self.probed = set()
@@ -203,18 +204,17 @@ class Prober:
         self.parts = [(part, part.training, dict(part._buffers)) for part in self.module.modules()]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
 
-    def find_special(self) -> list[int]:
-        """Return the ids that are special, as `check_causality` says."""
+    def find_special(self) -> Tensor:
+        """Return which ids of the pool are special, as `check_causality` says: (V,) bool."""
         if self.special is not None:
-            return [*self.special]
-        if not callable(self.mask):
-            return self.pool.tolist() if len(self.pool) <= SMALL else []
+            return torch.isin(self.pool, torch.tensor([*self.special], dtype=torch.int64))
+        if not self.mask_depends:
+            return torch.full_like(self.pool, len(self.pool) <= SMALL, dtype=torch.bool)
         length = min(self.length, SHORT)
-        texts = self.pool[torch.arange(length) % len(self.pool)].repeat(len(self.pool), 1)
+        texts = self.pool[:1].repeat(len(self.pool), length)
         texts[:, length // 2] = self.pool
         masks = self.mask(texts.to(self.device)).cpu()
-        moves = (masks != masks[0]).flatten(1).any(1)
-        return self.pool[moves if moves.sum() < len(moves) / 2 else ~moves].tolist()  # the first may be one of them
+        return (masks != masks.mode(0).values).flatten(1).any(1)
 
     def shuffled(self, numbers: Tensor) -> Tensor:
         """Return numbers, (N,), in random order."""
@@ -313,18 +313,17 @@ class Prober:
         self.probed |= chosen
         return sorted(chosen)
 
-    def text(self, num_sequences: int) -> Tensor:
-        """Return a random text, (num_sequences, T). The first half of the sequences repeat one ordinary token.
+    def text(self, B: int) -> Tensor:
+        """Return a random text, (B, T). The first half of the sequences repeat one token; the others hold special ones.
 
-        The others hold the special tokens, and one of these in their middle.
+        One of these is in the middle, in each text the same.
         """
-        ranks = torch.randint(len(self.pool), (num_sequences, self.length), generator=self.random)
-        half = num_sequences // 2
-        ranks[:half] = self.num_special
+        ranks = torch.randint(len(self.pool), (B, self.length), generator=self.random)
+        ranks[: B // 2] = self.num_special
         if self.num_special:
-            places = self.shuffled(torch.arange(half * self.length, ranks.numel()))[: self.num_special]
-            ranks.view(-1)[places] = torch.arange(len(places))
-            ranks[half:, self.length // 2] = torch.arange(num_sequences - half) % self.num_special
+            special = self.shuffled(torch.arange(self.num_special))[: self.length]
+            ranks[B // 2 :, self.shuffled(torch.arange(self.length))[: len(special)]] = special
+            ranks[B // 2 :, self.length // 2] = 0
         return ranks
 
     def ids(self, ranks: Tensor) -> Tensor:
@@ -332,10 +331,8 @@ class Prober:
         return self.pool[(ranks % len(self.pool)).to(self.device)]
 
     def masks(self, ranks: Tensor) -> Tensor:
-        """Return what each position of a text may see: (B, T) -> (B, T, T) bool, on the CPU."""
-        if callable(self.mask):
-            return self.mask(self.ids(ranks)).cpu()
-        return self.mask.cpu().expand(len(ranks), -1, -1)
+        """Return what each position of a text may see, on the CPU: (B, T) -> (B or 1, T, T) bool."""
+        return (self.mask(self.ids(ranks)) if self.mask_depends else self.mask[None]).cpu()
 
     def call(self, function: Callable, ranks: Tensor, *rest: Tensor) -> object:
         """Call a function with a text; in training mode with the same dropout and the same buffers each time."""
@@ -357,58 +354,54 @@ class Prober:
             raise Finding(f"its logits are not finite numbers ({self.where})")
         return logits.nan_to_num()
 
-    def texts(self, batches: Sequence[list[int]], B: int, cards: Iterator[int], alone: bool) -> Iterator[Tensor]:
-        """Yield texts, (B, T): in each, tokens are replaced that positions of a batch may not see in the one before.
+    def hides(self, ranks: Tensor, batch: list[int]) -> Tensor:
+        """Return which tokens to replace, (B, T): those that a position of each sequence may not see.
 
-        cards: ranks of the first tokens that are to be replaced, that after each position.
-        alone: then replace all other sequences than the first, and than the second.
+        Where special tokens move the mask they stay, but for the one after the position: else it might see others.
+        """
+        hides = ~self.masks(ranks).expand(len(batch), -1, -1)[range(len(batch)), batch]
+        if self.mask_depends:
+            follows = torch.arange(self.length) == torch.tensor(batch)[:, None] + 1
+            hides &= follows | (ranks % len(self.pool) >= self.num_special)
+        return hides
+
+    def texts(self, batches: Sequence[list[int]], B: int, cards: Iterator[int], alone: bool) -> Iterator[Tensor]:
+        """Yield texts, (B, T), each of which is to be compared with the one before it.
+
+        batches: positions, one of each sequence at a time, of which each may not see what is replaced next. The first
+        token after it and its replacement are dealt like cards.
+        alone: at last replace all sequences but the first, then all but the second.
         """
         ranks = self.text(B)
         for batch in batches:
-            for keep_special in self.ways:
-                if not keep_special:
-                    for row, position in enumerate(batch):  # these tokens are hidden from the batch before, too
-                        ranks[row, (position + 1) % self.length] = next(cards)
-                yield ranks
-                ranks = self.replace(ranks, batch, keep_special)
+            for row, position in enumerate(batch):
+                ranks[row, (position + 1) % self.length] = next(cards)  # which the batch before may not see either
+            yield ranks
+            ranks = ranks + self.hides(ranks, batch)
         yield ranks
         for row in range(min(B, 2) if alone else 0):
             ranks = ranks + (torch.arange(B) != row)[:, None]
             yield ranks
 
-    def replace(self, ranks: Tensor, batch: list[int], keep_special: bool) -> Tensor:
-        """Replace all tokens, or all but the special ones, that a position of each sequence may not see."""
-        hides = ~self.masks(ranks)[range(len(batch)), batch]
-        if not keep_special:
-            return ranks + hides
-        number = ranks % len(self.pool) - self.num_special  # of an ordinary token among these
-        following = (number + 1) % max(1, len(self.pool) - self.num_special) + self.num_special
-        return torch.where(hides & (number >= 0), following, ranks)
-
     def may_differ(self, ranks: Tensor, changed: Tensor) -> Tensor:
-        """Return which positions of two texts see a token that differs, or have another mask: (B, T) bool."""
+        """Return which positions of two texts see a token that differs, or see by another mask: (B, T)."""
         masks = self.masks(ranks)
-        moved = torch.zeros_like(ranks, dtype=torch.bool)
-        if callable(self.mask):
-            moved = (masks != self.masks(changed)).any(-1)
+        moved = (masks != self.masks(changed)).any(-1)
         differs = moved | (ranks != changed)
-        return moved | torch.stack([mask.float() @ of.float() > 0 for mask, of in zip(masks, differs, strict=True)])
+        return moved | (masks & differs[:, None]).any(-1)
 
     def hidden(self, forward: Forward, count: int, batch_size: int | None = None, alone: bool = False) -> None:
         """Run the probe "hidden" at `count` positions or more, and the probe "alone".
 
-        Each position has a sequence of a batch to itself. The first token that is replaced, and its replacement, are
-        dealt like cards: special tokens both ways, then two of the pool that had not their turn yet. If there are
-        `many` positions, texts follow until each special token had its turn.
+        Each position has a sequence of a batch to itself. The first token that is replaced and its replacement are
+        special ones, both ways, then two of the pool that had not their turn yet. If there are `many` positions, texts
+        follow until each special token had its turn.
         """
         B = batch_size or self.batch_size
         batches = self.batches(count, B)
         cards = itertools.chain(range(-1, self.num_special), self.next_rank)
-        rounds = 1 + self.num_special // max(1, B * len(batches)) if count >= self.many else 1
-        # Where the mask depends on special tokens, which are replaced, each batch begins with a text that has them.
-        groups = [[batch] for batch in batches] if callable(self.mask) else [batches]
-        for group in groups * rounds:
-            texts = self.texts(group, B, cards, alone)
+        for _ in range(1 + self.num_special // max(1, B * len(batches)) if count >= self.many else 1):
+            texts = self.texts(batches, B, cards, alone)
             ranks = next(texts)
             before = self.logits(forward, ranks)
             for changed in texts:
@@ -559,29 +552,23 @@ class Prober:
         In each sequence one target is counted, because a small sum shows small changes.
         """
         B = self.batch_size
-        for batch, keep_special in itertools.product(self.batches(self.many, B), self.ways):
+        for batch in self.batches(self.many, B):
             ranks = self.text(B)
-            changed = self.replace(ranks, batch, keep_special)
-            differ = self.may_differ(ranks, changed)[range(B), batch]  # where the mask has moved
-            changed[differ] = ranks[differ]
+            changed = ranks + self.hides(ranks, batch)
             counted = torch.arange(self.length) == torch.tensor(batch)[:, None]
-            targets = torch.where(counted.to(self.device), self.ids(ranks), IGNORE)
-
-            def loss(text: Tensor, targets: Tensor = targets) -> Tensor:
-                return self.call(loss_fn, text, targets).detach()
-
-            def difference(ranks: Tensor = ranks, changed: Tensor = changed, loss: Callable = loss) -> Tensor:
-                before = loss(ranks)
-                return (loss(changed) - before).abs() / before.abs()
-
-            before = loss(ranks)
-            moves = (loss(changed) - before).abs()
-            if moves and not self.vanishes(moves / before.abs(), difference):
-                effect = f"the loss moves by {moves:.2g} ({self.where})"
+            targets = torch.where(counted & ~self.may_differ(ranks, changed), self.ids(ranks).cpu(), IGNORE)
+            moves = partial(self.loss_moves, loss_fn, ranks, changed, targets.to(self.device))
+            if moves() and not self.vanishes(moves(), moves):
+                effect = f"the loss moves by {moves():.2g} of its size ({self.where})"
                 cause = (
                     f"if tokens are replaced that positions {batch} must not see, whose targets alone it should count"
                 )
                 raise Finding(f"{effect} {cause}")
+
+    def loss_moves(self, loss_fn: Loss, ranks: Tensor, changed: Tensor, targets: Tensor) -> Tensor:
+        """Return how much a loss differs for two texts, as a part of it."""
+        before = self.call(loss_fn, ranks, targets).detach()
+        return (self.call(loss_fn, changed, targets).detach() - before).abs() / before.abs().clamp_min(TINY)
 
 
 def relative(before: Tensor, after: Tensor) -> Tensor:
