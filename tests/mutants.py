@@ -321,6 +321,7 @@ def for_heads(test: Callable, *arguments: object) -> list[partial]:
 
 
 FUTURE = test_leakage.test_changing_the_future_changes_no_bit_of_the_past
+LOOPS = test_attention.test_layer_equals_three_loops_over_plain_numbers
 CHECKS = {
     "certificate": [
         partial(test_causality.test_what_is_causal_passes, 11, 3, torch.float32),
@@ -330,7 +331,7 @@ CHECKS = {
     "training": for_heads(FUTURE, test_leakage.training),
     "autocast": for_heads(FUTURE, test_leakage.autocast),
     "gradient": for_heads(test_leakage.test_gradient_is_zero_to_the_future_and_not_to_the_past, test_leakage.plain),
-    "oracle": for_heads(test_attention.test_layer_equals_three_loops_over_plain_numbers),
+    "oracle": [partial(LOOPS, n_kv_head, "triangle") for n_kv_head in (1, 3)],
     "cache": for_heads(test_leakage.test_logits_through_the_cache_are_those_of_one_pass),
     "batch": [test_leakage.test_sequences_of_a_batch_do_not_see_each_other],
     "extreme": for_heads(test_leakage.test_extreme_scores_hide_no_leak),
