@@ -162,9 +162,8 @@ def measure(
     with evaluating(model), torch.no_grad(), capture(model, with_values=complete) as att:
         read(model, idx, slice(1))
     source = att.calls[0].source
-    where = f"{dtype_name(source.dtype)}, {source.device.type}"
-    proofs = summarise([*scores.proofs, *att.verify().values()])
-    verified = "; ".join(f"weights {proof} ({where})" for proof in proofs)
+    proved = summarise([*scores.proofs, *att.verify().values()])
+    verified = f"{proved} ({dtype_name(source.dtype)}, {source.device.type})"
     if num_unmasked := att.left_out.count(UNMASKED):
         verified += f"; {num_unmasked} more layers: {UNMASKED}, python -m model.check says where"
     found = Inspection(**vars(inputs), name=visible(name), verified=verified, scores=scores, att=att)

@@ -159,6 +159,8 @@ class RunDirectory:
         self.report()
         text = f"step {step:7d} | val loss {record['val_loss']:7.4f} | bits/byte {record['val_bits_per_byte']:6.4f}"
         text += f" | trained {train_seconds:8.1f} s"
+        if "heads" not in record:
+            text += f"\n{'':12} | {record['heads_proof']}"
         if "sample" in record:
             text += f"\n{'':12} | {visible(' '.join(record['sample'].split())[:SAMPLE_WIDTH])}"
         return text
