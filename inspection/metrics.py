@@ -40,9 +40,6 @@ class Proof(NamedTuple):
     later: float = 0.0  # the largest share of a row that later tokens have
 
     def __repr__(self) -> str:
-        return str(self) if math.isnan(self.error) else f"recomputed, and proved: {self}"
-
-    def __str__(self) -> str:
         if not math.isnan(self.error):
             return f"match the fused kernel: max row error {self.error:.1e}"
         why = "" if self.least > 0.99 else " (a mask after the softmax, a sink or dropout)"
