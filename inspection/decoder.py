@@ -18,13 +18,6 @@ POSITIONS = 1024  # logits are computed for so many positions of a sequence at a
 IGNORE = -100  # the target that F.cross_entropy skips
 
 
-def find_head(model: nn.Module) -> nn.Linear | None:
-    """Return the layer that makes logits, (B, T, C) -> (B, T, V), if the model names one."""
-    named = getattr(model, "get_output_embeddings", None)
-    head = named() if named else getattr(model, "lm_head", None)
-    return head if isinstance(head, nn.Linear) else None  # another may mix the positions
-
-
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the weights."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -57,10 +50,12 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
             was_cut.append(True)
             return (inputs[0][:, positions], *inputs[1:])
 
-    head = find_head(model)
+    named = getattr(model, "get_output_embeddings", None)
+    head = named() if named else getattr(model, "lm_head", None)
+    can_cut = isinstance(head, nn.Linear)  # another may mix the positions
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     with errors_as_user_error(f"the model cannot read {T} tokens, given as model(idx)"):
-        with head.register_forward_pre_hook(cut) if head is not None else nullcontext():
+        with head.register_forward_pre_hook(cut) if can_cut else nullcontext():
             output = model(idx, **options)
     with errors_as_user_error("the model has to return logits"):
         logits = logits_of(output)
