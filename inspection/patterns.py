@@ -295,11 +295,10 @@ class Captured(TorchFunctionMode):
             if isinstance(call, Computed) and mask.equal(call.mask):
                 mask = call.mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
-        given = (query, key, value) if self.with_values else (query, key)
-        q, k, *values = (x.detach().to(dtype, copy=True) for x in given)
+        q, k, v = (x.detach().to(dtype, copy=True) for x in (query, key, value))
         if query.dim() == 3:
-            q, k, *values = (x.reshape(B, -1, *x.shape[-2:]) for x in (q, k, *values))
-        call = Computed(values[0] if values else None, q, k, mask, is_causal, scale)
+            q, k, v = (x.reshape(B, -1, *x.shape[-2:]) for x in (q, k, v))
+        call = Computed(v if self.with_values else None, q, k, mask, is_causal, scale)
         return self.keep(call, output, "bhtd->bhtd" if query.dim() == 4 else "btd->btd")
 
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
