@@ -15,7 +15,6 @@ from errors import UserError, errors_as_user_error
 from model.causality import logits_of
 
 POSITIONS = 1024  # logits are computed for so many positions of a sequence at a time: V numbers each
-IGNORE = -100  # the target that F.cross_entropy skips
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -75,11 +74,12 @@ def predict(model: nn.Module, idx: Tensor) -> tuple[Tensor, list[tuple[int, floa
     """
     loss = 0.0
     likeliest = []
-    targets = F.pad(idx[0, 1:], (0, 1), value=IGNORE)  # the last position has no next token
-    for start in range(0, len(targets), POSITIONS):
+    T = idx.size(1)
+    for start in range(0, T, POSITIONS):
         part = slice(start, start + POSITIONS)
         logits = read(model, idx, part)[0].float().log_softmax(-1)
-        loss += F.nll_loss(logits, targets[part].to(logits.device), reduction="sum").cpu()
+        targets = idx[0, 1:][part].to(logits.device)  # the last position has no next token
+        loss += F.nll_loss(logits[: len(targets)], targets, reduction="sum").cpu()
         values, tokens = logits.max(-1)
         likeliest += zip(tokens.tolist(), values.exp().tolist(), strict=True)
-    return loss / (len(targets) - 1), likeliest
+    return loss / (T - 1), likeliest
