@@ -15,14 +15,6 @@ from errors import UserError, errors_as_user_error
 from model.causality import logits_of
 
 POSITIONS = 1024  # logits are computed for so many positions of a sequence at a time: V numbers each
-IGNORE = -100  # the target that F.cross_entropy skips
-
-
-def find_head(model: nn.Module) -> nn.Linear | None:
-    """Return the layer that makes logits, (B, T, C) -> (B, T, V), if the model names one."""
-    named = getattr(model, "get_output_embeddings", None)
-    head = named() if named else getattr(model, "lm_head", None)
-    return head if isinstance(head, nn.Linear) else None  # another may mix the positions
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -57,10 +49,12 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
             was_cut.append(True)
             return (inputs[0][:, positions], *inputs[1:])
 
-    head = find_head(model)
+    named = getattr(model, "get_output_embeddings", None)
+    head = named() if named else getattr(model, "lm_head", None)
+    can_cut = isinstance(head, nn.Linear)  # another may mix the positions
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     with errors_as_user_error(f"the model cannot read {T} tokens, given as model(idx)"):
-        with head.register_forward_pre_hook(cut) if head is not None else nullcontext():
+        with head.register_forward_pre_hook(cut) if can_cut else nullcontext():
             output = model(idx, **options)
     with errors_as_user_error("the model has to return logits"):
         logits = logits_of(output)
@@ -80,11 +74,12 @@ def predict(model: nn.Module, idx: Tensor) -> tuple[Tensor, list[tuple[int, floa
     """
     loss = 0.0
     likeliest = []
-    targets = F.pad(idx[0, 1:], (0, 1), value=IGNORE)  # the last position has no next token
-    for start in range(0, len(targets), POSITIONS):
+    T = idx.size(1)
+    for start in range(0, T, POSITIONS):
         part = slice(start, start + POSITIONS)
         logits = read(model, idx, part)[0].float().log_softmax(-1)
-        loss += F.nll_loss(logits, targets[part].to(logits.device), reduction="sum").cpu()
+        targets = idx[0, 1:][part].to(logits.device)  # the last position has no next token
+        loss += F.nll_loss(logits[: len(targets)], targets, reduction="sum").cpu()
         values, tokens = logits.max(-1)
         likeliest += zip(tokens.tolist(), values.exp().tolist(), strict=True)
-    return loss / (len(targets) - 1), likeliest
+    return loss / (T - 1), likeliest

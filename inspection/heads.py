@@ -21,7 +21,7 @@ from errors import UserError
 from inspection.decoder import device_of, evaluating, predict, read
 from inspection.kinds import Head
 from inspection.metrics import HeadScores, Metrics
-from inspection.patterns import capture
+from inspection.patterns import NotTheKernels, capture
 from model.causality import watched
 
 CPU_FLOPS = 5e11  # spent on each extra of a page on a CPU: about five seconds
@@ -71,15 +71,15 @@ def make_probe(
 
 
 @torch.no_grad()
-def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None, verify: bool = True) -> HeadScores:
+def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None) -> HeadScores:
     """Measure every head on a text (N, T) and on a probe, in eval mode.
 
     Without a probe, duplicate and induction are left out. Raises NotTheKernels if the weights are not those that the
-    kernel used; verify=False skips that proof. Raises UserError if the model cannot be read. All ranks of a sharded
-    model have to call this together.
+    kernel used, and UserError if the model cannot be read. All ranks of a sharded model have to call this together.
     """
     predicted = []
     proofs = []
+    wrong = []
 
     def measure_each(texts: Tensor, repeat: int | None = None) -> list[Metrics]:
         """Return metric -> (N, L, H) of the heads and of even ones; store proofs and, of a text, predictions.
@@ -95,8 +95,10 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
                     read(model, idx, slice(1))
             if (shown := att.shape[1::2]) != tuple(idx.shape):
                 raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
-            if verify:
+            try:
                 proofs.extend(att.verify().values())
+            except NotTheKernels as error:
+                wrong.append(error)
             parts.append(att.scores_and_chance(repeat))
         return [{name: torch.cat([part[name] for part in of]) for name in of[0]} for of in zip(*parts, strict=True)]
 
@@ -111,6 +113,8 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
                 samples[name], samples[f"{name}_control"] = found[name].chunk(2)
                 even[name] = even_found[name]
                 rows[name] = len(probe.repeated) * repeat
+    if wrong:  # not before: the ranks read all texts together
+        raise wrong[0]
     chance = {name: values.mean(0) for name, values in even.items()}
     losses, predictions = zip(*predicted, strict=True)
     return HeadScores(samples, torch.stack(losses), predictions[0], proofs, chance, rows)

@@ -92,15 +92,16 @@ def save(path: Path, inspections: Sequence[Inspection]) -> None:
     check_output(path)
     last = inspections[-1]
     content = BytesIO()
-    if path.suffix.lower() == ".html":
+    suffix = path.suffix.lower()
+    if suffix == ".html":
         content.write(page.render(inspections).encode())
-    elif path.suffix.lower() == ".npz":  # docs/inspect.md has the shapes
+    elif suffix == ".npz":  # docs/inspect.md has the shapes
         page.check_room(last, 1)
         weights = torch.stack([last.pattern(*head) for head in last.heads])
         arrays = {"heads": last.heads, "weights": weights, "tokens": last.labels, "losses": last.scores.losses}
         np.savez_compressed(content, **last.scores.mean, **arrays)
     else:
-        plots.draw_heads(content, last, path.suffix[1:])
+        plots.draw_heads(content, last, suffix[1:])
     replace_file(path.resolve(), content.getvalue())  # behind a link
 
 
@@ -162,9 +163,8 @@ def measure(
     with evaluating(model), torch.no_grad(), capture(model, with_values=complete) as att:
         read(model, idx, slice(1))
     source = att.calls[0].source
-    where = f"{dtype_name(source.dtype)}, {source.device.type}"
-    proofs = summarise([*scores.proofs, *att.verify().values()])
-    verified = "; ".join(f"weights {proof} ({where})" for proof in proofs)
+    proved = summarise([*scores.proofs, *att.verify().values()])
+    verified = f"{proved} ({dtype_name(source.dtype)}, {source.device.type})"
     if num_unmasked := att.left_out.count(UNMASKED):
         verified += f"; {num_unmasked} more layers: {UNMASKED}, python -m model.check says where"
     found = Inspection(**vars(inputs), name=visible(name), verified=verified, scores=scores, att=att)

@@ -40,9 +40,6 @@ class Proof(NamedTuple):
     later: float = 0.0  # the largest share of a row that later tokens have
 
     def __repr__(self) -> str:
-        return str(self) if math.isnan(self.error) else f"recomputed, and proved: {self}"
-
-    def __str__(self) -> str:
         if not math.isnan(self.error):
             return f"match the fused kernel: max row error {self.error:.1e}"
         why = "" if self.least > 0.99 else " (a mask after the softmax, a sink or dropout)"
@@ -50,11 +47,12 @@ class Proof(NamedTuple):
         return f"read where they met the values: {sums}, later tokens get {self.later:.1g}"
 
 
-def summarise(proofs: Sequence[Proof]) -> list[Proof]:
-    """Return the worst of all layers that were proved, and of all that were read."""
+def summarise(proofs: Sequence[Proof]) -> str:
+    """Say what is known of the weights: the worst of all layers that were proved, and of all that were read."""
     groups = [[proof for proof in proofs if math.isnan(proof.error) == was_read] for was_read in (False, True)]
     columns = [zip(*group, strict=True) for group in groups if group]
-    return [Proof(max(error), min(least), max(most), max(later)) for error, least, most, later in columns]
+    worst = [Proof(max(error), min(least), max(most), max(later)) for error, least, most, later in columns]
+    return "; ".join(f"weights {proof}" for proof in worst)
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class HeadScores:
     samples: Metrics  # metric -> (N, L, H) float64
     losses: Tensor  # (N,) mean cross-entropy of each text, in nats a token
     predictions: Sequence[tuple[int, float]]  # at each token of the first text the likeliest next, and its probability
-    proofs: list[Proof]  # of the layers, for each text and probe; none if the weights were not verified
+    proofs: list[Proof]  # of the layers, for each text and probe
     chance: Metrics  # metric -> (L, H), the score of a head that attends evenly to all it may see
     rows: dict[str, int]  # metric -> the number of queries that it is a mean over
 

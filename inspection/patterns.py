@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import starmap
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from errors import UserError
 from inspection.metrics import Metrics, Proof, measure
 from inspection.products import PRODUCTS, find_attention
-from model import GPT, attention
+from model import GPT
 from model.attention import attention_weights, repeat_kv
 from model.device import exact_products
 
@@ -101,10 +100,6 @@ class Computed(Call):
         mask = self.mask[:, head % self.mask.size(1), None]
         return replace(self, q=self.q[:, head, None], k=repeat_kv(self.k, self.q)[:, head, None], mask=mask)
 
-    def sums(self) -> tuple[()]:
-        """Return nothing: what a softmax and the mask make of the sums of rows is known."""
-        return ()
-
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the weights of all heads before dropout, and the keys they may see, for one block of queries at a time.
 
@@ -129,12 +124,12 @@ class Computed(Call):
         options = {"scale": self.scale, "enable_gqa": self.q.size(1) != self.k.size(1)}
         return F.scaled_dot_product_attention(self.q, self.k, values, mask, is_causal=self.is_causal, **options)
 
-    def row_errors(self) -> tuple[Tensor, Tensor]:
-        """Estimate the error of each row of the weights, and the error that the rounding of scores explains.
+    def prove(self, layer: int) -> Proof:
+        """Return the largest error of a row of the weights. Raises NotTheKernels if it is more than rounding.
 
-        Both are (B, H, T_query). The kernel runs again on the same queries, keys and mask, with random values of 1 and
-        -1. If a row of our weights is wrong by a vector e, the mean square difference of the two outputs over the
-        width of a head is |e|^2 on average, whatever the direction of e (Freivalds 1977).
+        The kernel runs again on the same queries, keys and mask, with random values of 1 and -1. If a row of our
+        weights is wrong by a vector e, the mean square difference of the two outputs over the width of a head is |e|^2
+        on average, whatever the direction of e (Freivalds 1977). layer: the number of this layer.
         """
         q = self.q
         generator = torch.Generator().manual_seed(0)
@@ -149,7 +144,14 @@ class Computed(Call):
         # Scores are rounded in proportion to |q| |k| times their scale. Only keys with weight can move the output.
         scale = q.size(-1) ** -0.5 if self.scale is None else self.scale
         rounding = 2 * torch.finfo(self.dtype).eps * scale * q.to(self.dtype).norm(dim=-1) * ours[..., -1]
-        return difference.square().mean(-1).sqrt(), rounding.clamp(max=MAX_SCORE_ROUNDING)
+        errors = difference.square().mean(-1).sqrt()
+        largest = errors.max().item()
+        if not (errors - rounding.clamp(max=MAX_SCORE_ROUNDING)).max() <= TOLERANCE[q.dtype]:  # also raises for nan
+            raise NotTheKernels(
+                f"layer {layer}: the weights shown are not those of the kernel, a row is off by "
+                f"{largest:.2g} ({q.dtype}, at most {TOLERANCE[q.dtype]:.0e} is rounding)"
+            )
+        return Proof(largest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,14 +169,13 @@ class Read(Call):
         """Return these weights with one head alone. Raises IndexError if there is no such head."""
         return replace(self, source=self.source[:, head, None])
 
-    def sums(self) -> tuple[float, float, float]:
-        """Return the least and the largest sum of a row, and the largest share of a row that later tokens have."""
+    def prove(self, layer: int) -> Proof:
+        """Return what rows sum to, and the largest share of one that later tokens have."""
         weights = self.weights()
         sums = weights.sum(-1)
-        later = weights.triu(weights.size(3) - weights.size(2) + 1).sum(-1) / sums.clamp(
-            min=torch.finfo(sums.dtype).tiny
-        )
-        return sums.min().item(), sums.max().item(), later.max().item()
+        later = weights.triu(weights.size(3) - weights.size(2) + 1).sum(-1)
+        shares = later / sums.clamp(min=torch.finfo(sums.dtype).tiny)
+        return Proof(math.nan, sums.min().item(), sums.max().item(), shares.max().item())
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield all weights, as `Computed` does in blocks, and the keys to which any head of the layer gives some."""
@@ -293,11 +294,10 @@ class Captured(TorchFunctionMode):
             if isinstance(call, Computed) and mask.equal(call.mask):
                 mask = call.mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
-        given = (query, key, value) if self.with_values else (query, key)
-        q, k, *values = (x.detach().to(dtype, copy=True) for x in given)
+        q, k, v = (x.detach().to(dtype, copy=True) for x in (query, key, value))
         if query.dim() == 3:
-            q, k, *values = (x.reshape(B, -1, *x.shape[-2:]) for x in (q, k, *values))
-        call = Computed(values[0] if values else None, q, k, mask, is_causal, scale)
+            q, k, v = (x.reshape(B, -1, *x.shape[-2:]) for x in (q, k, v))
+        call = Computed(v if self.with_values else None, q, k, mask, is_causal, scale)
         return self.keep(call, output, "bhtd->bhtd" if query.dim() == 4 else "btd->btd")
 
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
@@ -348,7 +348,7 @@ class Captured(TorchFunctionMode):
         if not weights.min() >= 0:
             return output
         call = Read(values.detach() if self.with_values else None, weights.clone())
-        least, most, later = call.sums()
+        _, least, most, later = call.prove(len(self.seen))
         rounding = TOLERANCE.get(weights.dtype, 0.0)
         is_past = later <= LEAK
         if T_query != T_key:  # the queries belong to the last keys: behind these is no empty buffer
@@ -457,29 +457,15 @@ class Captured(TorchFunctionMode):
 
         Raises NotTheKernels if an error is larger than rounding explains.
         """
-        proofs = {}
-        for layer, call in enumerate(self.calls):
-            dtype = call.source.dtype
-            largest = math.nan
-            if isinstance(call, Computed):
-                errors, rounding = call.row_errors()
-                largest = errors.max().item()
-                if not (errors - rounding).max().item() <= TOLERANCE[dtype]:  # also raises for nan
-                    raise NotTheKernels(
-                        f"layer {layer}: the weights shown are not those of the kernel, a row is off by "
-                        f"{largest:.2g} ({dtype}, at most {TOLERANCE[dtype]:.0e} is rounding)"
-                    )
-            proofs[layer] = Proof(largest, *call.sums())
-        return proofs
+        return {layer: call.prove(layer) for layer, call in enumerate(self.calls)}
 
 
 @contextmanager
 def capture(model: nn.Module, replace: Replace | None = None, with_values: bool = False) -> Iterator[Captured]:
     """Capture the attention of a model while it runs inside the `with` block.
 
-    A forward pass replaces the one before. Outputs and gradients are the same as without capture, to the last bit, but
-    where our own layers would train by the formula: inside the block they call the kernel. A compiled model runs
-    eagerly there. If a model joins heads and batch in one axis, the batch has to come first.
+    A forward pass replaces the one before. Outputs and gradients are the same as without capture, to the last bit. A
+    compiled model runs eagerly there. If a model joins heads and batch in one axis, the batch has to come first.
 
     replace: a function of a layer and the output of its heads, before the output projection, that returns the output
         to go on with.
@@ -491,7 +477,6 @@ def capture(model: nn.Module, replace: Replace | None = None, with_values: bool 
         if isinstance(model, GPT):  # its parts may be called without it, from this one on, as `GPT.generate` does
             stack.enter_context(model.token_embedding.register_forward_pre_hook(captured.begin, with_kwargs=True))
             stack.enter_context(model.final_norm.register_forward_pre_hook(captured.end))
-        stack.enter_context(patch.object(attention, "formula_is_faster", return_value=False))
         if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield stack.enter_context(captured)

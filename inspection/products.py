@@ -33,8 +33,8 @@ def find_attention(
     if not result:
         once = "".join(axis for axis in sorted(inputs) if inputs.count(axis) == 1 and axis != ",")
         result = "..." * ("..." in inputs) + once
-    tensors = [*[x for x in operands if isinstance(x, Tensor)][-2:], output]  # `baddbmm` has a term before the factors
-    tensors = [x.detach() for x in tensors]
+    factors = [x for x in operands if isinstance(x, Tensor)][-2:]  # `baddbmm` has a term before them
+    tensors = [x.detach() for x in (*factors, output)]
     named = [*inputs.split(","), result]
     unnamed = "".join(x for x in ascii_letters if x not in equation)  # the last axes of "..." are the same in all
     axes = [
@@ -43,13 +43,11 @@ def find_attention(
     is_odd = any(x.layout != torch.strided or x.is_complex() or not x.numel() for x in tensors)
     if is_odd or len(named) != 3 or [*map(len, axes)] != [x.dim() for x in tensors]:
         return
+    pairs = [*zip(tensors, axes, strict=True)]
+    first, second, (_, of_output) = pairs
     # The sizes of the output count last: an axis of a factor may be one that is repeated.
-    sizes = {axis: n for x, named in zip(tensors, axes, strict=True) for axis, n in zip(named, x.shape, strict=True)}
-    (first, second, _), (of_first, of_second, of_output) = tensors, axes
-    for weights, of_weights, values, of_values in (
-        (first, of_first, second, of_second),
-        (second, of_second, first, of_first),
-    ):
+    sizes = {axis: n for x, named in pairs for axis, n in zip(named, x.shape, strict=True)}
+    for (weights, of_weights), (values, of_values) in ((first, second), (second, first)):
         key = "".join(axis for axis in of_weights if axis in of_values and axis not in of_output)
         own = [axis for axis in of_weights if axis not in of_values and (text is None or sizes[axis] == text[1])]
         query = "".join(own[-1:])

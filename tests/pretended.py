@@ -69,12 +69,13 @@ def take_steps(directory: Path, *options: str, num: int = 4) -> list[Step]:
         steps.append(Step(gpu.operators, gpu.waits, gpu.mixed))
         progress.step += 1
 
+    measured = {"val_loss": 1.0, "val_bits_per_byte": 1.0, "heads": {}}
     with (
         mock.patch.object(Ranks, "micro_batches", begin),
         mock.patch.object(Progress, "made_step", end),
         mock.patch.object(RunDirectory, "save"),
         mock.patch.object(FiniteGuard, "check"),
-        mock.patch.object(Validation, "evaluate", lambda *arguments: {"val_loss": 1.0, "val_bits_per_byte": 1.0}),
+        mock.patch.object(Validation, "evaluate", lambda *arguments: measured),
         mock.patch("train.certify", lambda *arguments: {"causal": "not asked"}),
         pretended_gpu() as gpu,
         Ranks() as ranks,

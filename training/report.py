@@ -121,6 +121,7 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "latest": latest,
         "charts": draw_charts(curves, LOSSES),
         "heads": draw_charts(curves, HEADS, 0, 1),
+        "proofs": curves["heads_proof"],
         "sections": {
             "Next": [("", "\n".join(next_commands(directory, best, finished)))],
             "Evaluations": [

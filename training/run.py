@@ -163,6 +163,8 @@ class RunDirectory:
         self.report()
         text = f"step {progress.step:7d} | val loss {record['val_loss']:7.4f}"
         text += f" | bits/byte {record['val_bits_per_byte']:6.4f} | trained {progress.train_seconds:8.1f} s"
+        if "heads" not in record:
+            text += f"\n{'':12} | {record['heads_proof']}"
         if "sample" in record:
             text += f"\n{'':12} | {visible(' '.join(record['sample'].split())[:SAMPLE_WIDTH])}"
         return text

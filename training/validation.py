@@ -11,6 +11,8 @@ from data.batches import validation_batches
 from data.corpus import Corpus
 from errors import UserError
 from inspection.heads import head_scores, make_probe
+from inspection.metrics import summarise
+from inspection.patterns import NotTheKernels
 from model import GPT
 from model.device import autocast
 from training.certificate import LossFn
@@ -58,12 +60,20 @@ class Validation:
         self.probe = make_probe(self.tokenizer, self.tokenizer.vocab_size, probe_tokens(corpus, config), context_length)
 
     def evaluate(self, model: GPT, loss_fn: LossFn) -> dict:
-        """Return a record for metrics.jsonl: val_loss, val_bits_per_byte, heads and, if wanted, a sample."""
+        """Return a record for metrics.jsonl: val_loss, val_bits_per_byte, heads and, if wanted, a sample.
+
+        "heads_proof" says how their weights were proved. If they are not the kernel's, or cannot be seen, there are no
+        heads, and it says why: a run goes on without them.
+        """
         val_loss = self.loss(model, loss_fn)
-        with autocast(model.device, self.dtype):
-            scores = head_scores(model, self.text, self.probe, verify=False)
-        heads = {name: mean.numpy().round(4).tolist() for name, mean in scores.mean.items()}  # L rows of H numbers
-        record = {"val_loss": val_loss, "val_bits_per_byte": val_loss * self.bits_per_byte_per_nat, "heads": heads}
+        record = {"val_loss": val_loss, "val_bits_per_byte": val_loss * self.bits_per_byte_per_nat}
+        try:
+            with autocast(model.device, self.dtype):
+                scores = head_scores(model, self.text, self.probe)
+            heads = {name: mean.numpy().round(4).tolist() for name, mean in scores.mean.items()}  # L rows of H numbers
+            record |= {"heads": heads, "heads_proof": summarise(scores.proofs)}
+        except (NotTheKernels, UserError) as error:
+            record["heads_proof"] = f"heads are left out: {error}"
         if self.config.sample_tokens:
             record["sample"] = self.sample(model, self.config.sample_tokens)
         return record

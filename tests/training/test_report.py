@@ -8,9 +8,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch.nn.functional as F
 
 import train
 from cli.script import visible
+from inspection import Captured
+from model import attention
 from model.checkpoint import step_directories
 from tests.conftest import leave, metrics, same_bits, tiny_run, weights
 from training.options import to_toml
@@ -153,6 +156,28 @@ def test_a_line_for_each_head_is_where_its_scores_are(tmp_path: Path) -> None:
     texts = zip([given for tag, given in page.tags if tag == "text"], page.texts["text"], strict=True)
     beside = [(name, given["class"], given["y"]) for given, name in texts if given["x"] == "163"]
     assert beside == [("0.2", "n1", "45.0"), ("1.2", "n2", "58.0"), ("0.0", "n3", "80.0")]  # 13 apart or more
+
+
+def test_heads_that_are_not_the_kernels_are_left_out_and_the_run_goes_on(
+    run, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch
+) -> None:
+    proofs = Page(straight).texts["p"][3:]
+    assert proofs == [f"step {step}: {said}" for step, said in metrics(straight, "heads_proof").items()][::-1]
+    assert all(re.fullmatch(r"step \d+: weights match the fused kernel: max row error \d.\de-0\d", p) for p in proofs)
+    formula = attention.attention_scores
+    monkeypatch.setattr(attention, "attention_scores", lambda q, *others: formula(10 * F.normalize(q, dim=-1), *others))
+    asked, verify = [], Captured.verify
+    monkeypatch.setattr(Captured, "verify", lambda self: asked.append(self) or verify(self))
+    result = run(train, *tiny_run(corpus_file, tmp_path / "run"))
+    assert len(asked) == 4 * (1 + 2 * 8)  # every text and probe: ranks that read them together stay together
+    left_out = metrics(tmp_path / "run", "heads_proof")
+    assert result.exit_code == 0 and list(left_out) == [0, 4, 8, 12] and not metrics(tmp_path / "run", "heads")
+    for reason in left_out.values():
+        assert reason.startswith("heads are left out: layer 0: the weights shown are not those of the kernel, a row is")
+        assert f"{'':12} | {reason}\n" in result.out
+    page = Page(tmp_path / "run")
+    assert page.texts["p"][2:] == [f"step {step}: {reason}" for step, reason in left_out.items()][::-1]
+    assert not page.texts["figcaption"] and same_bits(weights(straight), weights(tmp_path / "run"))
 
 
 def test_it_is_written_when_something_is_new_and_its_failure_costs_a_line(
