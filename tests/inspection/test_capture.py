@@ -34,7 +34,8 @@ def call_captured(q: Tensor, k: Tensor, v: Tensor | None = None, **options: obje
 @pytest.mark.parametrize("dtype", inspection.patterns.TOLERANCE, ids=str)
 @pytest.mark.parametrize("n_kv_head", [1, 3])
 def test_patterns_are_proved_in_every_precision(n_kv_head: int, dtype: torch.dtype) -> None:
-    att = run_captured(make_gpt(n_kv_head=n_kv_head).to(dtype).eval(), torch.randint(V, (B, T)))
+    with torch.no_grad():  # under autograd a layer in bfloat16 computes by the formula
+        att = run_captured(make_gpt(n_kv_head=n_kv_head).to(dtype).eval(), torch.randint(V, (B, T)))
     assert list(att.verify()) == [0, 1]
     for layer in range(L):
         for head in range(H):

@@ -1,5 +1,7 @@
 """One mask, four readers: formula, fused kernel, decoding with a cache and inspection are the same function."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inspection import capture
+from model import attention
 from model.attention import Attend, CausalSelfAttention, attention_weights, make_causal_mask
 from model.cache import LayerCache
 from tests.conftest import often
@@ -63,7 +66,7 @@ def check_case(case: dict) -> None:
         parts = [part for part in x.tensor_split(case["cuts"], dim=1) if part.size(1)]
         return torch.cat([layer(part, cache) for part in parts], dim=1)
 
-    with capture(layer) as att:
+    with patch.object(attention, "formula_is_faster", return_value=False), capture(layer) as att:
         kernel = layer(x)
     cache = LayerCache(B, layer.k_proj.out_features // layer.head_dim, T, layer.head_dim, dtype, x.device)
     cache.keys.fill_(torch.nan)  # old memory must not matter

@@ -15,13 +15,9 @@ from torch import Tensor
 import sample
 import train
 from cli.script import visible
-<<<<<<< HEAD
 from data.batches import IGNORE, Batches
-=======
-from data.batches import IGNORE
 from model import GPT
-from model.attention import Attend
->>>>>>> b1ddbde5bfa47cfeed6de7333fcb57bbe4cecb7f
+from model.attention import Attend, make_causal_mask
 from tests.conftest import make_gpt, metrics, same_bits, tiny_run, weights
 from training.model import SHARP, SOFT
 from training.progress import Progress
@@ -40,12 +36,8 @@ def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> No
     assert bits[80] == pytest.approx(val_loss[80] / math.log(2), rel=1e-6)  # a token is a byte here
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert {"step", "train_loss", "lr", "grad_norm", "tokens", "tokens_per_second"} == set(logged[1])
-<<<<<<< HEAD
-    assert {"step", "val_loss", "val_bits_per_byte", "tokens", "train_seconds", "heads", "sample"} == set(logged[0])
-=======
     heads = {"heads", "heads_proof"}
-    assert {"step", "val_loss", "val_bits_per_byte", "train_seconds", *heads, "sample"} == set(logged[0])
->>>>>>> b1ddbde5bfa47cfeed6de7333fcb57bbe4cecb7f
+    assert {"step", "val_loss", "val_bits_per_byte", "tokens", "train_seconds", *heads, "sample"} == set(logged[0])
     assert metrics(out, "tokens")[80] == 80 * 3 * 2 * 11
     for said in ("device: cpu", "A sample of what it writes:", f"sample.py {out}"):
         assert said in result.out
@@ -93,7 +85,8 @@ def test_heads_of_a_layer_whose_scores_are_capped_are_its_own(run, corpus_file, 
     """Change the layer and nothing that inspection calls, and measure the evenness of its rows by hand."""
     seen = []
 
-    def capped(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
+    def capped(self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: object) -> Tensor:
+        mask = make_causal_mask(k.size(2))[-q.size(2) :]
         scores = 0.3 * torch.tanh(q @ k.mT / q.size(-1) ** 0.5 / 0.3)
         seen.append(scores.masked_fill(~mask, -torch.inf).softmax(-1))
         return seen[-1] @ v
