@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import Attend, make_causal_mask
 from model.causality import check_causality
-from model.families import FAMILIES
+from model.families import FAMILIES, MLP
 from tests.conftest import make_gpt, often, tiny_run
 from training.certificate import certify, compare_with_cpu
 
@@ -195,6 +196,37 @@ def test_a_mask_is_checked_against_what_it_claims(monkeypatch: pytest.MonkeyPatc
     assert not narrow.ok and narrow.query - narrow.key == 6
     wide = check_causality(model, V, 67, mask=window(8))
     assert "blind" in wide.finding and wide.query - wide.key == 7
+
+
+class Experts(nn.Module):
+    """Sends each token to one MLP of three, and multiplies all tokens of one together."""
+
+    def __init__(self, config: GPTConfig, leak: float = 0.0) -> None:
+        super().__init__()
+        self.router, self.leak = nn.Linear(config.n_embd, 3, bias=False), leak
+        self.experts = nn.ModuleList(MLP(config) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, chosen = self.router(x).softmax(-1).max(-1)
+        y = self.leak * F.pad(x[:, 1:], (0, 0, 0, 1))
+        for number, expert in enumerate(self.experts):
+            rows = chosen == number
+            rounding = 3e-7 * torch.sin(rows.sum()) * (x.dtype == torch.float32)  # as kernels differ by number of rows
+            y[rows] = y[rows] + (share[rows][:, None] * expert(x[rows])) * (1 + rounding).to(x.dtype)
+        return y
+
+
+def test_experts_that_round_train_and_their_leaks_do_not(run, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
+    for leak in (0.0, 1e-5, 1e-6, 1e-8, 1e-11):
+        family = replace(FAMILIES["gpt2"], mlp=partial(Experts, leak=leak))
+        monkeypatch.setitem(FAMILIES, "gpt2", family)
+        shape = {"model__n_embd": 60, "model__dropout": 0.0, "train__batch_size": 7, "train__max_steps": 2}
+        said = run(train, *tiny_run(corpus_file, tmp_path / str(leak), **shape))
+        if leak:
+            assert said.exit_code == 2 and "which it must not see" in said.err
+        else:
+            rounding = "; bits differ by rounding alone: asked again in float64"
+            assert said.exit_code == 0 and rounding in said.out.split("\ncausal: ")[1].split("\n")[0]
 
 
 class Documents(nn.Module):
