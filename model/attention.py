@@ -69,13 +69,11 @@ class Attend(nn.Module):
         """Return the weighted sums of the values: (B, H, T_query, D). k and v are (B, n_kv_head, T_key, D).
 
         mask: that of `attention_weights`, or one for each sequence, (B, 1, T_query, T_key). None: a text sees itself by
-        the triangle, and a single query sees all keys. A kernel does this faster without a mask.
+        the triangle, and a single query sees all keys. The kernel does this faster without a mask.
         """
-        B, H, T, D = q.shape
-        if formula_is_faster(q, k):
-            if mask is None:
-                mask = make_causal_mask(k.size(2), q.device)[-T:]
+        if mask is not None and formula_is_faster(q, k):
             return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_kv(v, q)
+        B, H, T, D = q.shape
         causal = mask is None and T > 1
         if mask is None and T == 1:  # heads that share keys ask as queries of one head, so that no key is repeated
             q = q.reshape(B, k.size(1), -1, D)
@@ -163,17 +161,17 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.store(k, v)
             q = q.to(k.dtype)  # the cache may be more precise
-        mask = self.mask_of(positions, k.size(-2))
+        mask = self.mask_of(q, k, positions)
         y = self.attend(q, k, v, mask, self.weight_dropout if self.training else 0.0)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H * D)
         return self.residual_dropout(self.o_proj(y.to(dtype)))
 
-    def mask_of(self, positions: slice, num_keys: int) -> Tensor | None:
-        """Return the rows of the mask for these T queries, (T, num_keys), or None where `Attend` needs none."""
-        is_whole = positions.stop - positions.start in (1, num_keys)
-        if is_whole and self.causal_mask is self.triangle:  # no other mask, also if one is assigned later
+    def mask_of(self, q: Tensor, k: Tensor, positions: slice) -> Tensor | None:
+        """Return the rows of the mask that belong to the queries, (T_query, T_key), or None where a kernel needs none."""
+        is_whole = q.size(2) in (1, k.size(2)) and self.causal_mask is self.triangle  # which no other mask is
+        if is_whole and not formula_is_faster(q, k):
             return None
-        return self.causal_mask[positions, :num_keys]
+        return self.causal_mask[positions, : k.size(2)]
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Split the heads: (B, T, heads * D) -> (B, heads, T, D)."""

@@ -51,7 +51,7 @@ MASKS = {
 def test_layer_equals_three_loops_over_plain_numbers(n_kv_head: int, kind: str) -> None:
     layer, x = make_layer(n_kv_head, bias=False).double(), torch.randn(B, T, C, dtype=torch.float64)
     if kind == "documents":  # a mask for each sequence
-        layer.mask_of = lambda positions, num_keys: MASKS[kind][..., positions, :num_keys]
+        layer.mask_of = lambda q, k, positions: MASKS[kind][..., positions, : k.size(2)]
     layer.causal_mask = layer.triangle if kind == "triangle" else MASKS[kind]
     seen = MASKS[kind].expand(B, 1, T, T)[:, 0].tolist()
     q, k, v = ((x @ proj.weight.T).tolist() for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
@@ -81,18 +81,19 @@ def test_a_mask_is_used_also_where_it_is_assigned_later_or_is_nearly_the_triangl
         assigned.causal_mask = mask
         for layer in (made, assigned, copy.deepcopy(made), made.to(torch.float32)):
             torch.testing.assert_close(layer(x), by_formula(layer, x))
-            assert layer.mask_of(slice(0, T), T).equal(mask)
+            assert layer.mask_of(x[:, None], x[:, None], slice(0, T)).equal(mask)
 
 
 @pytest.mark.parametrize("T", [FORMULA_KEYS, FORMULA_KEYS + 1])
 def test_in_bfloat16_a_gradient_goes_through_the_formula_up_to_a_length(T: int, monkeypatch) -> None:
     kernel = Mock(wraps=F.scaled_dot_product_attention)
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    mask = make_causal_mask(T)
     q, k, v, dy = (torch.randn(B, heads, T, D) for heads in (H, 1, 1, H))
 
     def run(dtype: torch.dtype) -> tuple[Tensor, ...]:
         inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        y = Attend()(*inputs, None)
+        y = Attend()(*inputs, mask)
         return y, *torch.autograd.grad(y, inputs, dy.to(dtype))
 
     exact, rounded = run(torch.float64), run(torch.bfloat16)
@@ -100,7 +101,7 @@ def test_in_bfloat16_a_gradient_goes_through_the_formula_up_to_a_length(T: int, 
         assert (found - expected).norm() < 0.02 * expected.norm()
     assert kernel.call_count == (1 if T <= FORMULA_KEYS else 2)  # in float64, and in bfloat16 where it is longer
     with torch.no_grad():
-        assert (Attend()(*(x.bfloat16() for x in (q, k, v)), None) - exact[0]).norm() < 0.01 * exact[0].norm()
+        assert (Attend()(*(x.bfloat16() for x in (q, k, v)), mask) - exact[0]).norm() < 0.01 * exact[0].norm()
     assert kernel.call_count == (2 if T <= FORMULA_KEYS else 3)  # nothing to train: the kernel
 
 
@@ -109,8 +110,7 @@ def test_in_bfloat16_a_gradient_goes_through_the_formula_up_to_a_length(T: int, 
 def test_a_single_query_and_a_whole_text_need_no_mask(T_query: int, T_key: int, n_kv_head: int, monkeypatch) -> None:
     q = torch.randn(B, 6, T_query, D, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(B, n_kv_head, T_key, D, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    layer, positions = make_layer(), slice(T_key - T_query, T_key)
-    mask, used = make_causal_mask(T_key)[-T_query:], layer.mask_of(positions, T_key)
+    mask, used = make_causal_mask(T_key)[-T_query:], make_layer().mask_of(q, k, slice(T_key - T_query, T_key))
     kernel = Mock(wraps=F.scaled_dot_product_attention)
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
     y = Attend()(q, k, v, used)
