@@ -167,7 +167,7 @@ class CausalSelfAttention(nn.Module):
         return self.residual_dropout(self.o_proj(y.to(dtype)))
 
     def mask_of(self, q: Tensor, k: Tensor, positions: slice) -> Tensor | None:
-        """Return the rows of the mask that belong to the queries, (T_query, T_key), or None where a kernel needs none."""
+        """Return the rows of the mask that belong to q, (T_query, T_key), or None where the kernel needs none."""
         is_whole = q.size(2) in (1, k.size(2)) and self.causal_mask is self.triangle  # which no other mask is
         if is_whole and not formula_is_faster(q, k):
             return None
