@@ -40,7 +40,7 @@ from torch import Tensor, nn
 IGNORE = -100  # a target that F.cross_entropy skips
 SHORT = 16  # tokens of a text whose derivatives are asked at all positions
 NUM_DRAWS = 16  # texts in which a token may be seen: a layer that selects does not see each token in each text
-EXTREME = 1000.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
+EXTREME = 300.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
 TINY = 1e-5  # of the size of logits: a smaller difference may be one of rounding
 ROUNDED = 1e3  # roundings of a number: decoding may differ by so many from the whole text at once
 VANISHED = 1e-13  # of the size of logits: a smaller difference in float64 is one of rounding
