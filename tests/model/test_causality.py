@@ -34,7 +34,7 @@ def certify_tiny(dtype: torch.dtype, loss: object = train.next_token_loss, **cha
 def see(monkeypatch: pytest.MonkeyPatch, mask: Tensor) -> None:
     """Let every layer see what the mask says."""
 
-    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, own: Tensor, dropout: float = 0.0) -> Tensor:
+    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, own: Tensor, dropout: float = 0.0, **_) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask[: len(own), : own.size(1)], dropout, enable_gqa=True)
 
     monkeypatch.setattr(Attend, "forward", forward)
@@ -214,7 +214,7 @@ def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:
 @pytest.mark.parametrize("where", ["training", "autograd", "cache"])
 @pytest.mark.parametrize("dtype", often(*DTYPES), ids=str)
 def test_a_weak_mask_is_found_wherever_it_is(monkeypatch, dtype: torch.dtype, where: str) -> None:
-    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
+    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0, **_) -> Tensor:
         square = q.size(-2) == k.size(-2)
         weak = {"training": self.training, "autograd": torch.is_grad_enabled(), "cache": not square}[where]
         scores = q @ k.mT / math.sqrt(q.size(-1))
@@ -226,7 +226,7 @@ def test_a_weak_mask_is_found_wherever_it_is(monkeypatch, dtype: torch.dtype, wh
 
 
 def test_a_weak_mask_is_found_in_the_formula_that_a_cpu_trains_by(monkeypatch) -> None:
-    def weak(q: Tensor, k: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    def weak(q: Tensor, k: Tensor, mask: Tensor, *_: object, **__: object) -> Tensor:
         return (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~mask, -1e4)
 
     monkeypatch.setattr("model.attention.attention_scores", weak)
@@ -256,7 +256,7 @@ def test_the_compiled_loss_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> N
         loss = torch.compile(train.next_token_loss, dynamic=False)
         certify_tiny(torch.float32, loss, dropout=0.1, n_kv_head=1, context_length=length)
 
-    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
+    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0, **_) -> Tensor:
         if torch.compiler.is_compiling():  # a mistake that only the compiled graph has
             mask = make_causal_mask(T + 1)[1 : len(mask) + 1, : mask.size(1)]
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, enable_gqa=True)
@@ -317,7 +317,8 @@ def test_a_device_that_computes_something_else_is_refused(family: str, dtype: to
     compare_with_cpu(model, dtype)
     layer = model.blocks[1].attention
     attend = layer.attend.forward
-    layer.attend.forward = lambda *inputs: attend(*inputs).roll(1, dims=1)  # heads in another order
+    # Heads in another order.
+    layer.attend.forward = lambda *inputs, **options: attend(*inputs, **options).roll(1, dims=1)
     refused = "refusing to train: cpu agrees with a CPU in float32 only to .* use another device or dtype"
     with pytest.raises(UserError, match=refused):
         compare_with_cpu(model, dtype)
