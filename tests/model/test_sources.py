@@ -109,7 +109,7 @@ def test_a_mask_after_softmax_is_refused_though_its_weights_look_causal(monkeypa
     wrong = masked_after_softmax(q, k, make_causal_mask(T))
     assert torch.equal(wrong.triu(1), torch.zeros_like(wrong))  # a picture would show nothing wrong
     assert (wrong.sum(-1)[..., :-1] < 1).all()
-    monkeypatch.setattr(Attend, "forward", lambda self, q, k, v, mask, dropout: masked_after_softmax(q, k, mask) @ v)
+    monkeypatch.setattr(Attend, "forward", lambda self, q, k, v, mask, *_, **__: masked_after_softmax(q, k, mask) @ v)
     outcome = check_causality(make_gpt(), vocab_size=17, length=11)
     assert not outcome.ok and (outcome.query, outcome.key) == (0, 1)
 
