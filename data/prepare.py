@@ -29,6 +29,7 @@ from errors import UserError
 from files import expand, publish, read_small
 
 FORMAT = 4  # raised when a source is read in another way than before: then it is prepared again
+IN_EVERY_KEY = ("source", "tokenizer", "text_column", "max_tokens", "val_fraction")
 PREPARED = Path(__file__).parent / "prepared"
 
 
@@ -97,7 +98,10 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
 def corpus_key(config: DataConfig, tokenizer: Tokenizer | None) -> str:
     """Return a hash of all that a corpus depends on: options, names, sizes and times of files, a given tokenizer."""
     stamps = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in find_files(config.source)]
-    options = {**vars(config), "out": None}  # of the command line
+    # An option that is added, and left at its default, changes no key: the corpora that exist are found.
+    values = vars(config).items()
+    options = {name: value for name, value in values if name in IN_EVERY_KEY or value != getattr(type(config), name)}
+    options["out"] = None  # of the command line
     return hashlib.sha256(repr((FORMAT, options, stamps, tokenizer and tokenizer.files)).encode()).hexdigest()
 
 

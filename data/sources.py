@@ -25,6 +25,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import BinaryIO, TextIO
 
+from data.config import DataConfig
 from errors import UserError, errors_as_user_error
 from files import refuse_pointer
 
@@ -44,17 +45,16 @@ PATIENCE = 10  # seconds that the hub has for its first answer
 Document = str | Iterable[str]  # the text, or its parts one after the other, each of any size
 
 
-def documents(source: str, text_column: str) -> Iterator[Iterator[str]]:
+def documents(config: DataConfig) -> Iterator[Iterator[str]]:
     """Yield the documents of a source in a fixed order, each in pieces. Read each one before asking for the next.
 
-    source: "stdlib"; a file, folder or glob of text or tables (JSON, CSV, TSV, Parquet); or PREFIX:NAME.
-    text_column: the column that holds the text, in tables and hub data sets. A row without text is an empty document.
+    A row without text, in a table or a hub data set, is an empty document.
 
     Raises UserError if there is no such source, or for a file or row that cannot be read or holds no text.
     """
-    prefix, colon, name = source.partition(":")
+    prefix, colon, name = config.source.partition(":")
     read = READERS.get(prefix + colon)
-    for document in read(name, text_column) if read else read_files(source, text_column):
+    for document in read(name, config.text_column) if read else read_files(config.source, config.text_column):
         yield in_pieces([document] if isinstance(document, str) else document)
 
 

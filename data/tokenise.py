@@ -50,7 +50,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
     """
     to_train = find_split(config)
     if tokenizer is None:
-        texts = chain.from_iterable(documents(config.source, config.text_column))
+        texts = chain.from_iterable(documents(config))
         tokenizer = make_tokenizer(config.tokenizer, texts)
     save_tokenizer(tokenizer, directory)
     num_bytes = write_tokens(config, to_train, tokenizer, directory)
@@ -89,7 +89,7 @@ def find_split(config: DataConfig) -> float:
     """
     dealt = {split: set() for split in SPLITS}
     size = 0
-    for document in documents(config.source, config.text_column):
+    for document in documents(config):
         first = next(document)
         found = dealt[split_of(first, config.val_fraction)]
         if len(found) < FEWEST:
@@ -107,7 +107,7 @@ def pieces(config: DataConfig, to_train: float, room: dict[str, float], whole: b
     room: how many tokens each split may still get. Text for a full one is left out.
     """
     is_dealt = to_train == math.inf
-    for document in documents(config.source, config.text_column):
+    for document in documents(config):
         first = next(document)
         if is_dealt:
             to_train = math.inf if split_of(first, config.val_fraction) == "train" else 0

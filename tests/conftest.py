@@ -72,7 +72,7 @@ def save_gpt(parent: Path, step: int, gpt: GPT, files: dict[str, bytes], end: in
 @pytest.fixture
 def uncertified(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that count the calls of the loss: the certificate does not call it."""
-    monkeypatch.setattr("train.certify", lambda *arguments: {"causal": "not asked"})
+    monkeypatch.setattr("train.certify", lambda *_, **__: {"causal": "not asked"})
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +84,13 @@ def often(first: object, *others: object) -> list:
     """All of these for `parametrize` in `make test-long`, the first alone in `make test`."""
     several = [values if isinstance(values, tuple) else (values,) for values in others]
     return [first, *(pytest.param(*values, marks=pytest.mark.long) for values in several)]
+
+
+def hold(true: bool, note: str) -> None:
+    """Assert what is true of the tree as it is shipped. In a changed tree, where .ci/run does not ask, it is a note."""
+    if not true and not os.environ.get("SHIPPED"):
+        pytest.skip(f"in a changed tree: {note}")
+    assert true, note
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def attend_with(
     """The change to a project whose attention has these weights where used(layer, scores), else correct ones."""
 
     def forward(
-        self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **options: object
+        self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **_
     ) -> Tensor:
         self.group, self.dropout = q.size(1) // k.size(1), dropout
         k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))
@@ -151,15 +151,15 @@ def replace(name: str, owner: type, method: str) -> Callable:
 
 
 @replace("queries and keys swapped", Attend, "forward")
-def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: object) -> Tensor:
     if q.size(-2) != k.size(-2):
-        return original(self, q, k, v, *rest)
-    return original(self, k.repeat_interleave(q.size(1) // k.size(1), dim=1), q, v, *rest)
+        return original(self, q, k, v, *rest, **options)
+    return original(self, k.repeat_interleave(q.size(1) // k.size(1), dim=1), q, v, *rest, **options)
 
 
 @replace("summaries of whole blocks", Attend, "forward")
-def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
-    y = original(self, q, k, v, *rest)
+def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: object) -> Tensor:
+    y = original(self, q, k, v, *rest, **options)
     if q.size(-2) != k.size(-2):
         return y
     block = torch.arange(v.size(2)) // 4
@@ -171,9 +171,9 @@ def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: 
 def without_a_transpose(before: bool) -> Callable:
     """A forward pass that does not transpose the heads after attention, nor, if `before`, before it."""
 
-    def forward(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = None) -> Tensor:
+    def forward(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = None, **options) -> Tensor:
         if cache is not None:
-            return original(self, x, cache)
+            return original(self, x, cache, **options)
         B, T, _ = x.shape
         q, k, v = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (y.view(B, -1, T, self.head_dim) if before else self.split_heads(y) for y in (q, k, v))
@@ -213,37 +213,37 @@ def _(original: Callable, self: CausalSelfAttention, *arguments: object, **optio
 
 
 @replace("the next token's embedding is added", GPT, "forward")
-def _(original: Callable, self: GPT, idx: Tensor) -> Tensor:
+def _(original: Callable, self: GPT, idx: Tensor, **options: object) -> Tensor:
     ahead = self.token_embedding.register_forward_hook(lambda module, inputs, x: x + 0.1 * x.roll(-1, 1))
     try:
-        return original(self, idx)
+        return original(self, idx, **options)
     finally:
         ahead.remove()
 
 
 @replace("no mask in the last layer", GPT, "__init__")
-def _(original: Callable, self: GPT, *arguments: object) -> None:
-    original(self, *arguments)
+def _(original: Callable, self: GPT, *arguments: object, **options: object) -> None:
+    original(self, *arguments, **options)
     seeing = self.blocks[-1].attention.attend
     kernel = F.scaled_dot_product_attention
-    seeing.forward = lambda q, k, v, mask, dropout=0.0, **options: kernel(q, k, v, dropout_p=dropout, enable_gqa=True)
+    seeing.forward = lambda q, k, v, mask, dropout=0.0, **_: kernel(q, k, v, dropout_p=dropout, enable_gqa=True)
 
 
 @replace("remembers the text before", GPT, "forward")
-def _(original: Callable, self: GPT, idx: Tensor) -> Tensor:
+def _(original: Callable, self: GPT, idx: Tensor, **options: object) -> Tensor:
     before = self.__dict__.get("before", 0.0)
-    logits = original(self, idx)
+    logits = original(self, idx, **options)
     self.__dict__["before"] = logits.detach().mean()
     return logits + 0.01 * before
 
 
 @replace("positions counted from the end", GPT, "hidden")
-def _(original: Callable, self: GPT, idx: Tensor, caches: list | None = None) -> Tensor:
+def _(original: Callable, self: GPT, idx: Tensor, *rest: object, **options: object) -> Tensor:
     table = self.position_embedding.weight
     flipped = torch.cat((table[: idx.size(1)].flip(0), table[idx.size(1) :]))
     self.position_embedding.weight = nn.Parameter(flipped)
     try:
-        return original(self, idx, caches)
+        return original(self, idx, *rest, **options)
     finally:
         self.position_embedding.weight = table
 
@@ -271,19 +271,19 @@ def _(original: Callable, self: LayerCache, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 @replace("the first part of a cached text sees its own mean", CausalSelfAttention, "forward")
-def _(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = None) -> Tensor:
+def _(original: Callable, self: CausalSelfAttention, x: Tensor, cache: object = None, **options: object) -> Tensor:
     is_prompt = cache is not None and cache.length == 0
-    return original(self, x, cache) + (0.1 * x.mean(1, keepdim=True) if is_prompt else 0)
+    return original(self, x, cache, **options) + (0.1 * x.mean(1, keepdim=True) if is_prompt else 0)
 
 
 @replace("a window in the mask of one layer, which the kernel does not read", GPT, "__init__")
-def _(original: Callable, self: GPT, *arguments: object) -> None:
-    original(self, *arguments)
+def _(original: Callable, self: GPT, *arguments: object, **options: object) -> None:
+    original(self, *arguments, **options)
     layer = self.blocks[0].attention
     layer.triangle = layer.causal_mask = layer.causal_mask.triu(-2)
 
 
-def formula_without_mask(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+def formula_without_mask(q: Tensor, k: Tensor, *_: object, **__: object) -> Tensor:
     k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
     return (q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).softmax(-1)
 

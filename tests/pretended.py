@@ -75,8 +75,8 @@ def take_steps(directory: Path, *options: str, num: int = 4) -> list[Step]:
         mock.patch.object(Progress, "made_step", end),
         mock.patch.object(RunDirectory, "save"),
         mock.patch.object(FiniteGuard, "check"),
-        mock.patch.object(Validation, "evaluate", lambda *arguments: measured),
-        mock.patch("train.certify", lambda *arguments: {"causal": "not asked"}),
+        mock.patch.object(Validation, "evaluate", lambda *_, **__: measured),
+        mock.patch("train.certify", lambda *_, **__: {"causal": "not asked"}),
         pretended_gpu() as gpu,
         Ranks() as ranks,
     ):
@@ -144,7 +144,7 @@ FAULTS = {
 def test_a_planted_fault_is_found(plant: Callable, match: str, tmp_path: Path, monkeypatch) -> None:
     forward = Block.forward
     calls.clear()
-    monkeypatch.setattr(Block, "forward", lambda self, x, cache=None: forward(self, plant(x), cache))
+    monkeypatch.setattr(Block, "forward", lambda self, x, *rest, **options: forward(self, plant(x), *rest, **options))
     with pytest.raises((AssertionError, RuntimeError), match=re.escape(match)):
         check(take_steps(tmp_path), torch.bfloat16)
 

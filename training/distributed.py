@@ -136,15 +136,15 @@ class Ranks:
                 gradients = gradients[parameter.numel() :]
 
     def collect(self, numbers: list[Tensor]) -> Tensor:
-        """Return the scalars of all ranks, equally many from each, in the order of one process."""
+        """Return the numbers of all ranks, equally many from each and of one shape, in the order of one process."""
         mine = torch.stack(numbers)
-        return mine if self.world == 1 else self.all_gather(mine).T.flatten()
+        return mine if self.world == 1 else self.all_gather(mine).transpose(0, 1).flatten(0, 1)
 
-    def all_gather(self, vector: Tensor) -> Tensor:
-        """Return the vectors of all ranks, equally long: (n,) -> (world, n)."""
-        vectors = vector.new_empty(self.world, len(vector))
-        dist.all_gather(list(vectors), vector)
-        return vectors
+    def all_gather(self, mine: Tensor) -> Tensor:
+        """Return the tensors of all ranks, which have one shape: (n, ...) -> (world, n, ...)."""
+        gathered = mine.new_empty(self.world, *mine.shape)
+        dist.all_gather(list(gathered), mine)
+        return gathered
 
     def any_rank(self, condition: bool) -> bool:
         """Return whether the condition holds on at least one rank. Only the hosts talk; no device is waited for."""

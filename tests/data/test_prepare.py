@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +46,7 @@ def make(source: object, tokenizer: str = "bytes", **options: object) -> Corpus:
 
 def read(source: str) -> list[str]:
     """The documents of a source."""
-    return ["".join(document) for document in sources.documents(source, "text")]
+    return ["".join(document) for document in sources.documents(DataConfig(source))]
 
 
 def prepared(parent: Path) -> list[str]:
@@ -143,7 +144,7 @@ def test_long_texts_are_cut_where_tokens_are_cut_anyway(text_file: Path, monkeyp
     tokenizer = make_tokenizer("bpe:400", [TEXT])
     whole = tokenizer.encode(TEXT).tolist()
     monkeypatch.setattr(sources, "PIECE", 512)
-    (pieces,) = map(list, sources.documents("a.txt", "text"))
+    (pieces,) = map(list, sources.documents(DataConfig("a.txt")))
     assert len(pieces) > 10 and max(map(len, pieces)) <= 512
     assert "".join(pieces) == TEXT
     assert [token for piece in pieces for token in tokenizer.encode(piece).tolist()] == whole
@@ -184,6 +185,17 @@ def test_prepared_once_and_again_when_something_changed(text_file: Path) -> None
     assert documents_of(make("a.txt")) == [changed] and open_corpus(first.directory).meta == first.meta
     text_file.write_text(TEXT, encoding="utf-8")  # the same bytes at another time: the same corpus
     assert make("a.txt").meta["fingerprint"] == first.meta["fingerprint"]
+
+
+def test_an_option_that_is_new_changes_no_corpus_while_it_has_its_default(text_file: Path) -> None:
+    @dataclass(frozen=True)
+    class Wider(DataConfig):
+        backwards: bool = False
+
+    assert prepare.corpus_key(DataConfig("hf:some", "chars"), None).startswith("7d8dc0dd5310")  # as in version 3.0
+    first = make("a.txt").directory
+    assert prepare.prepare(Wider("a.txt", "bytes")).directory == first
+    assert prepare.prepare(Wider("a.txt", "bytes", backwards=True)).directory != first
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def certify_tiny(dtype: torch.dtype, loss: object = train.next_token_loss, **cha
 def see(monkeypatch: pytest.MonkeyPatch, mask: Tensor) -> None:
     """Let every layer see what the mask says."""
 
-    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, own: Tensor | None, dropout: float = 0.0) -> Tensor:
+    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, own: Tensor | None, dropout: float = 0.0, **_) -> Tensor:
         rows = mask[k.size(2) - q.size(2) : k.size(2), : k.size(2)]
         return F.scaled_dot_product_attention(q, k, v, rows, dropout, enable_gqa=True)
 
@@ -318,7 +318,7 @@ def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:
 @pytest.mark.parametrize("where", ["training", "autograd", "cache"])
 @pytest.mark.parametrize("dtype", often(*DTYPES), ids=str)
 def test_a_weak_mask_is_found_wherever_it_is(monkeypatch, dtype: torch.dtype, where: str) -> None:
-    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_, **__) -> Tensor:
         mask = make_causal_mask(k.size(-2))[-q.size(-2) :]
         square = q.size(-2) == k.size(-2)
         weak = {"training": self.training, "autograd": torch.is_grad_enabled(), "cache": not square}[where]
@@ -331,7 +331,7 @@ def test_a_weak_mask_is_found_wherever_it_is(monkeypatch, dtype: torch.dtype, wh
 
 
 def test_a_weak_mask_is_found_in_the_formula_that_a_cpu_trains_by(monkeypatch) -> None:
-    def weak(q: Tensor, k: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    def weak(q: Tensor, k: Tensor, mask: Tensor, *_: object, **__: object) -> Tensor:
         return (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~mask, -1e4)
 
     monkeypatch.setattr("model.attention.attention_scores", weak)
@@ -361,7 +361,9 @@ def test_the_compiled_loss_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> N
         loss = torch.compile(train.next_token_loss, dynamic=False)
         certify_tiny(torch.float32, loss, dropout=0.1, n_kv_head=1, context_length=length)
 
-    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+    def forward(
+        self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **_
+    ) -> Tensor:
         ahead = int(torch.compiler.is_compiling())  # a mistake that only the compiled graph has
         mask = make_causal_mask(k.size(2) + ahead)[-q.size(2) :, : k.size(2)]
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, enable_gqa=True)
@@ -422,7 +424,8 @@ def test_a_device_that_computes_something_else_is_refused(family: str, dtype: to
     compare_with_cpu(model, dtype)
     layer = model.blocks[1].attention
     attend = layer.attend.forward
-    layer.attend.forward = lambda *inputs: attend(*inputs).roll(1, dims=1)  # heads in another order
+    # Heads in another order.
+    layer.attend.forward = lambda *inputs, **options: attend(*inputs, **options).roll(1, dims=1)
     refused = "refusing to train: cpu agrees with a CPU in float32 only to .* use another device or dtype"
     with pytest.raises(UserError, match=refused):
         compare_with_cpu(model, dtype)

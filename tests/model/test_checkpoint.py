@@ -100,7 +100,7 @@ def measure_saving(directory: Path, optimizer: str) -> None:
     """
     shares, save = {}, RunDirectory.save
 
-    def measured(self: RunDirectory, step: int, *rest: object) -> None:
+    def measured(self: RunDirectory, step: int, *rest: object, **options: object) -> None:
         for where in ("CPU", "GPU", "shards"):
             with pytest.MonkeyPatch.context() as patch:
                 if where == "GPU":
@@ -108,12 +108,12 @@ def measure_saving(directory: Path, optimizer: str) -> None:
                 elif where == "shards":
                     patch.setattr("training.sharded.is_sharded", lambda tensor: True)
                     patch.setattr("training.sharded.gather_tensor", torch.clone)
-                peak = peak_memory(lambda: save(self, step, *rest))
+                peak = peak_memory(lambda: save(self, step, *rest, **options))
             shares[where] = peak / sum(path.stat().st_size for path in self.checkpoints[0].iterdir())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.prepare.PREPARED", directory / "prepared")
-        patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})
+        patch.setattr(train, "certify", lambda *_, **__: {"causal": "not asked"})
         patch.setattr(train, "keep_freed_memory", lambda device: None)  # it would be used again, and not be counted
         patch.setattr(RunDirectory, "save", measured)
         options = {"model__n_embd": 510, "model__n_layer": 5, "train__max_steps": 1, "train__sample_tokens": 0}

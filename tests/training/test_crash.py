@@ -71,18 +71,24 @@ class Setting:
         table = replace(self.config.train, out_dir=str(out))
         config = replace(self.config, train=table, resume=out if begun else None)
         assert not begun or (out / "config.toml").read_text() == to_toml(config)
-        save, restore = RunDirectory.save, RunDirectory.restore
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["train.py"])
             patch.setattr(train, "read_config", lambda argv: config)
-            patch.setattr(train, "certify", lambda *rest: {"causal": "not asked"})  # takes time and changes nothing
-            saved = lambda run, progress, *rest: (save(run, progress, *rest), self.note("saved", progress.step))  # noqa: E731
-            patch.setattr(RunDirectory, "save", saved)
-            resumed = lambda run, *rest: (restore(run, *rest), self.note("resumed", run.step))  # noqa: E731
-            patch.setattr(RunDirectory, "restore", resumed)
+            patch.setattr(train, "certify", lambda *_, **__: {"causal": "not asked"})  # takes time and changes nothing
+            patch.setattr(RunDirectory, "save", self.noting("saved", RunDirectory.save))
+            patch.setattr(RunDirectory, "restore", self.noting("resumed", RunDirectory.restore))
             if before:
                 watch(patch, out, before)
             run_script(train.main)
+
+    def noting(self, word: str, method: Callable) -> Callable:
+        """A method of a run that notes the step when it is done."""
+
+        def noted(run: RunDirectory, *rest: object, **options: object) -> None:
+            method(run, *rest, **options)
+            self.note(word, run.step if word == "resumed" else rest[0].step)
+
+        return noted
 
     def note(self, word: str, step: int) -> None:
         with open(self.notes, "a") as file:
@@ -183,10 +189,10 @@ def test_kill_9_while_data_is_prepared(tmp_path: Path, figure: Callable) -> None
 # The tests of the tests: with a mistake in saving or resuming, a promise is broken.
 
 
-def purge_before_saving(parent: Path, *rest: object) -> None:
+def purge_before_saving(parent: Path, *rest: object, **options: object) -> None:
     for directory in step_directories(parent):
         remove(directory)
-    save_checkpoint(parent, *rest)
+    save_checkpoint(parent, *rest, **options)
 
 
 @pytest.mark.long
@@ -194,7 +200,7 @@ def purge_before_saving(parent: Path, *rest: object) -> None:
     "name, mistake, promise",
     [
         ("save_checkpoint", purge_before_saving, "was saved, and the run resumed from"),
-        ("load_optimizer_tensors", lambda *rest: None, "the final tensors differ"),
+        ("load_optimizer_tensors", lambda *_, **__: None, "the final tensors differ"),
     ],
 )
 def test_a_mistake_in_saving_breaks_a_promise(

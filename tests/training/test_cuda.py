@@ -49,7 +49,7 @@ def test_the_certificate_passes_the_layer_and_refuses_a_leak(
         loss_fn = torch.compile(train.next_token_loss, dynamic=False) if compiled else train.next_token_loss
         certify(GPT(GPTConfig(**SHAPE, dropout=dropout)).to(DEVICE), partial(loss_fn, dtype=dtype), dtype, batch_size=8)
 
-    def unmasked(self: Attend, q, k, v, mask, dropout: float = 0.0) -> torch.Tensor:
+    def unmasked(self: Attend, q, k, v, mask, dropout: float = 0.0, **_) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, enable_gqa=True)
 
     ask()
@@ -91,14 +91,14 @@ def test_no_step_waits_for_the_gpu(
         pytest.skip("PyTorch's scaler asks the GPU in each step whether Muon's gradients are finite")
     made_step = Progress.made_step
 
-    def begin(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> None:
+    def begin(optimizer: torch.optim.Optimizer, step: int, *rest: object, **options: object) -> None:
         if step > (2 if compiled else 0):  # the first ones allocate, and record a CUDA graph
             torch.cuda.set_sync_debug_mode("error")
-        set_schedule(optimizer, step, config)
+        set_schedule(optimizer, step, *rest, **options)
 
-    def end(progress: Progress, tokens: int) -> None:
+    def end(*rest: object, **options: object) -> None:
         torch.cuda.set_sync_debug_mode("default")
-        made_step(progress, tokens)
+        made_step(*rest, **options)
 
     monkeypatch.setattr(train, "set_schedule", begin)
     monkeypatch.setattr(Progress, "made_step", end)

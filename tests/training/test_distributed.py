@@ -128,7 +128,7 @@ def test_an_error_of_all_is_one_sentence(tmp_path: Path, corpus_file: Path, monk
     def end_of(**changes: object) -> list[Result]:
         return Job(2, tmp_path / "said", tiny_run(corpus_file, tmp_path / "out", **{**OPTIONS, **changes})).wait()
 
-    def full(*rest: object) -> None:
+    def full(*_: object, **__: object) -> None:
         time.sleep(1)  # all wait for what rank 0 saves
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -145,8 +145,8 @@ def test_a_frozen_part_is_left_as_it_is(
 ) -> None:
     make = train.make_model
 
-    def with_a_frozen_mlp(*rest: object) -> GPT:
-        model = make(*rest)
+    def with_a_frozen_mlp(*rest: object, **options: object) -> GPT:
+        model = make(*rest, **options)
         model.blocks[1].mlp.requires_grad_(False)
         return model
 

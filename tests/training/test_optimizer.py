@@ -77,8 +77,8 @@ def test_a_run_that_is_not_finite_ends_before_anything_holds_it(
 def test_gradients_are_clipped_to_their_norm(run, uncertified, corpus_file, tmp_path, monkeypatch) -> None:
     clip, seen = train.clip_gradients, []
 
-    def spy(model: GPT, most: float) -> torch.Tensor:
-        norm = clip(model, most)
+    def spy(model: GPT, *rest: object, **options: object) -> torch.Tensor:
+        norm = clip(model, *rest, **options)
         left = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()
         seen.append((norm.item(), left.item()))
         return norm

@@ -90,7 +90,7 @@ def test_a_resumed_run_says_in_what_it_differs_from_the_first_session(run, strai
     result = run(train, "--resume", straight, "--train.max_steps", 13)
     differs = "\nnote: the numbers may differ from those of an unbroken run: "
     assert differs not in result.out
-    monkeypatch.setattr(train, "environment", lambda *rest: environment(*rest) | {"threads": "64"})
+    monkeypatch.setattr(train, "environment", lambda *rest, **more: environment(*rest, **more) | {"threads": "64"})
     result = run(train, "--resume", straight, "--train.max_steps", 14)
     assert f"{differs}threads 1 -> 64\n" in result.out
 
@@ -113,10 +113,10 @@ def test_two_processes_cannot_share_a_run(run, straight: Path) -> None:
 def test_a_run_that_another_process_wrote_meanwhile_is_left_alone(run, corpus_file, tmp_path, monkeypatch) -> None:
     prepare = train.prepare
 
-    def slow(config: object, **options: object) -> object:
+    def slow(*rest: object, **options: object) -> object:
         monkeypatch.setattr(train, "prepare", prepare)
         run(train, *tiny_run(corpus_file, tmp_path / "run", train__max_steps=4))
-        return prepare(config, **options)
+        return prepare(*rest, **options)
 
     monkeypatch.setattr(train, "prepare", slow)
     result = run(train, *tiny_run(corpus_file, tmp_path / "run"))

@@ -35,9 +35,9 @@ def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> No
     bits = metrics(out, "val_bits_per_byte")
     assert bits[80] == pytest.approx(val_loss[80] / math.log(2), rel=1e-6)  # a token is a byte here
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert {"step", "train_loss", "lr", "grad_norm", "tokens", "tokens_per_second"} == set(logged[1])
+    assert {"step", "train_loss", "lr", "grad_norm", "tokens", "tokens_per_second"} <= set(logged[1])
     heads = {"heads", "heads_proof"}
-    assert {"step", "val_loss", "val_bits_per_byte", "tokens", "train_seconds", *heads, "sample"} == set(logged[0])
+    assert {"step", "val_loss", "val_bits_per_byte", "tokens", "train_seconds", *heads, "sample"} <= set(logged[0])
     assert metrics(out, "tokens")[80] == 80 * 3 * 2 * 11
     for said in ("device: cpu", "A sample of what it writes:", f"sample.py {out}"):
         assert said in result.out
