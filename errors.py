@@ -21,7 +21,10 @@ def check_numbers(options: object, **ranges: tuple[float, float]) -> None:
 
 @contextmanager
 def errors_as_user_error(problem: str) -> Iterator[None]:
-    """Raise UserError, "problem: kind: message", for any error of a library, including a panic of its Rust code."""
+    """Raise UserError, "problem: kind: message", for any error of a library, including a panic of its Rust code.
+
+    The message is on one line, and loses what is beyond its first 300 characters.
+    """
     try:
         yield
     except UserError:
@@ -30,5 +33,5 @@ def errors_as_user_error(problem: str) -> Iterator[None]:
         # A panic is no Exception, and its class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{problem}: {reason:.160}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{problem}: {reason:.300}") from error
