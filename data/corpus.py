@@ -53,8 +53,8 @@ def is_prepared(source: str) -> bool:
     return Path(source, "train.bin").is_file()
 
 
-def open_corpus(directory: Path, tokenizer: Tokenizer | None = None) -> Corpus:
-    """Open a prepared corpus. tokenizer: its own, if that is loaded already, which takes a moment.
+def open_corpus(directory: Path) -> Corpus:
+    """Open a prepared corpus.
 
     Raises UserError if the corpus is incomplete, or has changed since it was prepared.
     """
@@ -62,7 +62,7 @@ def open_corpus(directory: Path, tokenizer: Tokenizer | None = None) -> Corpus:
         raise UserError(f"{directory} is not empty, and not a complete prepared corpus")
     with errors_as_user_error(f"{directory} is not a complete prepared corpus"):
         meta = json.loads(read_small(directory / "meta.json"))
-        tokenizer = tokenizer or load_tokenizer(directory)
+        tokenizer = load_tokenizer(directory)
         if meta["fingerprint"] != fingerprint(tokenizer, meta):
             raise UserError(f"{directory} has changed since it was prepared: remove it")
         tokens = {}

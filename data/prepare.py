@@ -84,11 +84,11 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
             shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
             temporary.mkdir()
             try:
-                tokenizer = write_corpus(config, key, temporary, tokenizer)
+                write_corpus(config, key, temporary, tokenizer)
                 publish(temporary, directory)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-    corpus = open_corpus(directory, tokenizer)
+    corpus = open_corpus(directory)
     if corpus.meta.get("key") != key:  # a corpus of 2.x has none
         raise UserError(f"{directory} is the corpus of another text, or of other options: give another --out")
     return corpus

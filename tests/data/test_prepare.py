@@ -108,7 +108,9 @@ def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPa
         raise TimeoutError(f"{timeout}\nand many more lines")
 
     monkeypatch.setattr("huggingface_hub.dataset_info", ask)
-    with pytest.raises(UserError, match="^cannot read owner/silent from the hub: TimeoutError: 10 and many more lines$"):
+    with pytest.raises(
+        UserError, match="^cannot read owner/silent from the hub: TimeoutError: 10 and many more lines$"
+    ):
         make("hf:owner/silent:v2@main")
 
 
@@ -218,10 +220,10 @@ def test_a_corpus_that_has_changed_is_refused(text_file: Path, tmp_path: Path) -
 def test_of_two_processes_one_prepares_and_one_waits(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, written = prepare.write_corpus, []
 
-    def slow(*arguments: object) -> str:
+    def slow(*arguments: object) -> None:
         written.append(1)
         time.sleep(0.3)
-        return write(*arguments)
+        write(*arguments)
 
     monkeypatch.setattr(prepare, "write_corpus", slow)
     with ThreadPoolExecutor(4) as pool:  # each opens the lock file by itself, so threads stand for processes
