@@ -77,8 +77,8 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
     directory = expand(out or PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-"))
     directory = directory.resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both work.
+    # FileLock makes the parent directories. Never delete its file: a process that waits for the deleted one and another
+    # that locks a new one would both work.
     with FileLock(directory.with_name(f".{directory.name}.lock")):
         if not directory.exists() or not any(directory.iterdir()):
             shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
