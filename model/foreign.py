@@ -12,8 +12,6 @@ from model.checkpoint import Checkpoint, find_checkpoint, read_json, tensor_file
 from model.huggingface import OWN_KEY
 from model.load import load_config, load_model
 
-ADAPTER = "adapter_config.json"
-
 
 def load_decoder(path: str | Path | Checkpoint, device: str | torch.device = "cpu") -> nn.Module:
     """Return a stored causal language model in eval mode: of our classes, or of those of `transformers`.
@@ -37,8 +35,8 @@ def load_by_transformers(directory: Path, ours: str) -> nn.Module:
     ours: the reason why it is none of our families. Raises UserError as `load_decoder` does.
     """
     tensor_files(directory, "model")  # an index would make `transformers` open what it names
-    if (directory / ADAPTER).exists():  # and so would this
-        raise UserError(f"{directory} has an {ADAPTER}: merge the adapter, and take the file out")
+    if (directory / "adapter_config.json").exists():  # and so would this
+        raise UserError(f"{directory} has an adapter_config.json: merge the adapter, and take the file out")
     with errors_as_user_error(f"{ours}; for all other decoders: pip install -e '.[any]'"):
         import transformers  # an extra, and slow to import
     transformers.logging.set_verbosity_error()
