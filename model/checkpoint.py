@@ -140,11 +140,8 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
 
 def read_json(path: Path) -> dict:
     """Return the JSON object in a file. Raises UserError if the file cannot be read or holds something else."""
-    with errors_as_user_error(f"{path} cannot be read"):
-        content = json.loads(read_small(path))
-    if not isinstance(content, dict):
-        raise UserError(f"{path} does not hold a JSON object")
-    return content
+    with errors_as_user_error(f"{path} cannot be read as a JSON object"):
+        return dict(json.loads(read_small(path)))
 
 
 def to_json(content: dict) -> bytes:
