@@ -21,10 +21,7 @@ def check_numbers(options: object, **ranges: tuple[float, float]) -> None:
 
 @contextmanager
 def errors_as_user_error(problem: str) -> Iterator[None]:
-    """Raise UserError, "problem: kind: message", for any error of a library, including a panic of its Rust code.
-
-    The message is on one line, and loses what is beyond its first 300 characters.
-    """
+    """Raise UserError, "problem: kind: message", for any error of a library, including a panic of its Rust code."""
     try:
         yield
     except UserError:
