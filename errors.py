@@ -30,5 +30,5 @@ def errors_as_user_error(problem: str) -> Iterator[None]:
         # A panic is no Exception, and its class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{problem}: {reason:.160}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{problem}: {reason:.300}") from error

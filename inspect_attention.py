@@ -87,8 +87,9 @@ def main() -> None:
         print(textwrap.fill(found.verified, 80, initial_indent=" " * 8, subsequent_indent=" " * 8), flush=True)
 
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
-    print(found.table(inputs.heads if options.heads else ()))
-    for head in inputs.heads if options.heads and len(inputs.heads) <= terminal.MOST_ROWS else ():
+    heads = inputs.heads if options.heads else ()
+    print(found.table(heads))
+    for head in heads if len(heads) <= terminal.MOST_ROWS else ():
         print(f"\nhead {name_of(head)}, where it looks: a line is a query, a character a key, in the order of lines;")
         print(f"weights of 0 to 1: {' '.join(terminal.GREY)}")
         print(terminal.triangle(found.pattern(*head), found.labels, shutil.get_terminal_size().columns))

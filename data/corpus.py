@@ -13,7 +13,7 @@ import numpy as np
 from data.encoding import Tokenizer
 from data.tokenizer import TOKENIZER_JSON, load_tokenizer
 from errors import UserError, errors_as_user_error
-from files import read_small, sha256
+from files import sha256
 
 SPLITS = ("train", "val")
 
@@ -53,16 +53,14 @@ def is_prepared(source: str) -> bool:
     return Path(source, "train.bin").is_file()
 
 
-def open_corpus(directory: Path, tokenizer: Tokenizer | None = None) -> Corpus:
-    """Open a prepared corpus. tokenizer: its own, if that is loaded already, which takes a moment.
+def open_corpus(directory: Path) -> Corpus:
+    """Open a prepared corpus.
 
     Raises UserError if the corpus is incomplete, or has changed since it was prepared.
     """
-    if not (directory / "meta.json").is_file():
-        raise UserError(f"{directory} is not empty, and not a complete prepared corpus")
-    with errors_as_user_error(f"{directory} is not a complete prepared corpus"):
-        meta = json.loads(read_small(directory / "meta.json"))
-        tokenizer = tokenizer or load_tokenizer(directory)
+    with errors_as_user_error(f"{directory} is not empty, and not a complete prepared corpus"):
+        meta = json.loads((directory / "meta.json").read_bytes())
+        tokenizer = load_tokenizer(directory)
         if meta["fingerprint"] != fingerprint(tokenizer, meta):
             raise UserError(f"{directory} has changed since it was prepared: remove it")
         tokens = {}

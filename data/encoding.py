@@ -25,9 +25,8 @@ REPLACEMENT = "\ufffd"  # the character that stands for bytes that are not UTF-8
 # is printable as itself, and the others in their order as the characters from U+0100 on.
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 IN_ALPHABET_ORDER = sorted(range(256), key=lambda byte: chr(byte) not in ALPHABET)
-BYTES = dict(zip(ALPHABET, IN_ALPHABET_ORDER, strict=True))
-SPELLING = {byte: character for character, byte in BYTES.items()}
-UNSPELLING = str.maketrans(BYTES)
+SPELLING = dict(zip(IN_ALPHABET_ORDER, ALPHABET, strict=True))
+UNSPELLING = {ord(character): byte for byte, character in SPELLING.items()}
 
 
 def to_bytes(spelled: str) -> bytes:
@@ -137,7 +136,7 @@ class Tokenizer:
             return spelled.encode()
         if "ByteFallback" in self.decoder and (byte := re.fullmatch("<0x([0-9A-F]{2})>", spelled)):
             return bytes.fromhex(byte[1])
-        if "ByteLevel" in self.decoder and set(spelled) <= BYTES.keys():
+        if "ByteLevel" in self.decoder and set(spelled) <= set(ALPHABET):
             return to_bytes(spelled)
         return spelled.replace("\u2581", " ").encode()  # SentencePiece's sign for a space (Kudo and Richardson 2018)
 

@@ -78,18 +78,18 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
     directory = expand(out or PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-"))
     directory = directory.resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # Never delete the lock file: a process that waits for the deleted one and one that locks a new one would both work.
+    # FileLock makes the parent directories. Never delete its file: a process that waits for the deleted one and another
+    # that locks a new one would both work.
     with FileLock(directory.with_name(f".{directory.name}.lock")):
         if not directory.exists() or not any(directory.iterdir()):
             shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
             temporary.mkdir()
             try:
-                tokenizer = write_corpus(config, key, temporary, tokenizer)
+                write_corpus(config, key, temporary, tokenizer)
                 publish(temporary, directory)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-    corpus = open_corpus(directory, tokenizer)
+    corpus = open_corpus(directory)
     if corpus.meta.get("key") != key:  # a corpus of 2.x has none
         raise UserError(f"{directory} is the corpus of another text, or of other options: give another --out")
     return corpus

@@ -72,7 +72,7 @@ class TokenArray:
 @lru_cache(MOST_OPEN)
 def map_file(file: TokenFile) -> np.ndarray:
     """Return the ids of a file, memory-mapped."""
-    return np.asarray(np.memmap(file.path, f"<u{file.token_size}", mode="r", shape=file.num_tokens))
+    return np.asarray(np.memmap(file.path, f"<u{file.token_size}", mode="r"))
 
 
 def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Tokenizer | None) -> Corpus:

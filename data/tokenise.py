@@ -39,8 +39,8 @@ class Piece(NamedTuple):
     is_start: bool  # of the document
 
 
-def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Tokenizer | None) -> Tokenizer:
-    """Tokenise a source into an empty directory and write meta.json last. Return the tokenizer.
+def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Tokenizer | None) -> None:
+    """Tokenise a source into an empty directory and write meta.json last.
 
     Args:
         key: that of the corpus, for meta.json.
@@ -73,7 +73,6 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
         }
     meta["fingerprint"] = fingerprint(tokenizer, meta)
     (directory / "meta.json").write_text(f"{json.dumps(meta, indent=2)}\n")
-    return tokenizer
 
 
 def split_of(text: str, val_fraction: float) -> str:

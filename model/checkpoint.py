@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from errors import UserError
+from errors import UserError, errors_as_user_error
 from files import expand, read_small, refuse_pointer, sha256
 
 FORMAT = 3
@@ -82,13 +82,14 @@ def download(name: str, revision: str | None) -> Path:
 
     print(f"there is no run {name} here: asking the Hugging Face hub", file=sys.stderr)
     fetch = partial(snapshot_download, name, revision=revision, allow_patterns=FETCHED)
-    try:
-        model_info(name, revision=revision, timeout=10)  # seconds; the library itself waits for ever
-        return Path(fetch())
-    except Exception as error:  # of the network, the hub or the cache: their libraries have no common error
-        with suppress(Exception):
-            return Path(fetch(local_files_only=True))
-        raise UserError(f"{name} is not here, and the Hugging Face hub did not give it: {one_line(error)}") from error
+    with errors_as_user_error(f"{name} is not here, and the Hugging Face hub did not give it"):
+        try:
+            model_info(name, revision=revision, timeout=10)  # seconds; the library itself waits for ever
+            return Path(fetch())
+        except Exception:  # of the network, the hub or the cache: their libraries have no common error
+            with suppress(Exception):
+                return Path(fetch(local_files_only=True))
+            raise
 
 
 def verify(directory: Path) -> Checkpoint:
@@ -113,8 +114,8 @@ def verify(directory: Path) -> Checkpoint:
         raise UserError(f"{path} is damaged: its SHA-256 is not the one in it, or it names no files")
     for name, expected in files.items():
         path = directory / name
-        if not path.is_file() or {"size": path.stat().st_size, "sha256": sha256(path)} != expected:
-            raise UserError(f"{path} is missing or damaged: its size or SHA-256 is not the one in the manifest")
+        if not path.is_file() or sha256(path) != expected["sha256"]:
+            raise UserError(f"{path} is missing or damaged: its SHA-256 is not the one in the manifest")
     return Checkpoint(directory, manifest)
 
 
@@ -139,18 +140,8 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
 
 def read_json(path: Path) -> dict:
     """Return the JSON object in a file. Raises UserError if the file cannot be read or holds something else."""
-    try:
-        content = json.loads(read_small(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} does not hold a JSON object")
-    return content
-
-
-def one_line(error: Exception) -> str:
-    """Return the beginning of a library's message, on one line."""
-    return f"{' '.join(str(error).split()):.300}"
+    with errors_as_user_error(f"{path} cannot be read as a JSON object"):
+        return dict(json.loads(read_small(path)))
 
 
 def to_json(content: dict) -> bytes:

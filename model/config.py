@@ -4,7 +4,6 @@ Checkpoints store every field automatically. A new option is a field with a defa
 """
 
 import math
-import operator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,8 +79,6 @@ class GPTConfig(ModelConfig):
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        for name in ("n_layer", "context_length", *SIZES):
-            operator.index(getattr(self, name))  # raises TypeError for what is no whole number
         if self.bias and family != "gpt2":
             raise UserError(f"a {family} has no biases, got bias=True")
         if self.head_dim != self.n_embd // self.n_head and family in ("gpt2", "nanochat"):

@@ -5,20 +5,17 @@ from collections.abc import Iterator
 
 import torch
 
-from errors import UserError
+from errors import errors_as_user_error
 
 
 def find_device(name: str) -> torch.device:
     """Return the device of this name; auto is CUDA, else MPS, else CPU. Raises UserError if it cannot be used."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
+    with errors_as_user_error(f"device {name!r} cannot be used here (try auto, cpu, cuda or mps)"):
         there = torch.empty(1, device=name)
         there.cpu()  # fails on the device "meta"
         return there.device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"device {name!r} cannot be used here (try auto, cpu, cuda or mps): {reason}") from error
 
 
 def has_bfloat16(device: torch.device) -> bool:

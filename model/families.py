@@ -10,7 +10,7 @@ Each equals the model type of that name in `transformers`, which has nanochat si
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -127,12 +127,13 @@ class Family:
     logit_cap: float | None = None  # logits stay between -cap and cap (Bello et al. 2016)
 
 
+LLAMA = Family(lambda width, c: RMSNorm(width, c.norm_eps), SwiGLU)
 FAMILIES = {
     "gpt2": Family(
         lambda width, c: nn.LayerNorm(width, c.norm_eps, bias=c.bias), MLP, rotary=False, weight_dropout=True
     ),
-    "llama": Family(lambda width, c: RMSNorm(width, c.norm_eps), SwiGLU),
-    "qwen3": Family(lambda width, c: RMSNorm(width, c.norm_eps), SwiGLU, query_key_norm=True),
+    "llama": LLAMA,
+    "qwen3": replace(LLAMA, query_key_norm=True),
     "nanochat": Family(
         lambda width, c: RMSNorm(width, c.norm_eps, elementwise_affine=False),
         ReLUSquared,

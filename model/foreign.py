@@ -7,12 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from errors import UserError
-from model.checkpoint import Checkpoint, find_checkpoint, one_line, read_json, tensor_files
+from errors import UserError, errors_as_user_error
+from model.checkpoint import Checkpoint, find_checkpoint, read_json, tensor_files
 from model.huggingface import OWN_KEY
 from model.load import load_config, load_model
-
-ADAPTER = "adapter_config.json"
 
 
 def load_decoder(path: str | Path | Checkpoint, device: str | torch.device = "cpu") -> nn.Module:
@@ -37,15 +35,13 @@ def load_by_transformers(directory: Path, ours: str) -> nn.Module:
     ours: the reason why it is none of our families. Raises UserError as `load_decoder` does.
     """
     tensor_files(directory, "model")  # an index would make `transformers` open what it names
-    if (directory / ADAPTER).exists():  # and so would this
-        raise UserError(f"{directory} has an {ADAPTER}: merge the adapter, and take the file out")
-    try:
+    if (directory / "adapter_config.json").exists():  # and so would this
+        raise UserError(f"{directory} has an adapter_config.json: merge the adapter, and take the file out")
+    with errors_as_user_error(f"{ours}; for all other decoders: pip install -e '.[any]'"):
         import transformers  # an extra, and slow to import
-    except ImportError as error:
-        raise UserError(f"{ours}; for all other decoders: pip install -e '.[any]'") from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    try:
+    with errors_as_user_error(f"{directory} cannot be opened by transformers; {ours}"):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype="auto",
@@ -56,8 +52,6 @@ def load_by_transformers(directory: Path, ours: str) -> nn.Module:
         )
         with suppress(ValueError):  # attention may be written out there
             model.set_attn_implementation("sdpa")
-    except Exception as error:  # of many libraries, without a common class
-        raise UserError(f"{directory} cannot be opened by transformers: {one_line(error)}; {ours}") from error
     if found["missing_keys"]:
         raise UserError(f"{directory} has no tensor {min(found['missing_keys'])}, which its config.json asks for")
     if found["unexpected_keys"]:

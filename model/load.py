@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from errors import UserError
-from model.checkpoint import Checkpoint, code_hash, find_checkpoint, one_line, read_json, tensor_files
+from errors import UserError, errors_as_user_error
+from model.checkpoint import Checkpoint, code_hash, find_checkpoint, read_json, tensor_files
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import HEAD, config_from_huggingface, tensors_from_huggingface
@@ -63,7 +63,7 @@ def load_model(
         print(said, file=sys.stderr)
     stored = load_config(directory)
     weights = {}
-    try:
+    with errors_as_user_error(f"{directory} is not the model that its config.json describes"):
         with skip_parameter_init():
             model = GPT(config or stored)
         for name, tensor in tensors_from_huggingface(stored, model.state_dict(), read_tensors(directory, "model")):
@@ -75,8 +75,6 @@ def load_model(
         if POSITIONS in weights:
             weights[POSITIONS] = weights[POSITIONS][: model.config.context_length]
         model.load_state_dict(weights, assign=True)
-    except (RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{directory} is not the model that its config.json describes: {one_line(error)}") from error
     return model.to(device, embedding.dtype).eval()
 
 
@@ -91,12 +89,9 @@ def read_tensors(directory: Path, stem: str) -> Iterator[tuple[str, Tensor]]:
     Raises UserError for files that cannot be read, and for numbers that are not finite.
     """
     for path in tensor_files(directory, stem):
-        try:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():
-                    tensor = file.get_tensor(name)
-                    if not tensor.isfinite().all():
-                        raise UserError(f"{path}: {name!s:.60} holds numbers that are not finite")
-                    yield name, tensor
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+        with errors_as_user_error(f"{path} cannot be read"), safe_open(path, "pt") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                if not tensor.isfinite().all():
+                    raise UserError(f"{path}: {name} holds numbers that are not finite")
+                yield name, tensor

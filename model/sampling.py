@@ -49,9 +49,7 @@ class Sampler:
 
 
 @torch.inference_mode()
-def stream(
-    model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, seed: int | None = None
-) -> Iterator[Tensor]:
+def stream(model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, seed: int | None) -> Iterator[Tensor]:
     """Continue each row of idx, (B, T) with T >= 1: yield num_tokens tensors (B, 1), the next token of each row.
 
     The model is a `GPT`, which sees the last `context_length` tokens at most. A full context drops its older half, so

@@ -30,7 +30,15 @@ MAY_CHANGE = {
     "parallel",
 }
 
-AT_LEAST_1 = ("batch_size", "grad_accum_steps", "log_every", "eval_every", "eval_tokens", "checkpoint_every")
+AT_LEAST_1 = (
+    "batch_size",
+    "grad_accum_steps",
+    "log_every",
+    "eval_every",
+    "eval_tokens",
+    "checkpoint_every",
+    "keep_checkpoints",
+)
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ class TrainConfig:
             decay_fraction=(0, 1),
             final_lr_fraction=(0, 1),
             beta2=(0, 0.9999999),
-            **dict.fromkeys((*AT_LEAST_1, "keep_checkpoints"), (1, 1e30)),
+            **dict.fromkeys(AT_LEAST_1, (1, 1e30)),
         )
 
 

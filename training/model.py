@@ -32,19 +32,15 @@ def make_model(config: Config, corpus: Corpus, base: Checkpoint | None) -> GPT:
     print(visible(f"data:   {corpus}"))
     shape = asdict(config.model)
     if base:
-        gpt_config = replace(load_config(base.directory), **shape)
-    else:
-        gpt_config = GPTConfig(**shape, vocab_size=corpus.tokenizer.vocab_size)
-    corpus.tokenizer.check_fits(gpt_config.vocab_size)
-    check_config(gpt_config)
-    if base:
-        model = load_model(base, dtype=torch.float32, config=gpt_config)
+        model = load_model(base, dtype=torch.float32, config=replace(load_config(base.directory), **shape))
     else:
         torch.manual_seed(seed_for(config.train.seed, "weights"))
-        model = GPT(gpt_config)
+        model = GPT(GPTConfig(**shape, vocab_size=corpus.tokenizer.vocab_size))
         if config.train.sharp_first_layer:
             sharpen_first_layer(model)
-    print(f"model:  {gpt_config.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
+    corpus.tokenizer.check_fits(model.config.vocab_size)
+    check_config(model.config)
+    print(f"model:  {model.config.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
     return model.train()
 
 

@@ -14,14 +14,13 @@ import json
 import os
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from cli.script import visible
 from data.corpus import Corpus
 from data.tokenizer import GENERATION_CONFIG
-from errors import UserError
+from errors import UserError, errors_as_user_error
 from files import expand, make_directories, replace_file, sync
 from inspection.heads import PROBE_TOKENS
 from model import GPT
@@ -200,11 +199,9 @@ class RunDirectory:
             "optimizer.safetensors": moments,
             TRAINER: to_json(trainer),
         }
-        try:
+        with errors_as_user_error(f"cannot save step {step} in {self.path}, older steps are untouched"):
             sync(self.metrics)
             save_checkpoint(self.path / "checkpoints", step, files | tokenizer.files, self.about)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"cannot save step {step} in {self.path}: {error}; older steps are untouched") from error
         best = best_checkpoint(self.path)
         # Checkpoints of later steps stay: they are damaged, or the run would have resumed from them.
         past = [path for path in self.checkpoints if path.name <= f"step-{step:08d}"]

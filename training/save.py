@@ -35,9 +35,8 @@ def save_checkpoint(parent: Path, step: int, files: dict[str, bytes | Tensors], 
         (temporary / "manifest.json").write_bytes(with_own_hash(manifest))
         remove(parent / f"step-{step:08d}")  # a damaged one
         publish(temporary, parent / f"step-{step:08d}")
-    except BaseException:
-        remove(temporary)
-        raise
+    finally:
+        remove(temporary)  # what is left of it
 
 
 def remove(directory: Path) -> None:

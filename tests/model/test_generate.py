@@ -65,7 +65,7 @@ def test_texts_that_grow_in_turns_leave_cudnn_as_it_was(monkeypatch: pytest.Monk
     model, seen, enabled = make_gpt(), [], torch.backends.cuda.cudnn_sdp_enabled
     hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda *rest, **options: seen.append(enabled()) or hidden(*rest, **options))
-    texts = [stream(model, torch.randint(V, (1, 3)), 2, Sampler()) for _ in range(2)]
+    texts = [stream(model, torch.randint(V, (1, 3)), 2, Sampler(), None) for _ in range(2)]
     for _ in zip(*texts, strict=True):
         assert enabled()
     assert seen == [False] * 4 and enabled()
