@@ -210,9 +210,9 @@ def test_a_checkpoint_of_ours_with_an_option_of_another_tree_is_not_opened_by_tr
     """Which would leave the option out, and show the heads of another model."""
     foreign = save_foreign(make_gpt(family="llama", n_embd=18, bias=None), tmp_path)
     config = json.loads((foreign / "config.json").read_text())
-    config["tril"]["window"] = 16
+    config["tril"]["of_another_tree"] = 16
     (foreign / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="window"):
+    with pytest.raises(UserError, match="of_another_tree"):
         load_decoder(foreign)
 
 
