@@ -94,9 +94,10 @@ class RunDirectory:
                 f"resumed, but --train.init_from {self.path} begins a new run with its weights"
             )
         before = self.state["config"]
+        defaults = tables(Config())  # of options that are younger than the run
         for table, options in tables(self.config).items():
             for name, value in options.items():
-                was = before[table].get(name, value)
+                was = before[table].get(name, defaults[table][name])
                 if was != value and (table != "train" or name not in MAY_CHANGE):
                     raise UserError(
                         f"a resumed run cannot change {table}.{name}: it began with {was!r:.60}, now {value!r:.60}"

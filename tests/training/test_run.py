@@ -80,6 +80,16 @@ def test_no_other_option_may_change(straight: Path, monkeypatch: pytest.MonkeyPa
     assert every - refused == {("train", name) for name in MAY_CHANGE}
 
 
+def test_a_run_that_is_older_than_an_option_has_its_default(straight: Path) -> None:
+    config = read_config(["--resume", str(straight)])
+    options = tables(config)["train"]
+    edit(straight, "config", "train", value={k: v for k, v in options.items() if k != "sharp_first_layer"})
+    assert RunDirectory(config, Ranks()).step == 12
+    edit(straight, "config", "train", value={k: v for k, v in options.items() if k != "beta2"})
+    with pytest.raises(UserError, match="cannot change train.beta2: it began with 0.95, now 0.99"):
+        RunDirectory(config, Ranks())
+
+
 def test_a_run_of_another_version_is_not_resumed(run, straight: Path) -> None:
     edit(straight, "batches", value=2)
     result = run(train, "--resume", straight, "--train.max_steps", 13)
