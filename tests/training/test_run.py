@@ -83,7 +83,7 @@ def test_no_other_option_may_change(straight: Path, monkeypatch: pytest.MonkeyPa
 def test_a_run_that_is_older_than_an_option_has_its_default(straight: Path) -> None:
     config = read_config(["--resume", str(straight)])
     options = tables(config)["train"]
-    edit(straight, "config", "train", value={k: v for k, v in options.items() if k != "sharp_first_layer"})
+    edit(straight, "config", "train", value={k: v for k, v in options.items() if k != "grad_clip"})
     assert RunDirectory(config, Ranks()).step == 12
     edit(straight, "config", "train", value={k: v for k, v in options.items() if k != "beta2"})
     with pytest.raises(UserError, match="cannot change train.beta2: it began with 0.95, now 0.99"):
