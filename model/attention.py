@@ -104,7 +104,8 @@ class CausalSelfAttention(nn.Module):
         n_head: H, the number of query heads.
         n_kv_head: the number of key and value heads; H / n_kv_head query heads share each (Ainslie et al. 2023).
         head_dim: D, the width of one head.
-        mask: (context_length, context_length) bool, True = may attend; the layers of a model share one tensor.
+        mask: (context_length, context_length) bool, True = may attend; the layers of a model share one tensor. Another
+            may be assigned to `causal_mask` later; what is written into this one is not seen.
         dropout: probability of dropping an element of the output.
         bias: whether the four projections have biases.
         q_norm, k_norm: modules that normalise queries and keys, (B, heads, T, D) -> the same shape; both or none.

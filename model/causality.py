@@ -121,8 +121,8 @@ def check_causality(
             itself and everything before it. A dependence too faint for the precision counts as none.
         tokens: (N,), the ids to draw texts from, such as all but that of padding. None: all of the vocabulary.
         special: ids that a model may treat apart, such as an end of text. All texts hold them, and each one is once
-            replaced and once a replacement. None: those that move a `mask` that is a function, else all of a vocabulary
-            of at most SMALL.
+            replaced and once a replacement, if they are at most SMALL. Those that move a `mask` that is a function need
+            not be named. None: all of a vocabulary of at most SMALL, if the mask is no function.
         strict: probe more positions, and take a difference for one of rounding only if float64 shows it, as before a
             training.
 
@@ -206,15 +206,16 @@ class Prober:
 
     def find_special(self) -> Tensor:
         """Return which ids of the pool are special, as `check_causality` says: (V,) bool."""
-        if self.special is not None:
-            return torch.isin(self.pool, torch.tensor([*self.special], dtype=torch.int64))
-        if not self.mask_depends:
+        if self.special is None and not self.mask_depends:
             return torch.full_like(self.pool, len(self.pool) <= SMALL, dtype=torch.bool)
+        named = torch.isin(self.pool, torch.tensor([*(self.special or ())], dtype=torch.int64))
+        if not self.mask_depends:
+            return named
         length = min(self.length, SHORT)
         texts = self.pool[:1].repeat(len(self.pool), length)
         texts[:, length // 2] = self.pool
         masks = self.mask(texts.to(self.device)).cpu()
-        return (masks != masks.mode(0).values).flatten(1).any(1)
+        return named | (masks != masks.mode(0).values).flatten(1).any(1)
 
     def shuffled(self, numbers: Tensor) -> Tensor:
         """Return numbers, (N,), in random order."""
@@ -400,7 +401,7 @@ class Prober:
         B = batch_size or self.batch_size
         batches = self.batches(count, B)
         cards = itertools.chain(range(-1, self.num_special), self.next_rank)
-        for _ in range(1 + self.num_special // max(1, B * len(batches)) if count >= self.many else 1):
+        for _ in range(1 + min(self.num_special, SMALL) // max(1, B * len(batches)) if count >= self.many else 1):
             texts = self.texts(batches, B, cards, alone)
             ranks = next(texts)
             before = self.logits(forward, ranks)
@@ -468,7 +469,7 @@ class Prober:
             is_rounding = bool(difference() <= VANISHED)
         except Exception:  # of whichever kind: a kernel is missing, or memory
             how = f"less than {TINY}, and no float64 to ask again in"
-            is_rounding = not (self.strict or is_derivative)
+            is_rounding = bool(once <= TINY) and not (self.strict or is_derivative)
         finally:
             for tensor, data in kept:
                 tensor.data = data
@@ -552,9 +553,9 @@ class Prober:
         In each sequence one target is counted, because a small sum shows small changes.
         """
         B = self.batch_size
+        cards = itertools.chain(range(-1, self.num_special), self.next_rank)
         for batch in self.batches(self.many, B):
-            ranks = self.text(B)
-            changed = ranks + self.hides(ranks, batch)
+            ranks, changed = self.texts([batch], B, cards, alone=False)
             counted = torch.arange(self.length) == torch.tensor(batch)[:, None]
             targets = torch.where(counted & ~self.may_differ(ranks, changed), self.ids(ranks).cpu(), IGNORE)
             moves = partial(self.loss_moves, loss_fn, ranks, changed, targets.to(self.device))

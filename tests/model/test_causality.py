@@ -264,9 +264,10 @@ MISTAKES = ["none", "ignored", "ignored in training", "ends a token early", "see
 @pytest.mark.parametrize("vocab_size, length", often((257, 31), (257, 251), (5003, 251), (50257, 251)))
 def test_a_mask_that_depends_on_the_text_is_asked_for_without_luck(vocab_size: int, length: int, mistake: str) -> None:
     model, end = Documents(vocab_size, mistake), [vocab_size - 1]
-    ways = itertools.product((False, True), (None, end))  # without `special`, the ids that move the mask are looked for
+    ways = itertools.product((False, True), (None, end, [5]))  # ids that move the mask are found
     for strict, special in ways if vocab_size < 50257 else [(True, end)]:
-        outcome = check_causality(model, vocab_size, length, mask=model.mask, special=special, strict=strict)
+        options = {"special": special, "strict": strict, "batch_size": 3 if strict else 2}
+        outcome = check_causality(model, vocab_size, length, mask=model.mask, **options)
         assert outcome.ok == (mistake == "none"), outcome
     if mistake == "none":  # nothing but a triangle is claimed
         assert "blind" in check_causality(model, vocab_size, length, special=end).finding
@@ -286,6 +287,20 @@ def test_a_loss_that_mixes_documents_is_found_where_logits_do_not() -> None:
         trained.position = model.position
         outcome = check_causality(model, 257, 31, **options)
         assert outcome.ok if mistake == "none" else "the loss moves" in outcome.finding
+
+
+def test_a_leak_through_a_special_token_in_the_loss_alone_is_found() -> None:
+    model = nn.Sequential(nn.Embedding(1009, 15), nn.Linear(15, 1009))
+
+    def loss(ahead: float, inputs: Tensor, targets: Tensor) -> Tensor:
+        leak = ahead * F.pad(inputs[:, 1:] == 1008, (0, 1))[..., None]
+        return F.cross_entropy((model(inputs) * (1 + leak)).flatten(0, 1), targets.flatten(), reduction="sum")
+
+    see = torch.eye(251, dtype=torch.bool)
+    for ahead in (0.0, 0.1):
+        options = {"loss_fn": partial(loss, ahead), "mask": see, "special": [1008], "batch_size": 3}
+        outcome = check_causality(model, 1009, 251, **options)
+        assert ("the loss moves" in outcome.finding) if ahead else outcome.ok
 
 
 def test_a_model_says_its_mask_itself() -> None:
