@@ -84,6 +84,8 @@ def curve_of(way: str, seed: int, ranks: int, out: Path | None) -> Curve:
     """Train once, in a new process. Raises UserError if that fails."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     lines = train(*torchrun, *command_of(way), "--train.seed", seed, out=out)
+    for before, line in pairwise([{"tokens": 0}, *lines]):
+        line.setdefault("tokens", before["tokens"])  # until version 3.1 an evaluation did not say
     evaluated = evaluations(lines)
     return Curve(
         losses=[line["val_bits_per_byte"] for line in evaluated],

@@ -107,6 +107,8 @@ def test_the_tokens_are_those_that_were_logged(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compare, "train", lambda *way, out: [*lines, {"process seconds": 11.0}])
     curve = compare.curve_of(f"{ROOT}:configs/quickstart.toml", 1, 0, None)
     assert curve == compare.Curve([5.0] * 3, [0, 16, 81], [7.0] * 3, 31.0)
+    del lines[0]["tokens"], lines[2]["tokens"]  # as evaluations of an older checkout: what was logged before counts
+    assert compare.curve_of(f"{ROOT}:configs/quickstart.toml", 1, 0, None).tokens == [0, 9, 81]
 
 
 def test_commands(tmp_path: Path) -> None:
