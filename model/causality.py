@@ -110,7 +110,8 @@ def check_causality(
             tokens are on the CPU, there are no derivatives, and the check is strict.
         decode: a function like `forward` that reads the tokens part by part, with a cache.
         loss_fn: a loss of the module that hides its logits, such as a compiled one: inputs and targets, (B, T) int64
-            each -> the sum over all targets except those of -100. It is called with autograd in training mode only.
+            each -> the sum of the losses of all targets. A target of -100 counts as none. Autograd is on in training
+            mode only.
         extreme: functions like `forward`, to be probed with weights scaled by EXTREME in its place. None of them may
             compute in float16, which would overflow. The first one is that of derivatives and the one that decoding has
             to agree with, so it should compute without autocast. Empty: `forward` itself, not compiled.
