@@ -53,7 +53,7 @@ def measure_certificate(config: GPTConfig, train: TrainConfig, dtype: torch.dtyp
     optimizer = make_optimizer(model, train, dtype)  # Muon's momentum is there from the start
     torch.cuda.reset_peak_memory_stats()
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        certify(model, loss_fn, dtype, train.batch_size)
+        certify(model, loss_fn, dtype, train.batch_size, special=())
     del optimizer
     return torch.cuda.max_memory_allocated()
 

@@ -13,7 +13,7 @@ import numpy as np
 from data.encoding import Tokenizer
 from data.tokenizer import TOKENIZER_JSON, load_tokenizer
 from errors import UserError, errors_as_user_error
-from files import sha256
+from files import read_small, sha256
 
 SPLITS = ("train", "val")
 
@@ -58,8 +58,10 @@ def open_corpus(directory: Path) -> Corpus:
 
     Raises UserError if the corpus is incomplete, or has changed since it was prepared.
     """
-    with errors_as_user_error(f"{directory} is not empty, and not a complete prepared corpus"):
-        meta = json.loads((directory / "meta.json").read_bytes())
+    if not (directory / "meta.json").is_file():
+        raise UserError(f"{directory} is not empty, and not a complete prepared corpus")
+    with errors_as_user_error(f"{directory} is not a complete prepared corpus"):
+        meta = json.loads(read_small(directory / "meta.json"))
         tokenizer = load_tokenizer(directory)
         if meta["fingerprint"] != fingerprint(tokenizer, meta):
             raise UserError(f"{directory} has changed since it was prepared: remove it")

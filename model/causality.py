@@ -43,10 +43,10 @@ NUM_DRAWS = 16  # texts in which a token may be seen: a layer that selects does 
 EXTREME = 300.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
 TINY = 1e-5  # of the size of logits: a smaller difference may be one of rounding
 ROUNDED = 1e3  # roundings of a number: decoding may differ by so many from the whole text at once
+SMALL = 512  # ids of a vocabulary in which each may be special
 VANISHED = 1e-13  # of the size of logits: a smaller difference in float64 is one of rounding
 FOR_SCORES = re.compile(r"(^|[._])(q|k|qkv|query|key)([._]|$)|c_attn|in_proj")  # names of weights of queries and keys
 
-SMALL = 512  # ids of a vocabulary in which each may be special
 Mask = Callable[[Tensor], Tensor]  # idx, (B, T) int64 -> (B, T, T) bool
 Forward = Callable[[Tensor], object]  # idx, (B, T) int64 -> logits, (B, T, V), as `logits_of` finds them
 Loss = Callable[[Tensor, Tensor], Tensor]  # inputs and targets, (B, T) int64 each -> ()
@@ -121,9 +121,10 @@ def check_causality(
             do not see each other: ids (B, T), T at most `length`, on the device of the module -> (B, T, T) bool. None:
             itself and everything before it. A dependence too faint for the precision counts as none.
         tokens: (N,), the ids to draw texts from, such as all but that of padding. None: all of the vocabulary.
-        special: ids that a model may treat apart, such as an end of text. All texts hold them, and each one is once
-            replaced and once a replacement, if they are at most SMALL. Those that move a `mask` that is a function need
-            not be named. None: all of a vocabulary of at most SMALL, if the mask is no function.
+        special: ids that a model may treat apart, such as an end of text. Each text holds them, in up to a quarter of its
+            places, and each is once replaced and once a replacement, if they are at most SMALL. Those that move a
+            `mask` that is a function need not be named. None: all of a vocabulary of at most SMALL, if the mask is no
+            function.
         strict: probe more positions, and take a difference for one of rounding only if float64 shows it, as before a
             training.
 
@@ -323,10 +324,14 @@ class Prober:
         ranks = torch.randint(len(self.pool), (B, self.length), generator=self.random)
         ranks[: B // 2] = self.num_special
         if self.num_special:
-            special = self.shuffled(torch.arange(self.num_special))[: self.length]
+            special = self.shuffled(torch.arange(self.num_special))[: 1 + self.length // 4]
             ranks[B // 2 :, self.shuffled(torch.arange(self.length))[: len(special)]] = special
             ranks[B // 2 :, self.length // 2] = 0
         return ranks
+
+    def cards(self) -> Iterator[int]:
+        """Yield ranks of tokens to be replaced: special ones, both ways, then two that had not their turn yet."""
+        return itertools.chain(range(-1, self.num_special), self.next_rank)
 
     def ids(self, ranks: Tensor) -> Tensor:
         """Return the tokens of a text, on the device."""
@@ -395,13 +400,12 @@ class Prober:
     def hidden(self, forward: Forward, count: int, batch_size: int | None = None, alone: bool = False) -> None:
         """Run the probe "hidden" at `count` positions or more, and the probe "alone".
 
-        Each position has a sequence of a batch to itself. The first token that is replaced and its replacement are
-        special ones, both ways, then two of the pool that had not their turn yet. If there are `many` positions, texts
-        follow until each special token had its turn.
+        Each position has a sequence of a batch to itself. If there are `many` positions, texts follow until each
+        special token had its turn.
         """
         B = batch_size or self.batch_size
         batches = self.batches(count, B)
-        cards = itertools.chain(range(-1, self.num_special), self.next_rank)
+        cards = self.cards()
         for _ in range(1 + min(self.num_special, SMALL) // max(1, B * len(batches)) if count >= self.many else 1):
             texts = self.texts(batches, B, cards, alone)
             ranks = next(texts)
@@ -459,7 +463,7 @@ class Prober:
         to ask in, what is tiny passes if the check is not strict, but not a derivative: where nothing is seen, it is
         zero without rounding.
         """
-        if not once <= (EXTREME * TINY if self.is_extreme else TINY):  # larger scores round more
+        if not once <= TINY:
             return False
         tensors = [*self.module.parameters(), *self.module.buffers()]
         kept = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
@@ -554,14 +558,15 @@ class Prober:
         In each sequence one target is counted, because a small sum shows small changes.
         """
         B = self.batch_size
-        cards = itertools.chain(range(-1, self.num_special), self.next_rank)
+        cards = self.cards()
         for batch in self.batches(self.many, B):
             ranks, changed = self.texts([batch], B, cards, alone=False)
             counted = torch.arange(self.length) == torch.tensor(batch)[:, None]
             targets = torch.where(counted & ~self.may_differ(ranks, changed), self.ids(ranks).cpu(), IGNORE)
             moves = partial(self.loss_moves, loss_fn, ranks, changed, targets.to(self.device))
-            if moves() and not self.vanishes(moves(), moves):
-                effect = f"the loss moves by {moves():.2g} of its size ({self.where})"
+            moved = moves()
+            if moved and not self.vanishes(moved, moves):
+                effect = f"the loss moves by {moved:.2g} of its size ({self.where})"
                 cause = (
                     f"if tokens are replaced that positions {batch} must not see, whose targets alone it should count"
                 )

@@ -24,7 +24,7 @@ TINY = torch.finfo(torch.float32).tiny
 LossFn = Callable[[GPT, Tensor, Tensor], Tensor]  # (model, inputs, targets) -> the summed loss
 
 
-def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, special: Iterable[int] = ()) -> dict:
+def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, special: Iterable[int]) -> dict:
     """Probe the loss as it will be trained, the logits in `dtype`, and decoding with a cache; print the outcome.
 
     loss_fn: the loss of inputs and targets, both (batch_size, T). special: ids that a model may treat apart. Returns a

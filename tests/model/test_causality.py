@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def certify_tiny(dtype: torch.dtype, loss: object = train.next_token_loss, **changes: object) -> dict:
     """The certificate as train.py asks for it."""
-    return certify(make_gpt(**changes).train(), partial(loss, dtype=dtype), dtype, batch_size=5)
+    return certify(make_gpt(**changes).train(), partial(loss, dtype=dtype), dtype, batch_size=5, special=())
 
 
 def see(monkeypatch: pytest.MonkeyPatch, mask: Tensor) -> None:
@@ -309,9 +309,9 @@ def test_a_model_says_its_mask_itself() -> None:
         block.attention.causal_mask = make_causal_mask(T).triu(-3)
     loss_fn = partial(train.next_token_loss, dtype=torch.float32)
     with pytest.raises(UserError, match="blind to token .*; if that is meant, say so in `GPT.receptive_field`"):
-        certify(model, loss_fn, torch.float32, batch_size=5)
+        certify(model, loss_fn, torch.float32, batch_size=5, special=())
     model.receptive_field = make_causal_mask(T).triu(-6)  # through two layers
-    assert certify(model, loss_fn, torch.float32, batch_size=5)["causal"].startswith("yes")
+    assert certify(model, loss_fn, torch.float32, batch_size=5, special=())["causal"].startswith("yes")
 
 
 def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:

@@ -47,7 +47,9 @@ def test_the_certificate_passes_the_layer_and_refuses_a_leak(
     def ask() -> None:
         torch.compiler.reset()
         loss_fn = torch.compile(train.next_token_loss, dynamic=False) if compiled else train.next_token_loss
-        certify(GPT(GPTConfig(**SHAPE, dropout=dropout)).to(DEVICE), partial(loss_fn, dtype=dtype), dtype, batch_size=8)
+        certify(
+            GPT(GPTConfig(**SHAPE, dropout=dropout)).to(DEVICE), partial(loss_fn, dtype=dtype), dtype, 8, special=()
+        )
 
     def unmasked(self: Attend, q, k, v, mask, dropout: float = 0.0, **_) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, enable_gqa=True)
