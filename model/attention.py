@@ -51,7 +51,8 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor, scale: float | None = 
     q is (B, H, T_query, D), k is (B, n_kv_head, T_key, D), and the queries belong to the last T_query positions of k.
     mask is (T_query, T_key), True = may attend. The result is (B, H, T_query, T_key): row = query, column = key.
     As the kernel does, it takes a mask of numbers to add to the scores, and a scale other than 1 / sqrt(D).
-    A change of this function needs the same change in the fused call in `Attend`.
+    A change of this function needs the same change in the fused call in `Attend`, or, if no kernel can do it, a
+    `formula_is_faster` that is always True.
     """
     # Without a dtype, autocast would return float32. The kernel sums in float32 either way.
     return attention_scores(q, k, mask, scale).softmax(dim=-1, dtype=q.dtype)

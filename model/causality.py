@@ -121,8 +121,8 @@ def check_causality(
             do not see each other: ids (B, T), T at most `length`, on the device of the module -> (B, T, T) bool. None:
             itself and everything before it. A dependence too faint for the precision counts as none.
         tokens: (N,), the ids to draw texts from, such as all but that of padding. None: all of the vocabulary.
-        special: ids that a model may treat apart, such as an end of text. Each text holds them, in up to a quarter of its
-            places, and each is once replaced and once a replacement, if they are at most SMALL. Those that move a
+        special: ids that a model may treat apart, such as an end of text. Each text holds them, in up to a quarter of
+            its places, and each is once replaced and once a replacement, if they are at most SMALL. Those that move a
             `mask` that is a function need not be named. None: all of a vocabulary of at most SMALL, if the mask is no
             function.
         strict: probe more positions, and take a difference for one of rounding only if float64 shows it, as before a
