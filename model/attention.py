@@ -76,7 +76,7 @@ class Attend(nn.Module):
             return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_kv(v, q)
         B, H, T, D = q.shape
         causal = mask is None and T > 1
-        if mask is None and T == 1:  # heads that share keys ask as queries of one head, so that no key is repeated
+        if T == 1:  # heads that share keys ask as queries of one head, so that no key is repeated
             q = q.reshape(B, k.size(1), -1, D)
         if q.device.type == "cuda":  # of its kernels few take grouped heads, and on older GPUs none
             k, v = repeat_kv(k, q), repeat_kv(v, q)
@@ -93,7 +93,7 @@ def formula_is_faster(q: Tensor, k: Tensor) -> bool:
 class Cache(Protocol):
     """The interface of a key-value cache (model/cache.py)."""
 
-    length: int  # the number of positions stored
+    positions: Callable[[int], slice | Tensor]  # of the next T tokens; a tensor, (1,), if no shape may depend on it
     store: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values of one call -> those of all so far
 
 
@@ -155,8 +155,7 @@ class CausalSelfAttention(nn.Module):
         if self.q_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        start = 0 if cache is None else cache.length
-        positions = slice(start, start + x.size(1))
+        positions = slice(x.size(1)) if cache is None else cache.positions(x.size(1))
         if self.rotary is not None:
             q = self.rotary(q, positions)
             k = self.rotary(k, positions)
@@ -168,10 +167,11 @@ class CausalSelfAttention(nn.Module):
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H * D)
         return self.residual_dropout(self.o_proj(y.to(dtype)))
 
-    def mask_of(self, q: Tensor, k: Tensor, positions: slice) -> Tensor | None:
+    def mask_of(self, q: Tensor, k: Tensor, positions: slice | Tensor) -> Tensor | None:
         """Return the rows of the mask that belong to q, (T_query, T_key), or None where the kernel needs none."""
-        is_whole = q.size(2) in (1, k.size(2)) and self.causal_mask is self.triangle  # which no other mask is
-        if is_whole and not formula_is_faster(q, k):
+        is_triangle = self.causal_mask is self.triangle  # which no other mask is
+        is_whole = isinstance(positions, slice) and q.size(2) in (1, k.size(2))
+        if is_triangle and is_whole and not formula_is_faster(q, k):
             return None
         return self.causal_mask[positions, : k.size(2)]
 

@@ -8,9 +8,13 @@ class LayerCache:
     """Keys and values of one layer, in storage for `capacity` positions that is allocated once and filled in order."""
 
     def __init__(self, B: int, n_kv_head: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        self.keys = torch.empty(B, n_kv_head, capacity, head_dim, dtype=dtype, device=device)
-        self.values = torch.empty_like(self.keys)
+        self.keys = torch.zeros(B, n_kv_head, capacity, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
         self.length = 0
+
+    def positions(self, T: int) -> slice:
+        """Return the positions of the next T tokens."""
+        return slice(self.length, self.length + T)
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store (B, n_kv_head, T, D) after the earlier positions; return views of all positions."""

@@ -92,7 +92,7 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles.cos().repeat(1, 2), persistent=False)
         self.register_buffer("sin", torch.cat((-angles.sin(), angles.sin()), dim=-1), persistent=False)
 
-    def forward(self, x: Tensor, positions: slice) -> Tensor:
+    def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
         """Rotate vectors at these T positions: (B, heads, T, D) -> (B, heads, T, D)."""
         cos = self.cos[positions].to(x.dtype)
         sin = self.sin[positions].to(x.dtype)

@@ -108,13 +108,12 @@ class GPT(nn.Module):
 
     def hidden(self, idx: Tensor, caches: Sequence[LayerCache] = ()) -> Tensor:
         """Return the last hidden state: (B, T) -> (B, T, C). With a cache per layer, idx continues its positions."""
-        start = caches[0].length if caches else 0
-        end = start + idx.size(1)
-        if end > self.config.context_length:
-            raise ValueError(f"{end} tokens do not fit the context length of {self.config.context_length}")
+        positions = caches[0].positions(idx.size(1)) if caches else slice(idx.size(1))
+        if isinstance(positions, slice) and positions.stop > self.config.context_length:
+            raise ValueError(f"{positions.stop} tokens do not fit the context length of {self.config.context_length}")
         x = self.token_embedding(idx)
         if self.position_embedding is not None:
-            x = x + self.position_embedding.weight[start:end]
+            x = x + self.position_embedding.weight[positions]
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x = self.embedding_dropout(x)

@@ -53,8 +53,8 @@ def stream(model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, see
     """Continue each row of idx, (B, T) with T >= 1: yield num_tokens tensors (B, 1), the next token of each row.
 
     The model is a `GPT`, which sees the last `context_length` tokens at most. A full context drops its older half, so
-    that the cache is refilled once in half a context and not at every token. `seed` is that of `GPT.generate`. Raises
-    UserError if idx is empty.
+    that the cache is refilled once in half a context and not at every token. On CUDA, a graph reads single tokens where
+    it can (model/recorded.py). `seed` is that of `GPT.generate`. Raises UserError if idx is empty.
     """
     if idx.size(1) == 0:
         raise UserError("the prompt is empty: give at least one token to continue")
@@ -62,6 +62,13 @@ def stream(model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, see
     context_length = model.config.context_length
     context = idx[:, -context_length:]
     caches = model.new_cache(len(idx), min(context_length, context.size(1) + num_tokens))
+
+    def read(idx: Tensor) -> Tensor:
+        return model.logits(model.hidden(idx, caches)[:, -1])
+
+    from model.recorded import record_step  # without which the model can be read and understood
+
+    read_one = None
     was_training = model.training
     model.eval()
     try:
@@ -73,10 +80,13 @@ def stream(model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, see
             was_enabled = cudnn_sdp_enabled()
             enable_cudnn_sdp(False)  # it would make a new plan for every number of keys
             try:
-                hidden = model.hidden(context[:, caches[0].length :], caches)
+                unread = context[:, caches[0].length :]
+                if read_one is None and unread.size(1) == 1:
+                    read_one = record_step(model, caches, unread, read)
+                logits = (read_one if unread.size(1) == 1 else read)(unread)
             finally:
                 enable_cudnn_sdp(was_enabled)
-            token = sampler.choose(model.logits(hidden[:, -1]), generator)
+            token = sampler.choose(logits, generator)
             context = torch.cat((context, token), dim=1)
             yield token
     finally:

@@ -1,5 +1,7 @@
 """Generation: the cache changes nothing, the filters keep what they say, and the same seed writes the same text."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,6 +51,30 @@ def test_a_seed_draws_what_multinomial_draws_from_the_whole_model(changes: dict,
     for column, window in enumerate(seen, start=length):
         probabilities = model(torch.tensor(window))[:, -1].float().softmax(-1)  # temperature 1 unless another is given
         assert torch.equal(text[:, column], torch.multinomial(probabilities, 1, generator=generator)[:, 0])
+
+
+@pytest.mark.parametrize("changes", [*SHAPES, {"family": "llama", "n_embd": 18, "n_kv_head": 1}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length, launches", [(1, 30), (5, 28), (25, 27)])
+def test_a_step_of_static_shapes_writes_the_same_text(
+    changes: dict, dtype: torch.dtype, length: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, idx, launched = make_gpt(**changes).to(dtype), torch.randint(V, (3, length)), []
+    expected = model.generate(idx, 3 * T, seed=7)
+    monkeypatch.setattr("model.recorded.can_record", lambda model, token: True)
+    monkeypatch.setattr("model.recorded.record", lambda work: lambda: launched.append(1) or work())
+    assert torch.equal(model.generate(idx, 3 * T, seed=7), expected)
+    assert len(launched) == launches  # one to compare; the other tokens come after a text, or half a window
+
+
+@pytest.mark.parametrize("record", [lambda work: lambda: work().flip(-1), lambda work: 1 / 0], ids=["other", "none"])
+def test_a_step_that_a_graph_would_change_is_not_recorded(record: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, idx = make_gpt(), torch.randint(V, (3, 5))
+    model.lm_head.weight.data *= 50  # probabilities that differ
+    expected = model.generate(idx, T, seed=7)
+    monkeypatch.setattr("model.recorded.can_record", lambda model, token: True)
+    monkeypatch.setattr("model.recorded.record", record)
+    assert torch.equal(model.generate(idx, T, seed=7), expected)
 
 
 def test_a_seeded_call_leaves_the_global_generator_and_the_mode_alone() -> None:

@@ -33,6 +33,9 @@ class GrowingCache:
     def __init__(self) -> None:
         self.keys, self.values, self.length = [], [], 0
 
+    def positions(self, T: int) -> slice:
+        return slice(self.length, self.length + T)
+
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.keys.append(k)
         self.values.append(v)

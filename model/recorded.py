@@ -1,0 +1,89 @@
+"""Decoding by a CUDA graph: one token a call, whose kernels the host does not launch one by one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import _get_current_function_mode_stack
+
+from model.cache import LayerCache
+
+# The fastest kernel for one query under a mask first (benchmarks/results/gpu_nvidia-h100-80gb-hbm3_2026-11-26.md).
+KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+MOST_DIFFERENT = 0.1  # probability that rounding may move to other tokens
+
+Read = Callable[[Tensor], Tensor]  # the next tokens, (B, T) -> logits of the token after them, (B, V)
+
+
+def can_record(model: nn.Module, token: Tensor) -> bool:
+    """Return whether a graph may be recorded: on CUDA, and if nobody listens by hooks or as an inspection does."""
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return token.is_cuda and not hooked and not _get_current_function_mode_stack()
+
+
+@dataclass
+class StepCache:
+    """A `LayerCache` for a step of static shapes, of one token, whose position is a tensor, (1,)."""
+
+    cache: LayerCache
+    position: Tensor
+
+    def positions(self, T: int) -> Tensor:
+        """Return the position of the token."""
+        return self.position
+
+    def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store (B, n_kv_head, 1, D) at the position; return all that there is room for, which the mask forbids."""
+        for stored, new in ((self.cache.keys, k), (self.cache.values, v)):
+            stored.index_copy_(2, self.position, new.to(stored.dtype))
+        return self.cache.keys, self.cache.values
+
+
+def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read: Read) -> Read:
+    """Return a function that reads single tokens into the caches by a graph, or `read` where that cannot be trusted.
+
+    token: the next one, (B, 1), on which the two are compared. A graph repeats what Python has decided once: it does
+    not fit a model that asks the host, or one that counts the keys of its caches. It overwrites the logits that it
+    returned before.
+    """
+    if not can_record(model, token):
+        return read
+    length = caches[0].length
+    token = token.clone()
+    position = torch.full((1,), length, device=token.device)
+    steps = [StepCache(cache, position) for cache in caches]
+    try:
+        replay = record(lambda: model.logits(model.hidden(token, steps)[:, -1]))
+    except Exception:  # whatever a changed model may do that a graph cannot
+        return read
+    moved = (replay().softmax(-1) - read(token).softmax(-1)).abs().sum(-1).max() / 2
+    for cache in caches:
+        cache.length = length
+
+    def read_one(next_token: Tensor) -> Tensor:
+        token.copy_(next_token)
+        position.fill_(caches[0].length)
+        for cache in caches:
+            cache.length += 1
+        return replay()
+
+    return read_one if moved < MOST_DIFFERENT else read
+
+
+def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Record the kernels of `work` as a CUDA graph. Return a function that launches it and returns its output."""
+    # A weight that autocast keeps cast would be empty outside of the graph, or no longer there inside of it.
+    autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
+    with sdpa_kernel(KERNELS, set_priority=True), autocast:
+        work()  # what kernels do only once cannot be recorded
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = work()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
