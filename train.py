@@ -24,7 +24,15 @@ from data.prepare import prepare
 from model import GPT
 from model.device import autocast
 from training.certificate import certify
-from training.device import choose_compiled, choose_device, compile_loss, environment, keep_freed_memory, set_seed
+from training.device import (
+    choose_compiled,
+    choose_device,
+    compile_loss,
+    environment,
+    keep_freed_memory,
+    record_loss,
+    set_seed,
+)
 from training.distributed import Ranks
 from training.model import make_model
 from training.optimizer import FiniteGuard, clip_gradients, learning_rate_at, make_optimizer, set_schedule
@@ -65,6 +73,8 @@ def train(config: Config, ranks: Ranks) -> None:
     # 2. Compile the loss, not the model, which stays a plain GPT to save. Train nothing that sees the future.
     loss_fn = partial(compile_loss(next_token_loss, c, device) if compiled else next_token_loss, dtype=dtype)
     certificate = certify(model, loss_fn, dtype, c.batch_size, corpus.tokenizer.special_tokens.values())
+    if not compiled:
+        loss_fn = record_loss(loss_fn, model, c, T)
     run.begin(corpus, certificate, environment(device, dtype, compiled))
 
     # 3. The steps.

@@ -289,6 +289,8 @@ def named_cuda() -> Iterator[None]:
         "torch.cuda.empty_cache": lambda: None,
         "torch.nn.functional.scaled_dot_product_attention": scaled_dot_product_attention,
         "torch.Generator": HostGenerator,
+        "model.recorded.record": lambda work: work,
+        "torch.cuda.make_graphed_callables": lambda module, example: module,
     }
     with ExitStack() as patches:
         for name, value in values.items():

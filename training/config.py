@@ -18,6 +18,7 @@ MAY_CHANGE = {
     "device",
     "dtype",
     "compile",
+    "record",
     "deterministic",
     "max_steps",
     "eval_every",
@@ -62,6 +63,9 @@ class TrainConfig:
     GPU, else float32."""
     compile: bool | None = None
     """Whether to torch.compile the loss. None: on CUDA, in a run that is long enough to pay for it."""
+    record: bool = False
+    """On CUDA, repeat the kernels of a loss that is not compiled, and of its gradient, as a graph. For small models in
+    short runs, since the host launches kernels more slowly than they run. What Python decides, it decides once."""
     deterministic: bool = False
     """Use kernels that give the same bits every time, as is needed for a resumed run to end in those of an unbroken
     one. All do on a CPU; on a GPU they are slower."""

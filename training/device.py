@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from errors import UserError
+from errors import UserError, errors_as_user_error
+from model import GPT
 from model.checkpoint import code_hash
 from model.device import dtype_name, find_device, has_bfloat16
+from training.certificate import LossFn
 from training.config import TrainConfig
 
 # Narrower models train in float32 on a CPU: their products are small, and there are as many conversions. This is the
@@ -88,6 +90,40 @@ def compile_loss(loss_fn: Callable[..., Tensor], config: TrainConfig, device: to
         return compiled(*inputs, **options).clone()  # the graph writes its next result into the same memory
 
     return loss
+
+
+def record_loss(loss_fn: LossFn, model: GPT, config: TrainConfig, T: int) -> LossFn:
+    """Return the loss, which if `train.record` asks for it is a CUDA graph in each step, and so is its gradient.
+
+    No compiler is needed. Only steps of one micro-batch can be recorded, as in `compile_loss`. Raises UserError if the
+    model cannot: it asks the host for a number, for example.
+    """
+    can = model.device.type == "cuda" and config.grad_accum_steps == 1 and config.parallel == "ddp"
+    if not (config.record and can):
+        return loss_fn
+    shape = (config.batch_size, T)
+    inputs, targets = torch.zeros(2, *shape, dtype=torch.int64, device=model.device)
+    with errors_as_user_error("the loss cannot be recorded: train with --train.record false"):
+        graph = torch.cuda.make_graphed_callables(Recordable(loss_fn, model), (inputs, targets))
+
+    def loss(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
+        if model.training and inputs.shape == shape:
+            return graph(inputs, targets).clone()  # the graph writes its next result into the same memory
+        return loss_fn(model, inputs, targets)
+
+    return loss
+
+
+class Recordable(nn.Module):
+    """A loss as a module, whose parameters are those of the model."""
+
+    def __init__(self, loss_fn: LossFn, model: GPT):
+        super().__init__()
+        self.loss_fn = loss_fn
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.loss_fn(self.model, inputs, targets)
 
 
 def set_seed(device: torch.device, seed: int) -> None:

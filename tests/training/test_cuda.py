@@ -14,10 +14,13 @@ from errors import UserError
 from inspection import capture
 from model import GPT, GPTConfig
 from model.attention import Attend
+from model.families import FAMILIES
+from model.gpt import Block
+from model.sampling import Sampler
 from tests.conftest import same_bits, tiny_run, weights
 from training.certificate import certify
 from training.config import TrainConfig
-from training.device import compile_loss, set_seed
+from training.device import compile_loss, record_loss, set_seed
 from training.optimizer import set_schedule
 from training.progress import Progress
 
@@ -84,17 +87,17 @@ def test_training_stores_no_weights(dtype: torch.dtype, n_kv_head: int, dropout:
 
 
 @DTYPES
-@pytest.mark.parametrize("optimizer, compiled", [("adamw", False), ("muon", False), ("muon", True)])
+@pytest.mark.parametrize("optimizer, way", [("adamw", ""), ("muon", ""), ("muon", "compile"), ("muon", "record")])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_step_waits_for_the_gpu(
-    dtype: torch.dtype, optimizer: str, compiled: bool, run: Callable, corpus_file: Path, tmp_path: Path, monkeypatch
+    dtype: torch.dtype, optimizer: str, way: str, run: Callable, corpus_file: Path, tmp_path: Path, monkeypatch
 ) -> None:
     if dtype == torch.float16 and optimizer == "muon":
         pytest.skip("PyTorch's scaler asks the GPU in each step whether Muon's gradients are finite")
     made_step = Progress.made_step
 
     def begin(optimizer: torch.optim.Optimizer, step: int, *rest: object, **options: object) -> None:
-        if step > (2 if compiled else 0):  # the first ones allocate, and record a CUDA graph
+        if step > (2 if way else 0):  # the first ones allocate, and record a CUDA graph
             torch.cuda.set_sync_debug_mode("error")
         set_schedule(optimizer, step, *rest, **options)
 
@@ -105,12 +108,81 @@ def test_no_step_waits_for_the_gpu(
     monkeypatch.setattr(train, "set_schedule", begin)
     monkeypatch.setattr(Progress, "made_step", end)
     options = ["--train.device", DEVICE, "--train.dtype", str(dtype).removeprefix("torch."), "--train.log_every", 99]
-    options += ["--train.compile", str(compiled).lower(), "--train.grad_accum_steps", 1 if compiled else 2]
+    options += [f"--train.{way}", "true"] if way else ["--train.grad_accum_steps", 2]
     try:
         result = run(train, *tiny_run(corpus_file, tmp_path / "run", train__optimizer=optimizer), *options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert result.exit_code == 0, result.err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("n_kv_head", [2, 6])
+@torch.no_grad()
+def test_a_recorded_step_writes_what_its_kernels_do(family: str, n_kv_head: int, monkeypatch) -> None:
+    torch.set_float32_matmul_precision("highest")
+    model = GPT(GPTConfig(**SHAPE, family=family, n_kv_head=n_kv_head)).to(DEVICE)
+    idx = torch.randint(4099, (3, 101), device=DEVICE)
+    launches = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: launches.append(1) or replay(graph))
+    graph = model.generate(idx, 300, temperature=0.5, seed=1)  # more than the context
+    assert len(launches) > 290
+    monkeypatch.setattr("model.recorded.can_record", lambda model, token: False)
+    assert graph.equal(model.generate(idx, 300, temperature=0.5, seed=1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("autocast", [False, True])
+@torch.no_grad()
+def test_a_recorded_step_rounds_as_its_kernels_do(family: str, autocast: bool, monkeypatch) -> None:
+    """In half precision, also where weights are cast in each step."""
+    model = GPT(GPTConfig(**SHAPE, family=family)).to(DEVICE, torch.float32 if autocast else torch.bfloat16)
+    idx, seen = torch.randint(4099, (1, 101), device=DEVICE), []
+
+    def choose(self: Sampler, logits: torch.Tensor, generator: object) -> torch.Tensor:
+        seen.append(logits.float().clone())
+        return idx[:, len(seen) % 50, None]
+
+    monkeypatch.setattr(Sampler, "choose", choose)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        model.generate(idx, 50)
+        monkeypatch.setattr("model.recorded.can_record", lambda model, token: False)
+        model.generate(idx, 50)
+    recorded, kernels = torch.stack(seen).split(50)
+    assert (recorded - kernels).norm() < ROUNDING[torch.bfloat16] * kernels.norm()
+
+
+@torch.no_grad()
+def test_a_model_that_asks_the_host_writes_the_same_without_a_graph(monkeypatch) -> None:
+    model = GPT(GPTConfig(**SHAPE)).to(DEVICE)
+    idx = torch.randint(4099, (3, 11), device=DEVICE)
+    expected = model.generate(idx, 23, temperature=0)
+    forward = Block.forward
+    monkeypatch.setattr(
+        Block, "forward", lambda self, x, cache: forward(self, x * max(1, x.isnan().sum().item()), cache)
+    )
+    assert expected.equal(model.generate(idx, 23, temperature=0))
+
+
+@DTYPES
+def test_a_recorded_loss_is_that_of_its_kernels(dtype: torch.dtype) -> None:
+    """For each seed of dropout, and its gradient, which is the gradient of the mean."""
+    model = GPT(GPTConfig(**SHAPE, dropout=0.3)).to(DEVICE)
+    kernels = partial(train.next_token_loss, dtype=dtype)
+    recorded = record_loss(kernels, model, TrainConfig(batch_size=5, record=True), 257)
+    found = []
+    for seed in (1, 2, 1):
+        inputs, targets = torch.randint(4099, (2, 5, 257), device=DEVICE)
+        for loss_fn in (recorded, kernels):
+            model.zero_grad()
+            set_seed(torch.device(DEVICE), seed)
+            loss = loss_fn(model, inputs, targets) / 1285
+            loss.backward()
+            found.append((loss.detach(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
+    for of_graph, of_kernels in zip(found[::2], found[1::2], strict=True):
+        for ours, theirs in zip(of_graph, of_kernels, strict=True):
+            assert (ours - theirs).norm() < ROUNDING[dtype] / 10 * theirs.norm()
 
 
 @DTYPES
