@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from unittest import mock
 
@@ -194,11 +195,12 @@ def test_decoding_reads_one_number_a_token(family: str, dtype: str, n_kv_head: i
     with pretended_gpu() as gpu, torch.no_grad():
         model = make_model(family, n_kv_head, DTYPES[dtype], context_length=1024).eval()
         tokens = stream(model, torch.zeros(1, 1000, dtype=torch.int64).to("cuda"), 7, Sampler(top_k=5), seed=1)
-        next(tokens).item()
+        for token in islice(tokens, 2):  # a graph is recorded, and compared once
+            token.item()
         gpu.clear()
         before = gpu.allocated
         for token in tokens:
             token.item()
-        assert len(gpu.waits) == 6 and not gpu.mixed
+        assert len(gpu.waits) == 5 and not gpu.mixed
         cache = 2 * n_kv_head * 1007 * model.config.head_dim * DTYPES[dtype].itemsize
         assert gpu.peak - before < cache / 4  # no token copies the keys of a layer
