@@ -16,7 +16,7 @@ from model.cache import read_in_parts
 from model.causality import check_causality, watched
 from model.device import autocast, dtype_name, exact_products
 from model.load import skip_parameter_init
-from training.sharded import gather
+from training.sharded import gather, shard_like
 
 COMPARED_TOKENS = 200  # more than a tile of a kernel
 LEAST_LIMIT = 0.02  # of the size of all numbers together
@@ -74,12 +74,20 @@ def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:
     Backends have had kernels that were wrong (PyTorch issue 195910). The limit is ten times what the CPU is off by
     itself in `dtype`, which in trained models may be much. Returns a record for checkpoints. Raises UserError beyond
     the limit.
+
+    While they are compared, matrices of zeros are random, on both: they would hide what is behind them.
     """
     T = min(model.config.context_length, COMPARED_TOKENS)
-    idx = torch.randint(model.config.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
+    random = torch.Generator().manual_seed(0)
+    idx = torch.randint(model.config.vocab_size, (1, T), generator=random)
     with skip_parameter_init():
         on_cpu = GPT(model.config)
     weights = {name: tensor.cpu() for name, tensor in gather(model.state_dict(), keep=True).items()}
+    zeros = {name: p for name, p in model.named_parameters() if p.dim() > 1 and (weights[name] == 0).all()}
+    with torch.no_grad():
+        for name, parameter in zeros.items():
+            weights[name].normal_(std=0.02, generator=random)
+            parameter.copy_(shard_like(weights[name], parameter))
     on_cpu.load_state_dict(weights, assign=True)
     expected = compute(on_cpu, idx, torch.float32)
 
@@ -90,6 +98,9 @@ def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:
 
     limit = max(LEAST_LIMIT, 10 * error(compute(on_cpu, idx, dtype)))
     found = error(compute(model, idx, dtype))
+    with torch.no_grad():
+        for parameter in zeros.values():
+            parameter.zero_()
     how_far = f"to {found:.1e} (limit {limit:.1e} in {dtype_name(dtype)})"
     if not found <= limit:
         agrees = f"{model.device} agrees with a CPU in float32 only {how_far}"
