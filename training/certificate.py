@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from errors import UserError
 from inspection.decoder import evaluating
@@ -16,7 +16,7 @@ from model.cache import read_in_parts
 from model.causality import check_causality, watched
 from model.device import autocast, dtype_name, exact_products
 from model.load import skip_parameter_init
-from training.sharded import gather
+from training.sharded import gather, gather_tensor
 
 COMPARED_TOKENS = 200  # more than a tile of a kernel
 LEAST_LIMIT = 0.02  # of the size of all numbers together
@@ -74,9 +74,14 @@ def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:
     Backends have had kernels that were wrong (PyTorch issue 195910). The limit is ten times what the CPU is off by
     itself in `dtype`, which in trained models may be much. Returns a record for checkpoints. Raises UserError beyond
     the limit.
+
+    While they are compared, matrices of zeros are random, on both: they would hide what is behind them.
     """
     T = min(model.config.context_length, COMPARED_TOKENS)
     idx = torch.randint(model.config.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
+    zeros = [p for p in model.parameters() if p.dim() > 1 and (gather_tensor(p) == 0).all()]
+    for parameter in zeros:
+        nn.init.normal_(parameter, std=0.02)
     with skip_parameter_init():
         on_cpu = GPT(model.config)
     weights = {name: tensor.cpu() for name, tensor in gather(model.state_dict(), keep=True).items()}
@@ -90,6 +95,8 @@ def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:
 
     limit = max(LEAST_LIMIT, 10 * error(compute(on_cpu, idx, dtype)))
     found = error(compute(model, idx, dtype))
+    for parameter in zeros:
+        nn.init.zeros_(parameter)
     how_far = f"to {found:.1e} (limit {limit:.1e} in {dtype_name(dtype)})"
     if not found <= limit:
         agrees = f"{model.device} agrees with a CPU in float32 only {how_far}"

@@ -53,6 +53,9 @@ class TrainConfig:
     sharp_first_layer: bool = False
     """In a qwen3 with random weights, begin with sharp attention in the first layer and soft attention above. The
     first then learns to look at the token before, and a head above can build on it, also in a short run."""
+    zero_outputs: bool = False
+    """In a model with random weights, begin with zero in the last layers of attention and MLPs, and in a head that is
+    not tied. Each block then begins by passing on what it reads."""
     seed: int = 1337
     """Decides the first weights, the order of the text and the dropout."""
     device: str = "auto"
@@ -84,6 +87,14 @@ class TrainConfig:
     """AdamW (Loshchilov and Hutter 2019), or Muon (Jordan et al. 2024) for the matrices inside the blocks."""
     learning_rate: float = 6e-4
     """Peak of the learning rate."""
+    embedding_rate: float = 1.0
+    """With muon: the learning rate of embeddings, as a multiple of learning_rate. A tied head is one."""
+    head_rate: float = 1 / 3
+    """With muon: that of the head."""
+    vector_rate: float = 1 / 3
+    """With muon: that of biases and norms."""
+    momentum: float = 0.9  # at a CPU's batches (benchmarks/results/first_run_cpu_2026-11-26.md)
+    """Muon's memory of gradients, after 300 steps; 0.95 for steps of 100,000 tokens and more."""
     warmup_steps: int = 100
     """Steps in which the learning rate rises to its peak."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -126,7 +137,7 @@ class TrainConfig:
             learning_rate=(1e-30, 1e30),
             decay_fraction=(0, 1),
             final_lr_fraction=(0, 1),
-            beta2=(0, 0.9999999),
+            **dict.fromkeys(("momentum", "beta2"), (0, 0.9999999)),
             **dict.fromkeys(AT_LEAST_1, (1, 1e30)),
         )
 

@@ -13,9 +13,9 @@ from model import GPT, GPTConfig
 from model.checkpoint import Checkpoint
 from model.huggingface import config_from_huggingface, config_to_huggingface
 from model.load import load_config, load_model
-from training.config import Config
+from training.config import Config, TrainConfig
 
-# First weights of the norms of queries and keys, in the first layer and in the others, for `sharpen_first_layer`. With
+# First weights of the norms of queries and keys, in the first layer and in the others, for `sharp_first_layer`. With
 # equal ones, which layer learns to look at the token before is luck (benchmarks/results/first_run_cpu_2026-11-26.md).
 SHARP = 1.6
 SOFT = 0.6
@@ -36,19 +36,20 @@ def make_model(config: Config, corpus: Corpus, base: Checkpoint | None) -> GPT:
     else:
         torch.manual_seed(seed_for(config.train.seed, "weights"))
         model = GPT(GPTConfig(**shape, vocab_size=corpus.tokenizer.vocab_size))
-        if config.train.sharp_first_layer:
-            sharpen_first_layer(model)
+        set_first_weights(model, config.train)
     corpus.tokenizer.check_fits(model.config.vocab_size)
     check_config(model.config)
     print(f"model:  {model.config.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
     return model.train()
 
 
-def sharpen_first_layer(model: GPT) -> None:
-    """Begin with norms of queries and keys that are SHARP in the first layer and SOFT in the others, if they can be."""
-    for name, parameter in model.named_parameters():
-        if name.endswith(("q_norm.weight", "k_norm.weight")):
+def set_first_weights(model: GPT, config: TrainConfig) -> None:
+    """Begin as `sharp_first_layer` and `zero_outputs` say, where the model has such weights."""
+    for name, parameter in model.named_parameters():  # a tied head has the name of the embedding
+        if config.sharp_first_layer and name.endswith(("q_norm.weight", "k_norm.weight")):
             torch.nn.init.constant_(parameter, SHARP if name.startswith("blocks.0.") else SOFT)
+        if config.zero_outputs and name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
+            torch.nn.init.zeros_(parameter)
 
 
 def check_config(config: GPTConfig) -> None:

@@ -15,8 +15,6 @@ from training.config import TrainConfig
 from training.muon import Muon, momentum_at
 from training.sharded import gather_tensor, shard_like
 
-HEAD_SHARE = 1 / 3  # of Muon's learning rate, for the head, biases and norms; found by trying, and not sensitive
-
 
 class NonFiniteLoss(ArithmeticError):
     """The loss or its gradient became inf or nan; the message is for the user."""
@@ -43,8 +41,11 @@ def make_optimizer(
         groups = [{"params": sum(parts.values(), [])}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, weight_decay=config.weight_decay, fused=True, **options)
     inside = parts.pop("blocks", [])
-    head = parts.pop("lm_head", [])
-    groups = [{"params": sum(parts.values(), [])}, {"params": head + others, "lr_share": HEAD_SHARE}]
+    groups = [
+        {"params": others, "lr_share": config.vector_rate},
+        {"params": parts.pop("lm_head", []), "lr_share": config.head_rate},
+        {"params": sum(parts.values(), []), "lr_share": config.embedding_rate},
+    ]
     precision = torch.float32 if dtype == torch.float16 else dtype
     return Muon(inside, config.weight_decay, groups, precision, compiled, **options)
 
@@ -68,7 +69,7 @@ def set_schedule(optimizer: Optimizer, step: int, config: TrainConfig) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, config) * group.get("lr_share", 1.0)
         if "momentum" in group:
-            group["momentum"] = momentum_at(step)
+            group["momentum"] = momentum_at(step, config)
 
 
 def clip_gradients(model: GPT, most: float) -> Tensor:

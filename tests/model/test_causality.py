@@ -1,5 +1,6 @@
 """The certificate: it passes every causal model, names what another one does wrong, and changes nothing."""
 
+import copy
 import itertools
 import json
 import math
@@ -21,8 +22,10 @@ from model import GPT, GPTConfig
 from model.attention import Attend, make_causal_mask
 from model.causality import check_causality
 from model.families import FAMILIES, MLP
-from tests.conftest import make_gpt, often, tiny_run
+from tests.conftest import make_gpt, often, same_bits, tiny_run
 from training.certificate import certify, compare_with_cpu
+from training.config import TrainConfig
+from training.model import set_first_weights
 
 V, T = 17, 11
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -446,7 +449,14 @@ def test_a_device_that_computes_something_else_is_refused(family: str, dtype: to
         compare_with_cpu(model, dtype)
 
 
-def test_a_head_that_begins_at_zero_is_compared_too() -> None:
+def test_what_is_behind_zeros_is_compared_too() -> None:
     model = make_gpt(family="nanochat", n_embd=18)
-    torch.nn.init.zeros_(model.lm_head.weight)  # so that all logits and gradients are zero
-    assert compare_with_cpu(model, torch.bfloat16)["agrees_with_cpu"].startswith("to 0.0e+00 ")
+    set_first_weights(model, TrainConfig(zero_outputs=True))  # so that all logits and gradients are zero
+    before = copy.deepcopy(model.state_dict())
+    compare_with_cpu(model, torch.bfloat16)
+    assert same_bits(before, model.state_dict())
+    attend = model.blocks[1].attention.attend
+    forward = attend.forward
+    attend.forward = lambda *inputs, **options: forward(*inputs, **options).roll(1, dims=1)
+    with pytest.raises(UserError, match="refusing to train: cpu agrees with a CPU in float32 only to "):
+        compare_with_cpu(model, torch.bfloat16)

@@ -107,7 +107,7 @@ TABLES = {  # dataclass -> options without which it cannot be
 HINTS = [(table, name, {hint, *get_args(hint)}) for table in TABLES for name, hint in get_type_hints(table).items()]
 NUMBERS = [(table, name) for table, name, kinds in HINTS if {int, float} & kinds]
 NOT_0 = "batch_size grad_accum_steps max_steps eval_every learning_rate n_layer n_head context_length".split()
-OUTSIDE = dict.fromkeys(NOT_0, 0) | {"beta2": 1, "decay_fraction": 1.1, "final_lr_fraction": 1.1}
+OUTSIDE = dict.fromkeys(NOT_0, 0) | {"beta2": 1, "momentum": 1, "decay_fraction": 1.1, "final_lr_fraction": 1.1}
 
 
 @pytest.mark.parametrize("table, name", NUMBERS)

@@ -5,11 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli.options import parse
 from model import GPT, GPTConfig
 from model.families import FAMILIES
-from training.config import TrainConfig
+from tests.conftest import ROOT, same_bits
+from training.config import Config, TrainConfig
+from training.model import set_first_weights
 from training.muon import A, B, C, Muon, orthogonalize
-from training.optimizer import make_optimizer, set_schedule
+from training.optimizer import learning_rate_at, make_optimizer, set_schedule
 
 
 @settings(deadline=None, max_examples=20)
@@ -42,6 +45,62 @@ def test_every_parameter_has_one_optimizer(family: str) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     by_muon = {names[id(p)] for group in optimizer.param_groups if "momentum" in group for p in group["params"]}
     assert by_muon == {name for name, p in model.named_parameters() if name.startswith("blocks") and p.dim() == 2}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_kind_of_parameter_has_its_rate(family: str) -> None:
+    model, config = make(family, embedding_rate=7.0, head_rate=0.3, vector_rate=0.5, momentum=0.95, warmup_steps=0)
+    optimizer = make_optimizer(model, config)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    set_schedule(optimizer, 150, config)
+    for group in optimizer.param_groups:
+        for name in (names[id(parameter)] for parameter in group["params"]):
+            inside = 1.0 if name.startswith("blocks.") else 7.0
+            share = 0.3 if name == "lm_head.weight" else 0.5 if "norm" in name or name.endswith(".bias") else inside
+            assert group["lr"] == learning_rate_at(150, config) * share, name
+    assert optimizer.param_groups[-1]["momentum"] == pytest.approx(0.875)  # half of the way from 0.8
+    set_schedule(optimizer, 1000, config)
+    assert optimizer.param_groups[-1]["momentum"] == pytest.approx(0.95)
+
+
+def test_a_quickstart_trains_to_the_bits_of_version_3_2() -> None:
+    config = parse(Config, [], ROOT / "configs" / "quickstart.toml").train
+    found = []
+    for version in ("3.2", "now"):
+        torch.manual_seed(1)
+        model = GPT(GPTConfig("qwen3", n_layer=2, n_head=3, n_embd=18, context_length=11, vocab_size=17, tied=False))
+        optimizer = make_optimizer(model, config)
+        if version == "3.2":
+            vectors = [p for p in model.parameters() if p.dim() == 1]
+            groups = [
+                {"params": [model.token_embedding.weight]},
+                {"params": [model.lm_head.weight, *vectors], "lr_share": 1 / 3},
+            ]
+            inside = [p for p in model.blocks.parameters() if p.dim() == 2]
+            options = {"lr": 0.022, "betas": (0.9, 0.95)}
+            optimizer = Muon(inside, 0.0, groups, torch.float32, **options)
+        for step in range(12):
+            set_schedule(optimizer, step, config)
+            for group in optimizer.param_groups:
+                if version == "3.2" and "momentum" in group:
+                    group["momentum"] = 0.8 + (0.9 - 0.8) * min(1.0, step / 300)
+            torch.manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+        found.append(model.state_dict())
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_zero_outputs_make_a_block_begin_by_passing_on_what_it_reads(family: str, tied: bool) -> None:
+    model = GPT(GPTConfig(family, n_layer=2, n_head=3, n_embd=18, context_length=11, vocab_size=17, tied=tied))
+    set_first_weights(model, TrainConfig(zero_outputs=True))
+    x = torch.randn(2, 7, 18)
+    assert torch.equal(model.blocks[0](x), x)
+    assert model(torch.arange(11)[None]).any() == tied
+    assert all(p.any() for p in model.blocks[0].mlp.up_proj.parameters() if p.dim() == 2)
 
 
 def plain_step(parameter: torch.Tensor, momentum: torch.Tensor, rate: float, beta: float, decay: float) -> None:
