@@ -13,8 +13,8 @@ class DataConfig:
     source: str = "stdlib"
     """stdlib (the Python standard library); a file, folder or glob of text,
     JSON, CSV, TSV or Parquet; hf:NAME[:CONFIG][@REVISION] on the hub of
-    Hugging Face; a directory made by data.prepare; or a folder or glob of
-    datatrove's token files (.ds)."""
+    Hugging Face; a directory made by data.prepare; a folder or glob of
+    datatrove's token files (.ds); or bin:PATH, one of llm.c's shards (.bin)."""
     tokenizer: str = "bpe:4096"
     """bytes, chars, bpe:SIZE (trained on the source), a tiktoken name such as gpt2 or o200k_base,
     the path of a tokenizer.json; or model: that of train.init_from."""
@@ -22,9 +22,10 @@ class DataConfig:
     """The column that holds the text, in tables and hub data sets."""
     max_tokens: int | None = None
     """Stop at this many tokens in both splits, or a piece of text later. None: everything. chars and bpe may learn from
-    text beyond them."""
+    text beyond them. Where files are for validation, as llm.c's, these are the tokens of training."""
     val_fraction: float = 0.1
-    """Share of the documents that is kept for validation. Of a few documents, or of token files, it is the end."""
+    """Share of the documents that is kept for validation. Of a few documents, or of token files, it is the end.
+    Shards of llm.c have their own validation."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", os.path.expanduser(self.source))

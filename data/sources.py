@@ -97,8 +97,8 @@ def find_files(source: str) -> list[Path]:
     names = {path.resolve(): path for path in sorted(found, reverse=True) if path.is_file()}
     if not names:
         raise UserError(
-            f"no text found at {source!r}: give a file, a folder, a glob, {'NAME, '.join(READERS)}NAME or stdlib; "
-            "download a file of the web first"
+            f"no text found at {source!r}: give a file, a folder, a glob, bin:PATH, {'NAME, '.join(READERS)}NAME or "
+            "stdlib; download a file of the web first"
         )
     return sorted(names.values())
 

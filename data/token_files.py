@@ -1,12 +1,18 @@
-"""Token files of `datatrove` as a corpus: nothing is copied, and a file is read only where its tokens are asked for.
+"""Token files as a corpus: nothing is copied, and a file is read only where its tokens are asked for.
 
-Each task of its `DocumentTokenizer` writes two files that are read here, and an index that is not:
+Each task of datatrove's `DocumentTokenizer` writes two files that are read here, and an index that is not:
 
     NAME.ds            token ids one after the other, little-endian; each document ends with a token for that
     NAME.ds.metadata   "TOKENIZER|BYTES PER TOKEN", the number of tokens, and that number for people
+
+The shards of llm.c are the source SHARDS + PATH. Their names have _val for validation. Documents begin with the token
+that ends a text, and go on in the next shard:
+
+    NAME.bin           256 numbers of 4 bytes: MAGIC_AND_VERSION, the number of tokens, zeros; then GPT-2's ids, of 2
 """
 
 import hashlib
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -19,14 +25,18 @@ from data.encoding import Tokenizer
 from data.sources import find_files
 from data.tokenizer import TOKENIZER_JSON, find_tokenizer, make_tokenizer
 from errors import UserError, errors_as_user_error
+from files import refuse_pointer
 
+SHARDS = "bin:"  # before a source that is llm.c's
+MAGIC_AND_VERSION = [20240520, 1]
+HEADER_BYTES = 1024
 SAMPLE_BYTES = 1 << 12  # of its beginning and its end, by which a change is noticed
 COUNTED_TOKENS = 1 << 20  # of validation, decoded to count their bytes
 MOST_OPEN = 512  # files; systems allow a process 1,024 or more
 
 
 class TokenFile(NamedTuple):
-    """A token file that is not empty, as its metadata describe it."""
+    """A token file that is not empty, as its metadata or its header describe it."""
 
     path: Path
     tokenizer: str
@@ -35,7 +45,9 @@ class TokenFile(NamedTuple):
     last: int
     """The last id."""
     digest: str
-    """The hash of its metadata and of samples of its content."""
+    """The hash of its metadata or split, and of samples of its content."""
+    split: str
+    """ "train" or "val" for a shard of llm.c; "" for a file of datatrove, which is part of both."""
 
 
 class TokenArray:
@@ -71,25 +83,31 @@ class TokenArray:
 
 @lru_cache(MOST_OPEN)
 def map_file(file: TokenFile) -> np.ndarray:
-    """Return the ids of a file, memory-mapped."""
-    return np.asarray(np.memmap(file.path, f"<u{file.token_size}", mode="r"))
+    """Return the ids of a file, memory-mapped. They are all that is behind its header."""
+    return np.asarray(np.memmap(file.path, f"<u{file.token_size}", mode="r")[-file.num_tokens :])
 
 
 def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Tokenizer | None) -> Corpus:
-    """Open token files as a corpus. The last `val_fraction` of all tokens are for validation.
+    """Open token files as a corpus.
+
+    Files for validation are the last ones, and `max_tokens` of the others are for training. If no file is for
+    validation, `max_tokens` of all are taken, and the last `val_fraction` of these are for validation.
 
     tokenizer: the configured one, as `find_tokenizer` returns it.
 
     Raises UserError, with the name of the file, if one is unlike the others, or for an unusable tokenizer.
     """
     tokenizer = tokenizer_of(files, config.tokenizer, tokenizer)
-    num_tokens = sum(file.num_tokens for file in files)
-    end = min(num_tokens, config.max_tokens or num_tokens)
-    start = int(end * (1 - config.val_fraction))  # of validation
-    if min(start, end - start) < 2:
-        raise UserError(f"{config.source} has too few tokens to keep {config.val_fraction:g} of them for validation")
+    end = sum(file.num_tokens for file in files)
+    start = sum(file.num_tokens for file in files if file.split != "val")  # of validation
+    stop = min(start, config.max_tokens or start)  # of training
+    if start == end:
+        end = stop
+        start = stop = int(end * (1 - config.val_fraction))
+    if min(stop, end - start) < 2:
+        raise UserError(f"{config.source} has too few tokens: {stop} to train on, {end - start} to validate on")
     splits = {
-        "train": TokenArray(files, tokenizer.vocab_size, 0, start),
+        "train": TokenArray(files, tokenizer.vocab_size, 0, stop),
         "val": TokenArray(files, tokenizer.vocab_size, start, end),
     }
     counted = splits["val"][:COUNTED_TOKENS].tolist()
@@ -121,39 +139,59 @@ def tokenizer_of(files: list[TokenFile], name: str, tokenizer: Tokenizer | None)
             raise UserError(
                 f"{file.path} and {first.path} are of two tokenizers or sizes: give token files of one kind"
             )
-        if file.last not in tokenizer.ends:
+        if not file.split and file.last not in tokenizer.ends:
             raise UserError(f"{file.path} ends with id {file.last}, with which {tokenizer.name!r} ends no text")
     return tokenizer
 
 
 def find_token_files(source: str) -> list[TokenFile]:
-    """Return the token files of a source, but no empty ones; [] for a source of another kind.
+    """Return the token files of a source, sorted, those for validation last; [] for a source of another kind.
 
-    Raises UserError, with the name of the file, if the size of one is not that of its metadata.
+    Empty ones of datatrove are left out. Raises UserError, with the name of the file, if one is not what its metadata
+    or its header describe.
     """
-    found = []
-    paths = find_files(source)
+    paths = find_files(os.path.expanduser(source.removeprefix(SHARDS)))
+    if source.startswith(SHARDS):  # llm.c's scripts leave the text beside them
+        return sorted([read_shard(path) for path in paths if path.suffix == ".bin"], key=lambda file: file.split)
     stored = [path for path in paths if path.suffix == ".ds"]
     others = [path for path in paths if ".ds" not in path.suffixes]
     if stored and others:
         raise UserError(f"{source} holds token files (.ds), and {others[0]}: give files of one kind, as by a glob")
-    for path in stored:
-        size = path.stat().st_size
-        if not size:
-            continue
-        with errors_as_user_error(f"{path}.metadata does not describe a token file"):
-            metadata = Path(f"{path}.metadata").read_bytes()
-            written_by, number, *_ = metadata.decode().splitlines()
-            tokenizer, _, digit = written_by.rpartition("|")
-            token_size = {"2": 2, "4": 4}[digit]
-            num_tokens = int(number)
-        if size != num_tokens * token_size:
-            raise UserError(f"{path} has {size} bytes, and by its .metadata {num_tokens} tokens of {token_size} bytes")
-        with open(path, "rb") as file:
-            samples = metadata + file.read(SAMPLE_BYTES)
-            file.seek(max(0, size - SAMPLE_BYTES))
-            samples += file.read()
-        last = int.from_bytes(samples[-token_size:], "little")
-        digest = hashlib.sha256(samples).hexdigest()
-        found.append(TokenFile(path, tokenizer, token_size, num_tokens, last, digest))
-    return found
+    return [read_described(path) for path in stored if path.stat().st_size]
+
+
+def read_described(path: Path) -> TokenFile:
+    """Return a file of datatrove. Raises UserError if it is not what its metadata describe."""
+    with errors_as_user_error(f"{path}.metadata does not describe a token file"):
+        metadata = Path(f"{path}.metadata").read_bytes()
+        written_by, number, *_ = metadata.decode().splitlines()
+        tokenizer, _, digit = written_by.rpartition("|")
+        token_size = {"2": 2, "4": 4}[digit]
+        num_tokens = int(number)
+    return sample(path, metadata, tokenizer, token_size, num_tokens)
+
+
+def read_shard(path: Path) -> TokenFile:
+    """Return a shard of llm.c, by its name for training or validation. Raises UserError if it is not what it says."""
+    refuse_pointer(path)
+    header = np.fromfile(path, "<u4", 3).tolist()
+    if header[:-1] != MAGIC_AND_VERSION:
+        raise UserError(f"{path} is no shard of llm.c for GPT-2: it begins with {header}, not {MAGIC_AND_VERSION}")
+    split = "val" if "val" in path.stem.split("_") else "train"
+    return sample(path, split.encode(), "gpt2", 2, header[-1], split)
+
+
+def sample(path: Path, metadata: bytes, tokenizer: str, token_size: int, num_tokens: int, split: str = "") -> TokenFile:
+    """Return a token file after a look at its beginning and its end. Raises UserError if its size is another.
+
+    metadata: what a resumed run compares, beside these samples: for a shard its split, which a new name changes.
+    """
+    size = path.stat().st_size
+    if size != num_tokens * token_size + bool(split) * HEADER_BYTES:
+        raise UserError(f"{path} has {size} bytes, and should have {num_tokens} tokens of {token_size} bytes")
+    with open(path, "rb") as file:
+        samples = metadata + file.read(SAMPLE_BYTES)
+        file.seek(max(0, size - SAMPLE_BYTES))
+        samples += file.read()
+    last = int.from_bytes(samples[-token_size:], "little")
+    return TokenFile(path, tokenizer, token_size, num_tokens, last, hashlib.sha256(samples).hexdigest(), split)

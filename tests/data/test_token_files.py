@@ -1,4 +1,4 @@
-"""Token files of datatrove as a corpus: the tokens of one array, and a sentence for a file that is not right."""
+"""Token files of datatrove and llm.c as a corpus: the tokens of one array, and a sentence for a file that is wrong."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ import train
 from data import prepare
 from data.config import DataConfig
 from data.prepare import prepare as prepare_corpus
-from data.token_files import TokenArray, find_token_files
+from data.token_files import TokenArray, find_token_files, map_file
 from data.tokenizer import load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError
 from inspection import inputs
@@ -103,7 +103,7 @@ def test_the_tokenizer_is_the_one_that_the_files_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("", b"123", r"00001_shuffled.ds has 3 bytes, and by its .metadata \d+ tokens of 2 bytes"),
+        ("", b"123", r"00001_shuffled.ds has 3 bytes, and should have \d+ tokens of 2 bytes"),
         (".metadata", b"", r"00001_shuffled.ds.metadata does not describe a token file: ValueError"),
         (".metadata", b"bytes|3\n500\n", r"00001_shuffled.ds.metadata does not describe a token file: KeyError: '3'"),
     ],
@@ -115,8 +115,9 @@ def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes, messag
 
 
 def test_a_file_of_another_kind_is_named(folder: Path) -> None:
-    with pytest.raises(UserError, match="has too few tokens to keep 0.9999 of them for validation"):
-        open_bytes(folder, val_fraction=0.9999)
+    for fraction, few in ((0.9999, "0 to train on"), (1e-9, ".* 1 to validate on")):
+        with pytest.raises(UserError, match=f"tokens has too few tokens: {few}"):
+            open_bytes(folder, val_fraction=fraction)
     for change in ({"tokenizer": "gpt2"}, {"token_size": 4}):
         write_token_file(folder / "00001_shuffled.ds", DOCUMENTS[97:200], **change)
         with pytest.raises(UserError, match="00001_shuffled.ds and .*00000.* are of two tokenizers or sizes: give"):
@@ -155,6 +156,50 @@ def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path, monke
         assert result.exit_code == 2
         assert "tokens is not the text this run began with: put that back" in result.err
         (folder / "00001_shuffled.ds").unlink(missing_ok=True)
+
+
+def write_shard(path: Path, ids: list[int]) -> None:
+    path.write_bytes(np.array([20240520, 1, len(ids), *range(253)], "<i4").tobytes() + np.array(ids, "<u2").tobytes())
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A shard to validate on, two to train on, and a text, which is left out."""
+    for name, ids in (("a_val", range(53)), ("b_train_01", range(97, 256)), ("b_train_02", [END, 2, 5, END, 7])):
+        write_shard(tmp_path / f"{name}.bin", [*ids])
+    (tmp_path / "a.txt").touch()
+    return tmp_path
+
+
+def test_shards_of_llm_c_have_their_own_validation(shards: Path, monkeypatch) -> None:
+    monkeypatch.setattr("data.token_files.make_tokenizer", lambda name, _: {"gpt2": make_tokenizer("bytes", [])}[name])
+    monkeypatch.setenv("HOME", str(shards))
+    train = [*range(97, 256), END, 2, 5, END, 7]
+    for source, most in ((shards, None), ("~", 101), (f"{shards}/*_*.bin", 999)):
+        corpus = prepare_corpus(DataConfig(f"bin:{source}", max_tokens=most))
+        assert corpus.tokens["train"][:].tolist() == train[:most]
+        assert corpus.tokens["val"][:].tolist() == [*range(53)]
+    assert isinstance(map_file(corpus.tokens["val"].files[0]).base, np.memmap)
+    corpus = prepare_corpus(DataConfig(f"bin:{shards}/*_train_*", max_tokens=163, val_fraction=0.2))
+    assert [corpus.tokens[split][:].tolist() for split in ("train", "val")] == [train[:130], train[130:163]]
+
+
+def test_another_shard_has_another_fingerprint(shards: Path) -> None:
+    path, source = shards / "b_train_02.bin", f"bin:{shards}/b*"
+    first = open_bytes(source).meta["fingerprint"]
+    path.rename(shards / "b_val.bin")
+    assert open_bytes(source).meta["fingerprint"] != first
+    write_shard((shards / "b_val.bin").rename(path), [END, 2, 5, END, 8])
+    assert open_bytes(source).meta["fingerprint"] != first
+
+
+def test_what_is_no_shard_is_named(shards: Path) -> None:
+    right = (path := shards / "b_train_02.bin").read_bytes()
+    wrong = [(right[:place] + b"\4" + right[place + 1 :], "is no shard.* begins with .*, not") for place in (0, 4)]
+    for content, message in (*wrong, (right * 2, "has 2068 bytes"), (b"version https://git-lfs", "is a pointer")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"b_train_02.bin {message}"):
+            open_bytes(f"bin:{shards}")
 
 
 @pytest.mark.parametrize("data", [None, {"source": 5}, {"source": "a\0b"}, {"source": "/"}])
