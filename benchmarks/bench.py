@@ -7,7 +7,7 @@ Ways to run:
     python benchmarks/bench.py --tiny                    tiny sizes, to see that it works
 
 The ways of a stage take turns in one process, so that a machine that slows down slows all of them. Printed are medians.
-"of peak" is the share of the fastest matrix product found in the same run. nanoGPT is benchmarks/nanogpt.py.
+"of peak" is MFU, the share of the fastest matrix product found in the same run. nanoGPT is benchmarks/nanogpt.py.
 """
 
 import contextlib
@@ -49,6 +49,7 @@ from model.packed import packed
 from train import next_token_loss
 from training.config import TrainConfig
 from training.device import compile_loss, set_seed
+from training.flops import flops_per_token, product_flops
 from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
 
 # name: shape, and batch sizes, of which the first is nanoGPT's
@@ -148,22 +149,8 @@ def measure_attention(bench: Bench) -> Iterator[dict]:
 @cache
 def peak_flops(bench: Bench) -> float:
     """Return the FLOP/s of the fastest of a few products of square matrices."""
-    found = []
-    for n in (32, 64) if bench.tiny else (4096, 8192, 16384) if bench.cuda else (512, 1024, 2048):
-        a, b = torch.randn(2, n, n, device=bench.device, dtype=bench.dtype)
-        times = bench.measure({"product": partial(torch.matmul, a, b)}, seconds=0.5)
-        found.append(2 * n**3 / (1e-3 * times["product"]))
-    return max(found)
-
-
-def flops_per_token(model: GPT) -> float:
-    """Return the FLOPs of training on a token, 6 N + 12 L H D T (Chowdhery et al. 2022, appendix B).
-
-    N is the number of parameters of the blocks and the head.
-    """
-    c = model.config
-    N = model.lm_head.weight.numel() + sum(parameter.numel() for parameter in model.blocks.parameters())
-    return 6 * N + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length
+    sizes = (32, 64) if bench.tiny else (4096, 8192, 16384) if bench.cuda else (512, 1024, 2048)
+    return max(product_flops(bench.device, bench.dtype, n) for n in sizes)
 
 
 def measure_step(bench: Bench) -> Iterator[dict]:

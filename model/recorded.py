@@ -1,6 +1,8 @@
 """Decoding by a CUDA graph: one token a call, whose kernels the host does not launch one by one."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +12,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 from model.cache import LayerCache
 
-# The fastest kernel for one query under a mask first (benchmarks/results/gpu_nvidia-h100-80gb-hbm3_2026-11-26.md).
-KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# For one query under a mask the fastest kernel, and what is faster than the others where that has no such precision.
+KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 MOST_DIFFERENT = 0.1  # probability that rounding may move to other tokens
 
 Read = Callable[[Tensor], Tensor]  # the next tokens, (B, T) -> logits of the token after them, (B, V)
@@ -72,12 +74,24 @@ def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read:
     return read_one if moved < MOST_DIFFERENT else read
 
 
+@contextmanager
+def never_waiting() -> Iterator[None]:
+    """Raise RuntimeError where the host asks the GPU for a number."""
+    with warnings.catch_warnings(action="ignore"):  # PyTorch calls this a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Record the kernels of `work` as a CUDA graph. Return a function that launches it and returns its output."""
     # A weight that autocast keeps cast would be empty outside of the graph, or no longer there inside of it.
     autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
     with sdpa_kernel(KERNELS, set_priority=True), autocast:
-        work()  # what kernels do only once cannot be recorded
+        with never_waiting():  # a wait would break the recording, and with it what comes after
+            work()  # what kernels do only once cannot be recorded
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             output = work()

@@ -103,6 +103,8 @@ def record_loss(loss_fn: LossFn, model: GPT, config: TrainConfig, T: int) -> Los
         return loss_fn
     shape = (config.batch_size, T)
     inputs, targets = torch.zeros(2, *shape, dtype=torch.int64, device=model.device)
+    # The gradients come from the stream of the recording, for which autograd waits, on the GPU.
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     with errors_as_user_error("the loss cannot be recorded: train with --train.record false"):
         graph = torch.cuda.make_graphed_callables(Recordable(loss_fn, model), (inputs, targets))
 

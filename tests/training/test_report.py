@@ -36,7 +36,7 @@ def validation(step: int, **more: object) -> dict:
 
 
 def training_line(step: int) -> dict:
-    return {"step": step, "train_loss": 5 - step / 9, "grad_norm": 0.7, "tokens_per_second": 1234.5}
+    return {"step": step, "train_loss": 5 - step / 9, "grad_norm": 0.7, "tokens_per_second": 1234.5, "mfu": 0.614}
 
 
 def head_scores(at: int) -> dict[str, list]:
@@ -111,6 +111,7 @@ def test_text_of_the_run_stays_text(tmp_path: Path) -> None:
     source = f"hf:{HOSTILE}".replace("\x00", "").replace("'", "")
     page = Page(make_run(tmp_path / "<b>&amp;", **{"data.source": source, "train.sample_prompt": "<b>"}))
     assert page.texts["h1"] == ["<b>&amp;"] and SEEN in page.entries.values()
+    assert page.entries["Latest MFU, share of the fastest product"] == "61%"
     assert '"<b>"' in page.entries["config.toml"] and "\\x1b[31m" in page.summary[2]
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(map("".join, page.texts.values())))
     assert {tag for tag, _ in page.tags} == TAGS

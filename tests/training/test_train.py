@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import sample
 import train
 from cli.script import visible
 from data.batches import IGNORE, Batches
-from model import GPT
+from model import GPT, GPTConfig
 from model.attention import Attend, make_causal_mask
 from tests.conftest import make_gpt, metrics, same_bits, tiny_run, weights
+from training.flops import flops_per_token
 from training.model import SHARP, SOFT
 from training.progress import Progress
 
@@ -190,7 +193,7 @@ def test_mistakes_get_one_sentence_and_leave_no_run(run, corpus_file, tmp_path, 
 def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("training.progress.time.perf_counter", lambda: now[0])
-    with Progress(0, 3, 5.0, 10, device=torch.device("cpu")) as progress:
+    with Progress(0, 3, 5.0, 10, device=torch.device("cpu"), peak=7.0) as progress:
         for tokens in (5, 7, 7, 9):
             now[0] += 2.0
             progress.made_step(tokens)
@@ -198,4 +201,25 @@ def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> Non
             now[0] += 50.0
         speed = progress.speed(loss=1.0)
     assert (progress.step, progress.train_seconds) == (4, 13.0)
-    assert speed == {"tokens": 31, "tokens_per_second": 3.5}
+    assert speed == {"tokens": 31, "tokens_per_second": 3.5, "mfu": 0.5}
+    assert progress.line.postfix == "loss 1.000, 4 tokens/s, mfu 50%"
+
+
+def test_mfu_is_logged_where_the_peak_is_measured(run, straight: Path, corpus_file, tmp_path, monkeypatch) -> None:
+    assert not metrics(straight, "mfu")  # on a CPU
+    monkeypatch.setattr(train, "Progress", lambda *given: Progress(*given[:-1], peak=1e4))
+    run(train, *tiny_run(corpus_file, tmp_path / "run", train__max_steps=2))
+    speeds = metrics(tmp_path / "run", "tokens_per_second")
+    assert metrics(tmp_path / "run", "mfu") == pytest.approx({step: speed / 1e4 for step, speed in speeds.items()})
+
+
+@pytest.mark.parametrize("family, head_dim", [("gpt2", 14), ("llama", 22), ("qwen3", 10), ("nanochat", 14)])
+def test_flops_are_those_of_the_formula_and_six_for_each_weight_of_a_vector(family: str, head_dim: int) -> None:
+    """PaLM counts all weights as if they were of matrices, and PyTorch counts products alone."""
+    shape = {"n_layer": 2, "n_head": 3, "n_kv_head": 1, "n_embd": 42, "head_dim": head_dim, "context_length": 11}
+    model = GPT(GPTConfig(family, **shape, vocab_size=67, tied=family != "nanochat"))
+    inputs, targets = torch.randint(67, (2, 5, 11))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # no kernel counts the formula's
+        train.next_token_loss(model, inputs, targets, torch.float32).backward()
+    vectors = sum(len(parameter) for parameter in model.blocks.parameters() if parameter.dim() == 1)
+    assert flops_per_token(model) == counter.get_total_flops() / inputs.numel() + 6 * vectors
