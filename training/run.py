@@ -84,7 +84,7 @@ class RunDirectory:
     @property
     def checkpoints(self) -> list[Path]:
         """The checkpoints that are on the disk, newest first."""
-        return step_directories(self.path / "checkpoints")
+        return step_directories(self.path)
 
     def refuse_changes(self) -> None:
         """Raise UserError if the resumed run is asked to become a different one."""

@@ -65,7 +65,7 @@ class Page(HTMLParser):
     def __init__(self, directory: Path):
         super().__init__()
         self.tags, self.texts = [], defaultdict(list)
-        checkpoints = step_directories(directory / "checkpoints")
+        checkpoints = step_directories(directory)
         about = json.loads((checkpoints[0] / "manifest.json").read_text()) if checkpoints else {}
         write_report(directory, about)
         self.feed((directory / "report.html").read_text(encoding="utf-8"))
