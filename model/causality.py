@@ -257,7 +257,7 @@ class Prober:
             self.hidden(forward, 2 * self.few)
             self.randomize()
             self.where = "in evaluation"
-            self.hidden(forward, self.many, alone=True)
+            self.hidden(forward, self.many)
             if loss_fn:
                 self.hidden_from_loss(loss_fn)
             if decode:
@@ -267,7 +267,7 @@ class Prober:
         self.gradient(exact)
         self.module.train()
         self.where = "in training"
-        self.hidden(forward, self.many, alone=self.strict)
+        self.hidden(forward, self.many)
         if loss_fn:
             self.hidden_from_loss(loss_fn)
 
@@ -382,12 +382,14 @@ class Prober:
         differs = moved | (ranks != changed)
         return moved | (masks & differs[:, None]).any(-1)
 
-    def hidden(self, forward: Forward, count: int, batch_size: int | None = None, alone: bool = False) -> None:
-        """Run the probe "hidden" at `count` positions or more, and the probe "alone".
+    def hidden(self, forward: Forward, count: int, batch_size: int | None = None) -> None:
+        """Run the probe "hidden" at `count` positions or more.
 
-        Each position has a sequence of a batch to itself. If there are `many`, each special token has its turn.
+        Each position has a sequence of a batch to itself. If there are `many`, each special token has its turn, and the
+        probe "alone" follows.
         """
-        if count >= self.many:
+        alone = count >= self.many
+        if alone:
             count = max(count, min(self.num_special, SMALL))
         texts = self.texts(count, batch_size or self.batch_size, alone)
         ranks = next(texts)

@@ -36,14 +36,8 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, sp
         with autocast(model.device, dtype):
             return model(idx)
 
-    def exact(idx: Tensor) -> Tensor:
-        with exact_products(model.device):
-            return model(idx)
-
-    def decode(idx: Tensor) -> Tensor:
-        with exact_products(model.device):
-            return read_in_parts(model, idx)
-
+    exact = exact_products(model.device)(model.__call__)  # in this context
+    decode = exact_products(model.device)(partial(read_in_parts, model))
     print("causal: ", end="", flush=True)  # large models take a minute
     began = time.perf_counter()
     outcome = check_causality(

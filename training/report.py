@@ -110,7 +110,7 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
     best = best_checkpoint(directory)
     if best:
         latest["best"] = best.name
-    session = about.get("certificate", {}) | about.get("environment", {})
+    session = about["certificate"] | about["environment"]
     return {
         "name": directory.absolute().name,
         "options": options,
