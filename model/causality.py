@@ -135,8 +135,7 @@ def check_causality(
     pool = torch.as_tensor(range(vocab_size) if tokens is None else tokens).unique().cpu()
     shape = (length, length) if mask is None or callable(mask) else tuple(mask.shape)
     if len(pool) < 2 or length < 1 or shape != (length, length):
-        asked = f"{length} tokens of a vocabulary of {len(pool)}, with a mask of {shape}"
-        raise ValueError(f"nothing to ask: {asked}")
+        raise ValueError(f"nothing to ask: {length} tokens of a vocabulary of {len(pool)}, with a mask of {shape}")
     prober = Prober(vocab_size, length, mask, pool, special, batch_size, module, strict)
     finding = ()
     try:
@@ -190,10 +189,10 @@ class Prober:
         self.device = next((weight.device for weight in self.weights.values()), torch.device("cpu"))
         self.strict |= not self.weights  # a function has no float64 to ask in
         self.random = torch.Generator().manual_seed(0)  # for tokens and positions
+        self.pool = self.shuffled(self.pool)
         is_special = self.find_special()
         self.num_special = int(is_special.sum())
-        self.pool = torch.cat((self.shuffled(self.pool[is_special]), self.shuffled(self.pool[~is_special])))
-        self.pool = self.pool.to(self.device)
+        self.pool = self.pool[is_special.argsort(descending=True)].to(self.device)
         hides = (~self.masks(self.text(1))[0]).any(1)
         self.hiding = self.shuffled(hides.nonzero().flatten()).tolist()  # positions that may not see all
         self.next_position = itertools.cycle(self.hiding)
@@ -305,19 +304,17 @@ class Prober:
     def positions(self, count: int) -> list[int]:
         """Return `count` ascending positions that may not see all: ends, the last of blocks of 2^n, and random ones."""
         ends_of_blocks = (2**n - 1 for n in range(self.length.bit_length(), 0, -1))
+        wanted = itertools.chain([self.length - 2, 0], ends_of_blocks, self.next_position)
         chosen = set()
-        for position in itertools.chain([self.length - 2, 0], ends_of_blocks, self.next_position):
-            if len(chosen) == min(count, len(self.hiding)):
-                break
-            if position in self.hiding:
-                chosen.add(position)
+        while len(chosen) < min(count, len(self.hiding)):
+            chosen |= {next(wanted)} & {*self.hiding}
         self.probed |= chosen
         return sorted(chosen)
 
     def text(self, B: int) -> Tensor:
         """Return a random text, (B, T). Half of the sequences repeat one token; the others hold special ones."""
         ranks = torch.randint(len(self.pool), (B, self.length), generator=self.random)
-        ranks[: B // 2] = self.num_special
+        ranks[: B // 2] = self.num_special % len(self.pool)
         special = self.shuffled(torch.arange(self.num_special))[: 1 + self.length // 4]
         ranks[B // 2 :, self.shuffled(torch.arange(self.length))[: len(special)]] = special
         return ranks
@@ -360,16 +357,16 @@ class Prober:
         """
         count += -count % B  # the last batch is as large: kernels may differ by that
         positions = sorted(itertools.islice(itertools.cycle(self.positions(count)), count))
+        V = len(self.pool)
         ranks = self.text(B)
         yield ranks
         for number, batch in enumerate(torch.tensor(positions, dtype=torch.int64).view(-1, B)):
             hides = ~self.masks(ranks).expand(B, -1, -1)[range(B), batch]
             ahead = (torch.arange(self.length) - batch[:, None] - 1) % self.length
             first = ahead == torch.where(hides, ahead, self.length).amin(1, keepdim=True)
-            turn = (number * B + torch.arange(B)[:, None]) % (2 * self.num_special or len(self.pool))
-            turn = turn + ((ranks - turn) % len(self.pool) == 0)
-            stays = self.mask_depends & (ranks % len(self.pool) < self.num_special)
-            ranks = torch.where(first, turn, ranks + (hides & ~stays))
+            turn = (number * B + torch.arange(B)[:, None]) % (2 * self.num_special or V) % V
+            stays = self.mask_depends & (ranks < self.num_special)
+            ranks = torch.where(first, turn + (turn == ranks), ranks + (hides & ~stays)) % V
             yield ranks
         for row in range(min(B, 2) if alone else 0):
             ranks = ranks + (torch.arange(B) != row)[:, None]
@@ -447,7 +444,7 @@ class Prober:
         """
         if not difference() <= TINY:
             return False
-        tensors = [*self.module.parameters(), *self.module.buffers()]
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
         kept = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
         how = "asked again in float64"
         try:

@@ -99,5 +99,5 @@ def compute(model: GPT, idx: Tensor, dtype: torch.dtype) -> list[Tensor]:
     with evaluating(model), watched(model, idx) as embedded, products:  # without TF32
         logits = model(idx).float()
         loss = F.cross_entropy(logits[0, :-1], idx[0, 1:], reduction="sum")
-        gradients = torch.autograd.grad(loss, embedded) if embedded else ()
+        gradients = torch.autograd.grad(loss, embedded)
     return [numbers.detach().float().cpu() for numbers in (logits, *gradients)]
