@@ -32,7 +32,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -536,18 +535,18 @@ class Prober:
         for ranks, changed in itertools.pairwise(self.texts(self.many, self.batch_size)):
             same = ~self.may_differ(ranks, changed)
             counted = same & (same.cumsum(1) == same.sum(1, keepdim=True))  # the last one
-            targets = torch.where(counted, self.ids(ranks).cpu(), IGNORE)
-            moves = partial(self.loss_moves, loss_fn, ranks, changed, targets.to(self.device))
+            targets = torch.where(counted, self.ids(ranks).cpu(), IGNORE).to(self.device)
+
+            def moves(ranks: Tensor = ranks, changed: Tensor = changed, targets: Tensor = targets) -> Tensor:
+                """Return how much the loss differs for two texts, as a part of it."""
+                before = self.call(loss_fn, ranks, targets).detach()
+                return (self.call(loss_fn, changed, targets).detach() - before).abs() / before.abs().clamp_min(TINY)
+
             if moves() and not self.vanishes(moves):
                 positions = counted.nonzero()[:, 1].tolist()
                 cause = f"if tokens are replaced that positions {positions} must not see"
                 effect = f"the loss moves by {moves():.2g} of its size ({self.where})"
                 raise Finding(f"{effect} {cause}, whose targets alone it should count")
-
-    def loss_moves(self, loss_fn: Loss, ranks: Tensor, changed: Tensor, targets: Tensor) -> Tensor:
-        """Return how much a loss differs for two texts, as a part of it."""
-        before = self.call(loss_fn, ranks, targets).detach()
-        return (self.call(loss_fn, changed, targets).detach() - before).abs() / before.abs().clamp_min(TINY)
 
 
 @contextmanager
@@ -565,8 +564,11 @@ def watched(module: nn.Module, idx: Tensor) -> Iterator[list[Tensor]]:
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone()  # some models add to it in place
 
-    parts = [part for part in module.modules() if isinstance(part, nn.Embedding)]
-    handles = [part.register_forward_hook(watch, prepend=True, with_kwargs=True) for part in parts]  # before others
+    handles = [
+        part.register_forward_hook(watch, prepend=True, with_kwargs=True)  # before others
+        for part in module.modules()
+        if isinstance(part, nn.Embedding)
+    ]
     try:
         yield embedded
     finally:
