@@ -63,7 +63,7 @@ class Batches:
 
 
 def validation_batches(
-    tokens: np.ndarray, batch_size: int, context_length: int, device: torch.device, rank: int = 0, world: int = 1
+    tokens: np.ndarray, batch_size: int, context_length: int, device: torch.device, rank: int, world: int
 ) -> Iterator[Batch]:
     """Yield all of `tokens` once, in order: inputs and targets, both (B, T) int64. Targets are padded with IGNORE.
 

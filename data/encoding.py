@@ -17,8 +17,8 @@ from data.sources import in_pieces
 from errors import UserError, errors_as_user_error
 
 END_OF_TEXT = "<|endoftext|>"
-FILES = ("tokenizer.json", "tokenizer_config.json")
-TOKENIZER_JSON, TOKENIZER_CONFIG = FILES
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 REPLACEMENT = "\ufffd"  # the character that stands for bytes that are not UTF-8
 
 # A byte-level tokenizer.json spells each byte as a printable character, as GPT-2 did (Radford et al. 2019): a byte that

@@ -32,7 +32,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -122,9 +121,9 @@ def check_causality(
             itself and everything before it. A dependence too faint for the precision counts as none.
         tokens: (N,), the ids to draw texts from, such as all but that of padding. None: all of the vocabulary.
         special: ids that a model may treat apart, such as an end of text. Each text holds them, in up to a quarter of
-            its places, and each is once replaced and once a replacement, if they are at most SMALL. Those that move a
-            `mask` that is a function need not be named. None: all of a vocabulary of at most SMALL, if the mask is no
-            function.
+            its places, and each in turn takes the place of the token after a position, if they are at most SMALL. That
+            takes a sequence for each. Those that move a `mask` that is a function need not be named. None: all of a
+            vocabulary of at most SMALL, if the mask is no function.
         strict: probe more positions, and take a difference for one of rounding only if float64 shows it, as before a
             training.
 
@@ -135,8 +134,7 @@ def check_causality(
     pool = torch.as_tensor(range(vocab_size) if tokens is None else tokens).unique().cpu()
     shape = (length, length) if mask is None or callable(mask) else tuple(mask.shape)
     if len(pool) < 2 or length < 1 or shape != (length, length):
-        asked = f"{length} tokens of a vocabulary of {len(pool)}, with a mask of {shape}"
-        raise ValueError(f"nothing to ask: {asked}")
+        raise ValueError(f"nothing to ask: {length} tokens of a vocabulary of {len(pool)}, with a mask of {shape}")
     prober = Prober(vocab_size, length, mask, pool, special, batch_size, module, strict)
     finding = ()
     try:
@@ -183,20 +181,20 @@ class Prober:
 
     def __post_init__(self) -> None:
         self.mask_depends = callable(self.mask)  # on the text
-        if self.mask is None:
-            self.mask = torch.ones(self.length, self.length, dtype=torch.bool).tril()
+        if not self.mask_depends:
+            mask = torch.ones(self.length, self.length, dtype=torch.bool).tril() if self.mask is None else self.mask
+            self.mask = lambda idx: mask[None, : idx.size(1), : idx.size(1)]
         self.weights = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
         self.device = next((weight.device for weight in self.weights.values()), torch.device("cpu"))
         self.strict |= not self.weights  # a function has no float64 to ask in
         self.random = torch.Generator().manual_seed(0)  # for tokens and positions
+        self.pool = self.shuffled(self.pool)
         is_special = self.find_special()
         self.num_special = int(is_special.sum())
-        self.pool = torch.cat((self.shuffled(self.pool[is_special]), self.shuffled(self.pool[~is_special])))
-        self.pool = self.pool.to(self.device)
+        self.pool = self.pool[is_special.argsort(descending=True)].to(self.device)
         hides = (~self.masks(self.text(1))[0]).any(1)
         self.hiding = self.shuffled(hides.nonzero().flatten()).tolist()  # positions that may not see all
         self.next_position = itertools.cycle(self.hiding)
-        self.next_rank = itertools.count(step=2)
         self.many = 16 if self.strict else 12  # positions of a probe, at the least
         self.few = 6 if self.strict else 2
         self.is_extreme = False
@@ -208,16 +206,14 @@ class Prober:
 
     def find_special(self) -> Tensor:
         """Return which ids of the pool are special, as `check_causality` says: (V,) bool."""
-        if self.special is None and not self.mask_depends:
-            return torch.full_like(self.pool, len(self.pool) <= SMALL, dtype=torch.bool)
-        named = torch.isin(self.pool, torch.tensor([*(self.special or ())], dtype=torch.int64))
-        if not self.mask_depends:
-            return named
-        length = min(self.length, SHORT)
-        texts = self.pool[:1].repeat(len(self.pool), length)
-        texts[:, length // 2] = self.pool
+        special = self.special
+        if special is None:
+            special = () if self.mask_depends or len(self.pool) > SMALL else self.pool
+        texts = self.pool[:1].repeat(len(self.pool), min(self.length, SHORT))
+        texts[:, texts.size(1) // 2] = self.pool
         masks = self.mask(texts.to(self.device)).cpu()
-        return named | (masks != masks.mode(0).values).flatten(1).any(1)
+        moves = (masks != masks.mode(0).values).flatten(1).any(1)
+        return moves | torch.isin(self.pool, torch.tensor([*special], dtype=torch.int64))
 
     def shuffled(self, numbers: Tensor) -> Tensor:
         """Return numbers, (N,), in random order."""
@@ -252,14 +248,14 @@ class Prober:
     def probe(self, forward: Forward, decode: Forward | None, loss_fn: Loss | None, extreme: Sequence[Forward]) -> None:
         """Run all probes."""
         exact = extreme[0]
-        # In float32 a quarter of the batch needs less memory than a training step in half precision.
-        small = max(1, self.batch_size // 4) if self.strict else self.batch_size
+        # In float32 half of the batch needs less memory than a training step in half precision.
+        small = (self.batch_size + 1) // 2 if self.strict else self.batch_size
         self.module.eval()
         with torch.no_grad():
             self.hidden(forward, 2 * self.few)
             self.randomize()
             self.where = "in evaluation"
-            self.hidden(forward, self.many, alone=True)
+            self.hidden(forward, self.many)
             if loss_fn:
                 self.hidden_from_loss(loss_fn)
             if decode:
@@ -269,7 +265,7 @@ class Prober:
         self.gradient(exact)
         self.module.train()
         self.where = "in training"
-        self.hidden(forward, self.many, alone=self.strict)
+        self.hidden(forward, self.many)
         if loss_fn:
             self.hidden_from_loss(loss_fn)
 
@@ -307,31 +303,20 @@ class Prober:
     def positions(self, count: int) -> list[int]:
         """Return `count` ascending positions that may not see all: ends, the last of blocks of 2^n, and random ones."""
         ends_of_blocks = (2**n - 1 for n in range(self.length.bit_length(), 0, -1))
+        wanted = itertools.chain([self.length - 2, 0], ends_of_blocks, self.next_position)
         chosen = set()
-        for position in itertools.chain([self.length - 2, 0], ends_of_blocks, self.next_position):
-            if len(chosen) == min(count, len(self.hiding)):
-                break
-            if position in self.hiding:
-                chosen.add(position)
+        while len(chosen) < min(count, len(self.hiding)):
+            chosen |= {next(wanted)} & {*self.hiding}
         self.probed |= chosen
         return sorted(chosen)
 
     def text(self, B: int) -> Tensor:
-        """Return a random text, (B, T). The first half of the sequences repeat one token; the others hold special ones.
-
-        One of these is in the middle, in each text the same.
-        """
+        """Return a random text, (B, T). Half of the sequences repeat one token; the others hold special ones."""
         ranks = torch.randint(len(self.pool), (B, self.length), generator=self.random)
-        ranks[: B // 2] = self.num_special
-        if self.num_special:
-            special = self.shuffled(torch.arange(self.num_special))[: 1 + self.length // 4]
-            ranks[B // 2 :, self.shuffled(torch.arange(self.length))[: len(special)]] = special
-            ranks[B // 2 :, self.length // 2] = 0
+        ranks[: B // 2] = self.num_special % len(self.pool)
+        special = self.shuffled(torch.arange(self.num_special))[: 1 + self.length // 4]
+        ranks[B // 2 :, self.shuffled(torch.arange(self.length))[: len(special)]] = special
         return ranks
-
-    def cards(self) -> Iterator[int]:
-        """Yield ranks of tokens to be replaced: special ones, both ways, then two that had not their turn yet."""
-        return itertools.chain(range(-1, self.num_special), self.next_rank)
 
     def ids(self, ranks: Tensor) -> Tensor:
         """Return the tokens of a text, on the device."""
@@ -339,7 +324,7 @@ class Prober:
 
     def masks(self, ranks: Tensor) -> Tensor:
         """Return what each position of a text may see, on the CPU: (B, T) -> (B or 1, T, T) bool."""
-        return (self.mask(self.ids(ranks)) if self.mask_depends else self.mask[None]).cpu()
+        return self.mask(self.ids(ranks)).cpu()
 
     def call(self, function: Callable, ranks: Tensor, *rest: Tensor) -> object:
         """Call a function with a text; in training mode with the same dropout and the same buffers each time."""
@@ -361,31 +346,27 @@ class Prober:
             raise Finding(f"its logits are not finite numbers ({self.where})")
         return logits.nan_to_num()
 
-    def hides(self, ranks: Tensor, batch: list[int]) -> Tensor:
-        """Return which tokens to replace, (B, T): those that a position of each sequence may not see.
-
-        Where special tokens move the mask they stay, but for the one after the position: else it might see others.
-        """
-        hides = ~self.masks(ranks).expand(len(batch), -1, -1)[range(len(batch)), batch]
-        if self.mask_depends:
-            follows = torch.arange(self.length) == torch.tensor(batch)[:, None] + 1
-            hides &= follows | (ranks % len(self.pool) >= self.num_special)
-        return hides
-
-    def texts(self, batches: Sequence[list[int]], B: int, cards: Iterator[int], alone: bool) -> Iterator[Tensor]:
+    def texts(self, count: int, B: int, alone: bool = False) -> Iterator[Tensor]:
         """Yield texts, (B, T), each of which is to be compared with the one before it.
 
-        batches: positions, one of each sequence at a time, of which each may not see what is replaced next. The first
-        token after it and its replacement are dealt like cards.
+        For `count` positions or more, by B, all tokens are replaced that a position of each sequence may not see. Where
+        special tokens move the mask they stay: else it might see others. But the first one after the position becomes
+        each special token in turn, then each of as many others; the next of these, if it is that one already.
         alone: at last replace all sequences but the first, then all but the second.
         """
+        count += -count % B  # the last batch is as large: kernels may differ by that
+        positions = sorted(itertools.islice(itertools.cycle(self.positions(count)), count))
+        V = len(self.pool)
         ranks = self.text(B)
-        for batch in batches:
-            for row, position in enumerate(batch):
-                ranks[row, (position + 1) % self.length] = next(cards)  # which the batch before may not see either
-            yield ranks
-            ranks = ranks + self.hides(ranks, batch)
         yield ranks
+        for number, batch in enumerate(torch.tensor(positions, dtype=torch.int64).view(-1, B)):
+            hides = ~self.masks(ranks).expand(B, -1, -1)[range(B), batch]
+            ahead = (torch.arange(self.length) - batch[:, None] - 1) % self.length
+            first = ahead == torch.where(hides, ahead, self.length).amin(1, keepdim=True)
+            turn = (number * B + torch.arange(B)[:, None]) % (2 * self.num_special or V) % V
+            stays = self.mask_depends & (ranks < self.num_special)
+            ranks = torch.where(first, turn + (turn == ranks), ranks + (hides & ~stays)) % V
+            yield ranks
         for row in range(min(B, 2) if alone else 0):
             ranks = ranks + (torch.arange(B) != row)[:, None]
             yield ranks
@@ -397,42 +378,40 @@ class Prober:
         differs = moved | (ranks != changed)
         return moved | (masks & differs[:, None]).any(-1)
 
-    def hidden(self, forward: Forward, count: int, batch_size: int | None = None, alone: bool = False) -> None:
-        """Run the probe "hidden" at `count` positions or more, and the probe "alone".
+    def hidden(self, forward: Forward, count: int, batch_size: int | None = None) -> None:
+        """Run the probe "hidden" at `count` positions or more.
 
-        Each position has a sequence of a batch to itself. If there are `many` positions, texts follow until each
-        special token had its turn.
+        Each position has a sequence of a batch to itself. If there are `many`, each special token has its turn, and the
+        probe "alone" follows.
         """
-        B = batch_size or self.batch_size
-        batches = self.batches(count, B)
-        cards = self.cards()
-        for _ in range(1 + min(self.num_special, SMALL) // max(1, B * len(batches)) if count >= self.many else 1):
-            texts = self.texts(batches, B, cards, alone)
-            ranks = next(texts)
-            before = self.logits(forward, ranks)
-            for changed in texts:
-                after = self.logits(forward, changed)
-                self.compare(forward, ranks, before, changed, after)
-                ranks = changed
-                before = after
-
-    def batches(self, count: int, B: int) -> list[list[int]]:
-        """Return `count` positions or more by B, the last ones as often as it takes: kernels may differ by batch."""
-        positions = self.positions(max(count, B))
-        return [(positions[began : began + B] * B)[:B] for began in range(0, len(positions), B)]
+        alone = count >= self.many
+        if alone:
+            count = max(count, min(self.num_special, SMALL))
+        texts = self.texts(count, batch_size or self.batch_size, alone)
+        ranks = next(texts)
+        before = self.logits(forward, ranks)
+        for changed in texts:
+            after = self.logits(forward, changed)
+            self.compare(forward, ranks, before, changed, after)
+            ranks = changed
+            before = after
 
     def compare(self, forward: Forward, ranks: Tensor, before: Tensor, changed: Tensor, after: Tensor) -> None:
         """Raise the fault if logits of a position differ that sees none of the tokens that were changed."""
-        fine = self.may_differ(ranks, changed) | equals(before, after)
+        # One sequence at a time needs less memory.
+        same = torch.stack([(first == second).all(-1) for first, second in zip(before, after, strict=True)])
+        fine = self.may_differ(ranks, changed) | same.cpu()
         if fine.all():
             return
 
-        def difference(before: Tensor, after: Tensor) -> Tensor:
-            return relative(before, after)[~fine].max()
+        def difference() -> Tensor:
+            """Return how much logits differ, in sizes of those at their position."""
+            before = self.logits(forward, ranks)
+            size = before.abs().median(-1).values  # those of padding may be -1e9
+            largest = (self.logits(forward, changed) - before).abs().amax(-1)
+            return (largest / size.clamp_min(torch.finfo(size.dtype).tiny))[~fine].max()
 
-        if self.vanishes(
-            difference(before, after), lambda: difference(self.logits(forward, ranks), self.logits(forward, changed))
-        ):
+        if self.vanishes(difference):
             return
         query, row = (~fine.T).nonzero()[0].tolist()
 
@@ -456,16 +435,15 @@ class Prober:
             raise Finding(f"a sequence changes when the others of its batch do: {effect}")
         raise Finding(f"position {query} sees token {key}, which it must not see: {effect}", query, key)
 
-    def vanishes(self, once: Tensor, difference: Callable[[], Tensor], is_derivative: bool = False) -> bool:
+    def vanishes(self, difference: Callable[[], Tensor], is_derivative: bool = False) -> bool:
         """Return whether a difference is one of rounding: tiny, and gone in float64, where a leak remains.
 
-        once: the difference as a part of the logits; difference: a function that measures it again. Without a float64
-        to ask in, what is tiny passes if the check is not strict, but not a derivative: where nothing is seen, it is
-        zero without rounding.
+        difference: a function that measures it, as a part of the logits. Without a float64 to ask in, what is tiny
+        passes if the check is not strict, but not a derivative: where nothing is seen, it is zero without rounding.
         """
-        if not once <= TINY:
+        if not difference() <= TINY:
             return False
-        tensors = [*self.module.parameters(), *self.module.buffers()]
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
         kept = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
         how = "asked again in float64"
         try:
@@ -497,8 +475,7 @@ class Prober:
         last = self.length - 1
         queries = [*self.positions(self.many if self.length <= SHORT or self.strict else self.few), last]
         self.probed.add(last)
-        blind = torch.zeros(len(queries), self.length, dtype=torch.bool)
-        seen = blind
+        blind = seen = torch.tensor(False)
         for _ in range(NUM_DRAWS):
             ranks = self.text(1)
             may_see = self.masks(ranks)[0, queries]
@@ -508,19 +485,17 @@ class Prober:
                     "derivatives not asked for: no nn.Embedding reads the tokens, or autograd is off or fails"
                 )
                 return
-
             leaks = influence.masked_fill(may_see, 0)
 
             def largest_leak(ranks: Tensor = ranks, may_see: Tensor = may_see) -> Tensor:
                 influence = self.influence(exact, ranks, queries)
                 return influence.masked_fill(may_see, 0).max() / influence.max()
 
-            if leaks.any() and not self.vanishes(leaks.max() / influence.max(), largest_leak, True):
+            if leaks.any() and not self.vanishes(largest_leak, True):
                 row, key = leaks.nonzero()[0].tolist()
-                seen = f"position {queries[row]} sees token {key}, which it must not see"
-                raise Finding(
-                    f"{seen}: the derivative of its logits is {leaks[row, key]:.2g}, not exactly 0", queries[row], key
-                )
+                effect = f"the derivative of its logits is {leaks[row, key]:.2g}, not exactly 0"
+                query = queries[row]
+                raise Finding(f"position {query} sees token {key}, which it must not see: {effect}", query, key)
             seen = seen | (influence != 0)
             blind = (blind | may_see) & ~seen
             if not blind.any():
@@ -557,36 +532,21 @@ class Prober:
 
         In each sequence one target is counted, because a small sum shows small changes.
         """
-        B = self.batch_size
-        cards = self.cards()
-        for batch in self.batches(self.many, B):
-            ranks, changed = self.texts([batch], B, cards, alone=False)
-            counted = torch.arange(self.length) == torch.tensor(batch)[:, None]
-            targets = torch.where(counted & ~self.may_differ(ranks, changed), self.ids(ranks).cpu(), IGNORE)
-            moves = partial(self.loss_moves, loss_fn, ranks, changed, targets.to(self.device))
-            moved = moves()
-            if moved and not self.vanishes(moved, moves):
-                effect = f"the loss moves by {moved:.2g} of its size ({self.where})"
-                cause = (
-                    f"if tokens are replaced that positions {batch} must not see, whose targets alone it should count"
-                )
-                raise Finding(f"{effect} {cause}")
+        for ranks, changed in itertools.pairwise(self.texts(self.many, self.batch_size)):
+            same = ~self.may_differ(ranks, changed)
+            counted = same & (same.cumsum(1) == same.sum(1, keepdim=True))  # the last one
+            targets = torch.where(counted, self.ids(ranks).cpu(), IGNORE).to(self.device)
 
-    def loss_moves(self, loss_fn: Loss, ranks: Tensor, changed: Tensor, targets: Tensor) -> Tensor:
-        """Return how much a loss differs for two texts, as a part of it."""
-        before = self.call(loss_fn, ranks, targets).detach()
-        return (self.call(loss_fn, changed, targets).detach() - before).abs() / before.abs().clamp_min(TINY)
+            def moves(ranks: Tensor = ranks, changed: Tensor = changed, targets: Tensor = targets) -> Tensor:
+                """Return how much the loss differs for two texts, as a part of it."""
+                before = self.call(loss_fn, ranks, targets).detach()
+                return (self.call(loss_fn, changed, targets).detach() - before).abs() / before.abs().clamp_min(TINY)
 
-
-def relative(before: Tensor, after: Tensor) -> Tensor:
-    """Return how much logits differ, in sizes of those at their position: (B, T, V) twice -> (B, T)."""
-    size = before.abs().median(-1).values  # those of padding may be -1e9
-    return (before - after).abs().amax(-1) / size.clamp_min(torch.finfo(size.dtype).tiny)
-
-
-def equals(before: Tensor, after: Tensor) -> Tensor:
-    """Return whether all logits of a position are equal: (B, T, V) twice -> (B, T), on the CPU."""
-    return torch.stack([(first == second).all(-1) for first, second in zip(before, after, strict=True)]).cpu()
+            if moves() and not self.vanishes(moves):
+                positions = counted.nonzero()[:, 1].tolist()
+                cause = f"if tokens are replaced that positions {positions} must not see"
+                effect = f"the loss moves by {moves():.2g} of its size ({self.where})"
+                raise Finding(f"{effect} {cause}, whose targets alone it should count")
 
 
 @contextmanager
@@ -604,8 +564,11 @@ def watched(module: nn.Module, idx: Tensor) -> Iterator[list[Tensor]]:
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone()  # some models add to it in place
 
-    parts = [part for part in module.modules() if isinstance(part, nn.Embedding)]
-    handles = [part.register_forward_hook(watch, prepend=True, with_kwargs=True) for part in parts]  # before others
+    handles = [
+        part.register_forward_hook(watch, prepend=True, with_kwargs=True)  # before others
+        for part in module.modules()
+        if isinstance(part, nn.Embedding)
+    ]
     try:
         yield embedded
     finally:

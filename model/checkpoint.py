@@ -59,7 +59,7 @@ def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
         return verify(download(of_hub[2], of_hub[3]))
     if not name or not path.exists():
         raise UserError(f"there is no folder {name!r} of a run or model; one of the Hugging Face hub is hf:OWNER/NAME")
-    for directory in step_directories(path / "checkpoints"):
+    for directory in step_directories(path):
         try:
             return verify(directory)
         except (UserError, OSError) as error:
@@ -67,9 +67,9 @@ def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
     return verify(path)
 
 
-def step_directories(parent: Path) -> list[Path]:
+def step_directories(run: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first."""
-    return sorted((path for path in parent.glob("*") if STEP.fullmatch(path.name)), reverse=True)
+    return sorted((path for path in run.glob("checkpoints/*") if STEP.fullmatch(path.name)), reverse=True)
 
 
 @cache

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from errors import UserError
+from errors import UserError, errors_as_user_error
 from model.config import MOST_CONTEXT, GPTConfig
 from model.families import FAMILIES
 
@@ -182,7 +182,7 @@ def config_from_huggingface(content: dict) -> GPTConfig:
             "(inspect_attention.py asks transformers to open others)"
         )
     codec = CODECS[family]
-    try:
+    with errors_as_user_error("config.json describes no GPT of this code"):
         known = codec.defaults | content | (content.get("rope_scaling") or content.get("rope_parameters") or {})
         for key, accepted in (codec.accepted | READ_ONLY).items():
             if known.get(key, accepted[0]) not in accepted:
@@ -196,8 +196,6 @@ def config_from_huggingface(content: dict) -> GPTConfig:
         if values["context_length"] > MOST_CONTEXT:
             values["context_length"] = CUT_CONTEXT
         return GPTConfig(**values)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"config.json describes no GPT of this code: {error!s:.300}") from error
 
 
 def tensors_to_huggingface(config: GPTConfig, state: Tensors) -> Tensors:

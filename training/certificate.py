@@ -36,14 +36,8 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, sp
         with autocast(model.device, dtype):
             return model(idx)
 
-    def exact(idx: Tensor) -> Tensor:
-        with exact_products(model.device):
-            return model(idx)
-
-    def decode(idx: Tensor) -> Tensor:
-        with exact_products(model.device):
-            return read_in_parts(model, idx)
-
+    exact = exact_products(model.device)(model.__call__)  # in this context
+    decode = exact_products(model.device)(partial(read_in_parts, model))
     print("causal: ", end="", flush=True)  # large models take a minute
     began = time.perf_counter()
     outcome = check_causality(
@@ -112,5 +106,5 @@ def compute(model: GPT, idx: Tensor, dtype: torch.dtype) -> list[Tensor]:
     with evaluating(model), watched(model, idx) as embedded, products:  # without TF32
         logits = model(idx).float()
         loss = F.cross_entropy(logits[0, :-1], idx[0, 1:], reduction="sum")
-        gradients = torch.autograd.grad(loss, embedded) if embedded else ()
+        gradients = torch.autograd.grad(loss, embedded)
     return [numbers.detach().float().cpu() for numbers in (logits, *gradients)]

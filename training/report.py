@@ -50,7 +50,7 @@ def best_checkpoint(directory: Path) -> Path | None:
     """Return the checkpoint of a run with the lowest validation loss, the first one of equal losses, or None."""
     lines = read_metrics(directory)
     losses = {f"step-{line['step']:08d}": line["val_loss"] for line in lines if line.get("val_loss") is not None}
-    measured = [path for path in step_directories(directory / "checkpoints") if path.name in losses]
+    measured = [path for path in step_directories(directory) if path.name in losses]
     return min(reversed(measured), key=lambda path: losses[path.name], default=None)
 
 
@@ -61,7 +61,7 @@ def next_commands(directory: Path, best: Path | None, finished: bool) -> list[st
     """
     run = shlex.quote(str(directory))
     commands = [] if finished else [f"python train.py --resume {run}"]
-    checkpoints = step_directories(directory / "checkpoints")
+    checkpoints = step_directories(directory)
     if checkpoints:
         model = shlex.quote(str(best)) if finished and best and best != checkpoints[0] else run
         commands += [
@@ -97,7 +97,7 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
     config = (directory / "config.toml").read_text(encoding="utf-8")
     options = tomllib.loads(config)
     newest_first = read_metrics(directory)[::-1]
-    checkpoints = step_directories(directory / "checkpoints")
+    checkpoints = step_directories(directory)
     saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
     finished = saved >= options["train"]["max_steps"]  # which is evaluated before it is saved
     curves = defaultdict(list)
@@ -110,7 +110,7 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
     best = best_checkpoint(directory)
     if best:
         latest["best"] = best.name
-    session = about.get("certificate", {}) | about.get("environment", {})
+    session = about["certificate"] | about["environment"]
     return {
         "name": directory.absolute().name,
         "options": options,

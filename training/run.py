@@ -12,7 +12,6 @@ run.finish(step)
 import fcntl
 import json
 import os
-from pathlib import Path
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -52,7 +51,7 @@ class RunDirectory:
         self.writes = ranks.is_first
         self.path = expand(config.train.out_dir)
         self.metrics = self.path / "metrics.jsonl"
-        self.found = self.checkpoints
+        self.found = step_directories(self.path)
         self.base = None
         """The checkpoint that the weights come from: the newest of this run, or train.init_from."""
         self.state = {}
@@ -80,11 +79,6 @@ class RunDirectory:
         """Tokens of training so far, which checkpoints of 3.1 and before do not say."""
         self.train_seconds = self.state.get("train_seconds", 0.0)
         """Seconds of training so far."""
-
-    @property
-    def checkpoints(self) -> list[Path]:
-        """The checkpoints that are on the disk, newest first."""
-        return step_directories(self.path / "checkpoints")
 
     def refuse_changes(self) -> None:
         """Raise UserError if the resumed run is asked to become a different one."""
@@ -138,14 +132,14 @@ class RunDirectory:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{self.path} is in use by another training process") from None
-        if self.checkpoints != self.found:
+        if step_directories(self.path) != self.found:
             raise UserError(f"another training process has written to {self.path} meanwhile")
         replace_file(self.path / "config.toml", to_toml(self.config).encode())
         # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
         lines = [line for line in read_metrics(self.path) if line["step"] <= (self.step or -1)]
         replace_file(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
         self.tracker = Tracker(self.config.train.wandb, self.state.get("wandb_id"), self.path, tables(self.config))
-        self.report()
+        write_report(self.path, self.about)
         print(f"report: {self.path / 'report.html'}")
 
     def log(self, step: int, **values: object) -> None:
@@ -160,7 +154,8 @@ class RunDirectory:
     def log_validation(self, progress: Progress, record: dict) -> str:
         """Log a record of `Validation.evaluate`, and return lines to print."""
         self.log(progress.step, **record, tokens=progress.tokens, train_seconds=progress.train_seconds)
-        self.report()
+        if self.writes:
+            write_report(self.path, self.about)
         text = f"step {progress.step:7d} | val loss {record['val_loss']:7.4f}"
         text += f" | bits/byte {record['val_bits_per_byte']:6.4f} | trained {progress.train_seconds:8.1f} s"
         if "heads" not in record:
@@ -205,16 +200,11 @@ class RunDirectory:
             save_checkpoint(self.path / "checkpoints", step, files | tokenizer.files, self.about)
         best = best_checkpoint(self.path)
         # Checkpoints of later steps stay: they are damaged, or the run would have resumed from them.
-        past = [path for path in self.checkpoints if path.name <= f"step-{step:08d}"]
+        past = [path for path in step_directories(self.path) if path.name <= f"step-{step:08d}"]
         for path in past[self.config.train.keep_checkpoints :]:
             if path != best:
                 remove(path)
-        self.report()
-
-    def report(self) -> None:
-        """Write report.html anew."""
-        if self.writes:
-            write_report(self.path, self.about)
+        write_report(self.path, self.about)
 
     def finish(self, step: int, exit_code: int = 0) -> str:
         """End the session: tell wandb its exit code, and unlock the directory.

@@ -52,7 +52,7 @@ def test_epochs_differ_in_order_and_offset() -> None:
 @given(num_tokens=st.integers(2, 200), batch_size=st.integers(1, 5))
 def test_validation_predicts_every_token_once(num_tokens: int, batch_size: int) -> None:
     T = 7
-    batches = list(validation_batches(np.arange(num_tokens, dtype=np.uint16), batch_size, T, CPU))
+    batches = list(validation_batches(np.arange(num_tokens, dtype=np.uint16), batch_size, T, CPU, 0, 1))
     targets = torch.cat([y for _, y in batches]).flatten()
     assert len(batches) == -(-(num_tokens - 1) // (T * batch_size))  # none without a target
     assert {x.shape for x, _ in batches} == {(batch_size, T)}  # one shape: nothing to compile twice

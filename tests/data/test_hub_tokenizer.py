@@ -15,7 +15,7 @@ import inspect_attention
 import sample
 import train
 from data import prepare, sources
-from data.encoding import FILES, Tokenizer
+from data.encoding import TOKENIZER_CONFIG, TOKENIZER_JSON, Tokenizer
 from data.prepare import DataConfig
 from data.tokenizer import END_KEYS, END_OF_TEXT, load_tokenizer, save_tokenizer
 from errors import UserError
@@ -225,7 +225,8 @@ def test_a_document_has_the_ids_of_the_whole(
         assert ids == start + KINDS[kind].encode(part, add_special_tokens=False).ids
         assert corpus.meta[split]["bytes"] == len(part.encode())
     assert corpus.tokenizer.files == ours.files
-    assert all(ours.files[file] == (tmp_path / "tokenizer" / file).read_bytes() for file in FILES)
+    for file in (TOKENIZER_JSON, TOKENIZER_CONFIG):
+        assert ours.files[file] == (tmp_path / "tokenizer" / file).read_bytes()
 
 
 def test_a_long_document_has_the_same_split_by_each_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,10 +245,17 @@ def test_a_long_document_has_the_same_split_by_each_tokenizer(tmp_path: Path, mo
 PANIC = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "A"}}  # in the library's Rust code
 
 
-@pytest.mark.parametrize("file, change", [(0, {"model": {"type": "Neural"}}), (0, PANIC), (1, {"eos_token": [[]]})])
-def test_a_file_that_cannot_be_used_is_refused_in_a_sentence(file: int, change: dict, tmp_path: Path) -> None:
+BROKEN = [
+    (TOKENIZER_JSON, {"model": {"type": "Neural"}}),
+    (TOKENIZER_JSON, PANIC),
+    (TOKENIZER_CONFIG, {"eos_token": [[]]}),
+]
+
+
+@pytest.mark.parametrize("file, change", BROKEN)
+def test_a_file_that_cannot_be_used_is_refused_in_a_sentence(file: str, change: dict, tmp_path: Path) -> None:
     directory = put(KINDS["llama"], tmp_path / "tokenizer")
-    content = json.loads((directory / FILES[file]).read_text()) | change
-    (directory / FILES[file]).write_text(json.dumps(content))
+    content = json.loads((directory / file).read_text()) | change
+    (directory / file).write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"no tokenizer.json .or tokenizer_config.json. that .* can read: .+\Z"):
         load_tokenizer(directory)

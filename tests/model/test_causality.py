@@ -171,6 +171,23 @@ def test_a_leak_that_one_token_of_a_small_vocabulary_opens_is_found(length: int)
         assert not check_causality(lambda idx, ahead=ahead: table[idx].cumsum(1) + ahead(idx), 61, length).ok
 
 
+def test_each_of_256_special_tokens_is_asked_in_few_calls_also_after_a_prefix_that_all_see() -> None:
+    table, special = torch.randn(1009, 7), torch.arange(503, 759)
+    mask = make_causal_mask(67).index_fill(1, torch.arange(3), True)
+    calls = []
+
+    def read(idx: Tensor, ahead: int = -1) -> Tensor:
+        calls.append(len(idx))
+        seen = table[idx].cumsum(1) + table[idx[:, :3]].sum(1, keepdim=True)
+        leaks = F.pad(idx[:, 1:] == ahead, (0, 1)) & (torch.arange(67) > 1)
+        return (seen + leaks[:, :, None]) @ table.T
+
+    options = {"mask": mask, "special": special, "batch_size": 8}
+    assert check_causality(read, 1009, 67, **options).ok and len(calls) < 100
+    for ahead in special[::17].tolist():
+        assert not check_causality(partial(read, ahead=ahead), 1009, 67, **options).ok
+
+
 @pytest.mark.parametrize("length, block", [(64, 32), (256, 32), (256, 64), (256, 128)])
 @pytest.mark.parametrize("with_autograd", [True, False])
 def test_a_leak_at_the_border_of_blocks_is_found(

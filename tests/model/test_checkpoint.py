@@ -14,7 +14,7 @@ import torch
 import train
 from errors import UserError
 from model import GPT
-from model.checkpoint import find_checkpoint, with_own_hash
+from model.checkpoint import find_checkpoint, step_directories, with_own_hash
 from tests.conftest import make_gpt, often, run_python, save_gpt, tiny_run, write_corpus
 from training.run import RunDirectory
 
@@ -109,7 +109,7 @@ def measure_saving(directory: Path, optimizer: str) -> None:
                     patch.setattr("training.sharded.is_sharded", lambda tensor: True)
                     patch.setattr("training.sharded.gather_tensor", torch.clone)
                 peak = peak_memory(lambda: save(self, step, *rest, **options))
-            shares[where] = peak / sum(path.stat().st_size for path in self.checkpoints[0].iterdir())
+            shares[where] = peak / sum(path.stat().st_size for path in step_directories(self.path)[0].iterdir())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.prepare.PREPARED", directory / "prepared")

@@ -130,7 +130,7 @@ def test_a_path_may_begin_in_the_home_folder(
     for words in ([tmp_path / "a.toml", *tune], ["--resume=~/run", "--train.max_steps=2"]):
         result = run(train, *words)
         assert result.exit_code == 0, result.err
-    assert [path.name[-1] for path in step_directories(tmp_path / "run" / "checkpoints")] == ["2", "1"]
+    assert [path.name[-1] for path in step_directories(tmp_path / "run")] == ["2", "1"]
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_kill_9_while_data_is_prepared(tmp_path: Path, figure: Callable) -> None
 
 
 def purge_before_saving(parent: Path, *rest: object, **options: object) -> None:
-    for directory in step_directories(parent):
+    for directory in step_directories(parent.parent):
         remove(directory)
     save_checkpoint(parent, *rest, **options)
 
@@ -221,7 +221,7 @@ def save_three(run: Path) -> Iterator[int]:
     for step in (1, 2, 3):
         save_gpt(run / "checkpoints", step, make_gpt(), {"tokenizer.json": b"{}"}, optimizer={"a.step": torch.ones(1)})
         yield step
-        for directory in step_directories(run / "checkpoints")[1:]:
+        for directory in step_directories(run)[1:]:
             remove(directory)
 
 

@@ -11,7 +11,7 @@ import transformers
 
 import sample
 import train
-from data.encoding import FILES
+from data.encoding import TOKENIZER_CONFIG, TOKENIZER_JSON
 from data.prepare import DataConfig, prepare
 from data.tokenizer import load_tokenizer
 from model import GPT
@@ -48,9 +48,10 @@ def test_a_model_of_others_is_tuned_resumed_and_sampled(run, name: str, corpus_f
         theirs.config.rms_norm_eps = 0.03
     base = tmp_path / "theirs"
     theirs.save_pretrained(base)
-    for file in FILES:  # 257 ids, fewer than the model has
+    files = (TOKENIZER_JSON, TOKENIZER_CONFIG)
+    for file in files:  # 257 ids, fewer than the model has
         shutil.copyfile(Path(__file__).parents[1] / "model/golden/format-3/step-00000003" / file, base / file)
-    before, expected = {file: (base / file).read_bytes() for file in FILES}, GPT.from_pretrained(base).config
+    before, expected = {file: (base / file).read_bytes() for file in files}, GPT.from_pretrained(base).config
 
     changes = {"train__learning_rate": 1e-3, "train__schedule": "wsd", "model__context_length": 7}
     for out, steps in (("whole", 4), ("broken", 2)):
@@ -61,7 +62,7 @@ def test_a_model_of_others_is_tuned_resumed_and_sampled(run, name: str, corpus_f
     assert result.exit_code == 0, result.err
     assert same_bits(weights(tmp_path / "whole", 4), weights(tmp_path / "broken", 4))
     checkpoint = tmp_path / "broken" / "checkpoints" / "step-00000004"
-    assert {file: (checkpoint / file).read_bytes() for file in FILES} == before
+    assert {file: (checkpoint / file).read_bytes() for file in files} == before
     assert GPT.from_pretrained(checkpoint).config == replace(expected, context_length=7)
     assert run(sample, tmp_path / "broken", "--prompt", "1", "--seed", 1).exit_code == 0
 

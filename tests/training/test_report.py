@@ -65,8 +65,12 @@ class Page(HTMLParser):
     def __init__(self, directory: Path):
         super().__init__()
         self.tags, self.texts = [], defaultdict(list)
-        checkpoints = step_directories(directory / "checkpoints")
-        about = json.loads((checkpoints[0] / "manifest.json").read_text()) if checkpoints else {}
+        checkpoints = step_directories(directory)
+        about = (
+            json.loads((checkpoints[0] / "manifest.json").read_text())
+            if checkpoints
+            else {"certificate": {}, "environment": {}}
+        )
         write_report(directory, about)
         self.feed((directory / "report.html").read_text(encoding="utf-8"))
         self.summary = self.texts["p"][0].split(" · ")
