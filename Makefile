@@ -3,7 +3,8 @@
 # make test-long  the exhaustive tests
 # make bench      set up, measure this machine in minutes, write benchmarks/results/<device>_<date>.jsonl
 #                 TEXT=input.txt: on this text; STAGES="step decode": only these stages
-# make gpu        on the first day with an NVIDIA GPU: its tests, make bench, memory; a report, in 25 minutes at most
+# make gpu        on an NVIDIA GPU: tests, sampling, time to a loss, steps, memory; a report, in 12 minutes at most
+#                 TEXT=input.txt: on this text; a second start goes on behind what has passed
 
 PYTHON ?= python3
 BIN = .venv/bin
@@ -30,7 +31,7 @@ bench: .venv/test.installed  # which has transformers, to compare with
 	$(BIN)/python benchmarks/bench.py $(if $(TEXT),--text $(TEXT)) $(if $(STAGES),--stages $(STAGES)) --out benchmarks/results
 
 gpu: .venv/test.installed
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/gpu.py $(if $(TEXT),--text $(TEXT))
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tril needs Python 3.11: make PYTHON=python3.11 ...")'

@@ -27,6 +27,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -52,13 +53,13 @@ from training.device import compile_loss, set_seed
 from training.flops import flops_per_token, product_flops
 from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
 
-# name: shape, and batch sizes, of which the first is nanoGPT's
+# name: shape, and batch sizes
 Sizes = dict[str, tuple[nanogpt.Config, tuple[int, ...]]]
 TINY: Sizes = {"tiny": (nanogpt.Config(2, 2, 16, 16, 67), (3, 5))}
 ON_CPU: Sizes = {"0.8 M": (nanogpt.Config(4, 4, 128, 64, 65), (12, 32, 96))}
 ON_CUDA: Sizes = {
-    "10.6 M": (nanogpt.Config(6, 6, 384, 256, 65, dropout=0.2), (64, 256)),
-    "124 M": (nanogpt.Config(12, 12, 768, 1024, 50257), (12, 32)),
+    "124 M": (nanogpt.Config(12, 12, 768, 1024, 50257), (32,)),
+    "10.6 M": (nanogpt.FOR_GPU, (64,)),
 }
 FAMILIES = {"nanoGPT": "gpt2", "gpt2": "gpt2", "muon": "nanochat"}
 OURS = {
@@ -103,13 +104,12 @@ class Bench:
 
         A turn has several calls where these are short. The first two calls compile and allocate, and do not count.
         """
-        shortest = 0.0 if self.tiny else 0.01  # seconds of a turn
+        shortest = 0.3 if self.cuda else 0.01  # seconds of a turn; a GPU's host prepares one step during another
         if self.tiny:
-            seconds = 0.0
+            shortest = seconds = 0.0
         for work in works.values():
             self.clock(work, 2)
-        fewest = 5 if self.cuda else 1  # the host prepares one step while the GPU computes the one before
-        calls = {name: max(fewest, round(shortest / self.clock(work, 1))) for name, work in works.items()}
+        calls = {name: max(1, round(shortest / self.clock(work, 1))) for name, work in works.items()}
         turn = sum(self.clock(work, calls[name]) for name, work in works.items())
         times = {name: [] for name in works}
         for _ in range(min(max(3, round(seconds * len(works) / turn)), 100)):
@@ -256,8 +256,9 @@ def measure_prepare(bench: Bench) -> Iterator[dict]:
 
 @torch.no_grad()
 def measure_decode(bench: Bench) -> Iterator[dict]:
-    """Time greedy decoding after a prompt, with random weights: nanoGPT, which has no cache, ours, `transformers`.
+    """Time greedy decoding after a prompt, with random weights: ours, and `transformers`.
 
+    On a GPU in its fastest precision only, and also ours without a CUDA graph and theirs compiled, with a static cache.
     "weights GB/s" are the bytes of the weights that a token reads, over the time of the prompt and all tokens. On a CPU
     the memory is their limit: the first line says how fast it is read.
     """
@@ -271,28 +272,29 @@ def measure_decode(bench: Bench) -> Iterator[dict]:
     shape, _ = TINY["tiny"] if bench.tiny else ON_CUDA["124 M"]
     prompt = 5 if bench.tiny else 500
     new = 4 if bench.tiny else 200 if bench.cuda else 100
-    theirs = make_nanogpt(shape).eval().to(bench.device)
     sizes = {"n_layer": shape.n_layer, "n_head": shape.n_head, "n_embd": shape.n_embd, "vocab_size": shape.vocab_size}
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     gpt2 = transformers.GPT2Config(**sizes, n_positions=shape.context_length, **special)
-    for B in (1, 64) if bench.cuda else (1,):
+    dtypes = [torch.float32, *[torch.bfloat16] * has_bfloat16(bench.device)]
+    for B in (1, 8) if bench.cuda else (1,):
         idx = torch.randint(shape.vocab_size, (B, prompt), device=bench.device)
         options = {"attention_mask": torch.ones_like(idx), "max_new_tokens": new, "do_sample": False}
         works = {}
         read = {}  # bytes of weights
         with contextlib.ExitStack() as stack:
-            if bench.cuda or bench.tiny:  # on a CPU it takes half a minute
-                works["nanoGPT"] = partial(theirs.generate, idx, new)
-                read["nanoGPT"] = bytes_read(theirs)
-            for dtype in (torch.float32, *[torch.bfloat16] * has_bfloat16(bench.device)):
+            for dtype in dtypes[-1:] if bench.cuda else dtypes:
                 ours = make_gpt("gpt2", shape).eval().to(bench.device, dtype)
                 stack.enter_context(packed(ours))  # as sample.py does
                 other = transformers.AutoModelForCausalLM.from_config(gpt2, attn_implementation="sdpa").eval()
                 other = other.to(bench.device, dtype)
-                works[f"ours, {dtype_name(dtype)}"] = partial(ours.generate, idx, new, temperature=0)
-                works[f"transformers, {dtype_name(dtype)}"] = partial(other.generate, idx, **options)
-                read[f"ours, {dtype_name(dtype)}"] = bytes_read(ours)
-                read[f"transformers, {dtype_name(dtype)}"] = bytes_read(other)
+                ways = {"ours": partial(ours.generate, idx, new, temperature=0)}
+                ways["transformers"] = partial(other.generate, idx, **options)
+                if bench.cuda or bench.tiny:
+                    ways["ours, eager"] = patch("model.recorded.can_record", lambda *_: False)(ways["ours"])
+                    ways["transformers, static"] = partial(ways["transformers"], cache_implementation="static")
+                for way, work in ways.items():
+                    works[f"{way}, {dtype_name(dtype)}"] = work
+                    read[f"{way}, {dtype_name(dtype)}"] = bytes_read(ours if "ours" in way else other)
             results = bench.measure(works)
         for way, ms in results.items():
             speed = 1e3 * new / ms
@@ -369,7 +371,7 @@ def main(options: Options) -> None:
             for result in STAGES[stage](bench):
                 what = result.pop("what")
                 numbers = [f"{name} {value:,.2f}" for name, value in result.items() if isinstance(value, float)]
-                print(f"{stage:9} {what:32} {'  '.join(numbers)}", flush=True)
+                print(f"{stage:9} {what:36} {'  '.join(numbers)}", flush=True)
                 append(out, {"stage": stage, "what": what} | result | machine)
         except torch.OutOfMemoryError:
             print(f"{stage:9} needs more memory than there is")

@@ -1,7 +1,9 @@
-"""Do on the first day with an NVIDIA GPU what could not be done without one, and write a report. `make gpu` runs it.
+"""Measure an NVIDIA GPU in at most 12 minutes, and write a report. `make gpu` runs it.
 
-The report, benchmarks/results/gpu_<device>_<date>.md, has what three commands print: the tests that need a GPU, the
-benchmarks, and the memory that training needs. They take at most 25 minutes.
+    python benchmarks/gpu.py --text input.txt    with options of bench.py, to which they go
+
+When a stage ends, the report, benchmarks/results/gpu_<device>_<date>.md, gets its heading and what it printed. The
+headings are the table at the end. A second start leaves out what has passed: delete the report to begin anew.
 """
 
 import re
@@ -15,50 +17,59 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import ROOT
-from cli.script import fail, run_script
+from cli.script import run_script
 from errors import UserError
 
 RESULTS = ROOT / "benchmarks" / "results"
-COMMANDS = {  # command -> most minutes
-    "-m pytest -m cuda -n 6 -p no:benchmark": 8,  # which, if installed, warns of -n, and warnings are errors here
-    "benchmarks/bench.py --device cuda --out benchmarks/results": 10,
-    "benchmarks/memory.py --configs configs/shakespeare_char.toml configs/fineweb_edu.toml": 7,
+BENCH = "benchmarks/bench.py --out benchmarks/results --stages"
+# What is worth most comes first. Name: arguments of Python; most minutes; and for a stage of bench.py the figure of its
+# measurements that the table has. For others it has what they print last.
+STAGES = {
+    # If pytest-benchmark is installed, it warns of -n, and warnings are errors here.
+    "tests": ("-m pytest -m cuda -n 6 -p no:benchmark tests/training/test_cuda.py", 2.5, None),
+    "sampling": (f"{BENCH} decode", 2.5, "tokens/s"),
+    "loss": (f"{BENCH} loss", 2.5, "s to goal"),
+    "step": (f"{BENCH} step", 2.5, "same batch"),
+    "memory": ("benchmarks/memory.py --configs configs/fineweb_edu.toml", 2, None),
 }
 
 
-def run(command: str, minutes: float) -> tuple[str, bool]:
-    """Run Python with these arguments, and print what it prints. Return that, and whether it succeeded in time."""
-    began = time.monotonic()
+def run(arguments: list[str], minutes: float) -> tuple[str, str]:
+    """Run Python with these arguments, and print what it prints. Return that, and how it ended."""
     lines = []
-    arguments = ["timeout", str(60 * minutes), sys.executable, *command.split()]
+    command = ["timeout", "--kill-after=5", str(60 * minutes), sys.executable, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(arguments, cwd=ROOT, **pipes) as process:
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
-    code = process.returncode
-    how = f"stopped after {minutes:g} minutes" if code == 124 else f"exit code {code}"
-    lines.append(f"{how}, {time.monotonic() - began:.0f} s\n")
-    return "".join(lines), code == 0
+    endings = {0: "passed", 124: f"stopped after {minutes:g} minutes"}
+    return "".join(lines), endings.get(process.returncode, f"exit code {process.returncode}")
 
 
 def main() -> None:
     if not torch.cuda.is_available():
         raise UserError(f"PyTorch {torch.__version__} sees no NVIDIA GPU: look at nvidia-smi; a +cpu build sees none")
-    name = torch.cuda.get_device_name()
+    device = torch.cuda.get_device_name()
     date = time.strftime("%Y-%m-%d")
-    report = RESULTS / f"gpu_{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}_{date}.md"
-    text = f"# {name}, torch {torch.__version__}, CUDA {torch.version.cuda}, {date}\n"
-    failed = []
-    for command, minutes in COMMANDS.items():
-        printed, succeeded = run(command, minutes)
+    report = RESULTS / f"gpu_{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}_{date}.md"
+    title = f"# {device}, torch {torch.__version__}, CUDA {torch.version.cuda}, {date}\n"
+    text = report.read_text(encoding="utf-8") if report.exists() else title
+    for name, (command, minutes, figure) in STAGES.items():
+        if re.search(f"^## {name} +passed", text, re.MULTILINE):
+            continue
+        began = time.monotonic()
+        printed, ending = run(command.split() + (sys.argv[1:] if figure else []), minutes)
+        key = printed.strip().rpartition("\n")[2]
+        if figure:  # bench.py prints: stage, two spaces or more between what was measured and figures
+            key = "; ".join(map(" ".join, re.findall(rf"^\w+ +(.+?)  .*({figure} \S+)", printed, re.MULTILINE)))
+        text += f"\n## {name:9} {ending:26} {time.monotonic() - began:4.0f} s  {key}\n"
         text += f"\n`python {command}`\n\n```text\n{printed}```\n"
         report.write_text(text, encoding="utf-8")
-        if not succeeded:
-            failed.append(command)
-    print(f"report: {report.relative_to(ROOT)}")
-    if failed:
-        fail(f"failed, as the report says: {', '.join(failed)}", 1)
+    table = dict(re.findall(r"^## (\w+) +(.*)$", text, re.MULTILINE))
+    print(f"\nreport: {report}\n", *(f"{name:9} {row}" for name, row in table.items()), sep="\n")
+    if not all(row.startswith("passed") for row in table.values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

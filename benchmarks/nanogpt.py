@@ -2,8 +2,8 @@
 
     python benchmarks/nanogpt.py input.txt --learning_rate 1e-3
 
-trains the small model of its README for a CPU on the characters of a text, and prints JSON: the seconds of the loop,
-and the loss over all validation characters. The clock stops during evaluation.
+trains the small model of its README for a CPU on the characters of a text, or with --gpu that for a GPU, and prints
+JSON: the seconds of the loop, and the loss over all validation characters. The clock stops during evaluation.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,6 +31,9 @@ class Config:
     context_length: int = 64
     vocab_size: int = 65
     dropout: float = 0.0
+
+
+FOR_GPU = Config(n_layer=6, n_head=6, n_embd=384, context_length=256, dropout=0.2)
 
 
 class Attention(nn.Module):
@@ -81,29 +84,14 @@ class NanoGPT(nn.Module):
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * c.n_layer) if "residual" in name else 1))
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Compute logits (B, T, V) and the mean loss from idx and targets, (B, T) each.
-
-        Without targets: the logits of the last position only, (B, 1, V), and None.
-        """
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """Compute the mean loss, a scalar, from idx and targets, (B, T) each."""
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.dropout(self.tokens(idx) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
-        x = self.norm(x)
-        if targets is None:
-            return self.head(x[:, -1:]), None
-        logits = self.head(x)
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    @torch.no_grad()
-    def generate(self, idx: Tensor, max_new_tokens: int) -> Tensor:
-        """Continue each row greedily: (B, T) -> (B, T + max_new_tokens). Without a cache, as in nanoGPT."""
-        for _ in range(max_new_tokens):
-            with torch.autocast(idx.device.type, torch.bfloat16, enabled=idx.is_cuda):
-                logits, _ = self(idx[:, -self.config.context_length :])
-            idx = torch.cat((idx, logits[:, -1].argmax(dim=-1, keepdim=True)), dim=1)
-        return idx
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def batch(path: Path, batch_size: int, context_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -149,7 +137,7 @@ def steps(
             group["lr"] = learning_rate_at(step, learning_rate, max_steps)
         x, y = batch(path, batch_size, T, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            _, loss = forward(x, y)
+            loss = forward(x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -169,8 +157,7 @@ def exact_loss(model: NanoGPT, tokens: Tensor) -> float:
     total = 0.0
     for x, y in zip(inputs, targets, strict=True):
         if y.numel():
-            _, loss = model(x.to(device), y.to(device))
-            total += loss.item() * y.numel()
+            total += model(x.to(device), y.to(device)).item() * y.numel()
     model.train()
     return total / (len(tokens) - 1)
 
@@ -179,8 +166,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="file whose last tenth validates")
     parser.add_argument("--learning_rate", type=float, default=1e-3, help="README: 1e-3; 4e-3 is better")
-    parser.add_argument("--max_steps", type=int, default=2000)
+    parser.add_argument("--gpu", action="store_true", help="the model of its README for a GPU")
+    parser.add_argument("--batch_size", type=int, default=12, help="64 in its README for a GPU")
+    parser.add_argument("--max_steps", type=int, default=2000, help="5000 in its README for a GPU")
     parser.add_argument("--eval_every", type=int, default=2000, help="steps between evaluations")
+    parser.add_argument("--until", type=float, default=0.0, help="validation loss at which to stop")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or mps")
     options = parser.parse_args()
     torch.manual_seed(1337)
@@ -191,7 +181,8 @@ def main() -> None:
     tokens = np.array([ids[character] for character in text], dtype=np.uint16)
     split = int(0.9 * len(tokens))
     validation = torch.from_numpy(tokens[split:].astype(np.int64))
-    model = NanoGPT(Config(vocab_size=len(ids))).to(options.device)
+    shape = FOR_GPU if options.gpu else Config()
+    model = NanoGPT(replace(shape, vocab_size=len(ids))).to(options.device)
     synchronize = torch.get_device_module(options.device).synchronize
     seconds = 0.0
     curve = []
@@ -199,7 +190,7 @@ def main() -> None:
         path = Path(directory) / "train.bin"
         tokens[:split].tofile(path)
         optimizer = make_optimizer(model, options.learning_rate)
-        training = steps(model, optimizer, path, 12, options.learning_rate, options.max_steps)
+        training = steps(model, optimizer, path, options.batch_size, options.learning_rate, options.max_steps)
         next(training)  # compiles, and is not counted
         synchronize()
         began = time.perf_counter()
@@ -208,6 +199,8 @@ def main() -> None:
                 synchronize()
                 seconds += time.perf_counter() - began
                 curve.append((seconds, exact_loss(model, validation)))
+                if curve[-1][1] <= options.until:
+                    break
                 began = time.perf_counter()
     print(json.dumps({"loop s": seconds, "loss": curve[-1][1], "curve": curve}))
 
