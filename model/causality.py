@@ -251,17 +251,16 @@ class Prober:
         # In float32 half of the batch needs less memory than a training step in half precision.
         small = (self.batch_size + 1) // 2 if self.strict else self.batch_size
         self.module.eval()
-        with torch.no_grad():
-            self.hidden(forward, 2 * self.few)
-            self.randomize()
-            self.where = "in evaluation"
-            self.hidden(forward, self.many)
-            if loss_fn:
-                self.hidden_from_loss(loss_fn)
-            if decode:
-                self.where = "in decoding"
-                self.hidden(decode, self.many, small)
-                self.agrees(exact, decode)
+        self.hidden(forward, 2 * self.few)
+        self.randomize()
+        self.where = "in evaluation"
+        self.hidden(forward, self.many)
+        if loss_fn:
+            self.hidden_from_loss(loss_fn)
+        if decode:
+            self.where = "in decoding"
+            self.hidden(decode, self.many, small)
+            self.agrees(exact, decode)
         self.gradient(exact)
         self.module.train()
         self.where = "in training"
@@ -274,12 +273,11 @@ class Prober:
         for function in extreme:
             self.hidden(function, self.few, small)
         self.module.eval()
-        with torch.no_grad():
-            self.where = "in evaluation, with extreme weights"
-            self.hidden(exact, self.few, small)
-            if decode:
-                self.where = "in decoding, with extreme weights"
-                self.hidden(decode, self.few, small)
+        self.where = "in evaluation, with extreme weights"
+        self.hidden(exact, self.few, small)
+        if decode:
+            self.where = "in decoding, with extreme weights"
+            self.hidden(decode, self.few, small)
 
     @torch.no_grad()
     def randomize(self) -> None:
@@ -327,11 +325,12 @@ class Prober:
         return self.mask(self.ids(ranks)).cpu()
 
     def call(self, function: Callable, ranks: Tensor, *rest: Tensor) -> object:
-        """Call a function with a text; in training mode with the same dropout and the same buffers each time."""
+        """Call a function with a text; in training mode with autograd, and the same dropout and buffers each time."""
         if self.module.training:
             torch.manual_seed(0)
             self.rewind()
-        return function(self.ids(ranks), *rest)
+        with torch.set_grad_enabled(self.module.training):
+            return function(self.ids(ranks), *rest)
 
     def logits(self, forward: Forward, ranks: Tensor) -> Tensor:
         """Call `forward`: (B, T) -> (B, T, V)."""
