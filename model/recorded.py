@@ -43,15 +43,15 @@ class StepCache:
         return self.cache.keys, self.cache.values
 
 
-def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read: Read) -> Read:
-    """Return a function that reads single tokens into the caches by a graph, or `read` where that cannot be trusted.
+def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read: Read) -> tuple[Tensor, Read]:
+    """Read a token, (B, 1), into the caches. Return its logits, and what reads single tokens from then on.
 
-    token: the next one, (B, 1), on which the two are compared. A graph repeats what Python has decided once: it does
-    not fit a model that asks the host, or one that counts the keys of its caches. It overwrites the logits that it
-    returned before.
+    That is a graph, or `read` where the two do not agree on this token. A graph repeats what Python has decided once:
+    it does not fit a model that asks the host, or one that counts the keys of its caches. It overwrites the logits that
+    it returned before.
     """
     if not can_record(model, token):
-        return read
+        return read(token), read
     length = caches[0].length
     token = token.clone()
     position = torch.full((1,), length, device=token.device)
@@ -59,10 +59,12 @@ def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read:
     try:
         replay = record(lambda: model.logits(model.hidden(token, steps)[:, -1]))
     except Exception:  # whatever a changed model may do that a graph cannot
-        return read
-    moved = (replay().softmax(-1) - read(token).softmax(-1)).abs().sum(-1).max() / 2
-    for cache in caches:
-        cache.length = length
+        return read(token), read
+    for cache in caches:  # a step that looks at room without tokens, in whatever small part, does not agree
+        cache.values[:, :, length + 1 :] = 1e4
+    replayed = replay().softmax(-1)
+    logits = read(token)
+    moved = (replayed - logits.softmax(-1)).abs().sum(-1).max() / 2
 
     def read_one(next_token: Tensor) -> Tensor:
         token.copy_(next_token)
@@ -71,7 +73,7 @@ def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read:
             cache.length += 1
         return replay()
 
-    return read_one if moved < MOST_DIFFERENT else read
+    return logits, read_one if moved < MOST_DIFFERENT else read
 
 
 @contextmanager

@@ -82,8 +82,9 @@ def stream(model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, see
             try:
                 unread = context[:, caches[0].length :]
                 if read_one is None and unread.size(1) == 1:
-                    read_one = record_step(model, caches, unread, read)
-                logits = (read_one if unread.size(1) == 1 else read)(unread)
+                    logits, read_one = record_step(model, caches, unread, read)
+                else:
+                    logits = (read_one if unread.size(1) == 1 else read)(unread)
             finally:
                 enable_cudnn_sdp(was_enabled)
             token = sampler.choose(logits, generator)
