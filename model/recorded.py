@@ -52,16 +52,13 @@ def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read:
     """
     if not can_record(model, token):
         return read(token), read
-    length = caches[0].length
     token = token.clone()
-    position = torch.full((1,), length, device=token.device)
+    position = torch.full((1,), caches[0].length, device=token.device)
     steps = [StepCache(cache, position) for cache in caches]
     try:
         replay = record(lambda: model.logits(model.hidden(token, steps)[:, -1]))
     except Exception:  # whatever a changed model may do that a graph cannot
         return read(token), read
-    for cache in caches:  # a step that looks at room without tokens, in whatever small part, does not agree
-        cache.values[:, :, length + 1 :] = 1e4
     replayed = replay().softmax(-1)
     logits = read(token)
     moved = (replayed - logits.softmax(-1)).abs().sum(-1).max() / 2

@@ -81,10 +81,12 @@ def stream(model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, see
             enable_cudnn_sdp(False)  # it would make a new plan for every number of keys
             try:
                 unread = context[:, caches[0].length :]
-                if read_one is None and unread.size(1) == 1:
+                if unread.size(1) > 1:
+                    logits = read(unread)
+                elif read_one is None:
                     logits, read_one = record_step(model, caches, unread, read)
                 else:
-                    logits = (read_one if unread.size(1) == 1 else read)(unread)
+                    logits = read_one(unread)
             finally:
                 enable_cudnn_sdp(was_enabled)
             token = sampler.choose(logits, generator)

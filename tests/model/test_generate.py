@@ -77,16 +77,6 @@ def test_a_step_that_a_graph_would_change_is_not_recorded(record: Callable, monk
     assert torch.equal(model.generate(idx, T, seed=7), expected)
 
 
-def test_a_step_that_looks_a_little_at_room_without_tokens_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, idx, launched = make_gpt(), torch.randint(V, (3, 5)), []
-    for block in model.blocks:
-        block.attention.causal_mask = torch.ones(T, T, dtype=torch.bool).tril(1)
-    monkeypatch.setattr("model.recorded.can_record", lambda model, token: True)
-    monkeypatch.setattr("model.recorded.record", lambda work: lambda: launched.append(1) or work())
-    model.generate(idx, T)
-    assert len(launched) == 1  # to compare
-
-
 def test_a_seeded_call_leaves_the_global_generator_and_the_mode_alone() -> None:
     model, idx = make_gpt(), torch.randint(V, (2, 3))
     before = torch.random.get_rng_state()
