@@ -12,11 +12,34 @@ from torch.overrides import _get_current_function_mode_stack
 
 from model.cache import LayerCache
 
-# For one query under a mask the fastest kernel, and what is faster than the others where that has no such precision.
-KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+# Outside of a graph, cuDNN's kernel would make a new plan for every number of keys. In a graph one query has a mask: there
+# cuDNN's is the fastest, and in a precision that it does not have, the formula.
+ONE_BY_ONE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+RECORDED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 MOST_DIFFERENT = 0.1  # probability that rounding may move to other tokens
 
 Read = Callable[[Tensor], Tensor]  # the next tokens, (B, T) -> logits of the token after them, (B, V)
+
+
+def reader(model: nn.Module, caches: list[LayerCache]) -> Read:
+    """Return a function that reads tokens into the caches of a `GPT`. A call may overwrite the logits of the last."""
+
+    @sdpa_kernel(ONE_BY_ONE)
+    def read(idx: Tensor) -> Tensor:
+        return model.logits(model.hidden(idx, caches)[:, -1])
+
+    read_one = None
+
+    def read_next(idx: Tensor) -> Tensor:
+        nonlocal read_one
+        if idx.size(1) > 1:
+            return read(idx)
+        if read_one is None:
+            logits, read_one = record_step(model, caches, idx, read)
+            return logits
+        return read_one(idx)
+
+    return read_next
 
 
 def can_record(model: nn.Module, token: Tensor) -> bool:
@@ -47,8 +70,7 @@ def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read:
     """Read a token, (B, 1), into the caches. Return its logits, and what reads single tokens from then on.
 
     That is a graph, or `read` where the two do not agree on this token. A graph repeats what Python has decided once:
-    it does not fit a model that asks the host, or one that counts the keys of its caches. It overwrites the logits that
-    it returned before.
+    it does not fit a model that asks the host, or one that counts the keys of its caches.
     """
     if not can_record(model, token):
         return read(token), read
@@ -88,7 +110,7 @@ def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Record the kernels of `work` as a CUDA graph. Return a function that launches it and returns its output."""
     # A weight that autocast keeps cast would be empty outside of the graph, or no longer there inside of it.
     autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
-    with sdpa_kernel(KERNELS, set_priority=True), autocast:
+    with sdpa_kernel(RECORDED, set_priority=True), autocast:
         with never_waiting():  # a wait would break the recording, and with it what comes after
             work()  # what kernels do only once cannot be recorded
         graph = torch.cuda.CUDAGraph()

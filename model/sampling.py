@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 from errors import UserError, check_numbers
 
@@ -58,17 +57,13 @@ def stream(model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, see
     """
     if idx.size(1) == 0:
         raise UserError("the prompt is empty: give at least one token to continue")
+    from model.recorded import reader  # which makes it faster, and nothing else
+
     generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
     context_length = model.config.context_length
     context = idx[:, -context_length:]
     caches = model.new_cache(len(idx), min(context_length, context.size(1) + num_tokens))
-
-    def read(idx: Tensor) -> Tensor:
-        return model.logits(model.hidden(idx, caches)[:, -1])
-
-    from model.recorded import record_step  # without which the model can be read and understood
-
-    read_one = None
+    read = reader(model, caches)
     was_training = model.training
     model.eval()
     try:
@@ -77,19 +72,7 @@ def stream(model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, see
                 context = context[:, -(context_length - context_length // 2) :]
                 for cache in caches:
                     cache.length = 0  # forgets all positions and keeps the storage
-            was_enabled = cudnn_sdp_enabled()
-            enable_cudnn_sdp(False)  # it would make a new plan for every number of keys
-            try:
-                unread = context[:, caches[0].length :]
-                if unread.size(1) > 1:
-                    logits = read(unread)
-                elif read_one is None:
-                    logits, read_one = record_step(model, caches, unread, read)
-                else:
-                    logits = read_one(unread)
-            finally:
-                enable_cudnn_sdp(was_enabled)
-            token = sampler.choose(logits, generator)
+            token = sampler.choose(read(context[:, caches[0].length :]), generator)
             context = torch.cat((context, token), dim=1)
             yield token
     finally:
