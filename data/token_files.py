@@ -5,8 +5,8 @@ Each task of datatrove's `DocumentTokenizer` writes two files that are read here
     NAME.ds            token ids one after the other, little-endian; each document ends with a token for that
     NAME.ds.metadata   "TOKENIZER|BYTES PER TOKEN", the number of tokens, and that number for people
 
-The shards of llm.c are the source SHARDS + PATH. Their names have _val for validation. Documents begin with the token
-that ends a text, and go on in the next shard:
+The shards of llm.c are the source SHARDS + PATH. Those for validation have "val" in their names. Documents begin with
+the token that ends a text, and go on in the next shard:
 
     NAME.bin           256 numbers of 4 bytes: MAGIC_AND_VERSION, the number of tokens, zeros; then GPT-2's ids, of 2
 """
@@ -25,7 +25,6 @@ from data.encoding import Tokenizer
 from data.sources import find_files
 from data.tokenizer import TOKENIZER_JSON, find_tokenizer, make_tokenizer
 from errors import UserError, errors_as_user_error
-from files import refuse_pointer
 
 SHARDS = "bin:"  # before a source that is llm.c's
 MAGIC_AND_VERSION = [20240520, 1]
@@ -173,11 +172,10 @@ def read_described(path: Path) -> TokenFile:
 
 def read_shard(path: Path) -> TokenFile:
     """Return a shard of llm.c, by its name for training or validation. Raises UserError if it is not what it says."""
-    refuse_pointer(path)
     header = np.fromfile(path, "<u4", 3).tolist()
     if header[:-1] != MAGIC_AND_VERSION:
         raise UserError(f"{path} is no shard of llm.c for GPT-2: it begins with {header}, not {MAGIC_AND_VERSION}")
-    split = "val" if "val" in path.stem.split("_") else "train"
+    split = "val" if "val" in path.stem.lower() else "train"
     return sample(path, split.encode(), "gpt2", 2, header[-1], split)
 
 

@@ -110,7 +110,7 @@ class CausalSelfAttention(nn.Module):
         dropout: probability of dropping an element of the output.
         bias: whether the four projections have biases.
         q_norm, k_norm: modules that normalise queries and keys, (B, heads, T, D) -> the same shape; both or none.
-        rotary: a module that rotates queries and keys by their positions: (x, slice of T positions) -> x's shape.
+        rotary: a module that rotates queries and keys by their positions: (x, T positions) -> x's shape.
         weight_dropout: probability of dropping an attention weight.
     """
 
@@ -169,9 +169,8 @@ class CausalSelfAttention(nn.Module):
 
     def mask_of(self, q: Tensor, k: Tensor, positions: slice | Tensor) -> Tensor | None:
         """Return the rows of the mask that belong to q, (T_query, T_key), or None where the kernel needs none."""
-        is_triangle = self.causal_mask is self.triangle  # which no other mask is
         is_whole = isinstance(positions, slice) and q.size(2) in (1, k.size(2))
-        if is_triangle and is_whole and not formula_is_faster(q, k):
+        if is_whole and self.causal_mask is self.triangle and not formula_is_faster(q, k):
             return None
         return self.causal_mask[positions, : k.size(2)]
 

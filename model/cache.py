@@ -8,6 +8,7 @@ class LayerCache:
     """Keys and values of one layer, in storage for `capacity` positions that is allocated once and filled in order."""
 
     def __init__(self, B: int, n_kv_head: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+        # Zeros, since a recorded step reads all of it under a mask, and 0 x nan is nan.
         self.keys = torch.zeros(B, n_kv_head, capacity, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.length = 0

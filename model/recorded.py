@@ -1,22 +1,20 @@
 """Decoding by a CUDA graph: one token a call, whose kernels the host does not launch one by one."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import _get_current_function_mode_stack
 
 from model.cache import LayerCache
 
-# Outside of a graph, cuDNN's kernel would make a new plan for every number of keys. In a graph one query has a mask: there
-# cuDNN's is the fastest, and in a precision that it does not have, the formula.
+# Outside of a graph, cuDNN's kernel would make a new plan for every number of keys. In a graph one query has a mask:
+# there cuDNN's is the fastest, and in a precision that it does not have, the formula.
 ONE_BY_ONE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 RECORDED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
-MOST_DIFFERENT = 0.1  # probability that rounding may move to other tokens
+LIMIT = 0.05  # of the size of logits; 12 layers round by 0.015 of it in bfloat16, where another kernel is used
 
 Read = Callable[[Tensor], Tensor]  # the next tokens, (B, T) -> logits of the token after them, (B, V)
 
@@ -43,9 +41,8 @@ def reader(model: nn.Module, caches: list[LayerCache]) -> Read:
 
 
 def can_record(model: nn.Module, token: Tensor) -> bool:
-    """Return whether a graph may be recorded: on CUDA, and if nobody listens by hooks or as an inspection does."""
-    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    return token.is_cuda and not hooked and not _get_current_function_mode_stack()
+    """Return whether a graph may be recorded: on CUDA, and if no hook listens, as those of an inspection do."""
+    return token.is_cuda and not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
 @dataclass
@@ -81,9 +78,9 @@ def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read:
         replay = record(lambda: model.logits(model.hidden(token, steps)[:, -1]))
     except Exception:  # whatever a changed model may do that a graph cannot
         return read(token), read
-    replayed = replay().softmax(-1)
+    replayed = replay()
     logits = read(token)
-    moved = (replayed - logits.softmax(-1)).abs().sum(-1).max() / 2
+    agrees = (replayed - logits).norm() < LIMIT * logits.norm()
 
     def read_one(next_token: Tensor) -> Tensor:
         token.copy_(next_token)
@@ -92,18 +89,7 @@ def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read:
             cache.length += 1
         return replay()
 
-    return logits, read_one if moved < MOST_DIFFERENT else read
-
-
-@contextmanager
-def never_waiting() -> Iterator[None]:
-    """Raise RuntimeError where the host asks the GPU for a number."""
-    with warnings.catch_warnings(action="ignore"):  # PyTorch calls this a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    return logits, read_one if agrees else read
 
 
 def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -111,8 +97,12 @@ def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
     # A weight that autocast keeps cast would be empty outside of the graph, or no longer there inside of it.
     autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
     with sdpa_kernel(RECORDED, set_priority=True), autocast:
-        with never_waiting():  # a wait would break the recording, and with it what comes after
+        with warnings.catch_warnings(action="ignore"):  # PyTorch calls this a prototype
+            torch.cuda.set_sync_debug_mode("error")  # a wait would break the recording, and with it what comes after
+        try:
             work()  # what kernels do only once cannot be recorded
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             output = work()

@@ -73,7 +73,7 @@ def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:
     """
     T = min(model.config.context_length, COMPARED_TOKENS)
     idx = torch.randint(model.config.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
-    zeros = [p for p in model.parameters() if p.dim() > 1 and (gather_tensor(p) == 0).all()]
+    zeros = [p for p in model.parameters() if p.dim() > 1 and not gather_tensor(p).any()]
     for parameter in zeros:
         nn.init.normal_(parameter, std=0.02)
     with skip_parameter_init():

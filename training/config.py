@@ -67,8 +67,9 @@ class TrainConfig:
     compile: bool | None = None
     """Whether to torch.compile the loss. None: on CUDA, in a run that is long enough to pay for it."""
     record: bool = False
-    """On CUDA, repeat the kernels of a loss that is not compiled, and of its gradient, as a graph. For small models in
-    short runs, since the host launches kernels more slowly than they run. What Python decides, it decides once."""
+    """On CUDA, repeat the kernels of a loss that is not compiled, and of its gradient, as a graph, if a step is one
+    micro-batch, without fsdp. For small models in short runs: the host launches kernels more slowly than they run. A
+    branch in Python is taken as in the first step."""
     deterministic: bool = False
     """Use kernels that give the same bits every time, as is needed for a resumed run to end in those of an unbroken
     one. All do on a CPU; on a GPU they are slower."""

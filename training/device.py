@@ -82,7 +82,7 @@ def compile_loss(loss_fn: Callable[..., Tensor], config: TrainConfig, device: to
     them (benchmarks/results/gpu_nvidia-h200_2026-11-26.md). Gradients that are kept for the next micro-batch, or that
     fsdp moves, would need new graphs.
     """
-    if device.type != "cuda" or config.grad_accum_steps > 1 or config.parallel == "fsdp":
+    if not fits_a_graph(config, device):
         return torch.compile(loss_fn, dynamic=False)
     compiled = torch.compile(loss_fn, dynamic=False, options={"triton.cudagraphs": True})
 
@@ -95,11 +95,11 @@ def compile_loss(loss_fn: Callable[..., Tensor], config: TrainConfig, device: to
 def record_loss(loss_fn: LossFn, model: GPT, config: TrainConfig, T: int) -> LossFn:
     """Return the loss, which if `train.record` asks for it is a CUDA graph in each step, and so is its gradient.
 
-    No compiler is needed. Only steps of one micro-batch can be recorded, as in `compile_loss`. Raises UserError if the
-    model cannot: it asks the host for a number, for example.
+    No compiler is needed. The certificate has to be asked before, since it replaces weights for a while, and a graph
+    reads the memory of those that it was recorded with. Raises UserError if the model cannot be recorded: it asks the
+    host for a number, for example.
     """
-    can = model.device.type == "cuda" and config.grad_accum_steps == 1 and config.parallel == "ddp"
-    if not (config.record and can):
+    if not (config.record and fits_a_graph(config, model.device)):
         return loss_fn
     shape = (config.batch_size, T)
     inputs, targets = torch.zeros(2, *shape, dtype=torch.int64, device=model.device)
@@ -109,11 +109,17 @@ def record_loss(loss_fn: LossFn, model: GPT, config: TrainConfig, T: int) -> Los
         graph = torch.cuda.make_graphed_callables(Recordable(loss_fn, model), (inputs, targets))
 
     def loss(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-        if model.training and inputs.shape == shape:
+        # The graph writes gradients into the same memory too, and must not while there are some.
+        if model.training and inputs.shape == shape and all(weight.grad is None for weight in model.parameters()):
             return graph(inputs, targets).clone()  # the graph writes its next result into the same memory
         return loss_fn(model, inputs, targets)
 
     return loss
+
+
+def fits_a_graph(config: TrainConfig, device: torch.device) -> bool:
+    """Return whether a step can be a CUDA graph: it is one micro-batch, and nobody moves its gradients."""
+    return device.type == "cuda" and config.grad_accum_steps == 1 and config.parallel == "ddp"
 
 
 class Recordable(nn.Module):

@@ -9,8 +9,6 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from training.config import TrainConfig
-
 # Coefficients of a x + b x^3 + c x^5. Applied five times, this polynomial takes singular values from 0.01 to 1 to
 # values between 0.7 and 1.2, which is near enough to 1 (Jordan et al. 2024).
 A = 3.4445
@@ -20,9 +18,9 @@ FIRST_MOMENTUM = 0.8
 MOMENTUM_STEPS = 300  # in which it rises from the first to that of the configuration
 
 
-def momentum_at(step: int, config: TrainConfig) -> float:
+def momentum_at(step: int, last: float) -> float:
     """Return the momentum of a step. It begins lower, because the first gradients are soon out of date."""
-    return FIRST_MOMENTUM + (config.momentum - FIRST_MOMENTUM) * min(1.0, step / MOMENTUM_STEPS)
+    return FIRST_MOMENTUM + (last - FIRST_MOMENTUM) * min(1.0, step / MOMENTUM_STEPS)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

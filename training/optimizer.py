@@ -69,7 +69,7 @@ def set_schedule(optimizer: Optimizer, step: int, config: TrainConfig) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, config) * group.get("lr_share", 1.0)
         if "momentum" in group:
-            group["momentum"] = momentum_at(step, config)
+            group["momentum"] = momentum_at(step, config.momentum)
 
 
 def clip_gradients(model: GPT, most: float) -> Tensor:
