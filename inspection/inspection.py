@@ -114,12 +114,13 @@ def check_output(path: Path) -> None:
 
 
 def inspect_heads(
-    model: nn.Module | str | Path,
+    model: nn.Module | str | Path | Checkpoint,
     text: str | Sequence[int] | Tensor | None = None,
     tokenizer: object = None,
     heads: str | Sequence[str] = (),
     ablate: Ablation | None = None,
     device: str = "auto",
+    complete: bool = True,
 ) -> Inspection:
     """Measure the heads of a decoder on a text, and prove their weights.
 
@@ -132,6 +133,8 @@ def inspect_heads(
         heads: those to show, as "5.1" or ["2.*", "-1.*"]; none are all.
         ablate: measure the rise of the loss without a head, whose output becomes zero or its mean.
         device: of a model that is opened, as for `find_device`; a module stays where it is.
+        complete: also measure what only a page shows: what heads take and say, and the influence of tokens. That takes
+            seconds on a CPU.
 
     Raises UserError if the model, text or tokenizer cannot be used, and NotTheKernels if the weights computed are not
     those that the kernel used.
@@ -139,23 +142,18 @@ def inspect_heads(
     checkpoint = None
     precision = nullcontext()
     name = type(model).__name__
-    if isinstance(model, str | Path):
+    if not isinstance(model, nn.Module):
         checkpoint = find_checkpoint(model)
         model, precision = open_model(checkpoint, find_device(device))
         name = name_of_model(checkpoint.directory)
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     with precision:
         inputs = choose_inputs(model, text, tokenizer, heads, checkpoint)
-        return measure(model, inputs, name, ablate)
+        return measure(model, inputs, name, ablate, complete)
 
 
-def measure(
-    model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | None = None, complete: bool = True
-) -> Inspection:
-    """Measure the heads of a model and capture the text that is shown; see `inspect_heads`.
-
-    complete: also what heads take and say, and what else a page shows. That takes seconds on a CPU.
-    """
+def measure(model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | None, complete: bool) -> Inspection:
+    """Measure the heads of a model and capture the text that is shown; see `inspect_heads`."""
     scores = head_scores(model, inputs.measured, inputs.probe)
     if ablation:
         scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
