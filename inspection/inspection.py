@@ -158,7 +158,7 @@ def measure(model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | No
     if ablation:
         scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
     idx = inputs.shown
-    with evaluating(model), torch.no_grad(), capture(model, with_values=complete) as att:
+    with evaluating(model), torch.no_grad(), capture(model) as att:
         read(model, idx, slice(1))
     source = att.calls[0].source
     proved = summarise([*scores.proofs, *att.verify().values()])

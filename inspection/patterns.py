@@ -8,8 +8,8 @@
 
 The model is any module, ours or another. It knows nothing of that: its calls of PyTorch are seen from outside.
 
-A fused kernel keeps no weights. Of its call the queries and keys are stored, T x D numbers instead of T x T, and the
-weights are computed from them on demand. Weights that a model writes out are read where they meet the values: they are
+A fused kernel keeps no weights. Of its call queries, keys and values are stored, T x D numbers instead of T x T, and
+the weights are computed from them on demand. Weights that a model writes out are read where they meet the values: they are
 an operand of a product, have no negative number, sum to about one along the axis that is contracted, and give later
 tokens nothing. Shapes are named as in model/attention.py.
 """
@@ -63,7 +63,7 @@ class NotTheKernels(ArithmeticError):
 class Call:
     """The attention of a layer, in which the queries belong to the last T_query positions of the keys."""
 
-    values: Tensor | None  # (B, n_kv_head, T_key, width of a value); None if they were not asked for
+    values: Tensor  # (B, n_kv_head, T_key, width of a value)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -190,7 +190,7 @@ def with_even(weights: Tensor, visible: Tensor) -> Tensor:
 
 def join(calls: Sequence[Call]) -> Call:
     """Return one call that has the heads of several."""
-    names = [name for name in ("values", "q", "k", "source") if vars(calls[0]).get(name) is not None]
+    names = vars(calls[0]).keys() & {"values", "q", "k", "source"}
     return replace(calls[0], **{name: torch.cat([vars(call)[name] for call in calls], dim=1) for name in names})
 
 
@@ -203,10 +203,9 @@ class Captured(TorchFunctionMode):
     Layers are its calls in their order. Layers and heads are numbered from zero; -1 is the last.
     """
 
-    def __init__(self, replace: Replace | None = None, with_values: bool = False):
+    def __init__(self, replace: Replace | None = None):
         super().__init__()
         self.replace = replace
-        self.with_values = with_values
         self.begin(None, (), {})
 
     def begin(self, module: nn.Module | None, args: tuple, kwargs: dict) -> None:
@@ -297,8 +296,7 @@ class Captured(TorchFunctionMode):
         q, k, v = (x.detach().to(dtype, copy=True) for x in (query, key, value))
         if query.dim() == 3:
             q, k, v = (x.reshape(B, -1, *x.shape[-2:]) for x in (q, k, v))
-        call = Computed(v if self.with_values else None, q, k, mask, is_causal, scale)
-        return self.keep(call, output, "bhtd->bhtd" if query.dim() == 4 else "btd->btd")
+        return self.keep(Computed(v, q, k, mask, is_causal, scale), output, "bhtd->bhtd" if query.dim() == 4 else "btd->btd")
 
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
         """Call the function of `nn.MultiheadAttention`, and once more for its weights. Return what it does.
@@ -347,7 +345,7 @@ class Captured(TorchFunctionMode):
         weights = weights.detach()  # what is asked of them must leave no trace for autograd
         if not weights.min() >= 0:
             return output
-        call = Read(values.detach() if self.with_values else None, weights.clone())
+        call = Read(values.detach(), weights.clone())
         _, least, most, later = call.prove(len(self.seen))
         rounding = TOLERANCE.get(weights.dtype, 0.0)
         is_past = later <= LEAK
@@ -401,8 +399,6 @@ class Captured(TorchFunctionMode):
         if len(calls) > 1:
             self.seen[layer] = join(calls)
             self.seen = [call for call in self.seen if call not in calls]
-        if self.replace is None and not self.with_values:
-            return outputs
         if self.replace is not None:
             outputs = [output.clone() for output in outputs]
         parts = [torch.einsum(order, output) for output, order in zip(outputs, orders, strict=True)]
@@ -411,8 +407,7 @@ class Captured(TorchFunctionMode):
             heads = self.replace(layer, heads).expand_as(heads)
             for part, changed in zip(parts, heads.tensor_split(len(parts), dim=1), strict=True):
                 part.copy_(changed.reshape(part.shape))  # and the output, of which it is a view
-        if self.with_values:
-            self.joined = heads.detach().transpose(1, 2).flatten(2)
+        self.joined = heads.detach().transpose(1, 2).flatten(2)
         return outputs
 
     @property
@@ -461,7 +456,7 @@ class Captured(TorchFunctionMode):
 
 
 @contextmanager
-def capture(model: nn.Module, replace: Replace | None = None, with_values: bool = False) -> Iterator[Captured]:
+def capture(model: nn.Module, replace: Replace | None = None) -> Iterator[Captured]:
     """Capture the attention of a model while it runs inside the `with` block.
 
     A forward pass replaces the one before. Outputs and gradients are the same as without capture, to the last bit. A
@@ -469,9 +464,8 @@ def capture(model: nn.Module, replace: Replace | None = None, with_values: bool 
 
     replace: a function of a layer and the output of its heads, before the output projection, that returns the output
         to go on with.
-    with_values: also store the values, for inspection/views.py.
     """
-    captured = Captured(replace, with_values)
+    captured = Captured(replace)
     with ExitStack() as stack:
         stack.enter_context(model.register_forward_pre_hook(captured.begin, with_kwargs=True))
         if isinstance(model, GPT):  # its parts may be called without it, from this one on, as `GPT.generate` does

@@ -23,7 +23,7 @@ def moved(att: Captured, head: Head) -> Tensor:
     That is f(x) = (x W^V + b^V) W^O of Kobayashi et al. (2020): the value through the head's part of the output
     projection. The head's output is the mean of these by its weights.
 
-    att: what `capture(model, with_values=True)` saw of one text.
+    att: what `capture(model)` saw of one text.
     """
     layer, number = head
     call = att.calls[layer]

@@ -20,7 +20,7 @@ def captured(model: GPT, idx: Tensor):
     seen = []
     for block in model.blocks:
         block.attention.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0][0], output[0])))
-    with torch.no_grad(), capture(model, with_values=True) as att:
+    with torch.no_grad(), capture(model) as att:
         model(idx)
     return att, seen
 
@@ -109,7 +109,7 @@ def test_lengths_have_the_precision_of_the_weights() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = inspect_heads(model, IDX)
         assert found.pattern(1, 2).dtype == torch.float32
-        with torch.no_grad(), capture(model, with_values=True) as att:
+        with torch.no_grad(), capture(model) as att:
             model(torch.tensor([IDX]))
     values = att.calls[1].values.float()[0, 2]
     expected = (values @ model.blocks[1].attention.o_proj.weight[:, 10:].T).norm(dim=-1)
