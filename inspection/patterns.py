@@ -9,8 +9,8 @@
 The model is any module, ours or another. It knows nothing of that: its calls of PyTorch are seen from outside.
 
 A fused kernel keeps no weights. Of its call queries, keys and values are stored, T x D numbers instead of T x T, and
-the weights are computed from them on demand. Weights that a model writes out are read where they meet the values: they are
-an operand of a product, have no negative number, sum to about one along the axis that is contracted, and give later
+the weights are computed from them on demand. Weights that a model writes out are read where they meet the values: they
+are an operand of a product, have no negative number, sum to about one along the axis that is contracted, and give later
 tokens nothing. Shapes are named as in model/attention.py.
 """
 
@@ -133,7 +133,7 @@ class Computed(Call):
         """
         q = self.q
         generator = torch.Generator().manual_seed(0)
-        signs = (torch.randint(2, self.k.shape, generator=generator, dtype=torch.int8) * 2 - 1).to(q)
+        signs = torch.randn(self.k.shape, generator=generator).sign().to(q)
         sizes = self.k.to(self.dtype).norm(dim=-1, keepdim=True)
         beside = repeat_kv(torch.cat((signs.to(self.dtype), sizes), dim=-1), q)
         with exact_products(q.device), torch.no_grad():  # as in evaluation: a kernel may differ under autograd
@@ -174,7 +174,7 @@ class Read(Call):
         weights = self.weights()
         sums = weights.sum(-1)
         later = weights.triu(weights.size(3) - weights.size(2) + 1).sum(-1)
-        shares = later / sums.clamp(min=torch.finfo(sums.dtype).tiny)
+        shares = (later / sums).nan_to_num(0.0)  # a row may be all zeros
         return Proof(math.nan, sums.min().item(), sums.max().item(), shares.max().item())
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -194,6 +194,7 @@ def join(calls: Sequence[Call]) -> Call:
     return replace(calls[0], **{name: torch.cat([vars(call)[name] for call in calls], dim=1) for name in names})
 
 
+AS_IT_IS = "...->..."
 Output = tuple[Tensor, Call, str]  # its tensor, and an equation that orders its axes: batch, heads, T, D
 
 
@@ -250,7 +251,7 @@ class Captured(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self.see_kernel(output, *args, **kwargs)
         if name in PRODUCTS:
-            for weights, values, order in find_attention(name, [*args, *kwargs.values()], output, self.text):
+            for weights, values, order in find_attention(name, (args, kwargs), output, self.text):
                 output = self.see_weights(weights, values, output, order)
         elif func is F.linear and self.joined is not None:
             self.see_projection(*args, **kwargs)
@@ -293,10 +294,8 @@ class Captured(TorchFunctionMode):
             if isinstance(call, Computed) and mask.equal(call.mask):
                 mask = call.mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
-        q, k, v = (x.detach().to(dtype, copy=True) for x in (query, key, value))
-        if query.dim() == 3:
-            q, k, v = (x.reshape(B, -1, *x.shape[-2:]) for x in (q, k, v))
-        return self.keep(Computed(v, q, k, mask, is_causal, scale), output, "bhtd->bhtd" if query.dim() == 4 else "btd->btd")
+        q, k, v = (x.detach().to(dtype, copy=True).reshape(B, -1, *x.shape[-2:]) for x in (query, key, value))
+        return self.keep(Computed(v, q, k, mask, is_causal, scale), output, AS_IT_IS)
 
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
         """Call the function of `nn.MultiheadAttention`, and once more for its weights. Return what it does.
@@ -334,7 +333,7 @@ class Captured(TorchFunctionMode):
         output, *others = func(query, key, value, *args)
         identity = torch.eye(key.size(2)).to(value).expand(*value.shape[:2], -1, -1)
         weights, *_ = func(query, key, identity, *args)
-        return self.see_weights(weights, value, output, "bhtd->bhtd"), *others
+        return self.see_weights(weights, value, output, AS_IT_IS), *others
 
     def see_weights(self, weights: Tensor, values: Tensor, output: Tensor, order: str) -> Tensor:
         """Store weights (B, H, T_query, T_key) if they are those of a text to itself and its past.
