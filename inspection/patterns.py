@@ -68,7 +68,7 @@ class Call:
     @property
     def dtype(self) -> torch.dtype:
         """The precision of the weights shown: float32, or float64 of a float64 model."""
-        return torch.promote_types(self.source.dtype, torch.float32)
+        return torch.promote_types(self.values.dtype, torch.float32)
 
     def weights(self) -> Tensor:
         """Return the attention weights of all heads, (B, H, T_query, T_key), of `dtype`."""
@@ -89,11 +89,6 @@ class Computed(Call):
     def shape(self) -> tuple[int, ...]:
         """B, H, T_query and T_key."""
         return (*self.q.shape[:3], self.k.size(2))
-
-    @property
-    def source(self) -> Tensor:
-        """The tensor whose precision and device are those of the attention."""
-        return self.q
 
     def of_head(self, head: int) -> "Computed":
         """Return this call with one head alone. Raises IndexError if there is no such head."""
@@ -121,8 +116,10 @@ class Computed(Call):
     def kernel(self, values: Tensor) -> Tensor:
         """Return the output of the kernel for other values, (B, n_kv_head, T_key, D) -> (B, H, T_query, D)."""
         mask = None if self.is_causal else self.mask
-        options = {"scale": self.scale, "enable_gqa": self.q.size(1) != self.k.size(1)}
-        return F.scaled_dot_product_attention(self.q, self.k, values, mask, is_causal=self.is_causal, **options)
+        grouped = self.q.size(1) != self.k.size(1)
+        return F.scaled_dot_product_attention(
+            self.q, self.k, values, mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=grouped
+        )
 
     def prove(self, layer: int) -> Proof:
         """Return the largest error of a row of the weights. Raises NotTheKernels if it is more than rounding.
@@ -253,7 +250,7 @@ class Captured(TorchFunctionMode):
         if name in PRODUCTS:
             for weights, values, order in find_attention(name, (args, kwargs), output, self.text):
                 output = self.see_weights(weights, values, output, order)
-        elif func is F.linear and self.joined is not None:
+        elif func is F.linear:
             self.see_projection(*args, **kwargs)
         return output
 
@@ -322,8 +319,7 @@ class Captured(TorchFunctionMode):
         heads, values = (x.reshape(len(x), -1, H, x.size(-1) // H) for x in (joined, values))  # (T, B, H, D)
         weights = weights.reshape(-1, *weights.shape[-3:])
         replaced = self.see_weights(weights, values.permute(1, 2, 0, 3), heads, "tbhd->bhtd")
-        if self.joined is not None:
-            self.see_projection(replaced.flatten(2), projection)
+        self.see_projection(replaced.flatten(2), projection)
         if not replaced.equal(heads):
             output = F.linear(replaced.flatten(2), projection, bias).reshape(output.shape)
         return output, returned
@@ -360,7 +356,11 @@ class Captured(TorchFunctionMode):
         """Store the weight of a projection if it reads the output of the last layer as it is."""
         joined = self.joined
         self.joined = None
-        if input.numel() == joined.numel() and joined.to(input.dtype).reshape(input.shape).equal(input):
+        if (
+            joined is not None
+            and input.numel() == joined.numel()
+            and joined.to(input.dtype).reshape(input.shape).equal(input)
+        ):
             self.projections[len(self.seen) - 1] = weight
 
     def keep(self, call: Call, output: Tensor, order: str) -> Tensor:
@@ -466,10 +466,11 @@ def capture(model: nn.Module, replace: Replace | None = None) -> Iterator[Captur
     """
     captured = Captured(replace)
     with ExitStack() as stack:
-        stack.enter_context(model.register_forward_pre_hook(captured.begin, with_kwargs=True))
-        if isinstance(model, GPT):  # its parts may be called without it, from this one on, as `GPT.generate` does
-            stack.enter_context(model.token_embedding.register_forward_pre_hook(captured.begin, with_kwargs=True))
+        first = model
+        if isinstance(model, GPT):
+            first = model.token_embedding  # its parts may be called without it, as `GPT.generate` does
             stack.enter_context(model.final_norm.register_forward_pre_hook(captured.end))
+        stack.enter_context(first.register_forward_pre_hook(captured.begin, with_kwargs=True))
         if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield stack.enter_context(captured)
