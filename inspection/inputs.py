@@ -102,9 +102,8 @@ def choose_inputs(
 @torch.no_grad()
 def sizes_of(model: nn.Module) -> tuple[int, int, int]:
     """Return L, H and V of a model, which reads a few tokens for that. Raises UserError if it cannot be inspected."""
-    T = min(context_length(model) or FEW, FEW)
     with evaluating(model), capture(model) as att:
-        logits = read(model, torch.zeros(1, T, dtype=torch.long))
+        logits = read(model, torch.zeros(1, FEW, dtype=torch.long))
     L, _, H, _ = att.shape
     return L, H, logits.size(2)
 
@@ -154,8 +153,6 @@ def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> l
         return tokenizer.start_of_text + tokenizer.encode(text).tolist()
     with errors_as_user_error("expected a text, or the ids of its tokens"):
         ids = torch.as_tensor(text)
-        if ids.is_floating_point():
-            raise ValueError(f"got {ids.dtype}")
         return ids.reshape(ids.size(-1)).tolist()  # also (1, T)
 
 

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cli.script import visible
 from errors import UserError
 from files import replace_file
 from inspection.decoder import evaluating, read
@@ -49,9 +48,8 @@ class Inspection(Inputs):
     scores: HeadScores
     att: Captured  # queries and keys of the text that is shown, (1, T)
     influence: Tensor | None = None  # (T, T), rows of nan were not computed
-    predictions: Sequence[tuple[str, float]] = ()  # at each of the T tokens the likeliest next one and its probability
-    lengths: Tensor | None = None  # (L, H, T), of what each head moves from each key; None if that is not known
-    said: Mapping[Head, Said] = field(default_factory=dict)  # what heads make likely; empty if that is not known
+    lengths: Mapping[Head, Tensor] = field(default_factory=dict)  # (T,), of what a head moves; empty if not known
+    said: Mapping[Head, Said] = field(default_factory=dict)  # what a head makes likely; empty if not known
 
     @property
     def loss(self) -> float:
@@ -96,7 +94,6 @@ def save(path: Path, inspections: Sequence[Inspection]) -> None:
     if suffix == ".html":
         content.write(page.render(inspections).encode())
     elif suffix == ".npz":  # docs/inspect.md has the shapes
-        page.check_room(last, 1)
         weights = torch.stack([last.pattern(*head) for head in last.heads])
         arrays = {"heads": last.heads, "weights": weights, "tokens": last.labels, "losses": last.scores.losses}
         np.savez_compressed(content, **last.scores.mean, **arrays)
@@ -160,12 +157,12 @@ def measure(model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | No
     idx = inputs.shown
     with evaluating(model), torch.no_grad(), capture(model) as att:
         read(model, idx, slice(1))
-    source = att.calls[0].source
+    values = att.calls[0].values
     proved = summarise([*scores.proofs, *att.verify().values()])
-    verified = f"{proved} ({dtype_name(source.dtype)}, {source.device.type})"
+    verified = f"{proved} ({dtype_name(values.dtype)}, {values.device.type})"
     if num_unmasked := att.left_out.count(UNMASKED):
         verified += f"; {num_unmasked} more layers: {UNMASKED}, python -m model.check says where"
-    found = Inspection(**vars(inputs), name=visible(name), verified=verified, scores=scores, att=att)
+    found = Inspection(**vars(inputs), name=name, verified=verified, scores=scores, att=att)
     if not complete:
         return found
     # Known is what moves through an output projection that reads the output of the heads as it is; no gate between.
@@ -174,8 +171,7 @@ def measure(model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | No
     return replace(
         found,
         influence=influence(model, idx),
-        predictions=[(inputs.label(token), chance) for token, chance in scores.predictions[: idx.size(1)]],
-        lengths=moved_lengths(att) if is_known else None,
+        lengths=moved_lengths(att, inputs.heads) if is_known else {},
         said=say(model, att, inputs.heads) if is_ours else {},
     )
 

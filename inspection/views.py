@@ -34,11 +34,9 @@ def moved(att: Captured, head: Head) -> Tensor:
 
 
 @torch.no_grad()
-def moved_lengths(att: Captured) -> Tensor:
-    """Return the length of what each head moves from each token, (L, H, T). att is as in `moved`."""
-    L, _, H, _ = att.shape
-    lengths = [moved(att, (layer, head)).norm(dim=-1).cpu() for layer in range(L) for head in range(H)]
-    return torch.stack(lengths).unflatten(0, (L, H))
+def moved_lengths(att: Captured, heads: Heads) -> dict[Head, Tensor]:
+    """Return the length of what each head moves from each token, (T,). att is as in `moved`."""
+    return {head: moved(att, head).norm(dim=-1).cpu() for head in heads}
 
 
 @torch.no_grad()

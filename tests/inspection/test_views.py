@@ -43,11 +43,11 @@ def transformed(model: GPT, layer: int, head: int, x: Tensor) -> Tensor:
 def test_what_is_moved_is_the_value_through_the_output_projection(family: str, n_kv_head: int) -> None:
     model = make_gpt(family=family, n_kv_head=n_kv_head, bias=None, **FAMILIES[family]).eval()
     att, seen = captured(model, torch.randint(17, (1, T)))
-    lengths = moved_lengths(att)
-    assert lengths.shape == (L, H, T)
+    lengths = moved_lengths(att, [(layer, head) for layer in range(L) for head in range(H)])
     for layer, (x, output) in enumerate(seen):
         moved = torch.stack([transformed(model, layer, head, x) for head in range(H)])
-        torch.testing.assert_close(lengths[layer], moved.norm(dim=-1), rtol=1e-4, atol=1e-5)
+        for head in range(H):
+            torch.testing.assert_close(lengths[layer, head], moved[head].norm(dim=-1), rtol=1e-4, atol=1e-5)
         weights = att.calls[layer].weights()[0]
         bias = getattr(model.blocks[layer].attention.o_proj, "bias", None)
         total = (weights @ moved).sum(0) + (0 if bias is None else bias)
@@ -105,7 +105,7 @@ IDX = [2, 3, 5, 7, 11]
 def test_lengths_have_the_precision_of_the_weights() -> None:
     model = make_gpt().eval()
     exact = inspect_heads(make_gpt().double(), IDX)
-    assert exact.lengths.dtype == torch.float64 and len(exact.said) == L * H
+    assert exact.lengths[1, 2].dtype == torch.float64 and len(exact.said) == L * H
     with torch.autocast("cpu", torch.bfloat16):
         found = inspect_heads(model, IDX)
         assert found.pattern(1, 2).dtype == torch.float32
