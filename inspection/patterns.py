@@ -70,6 +70,15 @@ class Call:
         """The precision of the weights shown: float32, or float64 of a float64 model."""
         return torch.promote_types(self.values.dtype, torch.float32)
 
+    def of_head(self, head: int) -> "Call":
+        """Return this call with one head alone, and the keys, values and mask that it may share with others.
+
+        Raises IndexError if there is no such head.
+        """
+        H = self.shape[1]
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **{name: x[:, head * x.size(1) // H, None] for name, x in tensors.items()})
+
     def weights(self) -> Tensor:
         """Return the attention weights of all heads, (B, H, T_query, T_key), of `dtype`."""
         return torch.cat([F.pad(weights, (0, self.shape[3] - weights.size(3))) for weights, _ in self.blocks()], dim=2)
@@ -89,11 +98,6 @@ class Computed(Call):
     def shape(self) -> tuple[int, ...]:
         """B, H, T_query and T_key."""
         return (*self.q.shape[:3], self.k.size(2))
-
-    def of_head(self, head: int) -> "Computed":
-        """Return this call with one head alone. Raises IndexError if there is no such head."""
-        mask = self.mask[:, head % self.mask.size(1), None]
-        return replace(self, q=self.q[:, head, None], k=repeat_kv(self.k, self.q)[:, head, None], mask=mask)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the weights of all heads before dropout, and the keys they may see, for one block of queries at a time.
@@ -162,10 +166,6 @@ class Read(Call):
         """B, H, T_query and T_key."""
         return tuple(self.source.shape)
 
-    def of_head(self, head: int) -> "Read":
-        """Return these weights with one head alone. Raises IndexError if there is no such head."""
-        return replace(self, source=self.source[:, head, None])
-
     def prove(self, layer: int) -> Proof:
         """Return what rows sum to, and the largest share of one that later tokens have."""
         weights = self.weights()
@@ -222,10 +222,10 @@ class Captured(TorchFunctionMode):
     @property
     def calls(self) -> list[Call]:
         """The calls, one for each layer. Raises UserError if none was seen."""
-        if UNMASKED in self.left_out and not self.seen:
+        if not self.seen and UNMASKED in self.left_out:
             raise UserError(f"the model {UNMASKED}: python -m model.check says where")
         if not self.seen:
-            raise UserError(f"{UNSEEN}; others were: {self.left_out[0]}" if self.left_out else UNSEEN)
+            raise UserError("; others were: ".join([UNSEEN, *self.left_out[:1]]))
         return self.seen
 
     def end(self, norm: nn.Module, inputs: tuple) -> None:

@@ -28,7 +28,7 @@ def moved(att: Captured, head: Head) -> Tensor:
     layer, number = head
     call = att.calls[layer]
     weight = att.projections[layer].unflatten(1, (call.shape[1], -1))[:, number]
-    values = call.values[0, number * call.values.size(1) // call.shape[1]]
+    values = call.of_head(number).values[0, 0]
     with exact_products(values.device):
         return values.to(call.dtype) @ weight.T.to(call.dtype)
 

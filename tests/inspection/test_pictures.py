@@ -153,7 +153,7 @@ def assert_shows(
         f"{len(shown)} heads, by layer" + (f" · {pool.format(tile_step)}" if tile_step > 1 else ""),
     }
     assert words <= set(found["words"])
-    summary = rf"({inspection.name} · )?loss {inspection.loss:.4f} · .*"
+    summary = rf"({inspection.name} · )?loss {inspection.scores.losses.mean():.4f} · .*"
     assert any(re.fullmatch(summary, word) for word in found["words"])
     mean = inspection.scores.mean
     metrics = [name for name in METRICS if name in mean and not mean[name][head].isnan()]
