@@ -30,7 +30,7 @@ from inspection.kinds import Head
 from inspection.metrics import HeadScores, summarise
 from inspection.patterns import UNMASKED, Captured, capture
 from inspection.terminal import report
-from inspection.views import Said, moved_lengths, say
+from inspection.views import Said, moved, say
 from model import GPT
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import autocast, dtype_name, find_device, is_fast
@@ -166,7 +166,7 @@ def measure(model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | No
     return replace(
         found,
         influence=influence(model, idx),
-        lengths=moved_lengths(att, inputs.heads) if is_known else {},
+        lengths={head: moved(att, head).norm(dim=-1).cpu() for head in inputs.heads if is_known},
         said=say(model, att, inputs.heads) if is_ours else {},
     )
 

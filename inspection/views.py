@@ -17,6 +17,7 @@ MOST_SAID = 5  # tokens, of the likeliest and of the unlikeliest
 Said = tuple[Tensor, Tensor]  # n likeliest and n unlikeliest tokens, and their logits; each (T, 2n), nan: not computed
 
 
+@torch.no_grad()
 def moved(att: Captured, head: Head) -> Tensor:
     """Return what a head moves from each key to the queries that attend to it: (T_key, C), in the precision of weights.
 
@@ -31,12 +32,6 @@ def moved(att: Captured, head: Head) -> Tensor:
     values = call.of_head(number).values[0, 0]
     with exact_products(values.device):
         return values.to(call.dtype) @ weight.T.to(call.dtype)
-
-
-@torch.no_grad()
-def moved_lengths(att: Captured, heads: Heads) -> dict[Head, Tensor]:
-    """Return the length of what each head moves from each token, (T,). att is as in `moved`."""
-    return {head: moved(att, head).norm(dim=-1).cpu() for head in heads}
 
 
 @torch.no_grad()

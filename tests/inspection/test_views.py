@@ -6,7 +6,7 @@ from torch import Tensor
 
 import inspection.heads
 from inspection import capture, inspect_heads
-from inspection.views import moved_lengths, say
+from inspection.views import moved, say
 from model import GPT
 from tests.conftest import make_gpt
 
@@ -43,14 +43,13 @@ def transformed(model: GPT, layer: int, head: int, x: Tensor) -> Tensor:
 def test_what_is_moved_is_the_value_through_the_output_projection(family: str, n_kv_head: int) -> None:
     model = make_gpt(family=family, n_kv_head=n_kv_head, bias=None, **FAMILIES[family]).eval()
     att, seen = captured(model, torch.randint(17, (1, T)))
-    lengths = moved_lengths(att, [(layer, head) for layer in range(L) for head in range(H)])
     for layer, (x, output) in enumerate(seen):
-        moved = torch.stack([transformed(model, layer, head, x) for head in range(H)])
+        expected = torch.stack([transformed(model, layer, head, x) for head in range(H)])
         for head in range(H):
-            torch.testing.assert_close(lengths[layer, head], moved[head].norm(dim=-1), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(moved(att, (layer, head)), expected[head], rtol=1e-4, atol=1e-5)
         weights = att.calls[layer].weights()[0]
         bias = getattr(model.blocks[layer].attention.o_proj, "bias", None)
-        total = (weights @ moved).sum(0) + (0 if bias is None else bias)
+        total = (weights @ expected).sum(0) + (0 if bias is None else bias)
         torch.testing.assert_close(total, output, rtol=1e-4, atol=1e-5)  # the heads' shares are all there is
 
 
