@@ -85,6 +85,7 @@ class Text:
         self.prompt = tokenizer.encode(prompt[-CONTEXT:]).tolist()
         self.start = len(tokenizer.decode(self.prompt))
         self.tokens = []
+        self.text = ""  # up to the stop text
         self.num_taken = 0
         self.finish = ""
 
@@ -96,17 +97,10 @@ class Text:
             self.finish = "end of text"
             return
         self.tokens.append(token)
-        if self.stop and self.stop in self.decode():
+        text = self.tokenizer.decode(self.prompt + self.tokens)[self.start :]
+        self.text, *rest = text.split(self.stop) if self.stop else [text]
+        if rest:
             self.finish = "stop"
-
-    def decode(self) -> str:
-        """Return the text of all tokens, the stop text among it."""
-        return self.tokenizer.decode(self.prompt + self.tokens)[self.start :]
-
-    @property
-    def text(self) -> str:
-        """The text, up to the stop text."""
-        return self.decode().partition(self.stop)[0] if self.stop else self.decode()
 
     def take(self) -> str:
         """Return the text that is certain and was not taken before.
@@ -114,9 +108,8 @@ class Text:
         While it grows, no last character that may be incomplete is certain, and no text with which the stop text may
         begin. What was taken stays, even where a decoder replaces a whole run of bytes since one of them is broken.
         """
-        text = self.text
-        end = len(text) if self.finish else max(0, len(text.rstrip(REPLACEMENT)) - len(self.stop))
-        new = text[self.num_taken : end]
+        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - len(self.stop))
+        new = self.text[self.num_taken : end]
         self.num_taken += len(new)
         return new
 

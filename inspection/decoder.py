@@ -3,7 +3,6 @@
 Ours, those of `transformers` and a stranger's own are run alike. Shapes are named as in model/attention.py.
 """
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -18,8 +17,8 @@ POSITIONS = 1024  # logits are computed for so many positions of a sequence at a
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the weights."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    """Return the device of the weights; the CPU if there are none."""
+    return next(model.parameters(), torch.empty(0)).device
 
 
 @contextmanager
@@ -52,10 +51,9 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
     named = getattr(model, "get_output_embeddings", None)
     head = named() if named else getattr(model, "lm_head", None)
     can_cut = isinstance(head, nn.Linear)  # another may mix the positions
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     with errors_as_user_error(f"the model cannot read {T} tokens, given as model(idx)"):
         with head.register_forward_pre_hook(cut) if can_cut else nullcontext():
-            output = model(idx, **options)
+            output = model(idx)
     with errors_as_user_error("the model has to return logits"):
         logits = logits_of(output)
     if was_cut:

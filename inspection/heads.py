@@ -1,7 +1,7 @@
 """Measure the heads of a model: on a text, on tokens that repeat, and by taking a head away.
 
     scores = head_scores(model, text, probe=repeat_probe(...))
-    scores.mean["induction"][5, 1], scores.error["induction"][5, 1]      # of head 5.1
+    scores.mean["induction"][5, 1]                                       # of head 5.1
 
 The metrics are defined in inspection/metrics.py. Shapes are named as in model/attention.py; N is a number of sequences.
 """

@@ -2,7 +2,6 @@
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,9 +101,8 @@ def choose_inputs(
 @torch.no_grad()
 def sizes_of(model: nn.Module) -> tuple[int, int, int]:
     """Return L, H and V of a model, which reads a few tokens for that. Raises UserError if it cannot be inspected."""
-    T = min(context_length(model) or FEW, FEW)
     with evaluating(model), capture(model) as att:
-        logits = read(model, torch.zeros(1, T, dtype=torch.long))
+        logits = read(model, torch.zeros(1, FEW, dtype=torch.long))
     L, _, H, _ = att.shape
     return L, H, logits.size(2)
 
@@ -152,11 +150,8 @@ def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> l
         if tokenizer is None:
             raise UserError("a text needs a tokenizer: give one, or the ids of the tokens")
         return tokenizer.start_of_text + tokenizer.encode(text).tolist()
-    with errors_as_user_error("expected a text, or the ids of its tokens"):
-        ids = torch.as_tensor(text)
-        if ids.is_floating_point():
-            raise ValueError(f"got {ids.dtype}")
-        return ids.reshape(ids.size(-1)).tolist()  # also (1, T)
+    ids = torch.as_tensor(text)
+    return ids.reshape(ids.size(-1)).tolist()  # also (1, T)
 
 
 def context_length(model: nn.Module) -> int | None:
@@ -170,11 +165,9 @@ def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
 
     Raises UserError if they are not on this machine.
     """
-    source = ""
-    with suppress(KeyError, TypeError):  # of a model from elsewhere, or in what a stranger wrote
-        source = str(checkpoint.trainer["config"]["data"]["source"])
-    corpus = find_prepared(checkpoint.trainer.get("fingerprint"), source)
-    if corpus is None:  # token files are never prepared
+    trainer = checkpoint.trainer  # of a model from elsewhere nothing; token files are never prepared
+    corpus = trainer and find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"])
+    if not corpus:
         raise UserError("the model's validation text is not here: give a text with --text")
     tokens = corpus.tokens["val"]
     T = min(T, len(tokens))

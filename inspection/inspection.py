@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cli.script import visible
 from errors import UserError
 from files import replace_file
 from inspection.decoder import evaluating, read
@@ -31,7 +30,7 @@ from inspection.kinds import Head
 from inspection.metrics import HeadScores, summarise
 from inspection.patterns import UNMASKED, Captured, capture
 from inspection.terminal import report
-from inspection.views import Said, moved_lengths, say
+from inspection.views import Said, moved, say
 from model import GPT
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import autocast, dtype_name, find_device, is_fast
@@ -49,14 +48,8 @@ class Inspection(Inputs):
     scores: HeadScores
     att: Captured  # queries and keys of the text that is shown, (1, T)
     influence: Tensor | None = None  # (T, T), rows of nan were not computed
-    predictions: Sequence[tuple[str, float]] = ()  # at each of the T tokens the likeliest next one and its probability
-    lengths: Tensor | None = None  # (L, H, T), of what each head moves from each key; None if that is not known
-    said: Mapping[Head, Said] = field(default_factory=dict)  # what heads make likely; empty if that is not known
-
-    @property
-    def loss(self) -> float:
-        """Mean cross-entropy of the measured texts, in nats a token."""
-        return self.scores.losses.mean().item()
+    lengths: Mapping[Head, Tensor] = field(default_factory=dict)  # (T,), of what a head moves; empty if not known
+    said: Mapping[Head, Said] = field(default_factory=dict)  # what a head makes likely; empty if not known
 
     def pattern(self, layer: int, head: int) -> Tensor:
         """Return the weights of a head, (T, T) on the CPU. Keys before the text, as a learned sink, are left out."""
@@ -96,7 +89,6 @@ def save(path: Path, inspections: Sequence[Inspection]) -> None:
     if suffix == ".html":
         content.write(page.render(inspections).encode())
     elif suffix == ".npz":  # docs/inspect.md has the shapes
-        page.check_room(last, 1)
         weights = torch.stack([last.pattern(*head) for head in last.heads])
         arrays = {"heads": last.heads, "weights": weights, "tokens": last.labels, "losses": last.scores.losses}
         np.savez_compressed(content, **last.scores.mean, **arrays)
@@ -114,12 +106,13 @@ def check_output(path: Path) -> None:
 
 
 def inspect_heads(
-    model: nn.Module | str | Path,
+    model: nn.Module | str | Path | Checkpoint,
     text: str | Sequence[int] | Tensor | None = None,
     tokenizer: object = None,
     heads: str | Sequence[str] = (),
     ablate: Ablation | None = None,
     device: str = "auto",
+    complete: bool = True,
 ) -> Inspection:
     """Measure the heads of a decoder on a text, and prove their weights.
 
@@ -132,6 +125,8 @@ def inspect_heads(
         heads: those to show, as "5.1" or ["2.*", "-1.*"]; none are all.
         ablate: measure the rise of the loss without a head, whose output becomes zero or its mean.
         device: of a model that is opened, as for `find_device`; a module stays where it is.
+        complete: also measure what only a page shows: what heads take and say, and the influence of tokens. That takes
+            seconds on a CPU.
 
     Raises UserError if the model, text or tokenizer cannot be used, and NotTheKernels if the weights computed are not
     those that the kernel used.
@@ -139,35 +134,30 @@ def inspect_heads(
     checkpoint = None
     precision = nullcontext()
     name = type(model).__name__
-    if isinstance(model, str | Path):
+    if not isinstance(model, nn.Module):
         checkpoint = find_checkpoint(model)
         model, precision = open_model(checkpoint, find_device(device))
         name = name_of_model(checkpoint.directory)
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     with precision:
         inputs = choose_inputs(model, text, tokenizer, heads, checkpoint)
-        return measure(model, inputs, name, ablate)
+        return measure(model, inputs, name, ablate, complete)
 
 
-def measure(
-    model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | None = None, complete: bool = True
-) -> Inspection:
-    """Measure the heads of a model and capture the text that is shown; see `inspect_heads`.
-
-    complete: also what heads take and say, and what else a page shows. That takes seconds on a CPU.
-    """
+def measure(model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | None, complete: bool) -> Inspection:
+    """Measure the heads of a model and capture the text that is shown; see `inspect_heads`."""
     scores = head_scores(model, inputs.measured, inputs.probe)
     if ablation:
         scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
     idx = inputs.shown
-    with evaluating(model), torch.no_grad(), capture(model, with_values=complete) as att:
+    with evaluating(model), torch.no_grad(), capture(model) as att:
         read(model, idx, slice(1))
-    source = att.calls[0].source
+    values = att.calls[0].values
     proved = summarise([*scores.proofs, *att.verify().values()])
-    verified = f"{proved} ({dtype_name(source.dtype)}, {source.device.type})"
+    verified = f"{proved} ({dtype_name(values.dtype)}, {values.device.type})"
     if num_unmasked := att.left_out.count(UNMASKED):
         verified += f"; {num_unmasked} more layers: {UNMASKED}, python -m model.check says where"
-    found = Inspection(**vars(inputs), name=visible(name), verified=verified, scores=scores, att=att)
+    found = Inspection(**vars(inputs), name=name, verified=verified, scores=scores, att=att)
     if not complete:
         return found
     # Known is what moves through an output projection that reads the output of the heads as it is; no gate between.
@@ -176,8 +166,7 @@ def measure(
     return replace(
         found,
         influence=influence(model, idx),
-        predictions=[(inputs.label(token), chance) for token, chance in scores.predictions[: idx.size(1)]],
-        lengths=moved_lengths(att) if is_known else None,
+        lengths={head: moved(att, head).norm(dim=-1).cpu() for head in inputs.heads if is_known},
         said=say(model, att, inputs.heads) if is_ours else {},
     )
 

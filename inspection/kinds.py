@@ -78,8 +78,7 @@ def short(score: float) -> str:
 
 def by_kind(scores: HeadScores, heads: Heads) -> dict[str, list[tuple[Head, Kind]]]:
     """Group heads by kind; the highest score first. Kinds without a head are left out."""
-    groups = {name: [] for name in KINDS}
-    for head in heads:
-        kind = kind_of(scores, head)
-        groups[kind.name].append((head, kind))
-    return {name: sorted(group, key=lambda found: -found[1].score) for name, group in groups.items() if group}
+    found = [(head, kind_of(scores, head)) for head in heads]
+    found.sort(key=lambda pair: -pair[1].score)
+    groups = {name: [(head, kind) for head, kind in found if kind.name == name] for name in KINDS}
+    return {name: group for name, group in groups.items() if group}

@@ -71,11 +71,6 @@ class HeadScores:
         """Mean over the sequences: metric -> (L, H)."""
         return {name: samples.mean(0) for name, samples in self.samples.items()}
 
-    @property
-    def error(self) -> Metrics:
-        """Standard error of the mean: metric -> (L, H). It is nan if there is one sequence."""
-        return {name: x.std(0) / len(x) ** 0.5 for name, x in self.samples.items()}
-
 
 def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:
     """Return the metrics of one layer, float64 on the CPU: metric -> (B, H).

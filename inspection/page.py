@@ -55,7 +55,7 @@ def render(inspections: Sequence[Inspection]) -> str:
         for head in last.heads:
             stored[f"{place}/{name_of(head)}"] = encode(inspection.pattern(*head))
         stored[f"{place}/influence"] = encode(inspection.influence.nan_to_num(0.0))  # 0: not computed
-        if inspection.lengths is not None:
+        if inspection.lengths:
             lengths = torch.stack([inspection.lengths[head].float() for head in last.heads])
             stored[f"{place}/values"] = pack(lengths, "<f4")
         if inspection.said:
@@ -89,13 +89,14 @@ def encode(pattern: Tensor) -> str:
 def describe(inspection: Inspection) -> dict:
     """Return the texts about one checkpoint, its heads and its predictions, and the head to open at."""
     heads = inspection.heads
+    predictions = inspection.scores.predictions[: len(inspection.labels)]  # the first text may be shown in part
     best, _ = next(iter(by_kind(inspection.scores, heads).values()))[0]  # of the first kind
     return {
         "name": inspection.name,
-        "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
+        "summary": f"{inspection.name} · loss {inspection.scores.losses.mean():.4f} · {inspection.verified}",
         "best": heads.index(best),
         "heads": [describe_head(inspection, head) for head in heads],
-        "predictions": [(label, f"{probability:.1%}") for label, probability in inspection.predictions],
+        "predictions": [(inspection.label(token), f"{probability:.1%}") for token, probability in predictions],
     }
 
 

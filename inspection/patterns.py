@@ -8,9 +8,9 @@
 
 The model is any module, ours or another. It knows nothing of that: its calls of PyTorch are seen from outside.
 
-A fused kernel keeps no weights. Of its call the queries and keys are stored, T x D numbers instead of T x T, and the
-weights are computed from them on demand. Weights that a model writes out are read where they meet the values: they are
-an operand of a product, have no negative number, sum to about one along the axis that is contracted, and give later
+A fused kernel keeps no weights. Of its call queries, keys and values are stored, T x D numbers instead of T x T, and
+the weights are computed from them on demand. Weights that a model writes out are read where they meet the values: they
+are an operand of a product, have no negative number, sum to about one along the axis that is contracted, and give later
 tokens nothing. Shapes are named as in model/attention.py.
 """
 
@@ -63,12 +63,21 @@ class NotTheKernels(ArithmeticError):
 class Call:
     """The attention of a layer, in which the queries belong to the last T_query positions of the keys."""
 
-    values: Tensor | None  # (B, n_kv_head, T_key, width of a value); None if they were not asked for
+    values: Tensor  # (B, n_kv_head, T_key, width of a value)
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision of the weights shown: float32, or float64 of a float64 model."""
-        return torch.promote_types(self.source.dtype, torch.float32)
+        return torch.promote_types(self.values.dtype, torch.float32)
+
+    def of_head(self, head: int) -> "Call":
+        """Return this call with one head alone, and the keys, values and mask that it may share with others.
+
+        Raises IndexError if there is no such head.
+        """
+        H = self.shape[1]
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **{name: x[:, head * x.size(1) // H, None] for name, x in tensors.items()})
 
     def weights(self) -> Tensor:
         """Return the attention weights of all heads, (B, H, T_query, T_key), of `dtype`."""
@@ -89,16 +98,6 @@ class Computed(Call):
     def shape(self) -> tuple[int, ...]:
         """B, H, T_query and T_key."""
         return (*self.q.shape[:3], self.k.size(2))
-
-    @property
-    def source(self) -> Tensor:
-        """The tensor whose precision and device are those of the attention."""
-        return self.q
-
-    def of_head(self, head: int) -> "Computed":
-        """Return this call with one head alone. Raises IndexError if there is no such head."""
-        mask = self.mask[:, head % self.mask.size(1), None]
-        return replace(self, q=self.q[:, head, None], k=repeat_kv(self.k, self.q)[:, head, None], mask=mask)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the weights of all heads before dropout, and the keys they may see, for one block of queries at a time.
@@ -121,8 +120,10 @@ class Computed(Call):
     def kernel(self, values: Tensor) -> Tensor:
         """Return the output of the kernel for other values, (B, n_kv_head, T_key, D) -> (B, H, T_query, D)."""
         mask = None if self.is_causal else self.mask
-        options = {"scale": self.scale, "enable_gqa": self.q.size(1) != self.k.size(1)}
-        return F.scaled_dot_product_attention(self.q, self.k, values, mask, is_causal=self.is_causal, **options)
+        grouped = self.q.size(1) != self.k.size(1)
+        return F.scaled_dot_product_attention(
+            self.q, self.k, values, mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=grouped
+        )
 
     def prove(self, layer: int) -> Proof:
         """Return the largest error of a row of the weights. Raises NotTheKernels if it is more than rounding.
@@ -133,7 +134,7 @@ class Computed(Call):
         """
         q = self.q
         generator = torch.Generator().manual_seed(0)
-        signs = (torch.randint(2, self.k.shape, generator=generator, dtype=torch.int8) * 2 - 1).to(q)
+        signs = torch.randn(self.k.shape, generator=generator).sign().to(q)
         sizes = self.k.to(self.dtype).norm(dim=-1, keepdim=True)
         beside = repeat_kv(torch.cat((signs.to(self.dtype), sizes), dim=-1), q)
         with exact_products(q.device), torch.no_grad():  # as in evaluation: a kernel may differ under autograd
@@ -165,16 +166,12 @@ class Read(Call):
         """B, H, T_query and T_key."""
         return tuple(self.source.shape)
 
-    def of_head(self, head: int) -> "Read":
-        """Return these weights with one head alone. Raises IndexError if there is no such head."""
-        return replace(self, source=self.source[:, head, None])
-
     def prove(self, layer: int) -> Proof:
         """Return what rows sum to, and the largest share of one that later tokens have."""
         weights = self.weights()
         sums = weights.sum(-1)
         later = weights.triu(weights.size(3) - weights.size(2) + 1).sum(-1)
-        shares = later / sums.clamp(min=torch.finfo(sums.dtype).tiny)
+        shares = (later / sums).nan_to_num(0.0)  # a row may be all zeros
         return Proof(math.nan, sums.min().item(), sums.max().item(), shares.max().item())
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -190,10 +187,11 @@ def with_even(weights: Tensor, visible: Tensor) -> Tensor:
 
 def join(calls: Sequence[Call]) -> Call:
     """Return one call that has the heads of several."""
-    names = [name for name in ("values", "q", "k", "source") if vars(calls[0]).get(name) is not None]
+    names = vars(calls[0]).keys() & {"values", "q", "k", "source"}
     return replace(calls[0], **{name: torch.cat([vars(call)[name] for call in calls], dim=1) for name in names})
 
 
+AS_IT_IS = "...->..."
 Output = tuple[Tensor, Call, str]  # its tensor, and an equation that orders its axes: batch, heads, T, D
 
 
@@ -203,10 +201,9 @@ class Captured(TorchFunctionMode):
     Layers are its calls in their order. Layers and heads are numbered from zero; -1 is the last.
     """
 
-    def __init__(self, replace: Replace | None = None, with_values: bool = False):
+    def __init__(self, replace: Replace | None = None):
         super().__init__()
         self.replace = replace
-        self.with_values = with_values
         self.begin(None, (), {})
 
     def begin(self, module: nn.Module | None, args: tuple, kwargs: dict) -> None:
@@ -225,10 +222,10 @@ class Captured(TorchFunctionMode):
     @property
     def calls(self) -> list[Call]:
         """The calls, one for each layer. Raises UserError if none was seen."""
-        if UNMASKED in self.left_out and not self.seen:
+        if not self.seen and UNMASKED in self.left_out:
             raise UserError(f"the model {UNMASKED}: python -m model.check says where")
         if not self.seen:
-            raise UserError(f"{UNSEEN}; others were: {self.left_out[0]}" if self.left_out else UNSEEN)
+            raise UserError("; others were: ".join([UNSEEN, *self.left_out[:1]]))
         return self.seen
 
     def end(self, norm: nn.Module, inputs: tuple) -> None:
@@ -251,9 +248,9 @@ class Captured(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self.see_kernel(output, *args, **kwargs)
         if name in PRODUCTS:
-            for weights, values, order in find_attention(name, [*args, *kwargs.values()], output, self.text):
+            for weights, values, order in find_attention(name, (args, kwargs), output, self.text):
                 output = self.see_weights(weights, values, output, order)
-        elif func is F.linear and self.joined is not None:
+        elif func is F.linear:
             self.see_projection(*args, **kwargs)
         return output
 
@@ -294,11 +291,8 @@ class Captured(TorchFunctionMode):
             if isinstance(call, Computed) and mask.equal(call.mask):
                 mask = call.mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
-        q, k, v = (x.detach().to(dtype, copy=True) for x in (query, key, value))
-        if query.dim() == 3:
-            q, k, v = (x.reshape(B, -1, *x.shape[-2:]) for x in (q, k, v))
-        call = Computed(v if self.with_values else None, q, k, mask, is_causal, scale)
-        return self.keep(call, output, "bhtd->bhtd" if query.dim() == 4 else "btd->btd")
+        q, k, v = (x.detach().to(dtype, copy=True).reshape(B, -1, *x.shape[-2:]) for x in (query, key, value))
+        return self.keep(Computed(v, q, k, mask, is_causal, scale), output, AS_IT_IS)
 
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
         """Call the function of `nn.MultiheadAttention`, and once more for its weights. Return what it does.
@@ -325,8 +319,7 @@ class Captured(TorchFunctionMode):
         heads, values = (x.reshape(len(x), -1, H, x.size(-1) // H) for x in (joined, values))  # (T, B, H, D)
         weights = weights.reshape(-1, *weights.shape[-3:])
         replaced = self.see_weights(weights, values.permute(1, 2, 0, 3), heads, "tbhd->bhtd")
-        if self.joined is not None:
-            self.see_projection(replaced.flatten(2), projection)
+        self.see_projection(replaced.flatten(2), projection)
         if not replaced.equal(heads):
             output = F.linear(replaced.flatten(2), projection, bias).reshape(output.shape)
         return output, returned
@@ -336,7 +329,7 @@ class Captured(TorchFunctionMode):
         output, *others = func(query, key, value, *args)
         identity = torch.eye(key.size(2)).to(value).expand(*value.shape[:2], -1, -1)
         weights, *_ = func(query, key, identity, *args)
-        return self.see_weights(weights, value, output, "bhtd->bhtd"), *others
+        return self.see_weights(weights, value, output, AS_IT_IS), *others
 
     def see_weights(self, weights: Tensor, values: Tensor, output: Tensor, order: str) -> Tensor:
         """Store weights (B, H, T_query, T_key) if they are those of a text to itself and its past.
@@ -347,7 +340,7 @@ class Captured(TorchFunctionMode):
         weights = weights.detach()  # what is asked of them must leave no trace for autograd
         if not weights.min() >= 0:
             return output
-        call = Read(values.detach() if self.with_values else None, weights.clone())
+        call = Read(values.detach(), weights.clone())
         _, least, most, later = call.prove(len(self.seen))
         rounding = TOLERANCE.get(weights.dtype, 0.0)
         is_past = later <= LEAK
@@ -363,7 +356,11 @@ class Captured(TorchFunctionMode):
         """Store the weight of a projection if it reads the output of the last layer as it is."""
         joined = self.joined
         self.joined = None
-        if input.numel() == joined.numel() and joined.to(input.dtype).reshape(input.shape).equal(input):
+        if (
+            joined is not None
+            and input.numel() == joined.numel()
+            and joined.to(input.dtype).reshape(input.shape).equal(input)
+        ):
             self.projections[len(self.seen) - 1] = weight
 
     def keep(self, call: Call, output: Tensor, order: str) -> Tensor:
@@ -401,8 +398,6 @@ class Captured(TorchFunctionMode):
         if len(calls) > 1:
             self.seen[layer] = join(calls)
             self.seen = [call for call in self.seen if call not in calls]
-        if self.replace is None and not self.with_values:
-            return outputs
         if self.replace is not None:
             outputs = [output.clone() for output in outputs]
         parts = [torch.einsum(order, output) for output, order in zip(outputs, orders, strict=True)]
@@ -411,8 +406,7 @@ class Captured(TorchFunctionMode):
             heads = self.replace(layer, heads).expand_as(heads)
             for part, changed in zip(parts, heads.tensor_split(len(parts), dim=1), strict=True):
                 part.copy_(changed.reshape(part.shape))  # and the output, of which it is a view
-        if self.with_values:
-            self.joined = heads.detach().transpose(1, 2).flatten(2)
+        self.joined = heads.detach().transpose(1, 2).flatten(2)
         return outputs
 
     @property
@@ -461,7 +455,7 @@ class Captured(TorchFunctionMode):
 
 
 @contextmanager
-def capture(model: nn.Module, replace: Replace | None = None, with_values: bool = False) -> Iterator[Captured]:
+def capture(model: nn.Module, replace: Replace | None = None) -> Iterator[Captured]:
     """Capture the attention of a model while it runs inside the `with` block.
 
     A forward pass replaces the one before. Outputs and gradients are the same as without capture, to the last bit. A
@@ -469,14 +463,14 @@ def capture(model: nn.Module, replace: Replace | None = None, with_values: bool 
 
     replace: a function of a layer and the output of its heads, before the output projection, that returns the output
         to go on with.
-    with_values: also store the values, for inspection/views.py.
     """
-    captured = Captured(replace, with_values)
+    captured = Captured(replace)
     with ExitStack() as stack:
-        stack.enter_context(model.register_forward_pre_hook(captured.begin, with_kwargs=True))
-        if isinstance(model, GPT):  # its parts may be called without it, from this one on, as `GPT.generate` does
-            stack.enter_context(model.token_embedding.register_forward_pre_hook(captured.begin, with_kwargs=True))
+        first = model
+        if isinstance(model, GPT):
+            first = model.token_embedding  # its parts may be called without it, as `GPT.generate` does
             stack.enter_context(model.final_norm.register_forward_pre_hook(captured.end))
+        stack.enter_context(first.register_forward_pre_hook(captured.begin, with_kwargs=True))
         if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield stack.enter_context(captured)

@@ -11,29 +11,28 @@ from string import ascii_letters
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 PRODUCTS = ("matmul", "__matmul__", "linalg_matmul", "bmm", "mm", "baddbmm", "einsum")  # the names of their functions
 
 
 def find_attention(
-    name: str, operands: Sequence, output: Tensor, text: tuple[int, int] | None
+    name: str, arguments: Sequence, output: Tensor, text: tuple[int, int] | None
 ) -> Iterator[tuple[Tensor, Tensor, str]]:
     """Yield how the factors of a product may be weights (B, H, T_query, T_key) and values (B, H, T_key, D).
 
     The third is the equation that orders the axes of the output as batch and heads, queries, width.
 
-    name: one of PRODUCTS; operands: its arguments; text: B and T of the token ids, if known. Without them the first
-    axis of the weights is the batch. Of batch and heads in one axis the batch comes first.
+    name: one of PRODUCTS; arguments: those it is called with; text: B and T of the token ids, if known. Without them
+    the first axis of the weights is the batch. Of batch and heads in one axis the batch comes first.
     """
-    equation = "...ij,...jk->...ik"
-    if name == "einsum":
-        equation, *operands = operands
-        operands = operands[0] if isinstance(operands[0], list | tuple) else operands
+    given = tree_leaves(arguments)  # operands of `einsum` may be a list
+    equation = given[0] if name == "einsum" else "...ij,...jk->...ik"
     inputs, _, result = equation.replace(" ", "").partition("->")
     if not result:
         once = "".join(axis for axis in sorted(inputs) if inputs.count(axis) == 1 and axis != ",")
         result = "..." * ("..." in inputs) + once
-    factors = [x for x in operands if isinstance(x, Tensor)][-2:]  # `baddbmm` has a term before them
+    factors = [x for x in given if isinstance(x, Tensor)][-2:]  # `baddbmm` has a term before them
     tensors = [x.detach() for x in (*factors, output)]
     named = [*inputs.split(","), result]
     unnamed = "".join(x for x in ascii_letters if x not in equation)  # the last axes of "..." are the same in all

@@ -41,9 +41,8 @@ def table(scores: HeadScores, heads: Heads) -> str:
     def cell(name: str, head: Head) -> str:
         """Format what was measured of a head."""
         text = number(scores.mean, name, head)
-        if name == "ablation" and len(scores.losses) > 1:
-            return f"{text} ± {scores.error[name][head]:.4f}"
-        return text
+        rises = scores.samples[name][:, *head]
+        return f"{text} ± {rises.std() / len(rises) ** 0.5:.4f}" if name == "ablation" and len(rises) > 1 else text
 
     rows = [("head", *(METRICS[name][0] for name in columns))]
     rows += [(name_of(head), *(cell(name, head) for name in columns)) for head in heads]

@@ -17,28 +17,21 @@ MOST_SAID = 5  # tokens, of the likeliest and of the unlikeliest
 Said = tuple[Tensor, Tensor]  # n likeliest and n unlikeliest tokens, and their logits; each (T, 2n), nan: not computed
 
 
+@torch.no_grad()
 def moved(att: Captured, head: Head) -> Tensor:
     """Return what a head moves from each key to the queries that attend to it: (T_key, C), in the precision of weights.
 
     That is f(x) = (x W^V + b^V) W^O of Kobayashi et al. (2020): the value through the head's part of the output
     projection. The head's output is the mean of these by its weights.
 
-    att: what `capture(model, with_values=True)` saw of one text.
+    att: what `capture(model)` saw of one text.
     """
     layer, number = head
     call = att.calls[layer]
     weight = att.projections[layer].unflatten(1, (call.shape[1], -1))[:, number]
-    values = call.values[0, number * call.values.size(1) // call.shape[1]]
+    values = call.of_head(number).values[0, 0]
     with exact_products(values.device):
         return values.to(call.dtype) @ weight.T.to(call.dtype)
-
-
-@torch.no_grad()
-def moved_lengths(att: Captured) -> Tensor:
-    """Return the length of what each head moves from each token, (L, H, T). att is as in `moved`."""
-    L, _, H, _ = att.shape
-    lengths = [moved(att, (layer, head)).norm(dim=-1).cpu() for layer in range(L) for head in range(H)]
-    return torch.stack(lengths).unflatten(0, (L, H))
 
 
 @torch.no_grad()

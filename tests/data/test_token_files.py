@@ -202,9 +202,9 @@ def test_what_is_no_shard_is_named(shards: Path) -> None:
             open_bytes(f"bin:{shards}")
 
 
-@pytest.mark.parametrize("data", [None, {"source": 5}, {"source": "a\0b"}, {"source": "/"}])
-def test_what_a_stranger_names_is_no_validation_text(data: object, tmp_path: Path) -> None:
-    (tmp_path / "trainer.json").write_text(json.dumps({"fingerprint": None, "config": {"data": data}}))
+@pytest.mark.parametrize("source", ["a\0b", "/"])
+def test_what_a_stranger_names_is_no_validation_text(source: str, tmp_path: Path) -> None:
+    (tmp_path / "trainer.json").write_text(json.dumps({"fingerprint": None, "config": {"data": {"source": source}}}))
     with pytest.raises(UserError, match="validation text is not here: give a text with --text"):
         inputs.validation_texts(Checkpoint(tmp_path, {}), 7)
 

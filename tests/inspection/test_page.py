@@ -57,6 +57,8 @@ def inspected(
     influence[3::6] = float("nan")
     logits = noise("logits", step, *shape, length, 14).sort(-1, descending=True).values[..., [0, 1, 2, 13, 12, 11]]
     logits[:, :, UNSAID : UNSAID + 1] = float("nan")
+    predictions = [(i, (i + 1) / (length + 2)) for i in range(length)]
+    lengths = noise("lengths", step, *shape, length).exp()
     spoken = noise("spoken", step, *shape, length, 6).argsort(-1) + 10 * step
     found = Inspection(
         heads=heads,
@@ -68,11 +70,10 @@ def inspected(
         probe=None,
         name=name or f"step-{step:08d}",
         verified="weights match the kernel",
-        scores=HeadScores(samples, torch.tensor([1000 / step]), [], [], chance, rows),
+        scores=HeadScores(samples, torch.tensor([1000 / step]), predictions, [], chance, rows),
         att=SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step, length)[None]),
         influence=influence,
-        predictions=[(f"next{i}", (i + 1) / (length + 2)) for i in range(length)],
-        lengths=noise("lengths", step, *shape, length).exp() if known else None,
+        lengths={head: lengths[head] for head in heads} if known else {},
         said={head: (spoken[head], logits[head]) for head in heads} if known else {},
     )
     return replace(found, **changes)

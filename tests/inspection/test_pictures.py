@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import matplotlib
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -112,8 +113,8 @@ def assert_shows(
     """Assert that the page shows one head, token and view of an inspection in all its parts."""
     shown, labels = inspection.heads, inspection.labels
     T = len(labels)
-    factor = inspection.lengths.numpy() if view == "values" else np.ones((2, 3, T))
-    amounts = {each: inspection.pattern(*each).numpy() * factor[each] for each in shown}
+    factor = inspection.lengths if view == "values" else dict.fromkeys(shown, torch.ones(T))
+    amounts = {each: (inspection.pattern(*each) * factor[each]).numpy() for each in shown}
     end = max(each.max() for each in amounts.values()) if view == "values" else 1.0
     step = assert_painted(found["large"], amounts[head] / end)
     tiles = zip(found["tiles"], shown, strict=True)
@@ -139,20 +140,20 @@ def assert_shows(
     named = f"{labels[token]} ({token})"
     verb, noun = ("takes", "who takes how much of") if view == "values" else ("looks at", "who looks at")
     kind = kind_of(inspection.scores, head)
-    guess, chance = inspection.predictions[token]
+    guess, chance = inspection.scores.predictions[token]
     pool = f"a point is the largest of {{0}} × {{0}} {'values' if view == 'values' else 'weights'}"
     words = {
         f"{noun} {named}" if who else f"what {named} {verb}",
         f"Head {name_of(head)}",
         f"Scores of head {name_of(head)}: {tag(kind)} (even head: {short(kind.chance)})",
-        guess,
+        inspection.label(guess),
         f"{chance:.1%}",
         named,
         pool.format(step) if step > 1 else "",
         f"{len(shown)} heads, by layer" + (f" · {pool.format(tile_step)}" if tile_step > 1 else ""),
     }
     assert words <= set(found["words"])
-    summary = rf"({inspection.name} · )?loss {inspection.loss:.4f} · .*"
+    summary = rf"({inspection.name} · )?loss {inspection.scores.losses.mean():.4f} · .*"
     assert any(re.fullmatch(summary, word) for word in found["words"])
     mean = inspection.scores.mean
     metrics = [name for name in METRICS if name in mean and not mean[name][head].isnan()]
@@ -223,7 +224,7 @@ def check_small(opened: Callable) -> None:
         assert_shows(found, inspection, *state)
     tab.evaluate(LOOK, "#0.1/11/values")
     point(tab, 9.5, 4.5, SMALL)
-    weight, length = last.pattern(0, 1)[9, 4], last.lengths[0, 1, 4]
+    weight, length = last.pattern(0, 1)[9, 4], last.lengths[0, 1][4]
     tab.evaluate("$('influence').scrollTop")
     expected = f"query ␣w9 (9)\nkey ␣w4 (4)\nweight {weight:.5f} × length {length:#.4g}\nvalue {weight * length:#.4g}"
     assert tab.locator("#readout").inner_text() == expected

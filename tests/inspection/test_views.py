@@ -6,7 +6,7 @@ from torch import Tensor
 
 import inspection.heads
 from inspection import capture, inspect_heads
-from inspection.views import moved_lengths, say
+from inspection.views import moved, say
 from model import GPT
 from tests.conftest import make_gpt
 
@@ -20,7 +20,7 @@ def captured(model: GPT, idx: Tensor):
     seen = []
     for block in model.blocks:
         block.attention.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0][0], output[0])))
-    with torch.no_grad(), capture(model, with_values=True) as att:
+    with torch.no_grad(), capture(model) as att:
         model(idx)
     return att, seen
 
@@ -43,14 +43,13 @@ def transformed(model: GPT, layer: int, head: int, x: Tensor) -> Tensor:
 def test_what_is_moved_is_the_value_through_the_output_projection(family: str, n_kv_head: int) -> None:
     model = make_gpt(family=family, n_kv_head=n_kv_head, bias=None, **FAMILIES[family]).eval()
     att, seen = captured(model, torch.randint(17, (1, T)))
-    lengths = moved_lengths(att)
-    assert lengths.shape == (L, H, T)
     for layer, (x, output) in enumerate(seen):
-        moved = torch.stack([transformed(model, layer, head, x) for head in range(H)])
-        torch.testing.assert_close(lengths[layer], moved.norm(dim=-1), rtol=1e-4, atol=1e-5)
+        expected = torch.stack([transformed(model, layer, head, x) for head in range(H)])
+        for head in range(H):
+            torch.testing.assert_close(moved(att, (layer, head)), expected[head], rtol=1e-4, atol=1e-5)
         weights = att.calls[layer].weights()[0]
         bias = getattr(model.blocks[layer].attention.o_proj, "bias", None)
-        total = (weights @ moved).sum(0) + (0 if bias is None else bias)
+        total = (weights @ expected).sum(0) + (0 if bias is None else bias)
         torch.testing.assert_close(total, output, rtol=1e-4, atol=1e-5)  # the heads' shares are all there is
 
 
@@ -105,11 +104,11 @@ IDX = [2, 3, 5, 7, 11]
 def test_lengths_have_the_precision_of_the_weights() -> None:
     model = make_gpt().eval()
     exact = inspect_heads(make_gpt().double(), IDX)
-    assert exact.lengths.dtype == torch.float64 and len(exact.said) == L * H
+    assert exact.lengths[1, 2].dtype == torch.float64 and len(exact.said) == L * H
     with torch.autocast("cpu", torch.bfloat16):
         found = inspect_heads(model, IDX)
         assert found.pattern(1, 2).dtype == torch.float32
-        with torch.no_grad(), capture(model, with_values=True) as att:
+        with torch.no_grad(), capture(model) as att:
             model(torch.tensor([IDX]))
     values = att.calls[1].values.float()[0, 2]
     expected = (values @ model.blocks[1].attention.o_proj.weight[:, 10:].T).norm(dim=-1)

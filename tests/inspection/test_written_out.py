@@ -227,7 +227,7 @@ def test_weights_are_those_that_met_the_values(layout: str) -> None:
 def test_outputs_are_weights_times_values_and_are_replaced_as_by_hand(layout: str) -> None:
     model, text = Decoder(*LAYOUTS[layout]()), torch.randint(V, (B, T))
     plain, outputs = model(text), {}
-    with capture(model, lambda layer, output: outputs.setdefault(layer, output), with_values=True) as att:
+    with capture(model, lambda layer, output: outputs.setdefault(layer, output)) as att:
         assert model(text).equal(plain)
     for layer, call in enumerate(att.calls):
         expected = call.weights() @ repeat_kv(call.values, outputs[layer])
@@ -362,7 +362,7 @@ def test_flex_attention_is_asked_for_its_weights() -> None:
     q, k, v = torch.randn(B, 2 * H, T, D), torch.randn(B, H, T, D), torch.randn(B, H, T, D)
     options = {"score_mod": lambda score, b, h, i, j: score - 0.3 * (i - j), "block_mask": block_mask}
     expected = masked(score(q, k) - 0.3 * (torch.arange(T)[:, None] - torch.arange(T))).softmax(-1)
-    with capture(nn.Module(), lambda layer, output: 2 * output, with_values=True) as att:
+    with capture(nn.Module(), lambda layer, output: 2 * output) as att:
         doubled = flex_attention(q, k, v, **options, enable_gqa=True)
     torch.testing.assert_close(att.calls[0].weights(), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(doubled, 2 * expected @ repeat_kv(att.calls[0].values, q), rtol=0, atol=1e-5)

@@ -103,15 +103,24 @@ def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     found = inspect_heads(Book().eval(), IDS, list(TEXT))
     assert found.name == "Book" and found.labels == list(TEXT)
     assert all(0.99 < proof.least <= proof.most < 1.01 for proof in found.scores.proofs)
-    assert len(found.predictions) == 12 and found.pattern(1, 2).shape == (12, 12) and not found.influence.isnan().any()
+    assert (
+        len(found.scores.predictions) == 12
+        and found.pattern(1, 2).shape == (12, 12)
+        and not found.influence.isnan().any()
+    )
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
-    assert found.lengths.shape == (2, 3, 12) and not found.said and "Heads of Book" in found._repr_html_()
+    assert (
+        len(found.lengths) == 6
+        and found.lengths[1, 2].shape == (12,)
+        and not found.said
+        and "Heads of Book" in found._repr_html_()
+    )
     write_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), unk_token="<unk>")
     by_text = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), TEXT, tokenizer)
     by_ids = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), torch.tensor([IDS]))
     assert by_text.labels == list(TEXT) and by_ids.labels[0] == "⟦32⟧"
-    assert torch.equal(by_text.pattern(1, 1), by_ids.pattern(1, 1)) and by_text.loss == by_ids.loss
+    assert torch.equal(by_text.pattern(1, 1), by_ids.pattern(1, 1)) and by_text.scores.losses.equal(by_ids.scores.losses)
     ours = inspect_heads(make_gpt(), [3, 5, 7, 3, 5, 7])
     assert len(ours.heads) == 6 and not ours.att.left_out
 
@@ -157,7 +166,7 @@ def mistral_module() -> nn.Module:
     [
         (make_gpt, "abc", None, "a text needs a tokenizer: give one, or the ids of the tokens"),
         (mistral_module, IDS, ["a"], "expected a label for each token, got 1 for 12"),
-        (make_gpt, [3.0, 5.0], None, "expected a text, or the ids of its tokens: ValueError: got torch.float32"),
+        (make_gpt, [3.0, 5.0], None, "the model cannot read 2 tokens, given as model(idx): RuntimeError: Expected"),
         (LastOnly, [3, 5], None, "of 3 tokens the model returns logits of 1, not of all: wrap it"),
         (make_gpt, [3], None, "attention is between tokens: give a text of two or more"),
         (lambda: nn.Bilinear(3, 5, 7), IDS, None, "the model cannot read 3 tokens, given as model(idx): "),
