@@ -120,7 +120,9 @@ def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     by_text = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), TEXT, tokenizer)
     by_ids = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), torch.tensor([IDS]))
     assert by_text.labels == list(TEXT) and by_ids.labels[0] == "⟦32⟧"
-    assert torch.equal(by_text.pattern(1, 1), by_ids.pattern(1, 1)) and by_text.scores.losses.equal(by_ids.scores.losses)
+    assert torch.equal(by_text.pattern(1, 1), by_ids.pattern(1, 1)) and by_text.scores.losses.equal(
+        by_ids.scores.losses
+    )
     ours = inspect_heads(make_gpt(), [3, 5, 7, 3, 5, 7])
     assert len(ours.heads) == 6 and not ours.att.left_out
 

@@ -16,9 +16,9 @@ from torch._inductor.exc import TritonMissing
 
 import train
 from model.families import FAMILIES
-from tests.conftest import metrics, often, tiny_run
+from tests.conftest import make_gpt, metrics, often, tiny_run
 from training.config import TrainConfig
-from training.device import ENOUGH_TO_COMPILE, choose_compiled, compile_loss
+from training.device import ENOUGH_TO_COMPILE, choose_compiled, compile_loss, record_loss
 
 CPU = torch.device("cpu")
 
@@ -111,3 +111,24 @@ def test_a_default_that_cannot_be_is_a_note(gpu: torch.device, monkeypatch, caps
     assert compile.call_args.kwargs["options"] == {"triton.cudagraphs": True}
     (note,) = capsys.readouterr().out.splitlines()
     assert note.startswith("note: the loss is not compiled, because PyTorch says: Cannot find a working triton")
+
+
+def test_a_recorded_loss_is_a_graph_only_for_a_step_that_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes gradients over those of the micro-batch before, which kernels add up."""
+    launches = []
+    monkeypatch.setattr("training.device.fits_a_graph", lambda config, device: True)
+    graph = Mock(side_effect=lambda loss, example: lambda *batch: launches.append(1) or loss(*batch))
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", graph)
+    model = make_gpt()
+    kernels = partial(train.next_token_loss, dtype=torch.float32)
+    loss_fn = record_loss(kernels, model, TrainConfig(batch_size=3, record=True), 11)
+    batch = torch.randint(17, (2, 3, 11))
+    for launched in (1, 1):  # the second micro-batch of a step
+        loss_fn(model, *batch).backward()
+        assert len(launches) == launched
+    model.zero_grad()
+    loss_fn(model, *batch[:, :2])  # fewer sequences
+    loss_fn(model.eval(), *batch)
+    assert len(launches) == 1
+    loss_fn(model.train(), *batch)
+    assert len(launches) == 2
