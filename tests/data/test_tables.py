@@ -159,7 +159,7 @@ def test_links_are_followed_once_and_hidden_names_are_left_out() -> None:
     assert documents_of(make("d", "chars")) == documents_of(make("d/")) == expected
     assert read("d/*.txt") == expected[:2] and read("d/[b-l]*/*.txt") == ["line\r\n"]
     assert sorted(read("d/**/[b-d]*.txt")) == sorted([expected[0], *expected[2:]])
-    with pytest.raises(UserError, match=r"no text found at 'd/\.gi\*': give a file, a folder, a glob, bin:PATH, hf:NAME"):
+    with pytest.raises(UserError, match=r"no text found at 'd/\.gi\*': give a file, a folder, a glob, bin:PATH"):
         make("d/.gi*")
     with pytest.raises(UserError, match=r"'\*\*/sub/\*\*' has \*\* twice: give the folder"):
         make("**/sub/**")
