@@ -74,7 +74,7 @@ def main() -> None:
         if not inspections:
             print(found.note)
         inspections = [*inspections, found] if has_page else [found]  # a picture is of the last one only
-        print(f"model:  {found.name}, loss {found.scores.losses.mean():.4f} on the text")
+        print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(textwrap.fill(found.verified, 80, initial_indent=" " * 8, subsequent_indent=" " * 8), flush=True)
 
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")

@@ -51,6 +51,11 @@ class Inspection(Inputs):
     lengths: Mapping[Head, Tensor] = field(default_factory=dict)  # (T,), of what a head moves; empty if not known
     said: Mapping[Head, Said] = field(default_factory=dict)  # what a head makes likely; empty if not known
 
+    @property
+    def loss(self) -> float:
+        """The mean loss on the text, in nats a token."""
+        return self.scores.losses.mean().item()
+
     def pattern(self, layer: int, head: int) -> Tensor:
         """Return the weights of a head, (T, T) on the CPU. Keys before the text, as a learned sink, are left out."""
         weights = self.att.pattern(layer, head)[0].cpu()

@@ -93,7 +93,7 @@ def describe(inspection: Inspection) -> dict:
     best, _ = next(iter(by_kind(inspection.scores, heads).values()))[0]  # of the first kind
     return {
         "name": inspection.name,
-        "summary": f"{inspection.name} · loss {inspection.scores.losses.mean():.4f} · {inspection.verified}",
+        "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
         "best": heads.index(best),
         "heads": [describe_head(inspection, head) for head in heads],
         "predictions": [(inspection.label(token), f"{probability:.1%}") for token, probability in predictions],
