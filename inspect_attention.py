@@ -32,6 +32,7 @@ from inspection.heads import Ablation
 from inspection.inspection import check_output, inspect_heads, save
 from inspection.kinds import name_of
 from inspection.metrics import METRICS
+from inspection.page import check_room
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 
 
@@ -72,6 +73,8 @@ def main() -> None:
     for checkpoint in checkpoints:
         found = inspect_heads(checkpoint, text, None, options.heads, options.ablate, options.device, has_page)
         if not inspections:
+            if has_page:  # check before the others are read
+                check_room(found, len(checkpoints))
             print(found.note)
         inspections = [*inspections, found] if has_page else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")

@@ -92,7 +92,7 @@ def test_of_many_heads_the_best_are_shown(run, straight: Path, tmp_path: Path, m
     rises = [float(rise) for rise in re.findall(r"^ \d\.\d .* (\S+) ± ", missed, re.M)]
     assert len(rises) == 5 and rises == sorted(rises, reverse=True)
     refused = run(inspect_attention, straight / FIRST, straight / LAST, "-o", tmp_path / "a.html")
-    assert refused.exit_code == 2 and "6  nowhere in particular" in refused.out and not (tmp_path / "a.html").exists()
+    assert refused.exit_code == 2 and not refused.out
     assert "room for 2 heads of 11 tokens in each of 2 checkpoints, not 6: give fewer --heads" in refused.err
 
 
