@@ -244,7 +244,7 @@ def test_there_is_one_copy_of_the_weights(family: str, tmp_path: Path) -> None:
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     done = run_python("-c", MEMORY, save(model, tmp_path), check=True)  # what other tests freed would be used again
     grown, finite = done.stdout.split()
-    assert int(grown) < 1.3 * size and size > 100e6
+    assert int(grown) < 1.6 * size and size > 100e6  # malloc may keep some more
     assert finite == "True"
 
 
