@@ -29,11 +29,13 @@ from errors import UserError
 from files import expand
 from inspection import terminal
 from inspection.heads import Ablation
-from inspection.inspection import check_output, inspect_heads, save
+from inspection.inputs import choose_inputs
+from inspection.inspection import check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
 from inspection.metrics import METRICS
 from inspection.page import check_room
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
+from model.device import find_device
 
 
 @dataclass(frozen=True)
@@ -67,21 +69,25 @@ def main() -> None:
     for output in outputs:
         check_output(output)
     checkpoints = find_checkpoints(options.checkpoints)
+    device = find_device(options.device)
     text = read_prompt(options.text) if options.text else None
     has_page = any(path.suffix.lower() == ".html" for path in outputs)
     inspections = []
     for checkpoint in checkpoints:
-        found = inspect_heads(checkpoint, text, None, options.heads, options.ablate, options.device, has_page)
-        if not inspections:
-            if has_page:  # check before the others are read
-                check_room(found, len(checkpoints))
-            print(found.note)
+        model, precision = open_model(checkpoint, device)
+        with precision:
+            if not inspections:
+                inputs = choose_inputs(model, text, None, options.heads, checkpoints[-1])
+                if has_page:  # check now, not after the work
+                    check_room(inputs, len(checkpoints))
+                print(inputs.note)
+            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, has_page)
         inspections = [*inspections, found] if has_page else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(textwrap.fill(found.verified, 80, initial_indent=" " * 8, subsequent_indent=" " * 8), flush=True)
 
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
-    heads = found.heads if options.heads else ()
+    heads = inputs.heads if options.heads else ()
     print(found.table(heads))
     for head in heads if len(heads) <= terminal.MOST_ROWS else ():
         print(f"\nhead {name_of(head)}, where it looks: a line is a query, a character a key, in the order of lines;")

@@ -403,14 +403,16 @@ class Prober:
         if fine.all():
             return
 
-        def difference() -> Tensor:
+        def difference(before: Tensor, after: Tensor) -> Tensor:
             """Return how much logits differ, in sizes of those at their position."""
-            before = self.logits(forward, ranks)
             size = before.abs().median(-1).values  # those of padding may be -1e9
-            largest = (self.logits(forward, changed) - before).abs().amax(-1)
+            largest = (after - before).abs().amax(-1)
             return (largest / size.clamp_min(torch.finfo(size.dtype).tiny))[~fine].max()
 
-        if self.vanishes(difference):
+        def again() -> Tensor:
+            return difference(self.logits(forward, ranks), self.logits(forward, changed))
+
+        if self.vanishes(difference(before, after), again):
             return
         query, row = (~fine.T).nonzero()[0].tolist()
 
@@ -434,13 +436,14 @@ class Prober:
             raise Finding(f"a sequence changes when the others of its batch do: {effect}")
         raise Finding(f"position {query} sees token {key}, which it must not see: {effect}", query, key)
 
-    def vanishes(self, difference: Callable[[], Tensor], is_derivative: bool = False) -> bool:
+    def vanishes(self, found: Tensor, again: Callable[[], Tensor], is_derivative: bool = False) -> bool:
         """Return whether a difference is one of rounding: tiny, and gone in float64, where a leak remains.
 
-        difference: a function that measures it, as a part of the logits. Without a float64 to ask in, what is tiny
-        passes if the check is not strict, but not a derivative: where nothing is seen, it is zero without rounding.
+        found: the difference, as a part of the logits; again: a function that measures it again. Without a float64 to
+        ask in, what is tiny passes if the check is not strict, but not a derivative: where nothing is seen, it is zero
+        without rounding.
         """
-        if not difference() <= TINY:
+        if not found <= TINY:
             return False
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
         kept = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
@@ -448,7 +451,7 @@ class Prober:
         try:
             for tensor, data in kept:
                 tensor.data = data.double()
-            is_rounding = bool(difference() <= VANISHED)
+            is_rounding = bool(again() <= VANISHED)
         except Exception:  # of whichever kind: a kernel is missing, or memory
             how = f"less than {TINY}, and no float64 to ask again in"
             is_rounding = not (self.strict or is_derivative)
@@ -490,7 +493,7 @@ class Prober:
                 influence = self.influence(exact, ranks, queries)
                 return influence.masked_fill(may_see, 0).max() / influence.max()
 
-            if leaks.any() and not self.vanishes(largest_leak, True):
+            if leaks.any() and not self.vanishes(leaks.max() / influence.max(), largest_leak, True):
                 row, key = leaks.nonzero()[0].tolist()
                 effect = f"the derivative of its logits is {leaks[row, key]:.2g}, not exactly 0"
                 query = queries[row]
@@ -541,10 +544,11 @@ class Prober:
                 before = self.call(loss_fn, ranks, targets).detach()
                 return (self.call(loss_fn, changed, targets).detach() - before).abs() / before.abs().clamp_min(TINY)
 
-            if moves() and not self.vanishes(moves):
+            moved = moves()
+            if moved and not self.vanishes(moved, moves):
                 positions = counted.nonzero()[:, 1].tolist()
                 cause = f"if tokens are replaced that positions {positions} must not see"
-                effect = f"the loss moves by {moves():.2g} of its size ({self.where})"
+                effect = f"the loss moves by {moved:.2g} of its size ({self.where})"
                 raise Finding(f"{effect} {cause}, whose targets alone it should count")
 
 

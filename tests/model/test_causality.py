@@ -141,6 +141,15 @@ def test_a_token_that_is_not_seen_is_named() -> None:
     assert str(check_causality(model, V, T)) == "no, position 4 is blind to token 4, which it may see"
 
 
+def test_a_difference_that_does_not_come_back_is_no_rounding() -> None:
+    model, calls = make_gpt().eval(), itertools.count()
+
+    def forward(idx: Tensor) -> Tensor:
+        return model(idx) + float(next(calls) == 1)  # the second text, once
+
+    assert "move by up to 1 " in str(check_causality(forward, 17, 11, module=model))
+
+
 def test_a_plain_function_is_asked_as_it_is() -> None:
     table = torch.randn(V, V)
     assert check_causality(lambda idx: table[idx].cumsum(1), V, T).ok

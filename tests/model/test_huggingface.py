@@ -242,10 +242,11 @@ print(anonymous() - before, model(torch.zeros(1, 3, dtype=torch.int64)).isfinite
 def test_there_is_one_copy_of_the_weights(family: str, tmp_path: Path) -> None:
     model = GPT(GPTConfig(family=family, n_layer=7, n_head=5, n_embd=640, context_length=T, vocab_size=V))
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
-    done = run_python("-c", MEMORY, save(model, tmp_path), check=True)  # what other tests freed would be used again
-    grown, finite = done.stdout.split()
-    assert int(grown) < 1.6 * size and size > 100e6  # malloc may keep some more
-    assert finite == "True"
+    path = save(model, tmp_path)
+    # In processes of their own, since what other tests freed would be used again; malloc may keep more in one of them.
+    done = [run_python("-c", MEMORY, path, check=True).stdout.split() for _ in range(3)]
+    assert min(int(grown) for grown, _ in done) < 1.3 * size and size > 100e6
+    assert all(finite == "True" for _, finite in done)
 
 
 def test_a_weight_of_ones_own_trains_and_is_saved(run, corpus_file, tmp_path: Path, monkeypatch) -> None:
