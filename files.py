@@ -1,10 +1,13 @@
 """Read small files whole, wherever they came from, and write what has to survive a power cut. Every room may do so."""
 
+import errno
 import hashlib
 import os
 from pathlib import Path
 
-from errors import UserError
+from filelock import AcquireReturnProxy, FileLock
+
+from errors import UserError, errors_as_user_error
 
 MOST = 1 << 26  # bytes of a small file
 POINTER = b"version https://git-lfs"
@@ -39,10 +42,16 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of names in a directory, is on the disk and not only in the system's cache."""
+    """Wait until a file, or the list of names in a directory, is on the disk and not only in the system's cache.
+
+    Some file systems, as SMB, cannot do so for a directory. Then nobody waits.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
@@ -63,6 +72,19 @@ def replace_file(path: Path, content: bytes) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_bytes(content)
     publish(temporary, path)
+
+
+def lock(path: Path, problem: str, seconds: float = -1) -> AcquireReturnProxy:
+    """Lock a file, until the answer is released or the process ends, however.
+
+    Never delete the file: a process that waits for the deleted one and another that locks a new one would both work.
+
+    seconds: to wait for another process; -1 waits for ever.
+
+    Raises UserError, which begins with the problem, if it cannot be locked.
+    """
+    with errors_as_user_error(problem):
+        return FileLock(path).acquire(seconds)
 
 
 def make_directories(path: Path) -> None:

@@ -15,6 +15,7 @@ import cores  # noqa: F401  before torch
 import json
 import secrets
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +28,7 @@ from cli.script import read_prompt, run_script, visible
 from data.encoding import REPLACEMENT
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import check_numbers
+from model import GPT
 from model.checkpoint import find_checkpoint
 from model.device import dtype_name, find_device, weights_dtype
 from model.load import load_model
@@ -43,9 +45,9 @@ class Options:
     checkpoint: tyro.conf.Positional[str]
     """A checkpoint, a run (its newest checkpoint), a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on
     their hub."""
-    prompt: str = ""
-    """Text to continue; @FILE reads a file, - standard input. An empty text begins a document. Names of special tokens
-    are ordinary text."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue, any number of times; @FILE reads a file, - standard input. None or an empty one begins a
+    document. Names of special tokens are ordinary text."""
     max_new_tokens: int = 256
     """The most tokens to generate; may be more than the context length."""
     temperature: float = 0.8
@@ -55,11 +57,11 @@ class Options:
     top_p: float | None = None
     """Choose among the fewest likeliest tokens whose probabilities sum to this."""
     num_samples: int = 1
-    """Number of texts to generate."""
+    """Number of texts to generate for each prompt."""
     seed: int | None = None
     """The same seed gives the same texts for the same prompt and num_samples. None: different texts each time."""
-    stop: str = ""
-    """End a text before this string, unless it is empty; $'\\n' is the end of a line, to bash."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """End a text before this string, or the first of several; $'\\n' is the end of a line, to bash."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object per sample instead of text."""
     device: str = "auto"
@@ -79,9 +81,9 @@ class Text:
     several, and some tokenizers drop the space in front of the first word.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: str, prompt: str):
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: str):
         self.tokenizer = tokenizer
-        self.stop = stop
+        self.stops = [*filter(None, stops)]
         self.prompt = tokenizer.encode(prompt[-CONTEXT:]).tolist()
         self.start = len(tokenizer.decode(self.prompt))
         self.tokens = []
@@ -98,8 +100,9 @@ class Text:
             return
         self.tokens.append(token)
         text = self.tokenizer.decode(self.prompt + self.tokens)[self.start :]
-        self.text, *rest = text.split(self.stop) if self.stop else [text]
-        if rest:
+        ends = [text.index(stop) for stop in self.stops if stop in text]
+        self.text = text[: min(ends, default=None)]
+        if ends:
             self.finish = "stop"
 
     def take(self) -> str:
@@ -108,7 +111,8 @@ class Text:
         While it grows, no last character that may be incomplete is certain, and no text with which the stop text may
         begin. What was taken stays, even where a decoder replaces a whole run of bytes since one of them is broken.
         """
-        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - len(self.stop))
+        held = max(map(len, self.stops), default=0)
+        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - held)
         new = self.text[self.num_taken : end]
         self.num_taken += len(new)
         return new
@@ -122,7 +126,7 @@ def show(text: str) -> None:
 def main() -> None:
     options = parse(Options, sys.argv[1:])
     sampler = Sampler(options.temperature, options.top_k, options.top_p)
-    prompt = read_prompt(options.prompt)
+    prompts = [*map(read_prompt, options.prompt or [""])]
     checkpoint = find_checkpoint(options.checkpoint)
     device = find_device(options.device)
     dtype = weights_dtype(options.dtype, device)
@@ -130,27 +134,35 @@ def main() -> None:
     tokenizer = load_tokenizer(checkpoint.directory)
     tokenizer.check_fits(model.config.vocab_size)
 
-    ids = tokenizer.start_of_text + tokenizer.encode(prompt).tolist() or tokenizer.document_start
     seed = secrets.randbits(32) if options.seed is None else options.seed
-    idx = torch.tensor([ids] * options.num_samples, device=device)
-    tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
+    with packed(model):
+        for prompt in prompts:
+            sample(model, tokenizer, prompt, sampler, seed, options)
+
+
+def sample(model: GPT, tokenizer: Tokenizer, prompt: str, sampler: Sampler, seed: int, options: Options) -> None:
+    """Continue a prompt, and print the texts."""
+    if names := [name for name in tokenizer.special_tokens if name in prompt]:
+        print(f"note: {', '.join(names)} in the prompt is ordinary text", file=sys.stderr)
+    ids = tokenizer.start_of_text + tokenizer.encode(prompt).tolist() or tokenizer.document_start
     T = model.config.context_length
     if len(ids) > T:
         print(f"the prompt has {len(ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
+    idx = torch.tensor([ids] * options.num_samples, device=model.device)
+    tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
 
     texts = [Text(tokenizer, options.stop, prompt) for _ in range(options.num_samples)]
     grows = options.num_samples == 1 and not options.json  # is printed while it grows
     if grows:
         show(prompt)
-    with packed(model):
-        for column in tqdm(tokens, total=options.max_new_tokens, unit="token", leave=False, disable=grows or None):
-            for text, token in zip(texts, column.flatten().tolist(), strict=True):
-                text.add(token)
-            if grows:
-                show(texts[0].take())
-            if all(text.finish for text in texts):
-                break
+    for column in tqdm(tokens, total=options.max_new_tokens, unit="token", leave=False, disable=grows or None):
+        for text, token in zip(texts, column.flatten().tolist(), strict=True):
+            text.add(token)
+        if grows:
+            show(texts[0].take())
+        if all(text.finish for text in texts):
+            break
     for number, text in enumerate(texts):
         text.finish = text.finish or "length"
         if grows:

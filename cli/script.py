@@ -1,6 +1,7 @@
 """The front door of every script: exit codes, prompts, and text that is safe to print."""
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -29,7 +30,8 @@ def run_script(main: Callable[[], None]) -> None:
     of memory.
     """
     # A character that the terminal cannot show becomes "?". Output to a file or a pipe is flushed after every line.
-    sys.stdout.reconfigure(errors="replace", line_buffering=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is another
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
         main()
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended

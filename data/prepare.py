@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
-
 from data.config import DataConfig
 from data.corpus import Corpus, is_prepared, open_corpus
 from data.encoding import Tokenizer
@@ -26,10 +24,9 @@ from data.token_files import find_token_files, open_token_files
 from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer
 from errors import UserError
-from files import expand, publish, read_small
+from files import expand, lock, publish, read_small
 
-FORMAT = 4  # raised when a source is read in another way than before: then it is prepared again
-IN_EVERY_KEY = ("source", "tokenizer", "text_column", "max_tokens", "val_fraction")
+FORMAT = 5  # raised when a source is read in another way than before: then it is prepared again
 PREPARED = Path(__file__).parent / "prepared"
 
 
@@ -52,6 +49,8 @@ def prepare(
         # A run that goes on has the tokenizer of its model: another version of a library may make another one.
         tokenizer = find_tokenizer(config.tokenizer if fingerprint is None else "model", model)
         if is_prepared(config.source):
+            if config.val_source:
+                raise UserError(f"{config.source} has its own text to validate on: leave val_source out")
             corpus = open_corpus(Path(config.source))
             wanted = tokenizer.identity if tokenizer else config.tokenizer
             if wanted not in (corpus.tokenizer.identity, corpus.meta["tokenizer"]):
@@ -78,9 +77,9 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
     directory = expand(out or PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-"))
     directory = directory.resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
-    # FileLock makes the parent directories. Never delete its file: a process that waits for the deleted one and another
-    # that locks a new one would both work.
-    with FileLock(directory.with_name(f".{directory.name}.lock")):
+    elsewhere = f"python -m data.prepare {shlex.quote(config.source)} --out DIRECTORY"
+    problem = f"cannot lock {directory} to write it, to write elsewhere: {elsewhere}"
+    with lock(directory.with_name(f".{directory.name}.lock"), problem):  # makes the parent directories
         if not directory.exists() or not any(directory.iterdir()):
             shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
             temporary.mkdir()
@@ -97,11 +96,9 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
 
 def corpus_key(config: DataConfig, tokenizer: Tokenizer | None) -> str:
     """Return a hash of all that a corpus depends on: options, names, sizes and times of files, a given tokenizer."""
-    stamps = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in find_files(config.source)]
-    # An option that is added, and left at its default, changes no key: the corpora that exist are found.
-    values = vars(config).items()
-    options = {name: value for name, value in values if name in IN_EVERY_KEY or value != getattr(type(config), name)}
-    options["out"] = None  # of the command line
+    files = find_files(config.source) + find_files(config.val_source)
+    stamps = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    options = vars(config) | {"out": None}  # of the command line
     return hashlib.sha256(repr((FORMAT, options, stamps, tokenizer and tokenizer.files)).encode()).hexdigest()
 
 

@@ -33,11 +33,12 @@ PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
 # too, so that the pieces of a document have the tokens of the whole.
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
-HIDDEN = re.compile(r"\..*|__pycache__")
+HIDDEN = re.compile(r"\..*|__pycache__|.*\.(png|jpe?g|gif|ico|pdf|zip|safetensors|pt|pth|so|pyc)")  # or never text
 NOT_STDLIB = re.compile(
     r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*"
     r"|(cp[0-8]|hp_|iso8859|koi8_|kz|mac_|palmos|ptcp|tis_).*|(aliases|entities|_casefix|stringprep|topics)\.py"
 )  # tests, what was installed, and tables of codes
+OURS = ("metrics.jsonl", "train.bin")  # in a run, and in a prepared corpus
 BATCH = 100  # rows of Parquet that are read at once
 LONGEST = 1 << 26  # characters of a field of CSV, or a line or an array of JSON; what never ends is read no further
 PATIENCE = 10  # seconds that the hub has for its first answer
@@ -76,9 +77,9 @@ def in_pieces(parts: Iterable[str]) -> Iterator[str]:
 def find_files(source: str) -> list[Path]:
     """Return the files of a local source, sorted, each once, however many links lead to it.
 
-    [] for one of READERS. Raises UserError if there is no such source.
+    [] for one of READERS, and for no source. Raises UserError if there is no such source.
     """
-    if source.startswith(tuple(READERS)):
+    if not source or source.startswith(tuple(READERS)):
         return []
     if source == "stdlib":
         found = (path for path in walk(sysconfig.get_path("stdlib"), NOT_STDLIB) if path.suffix == ".py")
@@ -86,14 +87,8 @@ def find_files(source: str) -> list[Path]:
         found = walk(source, HIDDEN)
     elif os.path.exists(source):  # its name may hold characters of a glob
         found = [Path(source)]
-    elif "**" in Path(source).parts:  # `glob` would follow links in circles
-        top, _, name = source.partition("**")
-        name = name.strip("/") or "*"
-        if "**" in name:
-            raise UserError(f"{source!r} has ** twice: give the folder that holds all of it")
-        found = (path for folder in glob.glob(top or ".") for path in walk(folder, HIDDEN) if path.match(name))
     else:
-        found = map(Path, glob.glob(source))
+        found = map(Path, glob.glob(source, recursive=True))
     names = {path.resolve(): path for path in sorted(found, reverse=True) if path.is_file()}
     if not names:
         raise UserError(
@@ -104,7 +99,9 @@ def find_files(source: str) -> list[Path]:
 
 
 def walk(folder: str, hidden: re.Pattern) -> Iterator[Path]:
-    """Yield the files in a folder at any depth, but no hidden names. Links are followed, in circles only once.
+    """Yield the files in a folder at any depth, but no hidden names, no run of ours and no prepared corpus.
+
+    Links are followed, in circles only once.
 
     Raises OSError for a folder that may not be read.
     """
@@ -112,7 +109,8 @@ def walk(folder: str, hidden: re.Pattern) -> Iterator[Path]:
     waiting = [Path(folder)]
     while waiting:
         parent = waiting.pop()
-        if parent.resolve() not in seen:
+        is_ours = any((parent / name).exists() for name in OURS)
+        if parent.resolve() not in seen and not is_ours:
             seen.add(parent.resolve())
             found = [path for path in sorted(parent.iterdir()) if not hidden.fullmatch(path.name)]
             waiting += filter(Path.is_dir, found)
@@ -137,7 +135,8 @@ def read_file(path: str, open_file: Callable[[str], BinaryIO], text_column: str)
     kind = os.path.splitext(name)[1] if unpack else suffix
 
     def read() -> Iterator[str]:
-        with errors_as_user_error(f"cannot read {path}"), open_file(path) as packed:
+        problem = f"cannot read {path} (docs/data.md has what can be read; `datasets` writes that by to_parquet)"
+        with errors_as_user_error(problem), open_file(path) as packed:
             with io.TextIOWrapper(unpack(packed) if unpack else packed, "utf-8-sig", newline="") as file:
                 yield from TABLES.get(kind, read_text)(path, file, text_column)
 
@@ -229,7 +228,7 @@ COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open
 
 
 def read_hub(name: str, text_column: str) -> Iterator[Document]:
-    """Yield the training split of a hub data set, NAME[:CONFIG][@REVISION]: its files, read over the network.
+    """Yield a split of a hub data set, NAME[:CONFIG][@REVISION][#SPLIT]: its files, read over the network.
 
     The hub has PATIENCE to say that it has the data set. If it falls silent later, the libraries try again for minutes.
 
@@ -242,13 +241,14 @@ def read_hub(name: str, text_column: str) -> Iterator[Document]:
     # They would report each try, and an error a second time.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     hub.logging.set_verbosity_error()
+    name, _, split = name.partition("#")
     name, _, revision = name.partition("@")
     name, _, config = name.partition(":")
     with errors_as_user_error(f"cannot read {name} from the hub"):
         print(f"asking the hub for {name}", file=sys.stderr)
         hub.dataset_info(name, timeout=PATIENCE)
         builder = datasets.load_dataset_builder(name, config or None, revision=revision or None)
-        files = builder.config.data_files["train"]
+        files = builder.config.data_files[split or "train"]
     for path in files:
         yield from read_file(path, lambda path: fsspec.open(path).open(), text_column)
 

@@ -89,16 +89,20 @@ def map_file(file: TokenFile) -> np.ndarray:
 def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Tokenizer | None) -> Corpus:
     """Open token files as a corpus.
 
-    Files for validation are the last ones, and `max_tokens` of the others are for training. If no file is for
-    validation, `max_tokens` of all are taken, and the last `val_fraction` of these are for validation.
+    Files for validation are those of `val_source`, else the last ones, and `max_tokens` of the others are for training.
+    If no file is for validation, `max_tokens` of all are taken, and the last `val_fraction` of these are.
 
     tokenizer: the configured one, as `find_tokenizer` returns it.
 
     Raises UserError, with the name of the file, if one is unlike the others, or for an unusable tokenizer.
     """
+    own = find_token_files(config.val_source)
+    if config.val_source and not own:
+        raise UserError(f"{config.val_source} has to be token files, as {config.source} is")
+    files = files + own
     tokenizer = tokenizer_of(files, config.tokenizer, tokenizer)
     end = sum(file.num_tokens for file in files)
-    start = sum(file.num_tokens for file in files if file.split != "val")  # of validation
+    start = end - sum(file.num_tokens for file in own or files if own or file.split == "val")  # of validation
     stop = min(start, config.max_tokens or start)  # of training
     if start == end:
         end = stop

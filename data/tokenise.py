@@ -9,9 +9,10 @@ import json
 import math
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -48,12 +49,17 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
 
     Raises UserError if there is not enough text.
     """
-    to_train = find_split(config)
+    parts = [(config, config.val_fraction)]
+    if config.val_source:
+        own = replace(config, source=config.val_source, val_source="", max_tokens=None)
+        parts = [(config, 0.0), (own, 1.0)]
     if tokenizer is None:
         texts = chain.from_iterable(documents(config))
         tokenizer = make_tokenizer(config.tokenizer, texts)
     save_tokenizer(tokenizer, directory)
-    num_bytes = write_tokens(config, to_train, tokenizer, directory)
+    num_bytes = Counter()
+    for part, val_fraction in parts:
+        num_bytes += write_tokens(part, val_fraction, tokenizer, directory)
     dtype = dtype_of(tokenizer)
     meta = {"source": config.source, "tokenizer": config.tokenizer, "key": key, "dtype": dtype.str}
     for split in SPLITS:
@@ -62,8 +68,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
         num_tokens = stat.st_size // dtype.itemsize
         if num_tokens < 2:
             raise UserError(
-                f"{config.source} has too little text to keep {config.val_fraction:g} of it for validation: give more "
-                "text, or a larger val_fraction"
+                f"{config.source} has too little text for {split}.bin: give more, or another val_fraction or val_source"
             )
         meta[split] = {
             "tokens": num_tokens,
@@ -81,35 +86,37 @@ def split_of(text: str, val_fraction: float) -> str:
     return "val" if hashed < val_fraction * 2**64 else "train"
 
 
-def find_split(config: DataConfig) -> float:
+def find_split(config: DataConfig, val_fraction: float) -> float:
     """Return how many characters of the source are to train on: inf if its documents are dealt.
 
     Of a source with many documents only some are read.
     """
+    if val_fraction in (0, 1):
+        return math.inf
     dealt = {split: set() for split in SPLITS}
     size = 0
     for document in documents(config):
         first = next(document)
-        found = dealt[split_of(first, config.val_fraction)]
+        found = dealt[split_of(first, val_fraction)]
         if len(found) < FEWEST:
             found.add(first)
         size += len(first) + sum(map(len, document))
         if sum(map(len, dealt.values())) == 2 * FEWEST:
             return math.inf
-    return int(size * (1 - config.val_fraction))
+    return int(size * (1 - val_fraction))
 
 
-def pieces(config: DataConfig, to_train: float, room: dict[str, float], whole: bool) -> Iterator[Piece]:
+def pieces(config: DataConfig, val_fraction: float, room: dict[str, float], whole: bool) -> Iterator[Piece]:
     """Yield the source piece by piece, or document by document if they are to be `whole`.
 
-    to_train: as `find_split` returns it.
     room: how many tokens each split may still get. Text for a full one is left out.
     """
+    to_train = find_split(config, val_fraction)
     is_dealt = to_train == math.inf
     for document in documents(config):
         first = next(document)
         if is_dealt:
-            to_train = math.inf if split_of(first, config.val_fraction) == "train" else 0
+            to_train = math.inf if split_of(first, val_fraction) == "train" else 0
         parts = chain([first], document)
         is_start = True
         for text in filter(None, ["".join(parts)] if whole else parts):
@@ -121,25 +128,25 @@ def pieces(config: DataConfig, to_train: float, room: dict[str, float], whole: b
                 is_start = is_start and not part
 
 
-def write_tokens(config: DataConfig, to_train: float, tokenizer: Tokenizer, directory: Path) -> dict[str, int]:
-    """Write the ids of all documents to train.bin and val.bin, each document after the tokens that start one.
+def write_tokens(config: DataConfig, val_fraction: float, tokenizer: Tokenizer, directory: Path) -> Counter:
+    """Append the ids of all documents to train.bin and val.bin, each document after the tokens that start one.
 
     Each split ends with the piece that reaches its share of `max_tokens`. Notes special tokens whose names are
     written in the text.
 
-    to_train: as `find_split` returns it.
+    val_fraction: the share of the source that is for validation, from 0 to 1.
 
-    Returns how many bytes of text, in UTF-8, each split has.
+    Returns how many bytes of text, in UTF-8, each split has got.
     """
-    most = config.max_tokens or math.inf
-    room = {"train": most * (1 - config.val_fraction), "val": most * config.val_fraction}
-    num_bytes = dict.fromkeys(SPLITS, 0)
+    most = config.max_tokens or sys.maxsize
+    room = {"train": most * (1 - val_fraction), "val": most * val_fraction}
+    num_bytes = Counter()
     names = {END_OF_TEXT, *tokenizer.special_tokens}
     written = set()  # of the names
     start = np.array(tokenizer.document_start, dtype_of(tokenizer))
-    found = pieces(config, to_train, room, whole=not isinstance(tokenizer, TiktokenTokenizer))
+    found = pieces(config, val_fraction, room, whole=not isinstance(tokenizer, TiktokenTokenizer))
     progress = progress_bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
-    with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val, progress:
+    with open(directory / "train.bin", "ab") as train, open(directory / "val.bin", "ab") as val, progress:
         files = {"train": train, "val": val}
         for piece, ids in encode_in_parallel(tokenizer, found):
             if room[piece.split] <= 0:  # it was encoded while others were written

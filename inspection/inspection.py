@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cli.script import visible
 from errors import UserError
 from files import replace_file
 from inspection.decoder import evaluating, read
@@ -193,8 +194,8 @@ def open_model(checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module,
 
 
 def name_of_model(directory: Path) -> str:
-    """Name a model RUN step-00000400, OWNER/NAME if it came from the hub, or by its directory."""
+    """Name a model RUN step-00000400, OWNER/NAME if it came from the hub, or by its directory; safe to print."""
     directory = directory.resolve()
     if directory.parent.name == "snapshots":  # in the hub's cache
         return directory.parts[-3].removeprefix("models--").replace("--", "/")
-    return " ".join(directory.parts[-3::2]) if STEP.fullmatch(directory.name) else directory.name
+    return visible(" ".join(directory.parts[-3::2]) if STEP.fullmatch(directory.name) else directory.name)

@@ -75,7 +75,7 @@ class Attend(nn.Module):
         if mask is not None and formula_is_faster(q, k):
             return F.dropout(attention_weights(q, k, mask), dropout) @ repeat_kv(v, q)
         B, H, T, D = q.shape
-        causal = mask is None and T > 1
+        causal = bool(mask is None and T > 1)  # of a torch.export, T is a symbol
         if T == 1:  # heads that share keys ask as queries of one head, so that no key is repeated
             q = q.reshape(B, k.size(1), -1, D)
         if q.device.type == "cuda":  # of its kernels few take grouped heads, and on older GPUs none

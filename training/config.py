@@ -101,7 +101,7 @@ class TrainConfig:
     schedule: Literal["cosine", "wsd"] = "cosine"
     """After the warmup: cosine decay, or wsd: stable, then a straight line down."""
     decay_fraction: float = 0.4
-    """Share of the run in which wsd goes down."""
+    """Share of the run in which wsd goes down, after the warmup."""
     final_lr_fraction: float = 0.1
     """The learning rate at the end, as a share of its peak."""
     weight_decay: float = 0.1

@@ -59,8 +59,8 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
         done = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
         share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     else:
-        left = (config.max_steps - step) / max(1.0, config.decay_fraction * config.max_steps)
-        share = min(1.0, max(0.0, left))
+        decay_steps = min(config.decay_fraction * config.max_steps, config.max_steps - config.warmup_steps)
+        share = min(1.0, max(0.0, (config.max_steps - step) / max(1.0, decay_steps)))
     return config.learning_rate * (final + (1 - final) * share)
 
 

@@ -29,6 +29,8 @@ def read_config(argv: list[str]) -> Config:
     Raises UserError for an option that cannot be used.
     """
     asked = parse(Config, [word for word in argv if word not in ("-h", "--help")])
+    if sum(word.partition("=")[0] == "--data.source" for word in argv) > 1:
+        raise UserError("--data.source was given twice: give a folder or a quoted glob that has all of the text")
     if asked.resume is not None:
         if asked.config or asked.train.out_dir != TrainConfig.out_dir:
             raise UserError("--resume takes configuration and directory from the run: give no other with it")
@@ -43,6 +45,10 @@ def read_config(argv: list[str]) -> Config:
     elif not asked.config and asked.data.source != DataConfig.source and "RANK" not in os.environ:
         config = read_fitted(argv, config)  # not with ranks, which might see another text
     GPTConfig(**asdict(config.model))  # raises UserError now, not after an hour of preparing data
+    if config.train.warmup_steps > config.train.max_steps:
+        warmup_steps = config.train.max_steps // 10
+        print(f"note: a warmup of {config.train.warmup_steps} steps is longer than the run: {warmup_steps} steps")
+        config = replace(config, train=replace(config.train, warmup_steps=warmup_steps))
     return config
 
 

@@ -12,6 +12,8 @@ import torch
 
 from cli.bars import progress_bar
 
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # Slurm can be asked for the last two
+
 
 @dataclass
 class Progress:
@@ -88,11 +90,11 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Whether a SIGINT, SIGTERM or SIGHUP was `received`: the run is to stop after the step. SIGQUIT stops at once."""
+    """Whether one of SIGNALS was `received`: the run is to stop after the step. SIGQUIT stops at once."""
 
     def __init__(self) -> None:
         self.received = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):  # Windows has few
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
                 signal.signal(number, self.receive)
 

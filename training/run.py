@@ -9,9 +9,7 @@ run.save(progress, model, ...)                 a checkpoint
 run.finish(step)
 """
 
-import fcntl
 import json
-import os
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -20,7 +18,7 @@ from cli.script import visible
 from data.corpus import Corpus
 from data.tokenizer import GENERATION_CONFIG
 from errors import UserError, errors_as_user_error
-from files import expand, make_directories, replace_file, sync
+from files import expand, lock, make_directories, replace_file, sync
 from inspection.heads import PROBE_TOKENS
 from model import GPT
 from model.checkpoint import TRAINER, find_checkpoint, step_directories, to_json
@@ -88,6 +86,8 @@ class RunDirectory:
                 f"resumed, but --train.init_from {self.path} begins a new run with its weights"
             )
         before = self.state["config"]
+        if (was := before["train"]["max_steps"]) != (now := self.config.train.max_steps):
+            print(f"note: the run was to have {was} steps and has {now} now: the learning rate may jump")
         defaults = tables(Config())  # of options that are younger than the run
         for table, options in tables(self.config).items():
             for name, value in options.items():
@@ -127,11 +127,8 @@ class RunDirectory:
         if not self.writes:
             return
         make_directories(self.path / "checkpoints")
-        self.lock = os.open(self.path, os.O_RDONLY)  # the system unlocks it when the process ends, however
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{self.path} is in use by another training process") from None
+        problem = f"{self.path} is in use by another training process, or cannot be locked"
+        self.lock = lock(self.path / ".lock", problem, seconds=0)
         if step_directories(self.path) != self.found:
             raise UserError(f"another training process has written to {self.path} meanwhile")
         replace_file(self.path / "config.toml", to_toml(self.config).encode())
@@ -214,7 +211,7 @@ class RunDirectory:
         if self.writes:
             sync(self.metrics)
             self.tracker.call("finish", exit_code)
-            os.close(self.lock)
+            self.lock.lock.release()
         commands = next_commands(self.path, best_checkpoint(self.path), finished=not exit_code)
         if exit_code:
             saved = f"saved step {step}" if step else "there was nothing to save yet"

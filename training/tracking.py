@@ -42,11 +42,11 @@ class Tracker:
                 silent=True,
             )
             self.run = wandb.init(
-                project="tril",
-                name=where.name,
+                project=os.environ.get("WANDB_PROJECT", "tril"),
+                name=os.environ.get("WANDB_NAME", where.name),
                 id=run_id,
                 resume="allow",
-                dir=where,
+                dir=os.environ.get("WANDB_DIR", where),
                 mode=mode,
                 config=options,
                 settings=settings,
