@@ -15,8 +15,6 @@ class DataConfig:
     JSON, CSV, TSV or Parquet; hf:NAME[:CONFIG][@REVISION][#SPLIT] on the
     hub of Hugging Face; a directory made by data.prepare; a folder or glob of
     datatrove's token files (.ds); or bin:PATH, one of llm.c's shards (.bin)."""
-    val_source: str = ""
-    """A text of its own to validate on, of the same kinds. Left out: val_fraction of the source."""
     tokenizer: str = "bpe:4096"
     """bytes, chars, bpe:SIZE (trained on the source), a tiktoken name such as gpt2 or o200k_base,
     the path of a tokenizer.json; or model: that of train.init_from."""
@@ -29,6 +27,8 @@ class DataConfig:
     val_fraction: float = 0.1
     """Share of the documents that is kept for validation. Of a few documents, or of token files, it is the end.
     Shards of llm.c have their own validation."""
+    val_source: str = ""
+    """A text of its own to validate on, of the same kinds. Left out: val_fraction of the source."""
 
     def __post_init__(self) -> None:
         for name in ("source", "val_source"):

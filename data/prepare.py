@@ -26,7 +26,8 @@ from data.tokenizer import find_tokenizer
 from errors import UserError
 from files import expand, lock, publish, read_small
 
-FORMAT = 5  # raised when a source is read in another way than before: then it is prepared again
+FORMAT = 4  # raised when a source is read in another way than before: then it is prepared again
+IN_EVERY_KEY = ("source", "tokenizer", "text_column", "max_tokens", "val_fraction")
 PREPARED = Path(__file__).parent / "prepared"
 
 
@@ -98,7 +99,10 @@ def corpus_key(config: DataConfig, tokenizer: Tokenizer | None) -> str:
     """Return a hash of all that a corpus depends on: options, names, sizes and times of files, a given tokenizer."""
     files = find_files(config.source) + find_files(config.val_source)
     stamps = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    options = vars(config) | {"out": None}  # of the command line
+    # An option that is added, and left at its default, changes no key: the corpora that exist are found.
+    values = vars(config).items()
+    options = {name: value for name, value in values if name in IN_EVERY_KEY or value != getattr(type(config), name)}
+    options["out"] = None  # of the command line
     return hashlib.sha256(repr((FORMAT, options, stamps, tokenizer and tokenizer.files)).encode()).hexdigest()
 
 

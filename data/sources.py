@@ -87,8 +87,14 @@ def find_files(source: str) -> list[Path]:
         found = walk(source, HIDDEN)
     elif os.path.exists(source):  # its name may hold characters of a glob
         found = [Path(source)]
+    elif "**" in Path(source).parts:  # `glob` would follow links in circles
+        top, _, name = source.partition("**")
+        name = name.strip("/") or "*"
+        if "**" in name:
+            raise UserError(f"{source!r} has ** twice: give the folder that holds all of it")
+        found = (path for folder in glob.glob(top or ".") for path in walk(folder, HIDDEN) if path.match(name))
     else:
-        found = map(Path, glob.glob(source, recursive=True))
+        found = map(Path, glob.glob(source))
     names = {path.resolve(): path for path in sorted(found, reverse=True) if path.is_file()}
     if not names:
         raise UserError(
@@ -135,8 +141,7 @@ def read_file(path: str, open_file: Callable[[str], BinaryIO], text_column: str)
     kind = os.path.splitext(name)[1] if unpack else suffix
 
     def read() -> Iterator[str]:
-        problem = f"cannot read {path} (docs/data.md has what can be read; `datasets` writes that by to_parquet)"
-        with errors_as_user_error(problem), open_file(path) as packed:
+        with errors_as_user_error(f"cannot read {path}"), open_file(path) as packed:
             with io.TextIOWrapper(unpack(packed) if unpack else packed, "utf-8-sig", newline="") as file:
                 yield from TABLES.get(kind, read_text)(path, file, text_column)
 
@@ -223,6 +228,7 @@ TABLES = {
     ".csv": read_csv,
     ".tsv": partial(read_csv, delimiter="\t"),
     ".parquet": read_parquet,
+    ".arrow": read_parquet,  # as save_to_disk writes it: refused, since it is no Parquet
 }
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstandard}  # by suffix
 

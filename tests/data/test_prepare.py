@@ -168,7 +168,7 @@ def test_tokens_are_as_narrow_as_the_vocabulary_allows() -> None:
     [
         ("猫".encode() * 9001 + b"\xe7\x8c", "cannot read .*a.txt: UnicodeDecodeError: .*: unexpected end of data"),
         ("odd".encode("utf-16-le"), "a.txt is no text: it has NUL characters"),
-        (b"", "a.txt has too little text to keep 0.1 of it for validation: give more text, or"),
+        (b"", "a.txt has too little text for train.bin: give more, or another val_fraction"),
     ],
 )
 def test_a_source_without_text_is_refused_and_nothing_is_left(content: bytes, sentence: str) -> None:
