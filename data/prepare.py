@@ -97,7 +97,7 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
 
 def corpus_key(config: DataConfig, tokenizer: Tokenizer | None) -> str:
     """Return a hash of all that a corpus depends on: options, names, sizes and times of files, a given tokenizer."""
-    files = find_files(config.source) + find_files(config.val_source)
+    files = find_files(config.source) + (find_files(config.val_source) if config.val_source else [])
     stamps = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     # An option that is added, and left at its default, changes no key: the corpora that exist are found.
     values = vars(config).items()

@@ -77,9 +77,9 @@ def in_pieces(parts: Iterable[str]) -> Iterator[str]:
 def find_files(source: str) -> list[Path]:
     """Return the files of a local source, sorted, each once, however many links lead to it.
 
-    [] for one of READERS, and for no source. Raises UserError if there is no such source.
+    [] for one of READERS. Raises UserError if there is no such source.
     """
-    if not source or source.startswith(tuple(READERS)):
+    if source.startswith(tuple(READERS)):
         return []
     if source == "stdlib":
         found = (path for path in walk(sysconfig.get_path("stdlib"), NOT_STDLIB) if path.suffix == ".py")

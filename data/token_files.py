@@ -96,8 +96,8 @@ def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Toke
 
     Raises UserError, with the name of the file, if one is unlike the others, or for an unusable tokenizer.
     """
-    own = find_token_files(config.val_source)
-    if config.val_source and not own:
+    own = []
+    if config.val_source and not (own := find_token_files(config.val_source)):
         raise UserError(f"{config.val_source} has to be token files, as {config.source} is")
     files = files + own
     tokenizer = tokenizer_of(files, config.tokenizer, tokenizer)

@@ -20,6 +20,7 @@ from errors import UserError, errors_as_user_error
 from files import expand, read_small, refuse_pointer, sha256
 
 FORMAT = 3
+MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 STEP = re.compile(r"step-\d{8}")
 HUB_NAME = re.compile(r"(hf:)?(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", re.ASCII)
@@ -97,7 +98,7 @@ def verify(directory: Path) -> Checkpoint:
 
     Raises UserError naming the first file that is missing or differs.
     """
-    path = directory / "manifest.json"
+    path = directory / MANIFEST
     if not path.is_file():
         if STEP.fullmatch(directory.name):
             raise UserError(f"{directory} has no manifest.json: it was not written to the end")

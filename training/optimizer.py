@@ -60,7 +60,8 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
         share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     else:
         decay_steps = min(config.decay_fraction * config.max_steps, config.max_steps - config.warmup_steps)
-        share = min(1.0, max(0.0, (config.max_steps - step) / max(1.0, decay_steps)))
+        left = (config.max_steps - step) / max(1.0, decay_steps)
+        share = min(1.0, max(0.0, left))
     return config.learning_rate * (final + (1 - final) * share)
 
 

@@ -1,12 +1,15 @@
 """Write a checkpoint: a directory that is complete or not there at all. model/checkpoint.py says what is in it."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import save_file
 
+from cli.script import visible
+from errors import UserError
 from files import publish
-from model.checkpoint import FORMAT, sha256, with_own_hash
+from model.checkpoint import FORMAT, MANIFEST, read_json, sha256, with_own_hash
 from model.huggingface import Tensors
 
 
@@ -19,7 +22,8 @@ def save_checkpoint(parent: Path, step: int, files: dict[str, bytes | Tensors], 
     Raises OSError or SafetensorError if it cannot be written. Nothing of it is left then.
     """
     temporary = parent / ".tmp"
-    remove(temporary)  # of a killed session
+    final = parent / f"step-{step:08d}"
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed session
     temporary.mkdir()
     try:
         entries = {}
@@ -32,13 +36,20 @@ def save_checkpoint(parent: Path, step: int, files: dict[str, bytes | Tensors], 
                 shutil.copymode(temporary / "config.json", path)  # the library lets only the owner read the file
             entries[name] = {"size": path.stat().st_size, "sha256": sha256(path)}  # of the file, whatever wrote it
         manifest = {"format": FORMAT, "step": step, **about, "files": entries}
-        (temporary / "manifest.json").write_bytes(with_own_hash(manifest))
-        remove(parent / f"step-{step:08d}")  # a damaged one
-        publish(temporary, parent / f"step-{step:08d}")
+        (temporary / MANIFEST).write_bytes(with_own_hash(manifest))
+        if final.exists():
+            remove(final.rename(final.with_suffix(".damaged")))
+        publish(temporary, final)
     finally:
-        remove(temporary)  # what is left of it
+        shutil.rmtree(temporary, ignore_errors=True)  # what is left of it
 
 
 def remove(directory: Path) -> None:
-    """Delete a directory, if it exists and as far as that is possible: what is left is in nobody's way."""
-    shutil.rmtree(directory, ignore_errors=True)
+    """Delete a checkpoint as far as that is possible. One that holds files of somebody else stays, with a note."""
+    ours = {MANIFEST}
+    with suppress(UserError):  # it is damaged
+        ours |= read_json(directory / MANIFEST).get("files", {}).keys()
+    if others := {path.name for path in directory.iterdir()} - ours:
+        print(f"note: {directory} is kept, because of files that no run has written: {visible(min(others))}")
+    else:
+        shutil.rmtree(directory, ignore_errors=True)

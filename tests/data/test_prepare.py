@@ -75,6 +75,21 @@ def test_one_file_keeps_its_end_for_validation(text_file: Path, tokenizer: str, 
         assert (about["tokens"], about["bytes"]) == (len(ids), len(text.encode()))
 
 
+def test_a_text_of_its_own_is_all_of_the_validation(text_file: Path) -> None:
+    Path("val.jsonl").write_text("".join(f'{{"text": "{i} is odd"}}\n' for i in range(1, 60, 2)))
+    corpus = make("a.txt", "chars", val_source="val.jsonl", max_tokens=7)
+    assert documents_of(corpus, "train") == [TEXT]  # one piece
+    assert documents_of(corpus, "val") == [f"{i} is odd" for i in range(1, 60, 2)]
+    Path("val.txt").write_text("ß")
+    with pytest.raises(UserError, match="the chars tokenizer never saw the character 'ß'"):  # it learns to train only
+        make("a.txt", "chars", val_source="val.txt")
+    for source, said in ((corpus.directory, "has its own text to validate on"), ("val.txt", "must be another text")):
+        with pytest.raises(UserError, match=said):
+            make(source, corpus.meta["tokenizer"], val_source="val.txt")
+    Path("val.txt").write_text("2 is even")
+    assert make("a.txt", "chars", val_source="val.txt").directory != corpus.directory
+
+
 def test_documents_are_split_whole_and_copies_stay_together() -> None:
     rows = [f"document {i % 300} naïve " * 9 for i in range(600)]  # each one twice
     Path("a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))

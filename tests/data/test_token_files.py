@@ -81,6 +81,16 @@ def test_validation_is_the_end_of_all_tokens(folder: Path) -> None:
     assert corpus.meta["val"]["bytes"] == len(bytes(id for id in text if id != END).decode(errors="replace").encode())
 
 
+def test_files_of_their_own_are_all_of_the_validation(folder: Path, tmp_path: Path) -> None:
+    write_token_file(tmp_path / "val" / "0.ds", DOCUMENTS[:2])
+    corpus = open_bytes(folder, val_source=str(tmp_path / "val"), max_tokens=1000)
+    assert len(corpus.tokens["train"]) == 1000
+    assert corpus.tokens["val"][:].tolist() == [id for document in DOCUMENTS[:2] for id in document]
+    (tmp_path / "val.txt").write_text("text")
+    with pytest.raises(UserError, match="val.txt has to be token files, as .* is"):
+        open_bytes(folder, val_source=str(tmp_path / "val.txt"))
+
+
 def test_the_tokenizer_is_the_one_that_the_files_name(tmp_path: Path) -> None:
     mine, other = tmp_path / "mine.json", tmp_path / "other.json"
     for path, text in ((mine, "so so "), (other, "la la ")):

@@ -1,6 +1,7 @@
 """Heads of models that others wrote: the weights are those of their eager twins, proved, and ablated as by hand."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -191,6 +192,19 @@ def test_what_is_no_attention_of_a_text_to_its_past_is_left_out(case: str) -> No
 
 
 # Modules that are no model of `transformers`. More are in test_written_out.py.
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_scores_of_padded_texts_are_refused(is_left: bool) -> None:
+    seen = torch.ones(B, 1, 1, T, dtype=torch.bool)
+    call = partial(call_captured, torch.randn(B, 3, T, 7), torch.randn(B, 3, T, 7))
+    assert call(attn_mask=TRIANGLE & seen).scores()["entropy"].shape == (B, 1, 3)
+    seen[1, ..., : 5 if is_left else -5] = False
+    seen[1, ..., -5:] = is_left
+    att = call(attn_mask=TRIANGLE & seen)
+    att.verify()
+    with pytest.raises(UserError, match="as padding: scores are means over all, so read texts alone"):
+        att.scores()
 
 
 def test_what_a_model_overwrites_later_is_remembered() -> None:

@@ -31,6 +31,18 @@ def test_first_weights_are_gpt2s() -> None:
     assert torch.equal(model.final_norm.weight, torch.ones(64))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_model_takes_texts_of_any_length(family: str, tmp_path: Path) -> None:
+    model = GPT(GPTConfig(family, n_layer=2, n_head=2, n_embd=28, context_length=37, vocab_size=53)).eval()
+    first, *others = (torch.arange(n)[None] for n in (11, 2, 13, 37))
+    program = torch.export.export(model, (first,), dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))
+    torch.export.save(program, tmp_path / "model.pt2")
+    exported = torch.export.load(tmp_path / "model.pt2").module()
+    for idx in others:
+        assert torch.allclose(exported(idx), model(idx), atol=1e-5)
+
+
 def test_one_mask_and_a_tied_head_wherever_the_model_goes() -> None:
     triangle = torch.ones(11, 11).tril() == 1
     with torch.device("meta"):

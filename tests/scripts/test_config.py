@@ -36,6 +36,13 @@ def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
     assert before == config  # wherever the file stands
 
 
+def test_a_warmup_that_is_longer_than_the_run_is_shortened_and_said(capsys: pytest.CaptureFixture) -> None:
+    shape = ["configs/tinystories.toml", "--train.max_steps"]
+    assert read_config([*shape, "200"]).train.warmup_steps == 200 and not capsys.readouterr().out
+    assert read_config([*shape, "199"]).train.warmup_steps == 19
+    assert "note: a warmup of 200 steps is longer than the run: 19 steps" in capsys.readouterr().out
+
+
 def test_a_resolved_config_reads_back(tmp_path: Path) -> None:
     table = replace(TrainConfig(), compile=True, sample_prompt="".join(map(chr, range(0x3000))) + "\U0001f600")
     config = replace(Config(), train=table)
@@ -57,6 +64,7 @@ def test_every_config_builds(path: Path) -> None:
     [
         (["--train.max_stesp", "5"], "Perhaps you meant: --train.max_steps INT"),
         (["--train.sample_prompt", "--x"], "Missing value for argument '--train.sample_prompt'"),
+        (["--data.source", "a.txt", "--data.source=b.txt"], "--data.source was given twice: give a folder"),
         (["--model.n_head", "5"], "n_embd must be a multiple of n_head, got n_embd=128 and n_head=5"),
         (["nowhere.toml"], "there is no file nowhere.toml; to train on a text: --data.source nowhere.toml"),
         (["README.md"], "to train on a text: --data.source README.md"),
@@ -153,7 +161,7 @@ def test_an_empty_path_is_not_this_folder(
 
 def test_none_is_a_text_for_a_text_and_nothing_for_a_number() -> None:
     options = parse(sample.Options, ["a", "--prompt", "None", "--stop", "None", "--top_k", "None", "--device=--x"])
-    assert (options.prompt, options.stop, options.top_k, options.device) == ("None", "None", None, "--x")
+    assert (options.prompt, options.stop, options.top_k, options.device) == (("None",), ("None",), None, "--x")
 
 
 @pytest.mark.parametrize("script", [train, sample, inspect_attention])

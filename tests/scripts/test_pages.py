@@ -110,8 +110,8 @@ def reader(run: Callable, kept: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     """Work where the pages do: there are a run as long as they say, a copied causality.py, and downloads."""
     trained = kept / "quickstart"
     if not trained.exists():
-        paths = ["--data.source", write_corpus(kept), "--train.out_dir", trained]
-        options = [*TINY.split(), "--model.context_length", 31, *paths]
+        options = ["--model.context_length", 31, "--train.out_dir", trained]
+        options += TINY.replace("input.txt", str(write_corpus(kept))).split()
         assert run(train, ROOT / "configs" / "quickstart.toml", *options).exit_code == 0
     monkeypatch.chdir(tmp_path)
     shutil.copytree(trained, "out/quickstart")

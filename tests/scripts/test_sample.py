@@ -19,6 +19,8 @@ from tests.data.test_tokenizer import grow
 def test_a_long_prompt_is_said(run, straight: Path) -> None:
     result = run(sample, straight, "--prompt", "one two three four five", "--max_new_tokens", 3)
     assert result.err.splitlines()[1:] == ["the prompt has 23 tokens, context is 11: using the last 11"]
+    result = run(sample, straight, "--prompt", "one<|endoftext|>", "--max_new_tokens", 3, "--json")
+    assert "note: <|endoftext|> in the prompt is ordinary text" in result.err
 
 
 def test_other_code_than_that_of_the_training_is_said_once(run, straight: Path, monkeypatch) -> None:
@@ -44,6 +46,8 @@ def test_one_sample_grows_and_several_differ_and_are_numbered(run, straight: Pat
 
     (text,), printed = both()
     assert printed == f"one{text}\n"
+    (again, other), printed = both("--prompt", "<|endoftext|>")
+    assert again == text and printed == f"one{text}\n<|endoftext|>{other}\n"
     (first, second), printed = both("--num_samples", "2")
     assert first != second
     assert printed == f"--- sample 1 of 2\none{first}\n--- sample 2 of 2\none{second}\n"
@@ -68,9 +72,9 @@ def test_bfloat16_is_chosen_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, fa
         assert weights_dtype("float32", device) == torch.float32
 
 
-def feed(tokens: list[int], stop: str = "") -> tuple[list[str], Text]:
+def feed(tokens: list[int], *stops: str) -> tuple[list[str], Text]:
     """What is taken after each token, and in the end; and the text."""
-    text = Text(make_tokenizer("bytes", []), stop, "")
+    text = Text(make_tokenizer("bytes", []), stops, "")
     return grow(text, tokens), text
 
 
@@ -79,9 +83,9 @@ def test_a_text_ends_where_it_should_and_only_certain_characters_are_shown() -> 
     assert taken == ["a", "", "", "猫", "b", ""]
     assert (text.text, text.finish, len(text.tokens)) == ("a猫b", "length", 5)
     assert feed(list("猫".encode())[:2])[0] == ["", "", "\ufffd"]
-    taken, text = feed(list(b"one. two"), stop=". t")  # even across tokens
+    taken, text = feed(list(b"one. two"), "", ". t", "two")  # the first of several, even across tokens
     assert taken == ["", "", "", "o", "n", "e", "", "", ""] and (text.text, text.finish) == ("one", "stop")
-    taken, text = feed(list(b"one. "), stop=". t")  # not the stop text after all
+    taken, text = feed(list(b"one. "), ". t")  # not the stop text after all
     assert taken[-1] == "e. " and (text.text, text.finish) == ("one. ", "length")
     _, text = feed([*b"one", 256, *b"two"])
     assert (text.text, text.finish, len(text.tokens)) == ("one", "end of text", 3)

@@ -87,6 +87,12 @@ def test_a_pipe_has_each_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pipe.buffer.getvalue() == b"a line\n"
 
 
+def test_the_output_of_a_notebook_is_a_stream_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    run_script(lambda: print("a line"))
+    assert sys.stdout.getvalue() == "a line\n"
+
+
 def test_a_prompt_is_read_as_a_text_to_train_on(run: Callable, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     content = b"\xef\xbb\xbfa\r\nb\r"  # a byte order mark, and line ends of Windows and of old Macs

@@ -20,6 +20,7 @@ from training.progress import Interrupt
         (signal.SIGINT, lambda training: sum(training) == 13, "saved step 7"),  # in step 6, of two micro-batches a step
         (signal.SIGTERM, lambda training: training[-2:] == [True, False], "saved step 4"),  # in an evaluation
         (signal.SIGTERM, lambda training: len(training) == 1, "there was nothing to save yet"),  # in the first one
+        (signal.SIGUSR1, lambda training: sum(training) == 5, "saved step 3"),  # as Slurm sends it
     ],
 )
 def test_a_signal_saves_and_the_resumed_run_is_the_same(

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ def test_learning_rates() -> None:
     rates = [learning_rate_at(step, wsd) for step in range(101)]
     assert rates[10:61] == [1.0] * 51
     assert rates[80] == pytest.approx(0.5) and rates[100] == 0.0
+    long = replace(wsd, warmup_steps=80)  # the descent waits for it
+    assert [learning_rate_at(step, long) for step in (79, 80, 90)] == [1.0, 1.0, 0.5]
     assert learning_rate_at(150, wsd) == 0.0 and learning_rate_at(300, cosine) == pytest.approx(0.1)  # and stays there
 
 

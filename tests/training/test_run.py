@@ -1,9 +1,10 @@
 """A run directory: what a resumed run may change, whom it belongs to, and what is kept in it."""
 
-import fcntl
+import errno
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import train
 from errors import UserError
+from files import lock
 from tests.conftest import leave, metrics, same_bits, sign, tiny_run, weights
 from training.config import MAY_CHANGE
 from training.device import environment
@@ -103,6 +105,7 @@ def test_a_resumed_run_says_in_what_it_differs_from_the_first_session(run, strai
     monkeypatch.setattr(train, "environment", lambda *rest, **more: environment(*rest, **more) | {"threads": "64"})
     result = run(train, "--resume", straight, "--train.max_steps", 14)
     assert f"{differs}threads 1 -> 64\n" in result.out
+    assert "\nnote: the run was to have 13 steps and has 14 now: the learning rate may jump\n" in result.out
 
 
 def test_a_second_run_does_not_overwrite_the_first(run, straight: Path, corpus_file: Path) -> None:
@@ -112,12 +115,27 @@ def test_a_second_run_does_not_overwrite_the_first(run, straight: Path, corpus_f
 
 
 def test_two_processes_cannot_share_a_run(run, straight: Path) -> None:
-    other = os.open(straight, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    result = run(train, "--resume", straight, "--train.max_steps", 13)
-    os.close(other)
+    with lock(straight / ".lock", "free"):
+        result = run(train, "--resume", straight, "--train.max_steps", 13)
     assert result.exit_code == 2 and "is in use by another training process" in result.err
     assert run(train, "--resume", straight, "--train.max_steps", 13).exit_code == 0
+
+
+@pytest.mark.parametrize("place, exit_code", [("fcntl.flock", 2), ("os.fsync", 0)])
+def test_of_a_file_system_that_lacks_something_only_locks_are_needed(
+    run, straight: Path, monkeypatch, place: str, exit_code: int
+) -> None:
+    real = os.fsync
+
+    def refuse(descriptor: int, how: int | None = None) -> None:
+        if how is None and not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            return real(descriptor)
+        raise OSError(errno.EINVAL if how is None else errno.ENOSYS, "not here")
+
+    monkeypatch.setattr(place, refuse)
+    result = run(train, "--resume", straight, "--train.max_steps", 13)
+    assert result.exit_code == exit_code
+    assert not exit_code or f"{straight} is in use by another training process, or cannot be locked: " in result.err
 
 
 def test_a_run_that_another_process_wrote_meanwhile_is_left_alone(run, corpus_file, tmp_path, monkeypatch) -> None:
@@ -166,6 +184,21 @@ def test_the_newest_the_best_and_damaged_later_checkpoints_are_kept(run, corpus_
     again = ("--train.checkpoint_every", 11, "--train.max_steps", 11, "--train.keep_checkpoints", 1)
     assert run(train, "--resume", tmp_path / "run", *again).exit_code == 0
     assert {int(path.name[-8:]) for path in checkpoints.iterdir()} == {best, 11, 12}
+
+
+def test_a_directory_with_a_file_of_somebody_is_not_deleted(run, straight: Path) -> None:
+    for name in ("step-00000004", "step-00000008", "step-00000012"):
+        (straight / "checkpoints" / name / "mine.gguf").write_text("mine")
+    (straight / "checkpoints" / "step-00000012" / "model.safetensors").write_text("damaged")
+    result = run(train, "--resume", straight, "--train.keep_checkpoints", 1)
+    assert result.exit_code == 0 and "resumed from " in result.out and "step-00000008\n" in result.out
+    assert result.out.count(" is kept, because of files that no run has written: mine.gguf\n") == 3
+    assert sorted(path.parent.name for path in straight.rglob("mine.gguf")) == [
+        "step-00000004",
+        "step-00000008",
+        "step-00000012.damaged",
+    ]
+    assert [path.name for path in (straight / "checkpoints" / "step-00000012").glob("mine*")] == []
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,13 @@ def test_lines_are_sent_flat_until_the_first_failure_which_costs_a_line(monkeypa
             raise ConnectionError("gone\nand a hint")
 
     run = SimpleNamespace(log=log, define_metric=lambda *name, **axis: axes.append((name, axis)), id="1", sync_dir="")
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run, Settings=dict))
+    asked = {}
+    init = lambda **options: asked.update(options) or run  # noqa: E731
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setenv("WANDB_DATA_DIR", "elsewhere")
     tracker = Tracker("offline", None, tmp_path, {})
+    assert (asked["project"], asked["name"]) == ("mine", tmp_path.name)
     assert tracker.run_id == "1" and axes == [(("*",), {"step_metric": "step"})]
     tracker.call("log", flat({"step": 3, "val_loss": 2.5, "heads": {"sink": [[0.1, 0.2], [None, 0.4]]}}))
     capsys.readouterr()
