@@ -21,7 +21,7 @@ from torch import Tensor
 from errors import UserError
 from inspection.inputs import Inputs
 from inspection.inspection import Inspection
-from inspection.kinds import KINDS, Head, by_kind, kind_of, name_of, short, tag
+from inspection.kinds import KINDS, Head, kind_of, name_of
 from inspection.metrics import METRICS
 from inspection.terminal import number
 
@@ -68,6 +68,7 @@ def render(inspections: Sequence[Inspection]) -> str:
         nonce=secrets.token_urlsafe(),
         title=f"Heads of {last.name}",
         inputs=last,
+        kinds=list(KINDS.items()),
         metrics=list(METRICS.items()),
         heads=[name_of(head) for head in last.heads],
         checkpoints=checkpoints,
@@ -87,26 +88,20 @@ def encode(pattern: Tensor) -> str:
 
 
 def describe(inspection: Inspection) -> dict:
-    """Return the texts about one checkpoint, its heads and its predictions, and the head to open at."""
-    heads = inspection.heads
+    """Return the texts about one checkpoint, its heads and its predictions."""
     predictions = inspection.scores.predictions[: len(inspection.labels)]  # the first text may be shown in part
-    best, _ = next(iter(by_kind(inspection.scores, heads).values()))[0]  # of the first kind
     return {
         "name": inspection.name,
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
-        "best": heads.index(best),
-        "heads": [describe_head(inspection, head) for head in heads],
+        "heads": [describe_head(inspection, head) for head in inspection.heads],
         "predictions": [(inspection.label(token), f"{probability:.1%}") for token, probability in predictions],
     }
 
 
 def describe_head(inspection: Inspection, head: Head) -> dict:
-    """Return the texts about one head: its kind, and metric -> its score and that of an even head, if any."""
+    """Return what is said of one head: its kind, and metric -> its score and that of an even head, if any."""
     scores = inspection.scores
-    kind = kind_of(scores, head)
     return {
-        "tag": tag(kind),
-        "kind": f"looks {'' if kind.name == 'other' else 'at '}{KINDS[kind.name]}",
-        "even": short(kind.chance),
+        "kind": kind_of(scores, head),
         "scores": {name: [number(of, name, head) for of in (scores.mean, scores.chance)] for name in METRICS},
     }
