@@ -54,10 +54,9 @@ def render(inspections: Sequence[Inspection]) -> str:
     for place, inspection in enumerate(inspections):
         for head in last.heads:
             stored[f"{place}/{name_of(head)}"] = encode(inspection.pattern(*head))
-        stored[f"{place}/influence"] = encode(inspection.influence.nan_to_num(0.0))  # 0: not computed
+        stored[f"{place}/influence"] = encode(inspection.influence.nan_to_num())  # 0: not computed
         if inspection.lengths:
-            lengths = torch.stack([inspection.lengths[head].float() for head in last.heads])
-            stored[f"{place}/values"] = pack(lengths, "<f4")
+            stored[f"{place}/values"] = pack(torch.stack([inspection.lengths[head] for head in last.heads]), "<f4")
         if inspection.said:
             said = [inspection.said[head] for head in last.heads]
             tokens, logits = map(torch.stack, zip(*said, strict=True))
@@ -66,10 +65,9 @@ def render(inspections: Sequence[Inspection]) -> str:
             stored[f"{place}/logits"] = pack(logits, "<f4")
     return TEMPLATE.render(
         nonce=secrets.token_urlsafe(),
-        title=f"Heads of {last.name}",
         inputs=last,
-        kinds=list(KINDS.items()),
-        metrics=list(METRICS.items()),
+        kinds=KINDS,
+        metrics=METRICS,
         heads=[name_of(head) for head in last.heads],
         checkpoints=checkpoints,
         stored=stored,
@@ -83,7 +81,7 @@ def pack(numbers: Tensor, dtype: str) -> str:
 
 def encode(pattern: Tensor) -> str:
     """Return the lower triangle of (T, T) as the page stores it."""
-    weights = pattern.float()[*torch.tril_indices(*pattern.shape)]
+    weights = pattern[*torch.tril_indices(*pattern.shape)]
     return pack((weights.clip(0, 1) * 65535).round(), "<u2")
 
 

@@ -112,11 +112,10 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
     best = best_checkpoint(directory)
     if best:
         latest["best"] = best.name
-    session = about["certificate"] | about["environment"]
     return {
         "directory": directory,
         "options": options,
-        "session": session,
+        "session": about["certificate"] | about["environment"],
         "step": step,
         "saved": saved,
         "finished": finished,
@@ -124,16 +123,9 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "charts": draw_charts(curves, LOSSES),
         "heads": draw_charts(curves, HEADS, 0, 1),
         "proofs": curves["heads_proof"],
-        "sections": {
-            "Next": [("", "\n".join(next_commands(directory, best, finished, num_heads)))],
-            "Evaluations": [
-                (f"step {line['step']:,}: {line['val_loss']:.4f} nats a token", line.get("sample", ""))
-                for line in newest_first
-                if line.get("val_loss") is not None
-            ],
-            "Configuration": [("config.toml", config)],
-            "Certificate and environment, as the session recorded them": session.items(),
-        },
+        "commands": next_commands(directory, best, finished, num_heads),
+        "newest_first": newest_first,
+        "config": config,
     }
 
 
