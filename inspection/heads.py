@@ -19,7 +19,7 @@ from cli.bars import progress_bar
 from data.encoding import Tokenizer
 from errors import UserError
 from inspection.decoder import device_of, evaluating, predict, read
-from inspection.kinds import Head
+from inspection.kinds import Head, name_of
 from inspection.metrics import HeadScores, Metrics
 from inspection.patterns import NotTheKernels, capture
 from model.causality import watched
@@ -148,10 +148,14 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
         with capture(model) as att:
             before = losses()
         L, _, H, _ = att.shape
+        needed = []  # rise of the loss, and name of the head
         rises = torch.full((len(text), L, H), torch.nan, dtype=torch.float64)
-        for head in progress_bar(iterable=heads, unit=" heads", leave=False, delay=1):
+        bar = progress_bar(iterable=heads, unit=" heads", leave=False, delay=1)
+        for head in bar:
             with capture(model, partial(replace_head, head=head, mode=mode)):
                 rises[:, *head] = losses() - before
+            needed.append((rises[:, *head].mean().item(), name_of(head)))
+            bar.set_postfix_str("most without {1}: {0:+.4f}".format(*max(needed)), refresh=False)
     return rises
 
 

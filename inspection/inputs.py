@@ -66,12 +66,13 @@ def choose_inputs(
         ids = as_ids(text, tokenizer)
         measured = torch.tensor([ids[:T]])
         shown = measured
-        cut = f"{T} of " if measured.size(1) < len(ids) else ""
-        note = f"text:   {cut}{len(ids)} tokens"
+        cut = f"the first {T:,} of " if measured.size(1) < len(ids) else ""
+        note = f"text:   {cut}{len(ids):,} tokens"
     elif checkpoint:
         measured = validation_texts(checkpoint, min(T or TEXT_LENGTH, TEXT_LENGTH))
         shown = measured[:1, :SHOWN_LENGTH]
-        note = f"text:   {len(measured)} x {measured.size(1)} tokens of its validation text"
+        size = f"{len(measured)} x {measured.size(1)} tokens of its validation text"
+        note = f"text:   {size}, in pictures the first {shown.size(1)}"
     else:
         raise UserError("which text? Only a checkpoint has its own")
     if measured.size(1) < 2:

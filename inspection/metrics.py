@@ -26,7 +26,7 @@ METRICS = {  # name -> title and format in a table, and definition; A_ij is the 
     "previous": ("prev", ".2f", "weight of the token before, A_i,i-1, for i >= 2 (before token 1 is the first token)"),
     "duplicate": ("dup", ".2f", "on [start, r_1..r_L, r_1..r_L]: weight of a token's first copy, from the second"),
     "induction": ("ind", ".2f", "on the same tokens: weight of the token after its first copy, the one to predict"),
-    "induction_control": ("(ctrl)", ".2f", "induction on [start, r, r'], where nothing repeats; duplicate_control too"),
+    "induction_control": ("(ctrl)", ".2f", "the control: [start, r, r'], where nothing repeats; duplicate_control too"),
     "ablation": ("loss", "+.4f", "rise of the loss without the head, in nats a token"),
 }
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from errors import UserError
 from inspection.inputs import Inputs
 from inspection.inspection import Inspection
-from inspection.kinds import KINDS, Head, by_kind, kind_of, name_of, short, tag
+from inspection.kinds import KINDS, Head, kind_of, name_of
 from inspection.metrics import METRICS
 from inspection.terminal import number
 
@@ -54,10 +54,9 @@ def render(inspections: Sequence[Inspection]) -> str:
     for place, inspection in enumerate(inspections):
         for head in last.heads:
             stored[f"{place}/{name_of(head)}"] = encode(inspection.pattern(*head))
-        stored[f"{place}/influence"] = encode(inspection.influence.nan_to_num(0.0))  # 0: not computed
+        stored[f"{place}/influence"] = encode(inspection.influence.nan_to_num())  # 0: not computed
         if inspection.lengths:
-            lengths = torch.stack([inspection.lengths[head].float() for head in last.heads])
-            stored[f"{place}/values"] = pack(lengths, "<f4")
+            stored[f"{place}/values"] = pack(torch.stack([inspection.lengths[head] for head in last.heads]), "<f4")
         if inspection.said:
             said = [inspection.said[head] for head in last.heads]
             tokens, logits = map(torch.stack, zip(*said, strict=True))
@@ -66,9 +65,9 @@ def render(inspections: Sequence[Inspection]) -> str:
             stored[f"{place}/logits"] = pack(logits, "<f4")
     return TEMPLATE.render(
         nonce=secrets.token_urlsafe(),
-        title=f"Heads of {last.name}",
         inputs=last,
-        metrics=list(METRICS.items()),
+        kinds=KINDS,
+        metrics=METRICS,
         heads=[name_of(head) for head in last.heads],
         checkpoints=checkpoints,
         stored=stored,
@@ -82,31 +81,25 @@ def pack(numbers: Tensor, dtype: str) -> str:
 
 def encode(pattern: Tensor) -> str:
     """Return the lower triangle of (T, T) as the page stores it."""
-    weights = pattern.float()[*torch.tril_indices(*pattern.shape)]
+    weights = pattern[*torch.tril_indices(*pattern.shape)]
     return pack((weights.clip(0, 1) * 65535).round(), "<u2")
 
 
 def describe(inspection: Inspection) -> dict:
-    """Return the texts about one checkpoint, its heads and its predictions, and the head to open at."""
-    heads = inspection.heads
+    """Return the texts about one checkpoint, its heads and its predictions."""
     predictions = inspection.scores.predictions[: len(inspection.labels)]  # the first text may be shown in part
-    best, _ = next(iter(by_kind(inspection.scores, heads).values()))[0]  # of the first kind
     return {
         "name": inspection.name,
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
-        "best": heads.index(best),
-        "heads": [describe_head(inspection, head) for head in heads],
+        "heads": [describe_head(inspection, head) for head in inspection.heads],
         "predictions": [(inspection.label(token), f"{probability:.1%}") for token, probability in predictions],
     }
 
 
 def describe_head(inspection: Inspection, head: Head) -> dict:
-    """Return the texts about one head: its kind, and metric -> its score and that of an even head, if any."""
+    """Return what is said of one head: its kind, and metric -> its score and that of an even head, if any."""
     scores = inspection.scores
-    kind = kind_of(scores, head)
     return {
-        "tag": tag(kind),
-        "kind": f"looks {'' if kind.name == 'other' else 'at '}{KINDS[kind.name]}",
-        "even": short(kind.chance),
+        "kind": kind_of(scores, head),
         "scores": {name: [number(of, name, head) for of in (scores.mean, scores.chance)] for name in METRICS},
     }

@@ -23,12 +23,10 @@ def label(token: bytes) -> str:
 def report(scores: HeadScores, shown: Heads, heads: Heads) -> str:
     """Format a table of some heads, by default of all that are shown, of many the best, and a line for each kind."""
     heads = heads or (shown if len(shown) <= MOST_ROWS else best(scores, shown))
-    parts = f"{table(scores, heads)}\n\n{in_words(scores, shown)}"
-    if len(heads) == len(shown):
-        return parts
-    return (
-        f'{parts}\nthe table has {len(heads)} of {len(shown)} heads; --heads "*.*" shows all, -o page.html draws them'
-    )
+    text = f"{table(scores, heads)}\n\n{in_words(scores, shown)}"
+    if len(heads) < len(shown):
+        text += f'\nthe table has {len(heads)} of {len(shown)} heads; --heads "*.*" shows all, -o page.html draws them'
+    return text
 
 
 def table(scores: HeadScores, heads: Heads) -> str:
@@ -49,7 +47,7 @@ def table(scores: HeadScores, heads: Heads) -> str:
     rows += dict.fromkeys(("even", *(number(scores.chance, name, head) for name in columns)) for head in heads)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, "even: a head that attends evenly; inspect_attention.py --help defines columns"])
+    return "\n".join([*lines, "even: attends evenly; (ctrl): ind where nothing repeats; --help defines columns"])
 
 
 def best(scores: HeadScores, heads: Heads) -> list[Head]:
@@ -61,7 +59,7 @@ def best(scores: HeadScores, heads: Heads) -> list[Head]:
 
 def in_words(scores: HeadScores, heads: Heads) -> str:
     """Format one line for each kind: the number of its heads, and the highest scores."""
-    lines = ["heads by where they look, each with its score (and that of an even head)"]
+    lines = ["heads by where they look, each with its score (and what attending evenly gives)"]
     for name, group in by_kind(scores, heads).items():
         line = f"{len(group):4d}  {KINDS[name]}"
         if name != "other":

@@ -21,7 +21,7 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
             "paint(canvas, i, width)",
             "paint(canvas, heads.length - 1 - i, width)",
         ),
-        "a tag of another head": ("checkpoint.heads[i].tag", "checkpoint.heads.at(i - 1).tag"),
+        "a tag of another head": ("tagOf(i).replaceAll", "tagOf(Math.max(0, i - 1)).replaceAll"),
         "score and chance change places": ("[score, even] = scores", "[even, score] = scores"),
         "labels of tokens off by one": ('make("bdi", {}, labels[i])', 'make("bdi", {}, labels[i + 1])'),
         "names on the axes off by one": ('[make("bdi", {}, label), ` ${i}`]', "[labels.at(i - 1), ` ${i}`]"),
@@ -31,6 +31,7 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
             "left: percent(shown), top: percent(shown), width: percent(1), height: percent(T - shown)",
             "left: 0, top: percent(shown), width: percent(shown + 1), height: percent(1)",
         ),
+        "words around another token": ("beside(i, 1)", "beside(i + 1, 1)"),
         "shades of another head": (
             "weight(loaded.triangles[state.head], row, key) *",
             "weight(loaded.triangles.at(state.head - 1), row, key) *",

@@ -26,6 +26,7 @@ SOURCE = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
 TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: visible(str(value)), trim_blocks=True)
 # The norm can show trouble before the loss does. The configuration determines the learning rate, one number the speed.
 LOSSES = {"Loss, nats a token": ("train_loss", "val_loss"), "Gradient norm": ("grad_norm",)}
+MOST_ABLATED = 50
 HEADS = {f"{METRICS[kind][0]}: {KINDS[kind]}": (f"{kind}/",) for kind in METRICS if kind in KINDS}
 
 
@@ -54,21 +55,21 @@ def best_checkpoint(directory: Path) -> Path | None:
     return min(reversed(measured), key=lambda path: losses[path.name], default=None)
 
 
-def next_commands(directory: Path, best: Path | None, finished: bool) -> list[str]:
+def next_commands(directory: Path, best: Path | None, finished: bool, num_heads: int) -> list[str]:
     """Return the command lines that go on from a run: resume it if it is not finished, sample, and look at its heads.
 
-    best: see `best_checkpoint`. finished: all steps and evaluations are done.
+    best: see `best_checkpoint`. finished: all steps and evaluations are done. Of a model with many heads it would take
+    long to measure what each is worth.
     """
     run = shlex.quote(str(directory))
     commands = [] if finished else [f"python train.py --resume {run}"]
     checkpoints = step_directories(directory)
     if checkpoints:
         model = shlex.quote(str(best)) if finished and best and best != checkpoints[0] else run
-        commands += [
-            f'python sample.py {model} --prompt "..."',
-            f"python inspect_attention.py {model} --ablate zero",
-            f"python inspect_attention.py {model} -o {run}/heads.html",
-        ]
+        commands.append(f'python sample.py {model} --prompt "..."')
+        if num_heads <= MOST_ABLATED:
+            commands.append(f"python inspect_attention.py {model} --ablate zero")
+        commands.append(f"python inspect_attention.py {model} -o {run}/heads.html")
     return commands
 
 
@@ -100,6 +101,7 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
     checkpoints = step_directories(directory)
     saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
     finished = saved >= options["train"]["max_steps"]  # which is evaluated before it is saved
+    num_heads = options["model"]["n_layer"] * options["model"]["n_head"]
     curves = defaultdict(list)
     for line in newest_first:
         for key, value in flat(line).items():
@@ -110,11 +112,10 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
     best = best_checkpoint(directory)
     if best:
         latest["best"] = best.name
-    session = about["certificate"] | about["environment"]
     return {
-        "name": directory.absolute().name,
+        "directory": directory,
         "options": options,
-        "session": session,
+        "session": about["certificate"] | about["environment"],
         "step": step,
         "saved": saved,
         "finished": finished,
@@ -122,16 +123,9 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "charts": draw_charts(curves, LOSSES),
         "heads": draw_charts(curves, HEADS, 0, 1),
         "proofs": curves["heads_proof"],
-        "sections": {
-            "Next": [("", "\n".join(next_commands(directory, best, finished)))],
-            "Evaluations": [
-                (f"step {line['step']:,}: {line['val_loss']:.4f} nats a token", line.get("sample", ""))
-                for line in newest_first
-                if line.get("val_loss") is not None
-            ],
-            "Configuration": [("config.toml", config)],
-            "Certificate and environment, as the session recorded them": session.items(),
-        },
+        "commands": next_commands(directory, best, finished, num_heads),
+        "newest_first": newest_first,
+        "config": config,
     }
 
 

@@ -212,7 +212,8 @@ class RunDirectory:
             sync(self.metrics)
             self.tracker.call("finish", exit_code)
             self.lock.lock.release()
-        commands = next_commands(self.path, best_checkpoint(self.path), finished=not exit_code)
+        num_heads = self.config.model.n_layer * self.config.model.n_head
+        commands = next_commands(self.path, best_checkpoint(self.path), not exit_code, num_heads)
         if exit_code:
             saved = f"saved step {step}" if step else "there was nothing to save yet"
             return f"{saved}; continue with: {commands[0]}"

@@ -64,7 +64,7 @@ def test_the_table_has_a_line_for_every_head(run, straight: Path) -> None:
     result = run(inspect_attention, straight)
     assert result.exit_code == 0, result.err
     lines = result.out.splitlines()
-    assert lines[0] == "text:   8 x 11 tokens of its validation text"
+    assert lines[0] == "text:   8 x 11 tokens of its validation text, in pictures the first 11"
     assert lines[1] == "probe:  8 x [start, 5 random tokens of the validation text, the same again]"
     assert "weights match the fused kernel: max row error " in lines[3] and "(float32, cpu)" in lines[3]
     assert max(map(len, lines)) <= 80
@@ -119,7 +119,7 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
     assert result.exit_code == 0, result.err
     wrote = [line for line in result.out.splitlines() if line.startswith("wrote ")]
     assert wrote == [f"wrote {tmp_path / name}" for name in WRITTEN]
-    assert "text:   11 of 13 tokens\n" in result.out
+    assert "text:   the first 11 of 13 tokens\n" in result.out
     assert "head 1.1, where it looks: a line is a query, a character a key, in the order of lines" in result.out
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "a.svg").read_text()
 

@@ -16,13 +16,17 @@ import torch
 from torch import Tensor
 
 from inspection import Inspection, page
-from inspection.kinds import by_kind, name_of
+from inspection.kinds import KINDS, by_kind, name_of
 from inspection.metrics import HeadScores
 
 L, H, T = 2, 3, 11
 HEADS = [(layer, head) for layer in range(L) for head in range(H)]
 HOSTILE = ["</script><img onerror=alert(1) src=x>", "<!--<script>", "\u2028", "\u202e\u05d0\u05d1", "'", '"', "\\"]
 HOSTILE += ["&lt;", "${T}", "{{ nonce }}", "↵"]
+# Complains of a page that is not drawn when it has loaded: a screenshot would be blank.
+BLANK = """addEventListener("load", () => {
+    if (document.querySelector("#sentence:empty, #outline:not([style])")) console.error("loaded blank");
+})"""
 UNSAID = 6  # a position at which no head was asked what it says
 
 
@@ -127,8 +131,8 @@ def show(browser, tmp_path: Path) -> Iterator[Callable]:
         page.on("console", lambda message: complaints.append(message.text))  # also reports a violated policy
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url.partition("#")[0]))
+        page.add_init_script(BLANK)
         page.goto(path.as_uri() + link)
-        (page.frames[1] if frame else page).locator("#sentence:not(:empty)").wait_for()
         return page.frames[1] if frame else page
 
     yield open_page
@@ -147,15 +151,15 @@ def expect(page, sentence: str, link: str) -> None:
 @pytest.mark.long
 def test_a_finger_is_enough(show: Callable) -> None:
     page = show(link="#1.2/5", width=375, has_touch=True, is_mobile=True)
-    for sentence, link in (("what ␣w4 (4) looks at", "#1.2/4"), ("who looks at ␣w4 (4)", "#1.2/4/who")):
+    for sentence, link in (("␣w4 (4) looks at", "#1.2/4"), ("␣w4 (4) is looked at by", "#1.2/4/who")):
         page.locator("#text .token").nth(4).tap()
         expect(page, sentence, link)
     size = page.locator("#picture").bounding_box()["width"]
     page.locator("#picture").tap(position={"x": 2.5 * size / T, "y": 9.5 * size / T})
-    expect(page, "who looks at ␣w2 (2)", "#1.2/2/who")
+    expect(page, "␣w2 (2) is looked at by", "#1.2/2/who")
     assert page.locator("#readout").inner_text().startswith("query ␣w9 (9)\nkey ␣w2 (2)\nweight ")
     page.locator("#views label").nth(1).tap()
-    expect(page, "who takes how much of ␣w2 (2)", "#1.2/2/who/values")
+    expect(page, "␣w2 (2) gives to", "#1.2/2/who/values")
 
 
 @pytest.mark.long
@@ -185,21 +189,43 @@ def test_keys_do_all_and_leave_the_slider_its_own(show: Callable) -> None:
 @pytest.mark.long
 def test_links_open_what_was_seen_and_nothing_else(show: Callable) -> None:
     page = show(inspected(400), inspected(800), link="#1.1/4/who/values/step-00000400")
-    expect(page, "who takes how much of ␣w4 (4)", "#1.1/4/who/values/step-00000400")
+    expect(page, "␣w4 (4) gives to", "#1.1/4/who/values/step-00000400")
     assert page.locator("#slider").input_value() == "0" and page.locator("#head").inner_text() == "Head 1.1"
-    best = next(iter(by_kind(inspected(800).scores, HEADS).values()))[0][0]
+    best = next(iter(by_kind(inspected(800).scores, HEADS).values()))[0][0]  # without an example, as no word repeats
     for link in ("", "#9.9/4", "#1.1/11", "#1.1", "#1.1/4/nothing", "#%E0%A4%A/1", "#1.1/4/constructor"):
         page.evaluate("(link) => { location.hash = '#0.0/1'; location.hash = link; }", link)
-        expect(page, "what ␣w10 (10) looks at", f"#{name_of(best)}/10")
+        expect(page, "␣w10 (10) looks at", f"#{name_of(best)}/10")
     page.evaluate("location.hash = '#0.2/3/says'")
-    expect(page, "what ␣w3 (3) looks at", "#0.2/3/says")
+    expect(page, "␣w3 (3) looks at", "#0.2/3/says")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_opens_where_a_head_does_what_it_is_named_for(show: Callable, kind: str) -> None:
+    """Head 1.1 has its kind from row 7. Row 9 looks at nothing of a kind, and row 1 has little choice."""
+    keys = {"induction": 2, "duplicate": 1, "previous": 6, "current": 7, "sink": 0, "other": 4}
+    weights = torch.ones(T, T).tril()
+    weights[7, keys[kind]] = weights[9, 5] = weights[1, int(kind == "current")] = 50
+    found = inspected(labels=[*"abcdaefbghi"])
+    for name in found.scores.rows:
+        found.scores.samples[name].fill_(0.01)[0, 1, 1] = 0.9 if name == kind else 0.01
+    weights = weights / weights.sum(-1, keepdim=True)
+    page = show(replace(found, att=SimpleNamespace(pattern=lambda *head: weights[None])))
+    token = 10 if kind == "other" else 7
+    assert page.locator("#sentence").inner_text() == f"{found.labels[token]} ({token}) looks at"
+    button = page.locator("#clearest")
+    assert button.is_hidden() == (kind == "other")
+    if kind != "other":
+        assert button.inner_text() == "clearest for 1.1" and button.get_attribute("aria-pressed") == "true"
+        page.keyboard.press("End")
+        page.keyboard.press("c")
+        expect(page, "b (7) looks at", "#1.1/7")
 
 
 @pytest.mark.long
 def test_a_notebook_shows_it_in_a_frame_without_an_address(show: Callable) -> None:
     frame = show(frame=True)
     frame.locator("#text .token").nth(4).click()
-    frame.locator("#sentence", has_text="what ␣w4 (4) looks at").wait_for()
+    frame.locator("#sentence", has_text="␣w4 (4) looks at").wait_for()
     frame.page.wait_for_timeout(400)
     assert frame.evaluate("location.href") == "about:srcdoc"
 
@@ -212,7 +238,7 @@ def test_a_view_that_is_unknown_says_so(show: Callable) -> None:
     assert page.locator("#meaning").inner_text().endswith("Unknown for this type of model: values and says.")
     page = show(link=f"#0.1/{UNSAID}/says")
     page.get_by_text("go there").click()
-    expect(page, "what ␣w5 (5) looks at", "#0.1/5/says")
+    expect(page, "␣w5 (5) looks at", "#0.1/5/says")
 
 
 @pytest.mark.long
@@ -229,7 +255,7 @@ def test_all_that_matters_is_seen_at_one_look(show: Callable, shape: tuple[int, 
 @pytest.mark.long
 def test_hostile_tokens_are_text_on_any_screen(show: Callable) -> None:
     colours = {}
-    for width, scheme in ((375, "light"), (1600, "dark")):
+    for width, scheme in ((375, "light"), (500, "light"), (1600, "dark")):
         hostile = {"name": HOSTILE[0], "labels": HOSTILE, "note": HOSTILE[0], "known": False}
         page = show(inspected(400, **hostile), inspected(800, **hostile), width=width, color_scheme=scheme)
         assert page.locator("h1").inner_text() == f"Heads of {HOSTILE[0]}"

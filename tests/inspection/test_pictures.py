@@ -102,6 +102,13 @@ def assert_painted(picture: list, cells: np.ndarray) -> int:
     return step
 
 
+def around(labels: list[str], i: int) -> list[str]:
+    """Return the words before a token, and the token with those after it: on each side what fits ten letters."""
+    first = next(start for start in range(i + 1) if len("".join(labels[start:i])) <= 10)
+    end = next(end for end in range(len(labels), i, -1) if len("".join(labels[i + 1 : end])) <= 10)
+    return ["".join(labels[first:i]), "".join(labels[i:end])]
+
+
 def largest_shares(amounts: np.ndarray) -> list[float]:
     """Return amounts in percent of the largest; all 0 where there is none."""
     return (100 * amounts / (amounts.max() or 1)).tolist()
@@ -138,14 +145,14 @@ def assert_shows(
     assert found["influence"] == pytest.approx(largest_shares(influence), abs=0.2)
 
     named = f"{labels[token]} ({token})"
-    verb, noun = ("takes", "who takes how much of") if view == "values" else ("looks at", "who looks at")
+    verbs = ("takes from", "gives to") if view == "values" else ("looks at", "is looked at by")
     kind = kind_of(inspection.scores, head)
     guess, chance = inspection.scores.predictions[token]
     pool = f"a point is the largest of {{0}} × {{0}} {'values' if view == 'values' else 'weights'}"
     words = {
-        f"{noun} {named}" if who else f"what {named} {verb}",
+        f"{named} {verbs[who]}",
         f"Head {name_of(head)}",
-        f"Scores of head {name_of(head)}: {tag(kind)} (even head: {short(kind.chance)})",
+        f"Scores of head {name_of(head)}: {tag(kind)} ({short(kind.chance)} if it attended evenly)",
         inspection.label(guess),
         f"{chance:.1%}",
         named,
@@ -171,8 +178,8 @@ def assert_shows(
         least = 1e-9 if view == "values" else 0.0005  # what rounds to 0 is left out
         assert len(order) >= min(5, sum(row >= least)) and row[order[-1]] >= least
         assert [int(line[0]) for line in found["most"]] == order.tolist()
-        assert [line[1] for line in found["most"]] == [labels[i] for i in order]
-        assert [float(line[2]) for line in found["most"]] == pytest.approx(row[order], abs=6e-4, rel=0.006)
+        assert [line[1:3] for line in found["most"]] == [around(labels, i) for i in order]
+        assert [float(line[3]) for line in found["most"]] == pytest.approx(row[order], abs=6e-4, rel=0.006)
 
 
 @functools.cache

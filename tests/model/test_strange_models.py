@@ -95,7 +95,7 @@ def test_a_long_text_is_cut_and_an_old_tokenizer_is_read(run, tmp_path: Path) ->
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     result = run(inspect_attention, tmp_path, "--text", 20 * TEXT)
-    assert result.exit_code == 0 and "text:   97 of 240 tokens\n" in result.out, result.err
+    assert result.exit_code == 0 and "text:   the first 97 of 240 tokens\n" in result.out, result.err
 
 
 def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:

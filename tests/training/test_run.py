@@ -202,17 +202,20 @@ def test_a_directory_with_a_file_of_somebody_is_not_deleted(run, straight: Path)
 
 
 @pytest.mark.parametrize(
-    "losses, finished, looked_at",
+    "losses, finished, num_heads, looked_at",
     [
-        ({}, False, None),
-        ({8: 1.0, 12: 2.0}, False, "'a run'"),  # stopped in the last evaluation
-        ({4: 1.0, 12: 2.0}, True, "'a run/checkpoints/step-00000004'"),  # it knows the text by heart
+        ({}, False, 6, None),
+        ({8: 1.0, 12: 2.0}, False, 51, "'a run'"),  # stopped in the last evaluation
+        ({4: 1.0, 12: 2.0}, True, 50, "'a run/checkpoints/step-00000004'"),  # it knows the text by heart
     ],
 )
-def test_what_to_do_next(losses: dict, finished: bool, looked_at: str | None, tmp_path: Path, monkeypatch) -> None:
+def test_what_to_do_next(
+    losses: dict, finished: bool, num_heads: int, looked_at: str | None, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     leave(Path("a run"), losses, losses)
-    commands = next_commands(Path("a run"), best_checkpoint(Path("a run")), finished)
-    looks = [f'python sample.py {looked_at} --prompt "..."', f"python inspect_attention.py {looked_at} --ablate zero"]
+    commands = next_commands(Path("a run"), best_checkpoint(Path("a run")), finished, num_heads)
+    looks = [f'python sample.py {looked_at} --prompt "..."']
+    looks += [f"python inspect_attention.py {looked_at} --ablate zero"] * (num_heads <= 50)
     looks += [f"python inspect_attention.py {looked_at} -o 'a run'/heads.html"]
     assert commands == ["python train.py --resume 'a run'"] * (not finished) + looks * bool(looked_at)
