@@ -17,9 +17,9 @@ import cores  # noqa: F401  before torch
 import shutil
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -30,10 +30,11 @@ from files import expand
 from inspection import terminal
 from inspection.heads import Ablation
 from inspection.inputs import choose_inputs
-from inspection.inspection import check_output, measure, name_of_model, open_model, save
+from inspection.inspection import NO_CORPUS, check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
 from inspection.metrics import METRICS
 from inspection.page import check_room
+from inspection.places import find_places
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 
@@ -53,6 +54,10 @@ class Options:
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""
+    view: Literal["weights", "places"] = "weights"
+    """What is printed of these heads: a text as a triangle, or the strongest places in the corpus."""
+    corpus: str = ""
+    """A file of text in which strongest places are looked for. Left out: the model's validation text."""
     ablate: Ablation | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
@@ -71,17 +76,23 @@ def main() -> None:
     checkpoints = find_checkpoints(options.checkpoints)
     device = find_device(options.device)
     text = read_prompt(options.text) if options.text else None
+    corpus = read_prompt(f"@{options.corpus}") if options.corpus else None
     has_page = any(path.suffix.lower() == ".html" for path in outputs)
+    has_places = options.view == "places"
     inspections = []
     for checkpoint in checkpoints:
         model, precision = open_model(checkpoint, device)
         with precision:
             if not inspections:
-                inputs = choose_inputs(model, text, None, options.heads, checkpoints[-1])
+                inputs = choose_inputs(model, text, None, options.heads, checkpoints[-1], corpus)
+                if has_places and not inputs.corpus:
+                    raise UserError(NO_CORPUS)
                 if has_page:  # check now, not after the work
                     check_room(inputs, len(checkpoints))
                 print(inputs.note)
             found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, has_page)
+            if checkpoint is checkpoints[-1] and inputs.corpus and (has_page or has_places):
+                found = replace(found, strongest=find_places(model, inputs))
         inspections = [*inspections, found] if has_page else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(textwrap.fill(found.verified, 80, initial_indent=" " * 8, subsequent_indent=" " * 8), flush=True)
@@ -89,7 +100,11 @@ def main() -> None:
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
     heads = inputs.heads if options.heads else ()
     print(found.table(heads))
-    for head in heads if len(heads) <= terminal.MOST_ROWS else ():
+    for head in inputs.heads if has_places else ():
+        print(f"\nhead {name_of(head)}: its strongest places, «what it looks at» and ‹what looks›")
+        print("weight, number of the query, distance of the key\n")
+        print(found.places(*head))
+    for head in heads if len(heads) <= terminal.MOST_ROWS and not has_places else ():
         print(f"\nhead {name_of(head)}, where it looks: a line is a query, a character a key, in the order of lines;")
         print(f"weights of 0 to 1: {' '.join(terminal.GREY)}")
         print(terminal.triangle(found.pattern(*head), found.labels, shutil.get_terminal_size().columns))

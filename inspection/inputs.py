@@ -3,6 +3,7 @@
 import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -27,6 +28,14 @@ SHOWN_LENGTH = 256  # the most tokens of it in a picture
 CONTEXTS = ("context_length", "max_position_embeddings", "block_size")  # the names of ours, `transformers`, nanoGPT
 
 
+class Corpus(NamedTuple):
+    """A long text in which strongest places are looked for."""
+
+    ids: np.ndarray  # (n,), or a `TokenArray`
+    start: Sequence[int]  # the ids with which a model begins a text
+    name: str
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Tokens that a model reads, and the heads to show."""
@@ -38,6 +47,7 @@ class Inputs:
     label: Callable[[int], str]  # of any token
     note: str  # describes `measured`, and in a second line `probe`
     probe: RepeatProbe | None
+    corpus: Corpus | None  # None: it is not here
 
 
 def choose_inputs(
@@ -46,10 +56,11 @@ def choose_inputs(
     tokenizer: object,
     heads: str | Sequence[str],
     checkpoint: Checkpoint | None = None,
+    corpus: str | Sequence[int] | Tensor | None = None,
 ) -> Inputs:
     """Choose what a model reads and which of its heads are shown.
 
-    text, tokenizer and heads are as in `inspect_heads`. checkpoint: has what None stands for.
+    text, tokenizer, heads and corpus are as in `inspect_heads`. checkpoint: has what None stands for.
 
     Raises UserError if the model cannot be inspected, for a head that does not exist, if there is no text, if it needs
     a tokenizer, or if the model does not know its tokens.
@@ -61,6 +72,7 @@ def choose_inputs(
     if tokenizer:
         tokenizer.check_fits(vocab_size)
     T = context_length(model)
+    long = find_corpus(corpus, tokenizer, checkpoint)
     ids = []
     if text is not None:
         ids = as_ids(text, tokenizer)
@@ -68,12 +80,12 @@ def choose_inputs(
         shown = measured
         cut = f"{T} of " if measured.size(1) < len(ids) else ""
         note = f"text:   {cut}{len(ids)} tokens"
-    elif checkpoint:
-        measured = validation_texts(checkpoint, min(T or TEXT_LENGTH, TEXT_LENGTH))
+    elif long:
+        _, measured = draw_texts(long.ids, min(T or TEXT_LENGTH, TEXT_LENGTH), NUM_TEXTS)
         shown = measured[:1, :SHOWN_LENGTH]
-        note = f"text:   {len(measured)} x {measured.size(1)} tokens of its validation text"
+        note = f"text:   {len(measured)} x {measured.size(1)} tokens of {long.name}"
     else:
-        raise UserError("which text? Only a checkpoint has its own")
+        raise UserError("the model's validation text is not here: give a text with --text, or a long one with --corpus")
     if measured.size(1) < 2:
         raise UserError("attention is between tokens: give a text of two or more")
     if not 0 <= measured.min() <= measured.max() < vocab_size:
@@ -95,7 +107,7 @@ def choose_inputs(
         N, length = probe.repeated.shape
         note += f"\nprobe:  {N} x [start, {length // 2} random tokens of the {pool}, the same again]"
     labels = list(given[: shown.size(1)]) or [label(token) for token in shown[0].tolist()]
-    return Inputs(chosen, measured, shown, labels, label, note, probe)
+    return Inputs(chosen, measured, shown, labels, label, note, probe, long)
 
 
 @torch.no_grad()
@@ -160,16 +172,30 @@ def context_length(model: nn.Module) -> int | None:
     return next((getattr(config, name) for name in CONTEXTS if hasattr(config, name)), None)
 
 
-def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
-    """Return up to NUM_TEXTS texts that the model was not trained on, evenly spread, (N, T); T is less if they are few.
+def find_corpus(
+    corpus: str | Sequence[int] | Tensor | None, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None
+) -> Corpus | None:
+    """Return the corpus that is given, or the validation text of a checkpoint; None if that is not on this machine.
 
-    Raises UserError if they are not on this machine.
+    Raises UserError if it is too short, or if it has to be tokenised and cannot be.
     """
-    trainer = checkpoint.trainer  # of a model from elsewhere nothing; token files are never prepared
-    corpus = trainer and find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"])
-    if not corpus:
-        raise UserError("the model's validation text is not here: give a text with --text")
-    tokens = corpus.tokens["val"]
-    T = min(T, len(tokens))
-    starts = np.linspace(0, len(tokens) - T, min(NUM_TEXTS, len(tokens) // T), dtype=int)
-    return torch.from_numpy(tokens[starts[:, None] + np.arange(T)]).long()
+    start = tokenizer.start_of_text if tokenizer else []
+    if corpus is not None:
+        ids = np.array(as_ids(corpus, tokenizer))
+        if len(ids) < 2:
+            raise UserError(f"a corpus has to be long: this one has {len(ids)} tokens")
+        return Corpus(ids, start, "the corpus")
+    trainer = checkpoint.trainer if checkpoint else {}  # of a model from elsewhere nothing
+    # Token files are never prepared.
+    found = trainer and find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"])
+    return Corpus(found.tokens["val"], start, "its validation text") if found else None
+
+
+def draw_texts(ids: np.ndarray, T: int, most: int) -> tuple[np.ndarray, Tensor]:
+    """Draw texts, evenly spread: the number of the first token of each, (N,), and its ids (N, T).
+
+    There is at least one; T is less if the ids are few.
+    """
+    T = min(T, len(ids))
+    starts = np.linspace(0, len(ids) - T, max(1, min(most, len(ids) // T)), dtype=int)
+    return starts, torch.from_numpy(ids[starts[:, None] + np.arange(T)]).long()

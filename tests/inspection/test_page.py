@@ -68,6 +68,7 @@ def inspected(
         label=lambda token: f"<b>{token}",
         note="a text",
         probe=None,
+        corpus=None,
         name=name or f"step-{step:08d}",
         verified="weights match the kernel",
         scores=HeadScores(samples, torch.tensor([1000 / step]), predictions, [], chance, rows),
