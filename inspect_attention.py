@@ -17,7 +17,7 @@ import cores  # noqa: F401  before torch
 import shutil
 import sys
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -34,7 +34,6 @@ from inspection.inspection import NO_CORPUS, check_output, measure, name_of_mode
 from inspection.kinds import name_of
 from inspection.metrics import METRICS
 from inspection.page import check_room
-from inspection.places import find_places
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 
@@ -78,21 +77,19 @@ def main() -> None:
     text = read_prompt(options.text) if options.text else None
     corpus = read_prompt(f"@{options.corpus}") if options.corpus else None
     has_page = any(path.suffix.lower() == ".html" for path in outputs)
-    has_places = options.view == "places"
     inspections = []
     for checkpoint in checkpoints:
         model, precision = open_model(checkpoint, device)
         with precision:
             if not inspections:
                 inputs = choose_inputs(model, text, None, options.heads, checkpoints[-1], corpus)
-                if has_places and not inputs.corpus:
+                if options.view == "places" and inputs.corpus is None:
                     raise UserError(NO_CORPUS)
                 if has_page:  # check now, not after the work
                     check_room(inputs, len(checkpoints))
                 print(inputs.note)
-            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, has_page)
-            if checkpoint is checkpoints[-1] and inputs.corpus and (has_page or has_places):
-                found = replace(found, strongest=find_places(model, inputs))
+            places = checkpoint is checkpoints[-1] and (has_page or options.view == "places")
+            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, has_page, places)
         inspections = [*inspections, found] if has_page else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(textwrap.fill(found.verified, 80, initial_indent=" " * 8, subsequent_indent=" " * 8), flush=True)
@@ -100,11 +97,11 @@ def main() -> None:
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
     heads = inputs.heads if options.heads else ()
     print(found.table(heads))
-    for head in inputs.heads if has_places else ():
-        print(f"\nhead {name_of(head)}: its strongest places, «what it looks at» and ‹what looks›")
-        print("weight, number of the query, distance of the key\n")
-        print(found.places(*head))
-    for head in heads if len(heads) <= terminal.MOST_ROWS and not has_places else ():
+    if options.view == "places":
+        for head in inputs.heads:
+            print(f"\nhead {name_of(head)}\n{found.places(*head)}")
+        heads = ()
+    for head in heads if len(heads) <= terminal.MOST_ROWS else ():
         print(f"\nhead {name_of(head)}, where it looks: a line is a query, a character a key, in the order of lines;")
         print(f"weights of 0 to 1: {' '.join(terminal.GREY)}")
         print(terminal.triangle(found.pattern(*head), found.labels, shutil.get_terminal_size().columns))

@@ -2,8 +2,8 @@
 
 import fnmatch
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -28,14 +28,6 @@ SHOWN_LENGTH = 256  # the most tokens of it in a picture
 CONTEXTS = ("context_length", "max_position_embeddings", "block_size")  # the names of ours, `transformers`, nanoGPT
 
 
-class Corpus(NamedTuple):
-    """A long text in which strongest places are looked for."""
-
-    ids: np.ndarray  # (n,), or a `TokenArray`
-    start: Sequence[int]  # the ids with which a model begins a text
-    name: str
-
-
 @dataclass(frozen=True)
 class Inputs:
     """Tokens that a model reads, and the heads to show."""
@@ -47,7 +39,8 @@ class Inputs:
     label: Callable[[int], str]  # of any token
     note: str  # describes `measured`, and in a second line `probe`
     probe: RepeatProbe | None
-    corpus: Corpus | None  # None: it is not here
+    corpus: np.ndarray | None  # (n,) ids of a long text, for the strongest places; None: it is not here
+    start: Sequence[int]  # the ids with which a text begins, for the model
 
 
 def choose_inputs(
@@ -72,22 +65,21 @@ def choose_inputs(
     if tokenizer:
         tokenizer.check_fits(vocab_size)
     T = context_length(model)
-    long = find_corpus(corpus, tokenizer, checkpoint)
+    long = validation_text(checkpoint) if corpus is None else np.array(as_ids(corpus, tokenizer))
     ids = []
     if text is not None:
         ids = as_ids(text, tokenizer)
-        measured = torch.tensor([ids[:T]])
+        _, measured = draw_texts(np.array(ids), T or len(ids), 1)
         shown = measured
         cut = f"{T} of " if measured.size(1) < len(ids) else ""
         note = f"text:   {cut}{len(ids)} tokens"
-    elif long:
-        _, measured = draw_texts(long.ids, min(T or TEXT_LENGTH, TEXT_LENGTH), NUM_TEXTS)
+    elif long is not None:
+        _, measured = draw_texts(long, min(T or TEXT_LENGTH, TEXT_LENGTH), NUM_TEXTS)
         shown = measured[:1, :SHOWN_LENGTH]
-        note = f"text:   {len(measured)} x {measured.size(1)} tokens of {long.name}"
+        origin = "its validation text" if corpus is None else "the corpus"
+        note = f"text:   {len(measured)} x {measured.size(1)} tokens of {origin}"
     else:
         raise UserError("the model's validation text is not here: give a text with --text, or a long one with --corpus")
-    if measured.size(1) < 2:
-        raise UserError("attention is between tokens: give a text of two or more")
     if not 0 <= measured.min() <= measured.max() < vocab_size:
         raise UserError(f"expected tokens from 0 to {vocab_size - 1}, got {measured.min()} to {measured.max()}")
     if given and len(given) != len(ids):
@@ -107,7 +99,9 @@ def choose_inputs(
         N, length = probe.repeated.shape
         note += f"\nprobe:  {N} x [start, {length // 2} random tokens of the {pool}, the same again]"
     labels = list(given[: shown.size(1)]) or [label(token) for token in shown[0].tolist()]
-    return Inputs(chosen, measured, shown, labels, label, note, probe, long)
+    return Inputs(
+        chosen, measured, shown, labels, label, note, probe, long, tokenizer.start_of_text if tokenizer else []
+    )
 
 
 @torch.no_grad()
@@ -172,30 +166,24 @@ def context_length(model: nn.Module) -> int | None:
     return next((getattr(config, name) for name in CONTEXTS if hasattr(config, name)), None)
 
 
-def find_corpus(
-    corpus: str | Sequence[int] | Tensor | None, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None
-) -> Corpus | None:
-    """Return the corpus that is given, or the validation text of a checkpoint; None if that is not on this machine.
+def validation_text(checkpoint: Checkpoint | None) -> np.ndarray | None:
+    """Return the tokens that the model of a checkpoint was not trained on; None if they are not on this machine.
 
-    Raises UserError if it is too short, or if it has to be tokenised and cannot be.
+    Nor are they if no run of ours wrote the checkpoint, or if they are in token files, which are never prepared.
     """
-    start = tokenizer.start_of_text if tokenizer else []
-    if corpus is not None:
-        ids = np.array(as_ids(corpus, tokenizer))
-        if len(ids) < 2:
-            raise UserError(f"a corpus has to be long: this one has {len(ids)} tokens")
-        return Corpus(ids, start, "the corpus")
-    trainer = checkpoint.trainer if checkpoint else {}  # of a model from elsewhere nothing
-    # Token files are never prepared.
-    found = trainer and find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"])
-    return Corpus(found.tokens["val"], start, "its validation text") if found else None
+    with suppress(AttributeError, LookupError, TypeError):
+        trainer = checkpoint.trainer
+        return find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"]).tokens["val"]
+    return None
 
 
 def draw_texts(ids: np.ndarray, T: int, most: int) -> tuple[np.ndarray, Tensor]:
-    """Draw texts, evenly spread: the number of the first token of each, (N,), and its ids (N, T).
+    """Draw up to so many texts, evenly spread: the place of the first token of each, (N,), and the ids (N, T).
 
-    There is at least one; T is less if the ids are few.
+    There is one at least, and T is less if the ids are few. Raises UserError if they are fewer than two.
     """
     T = min(T, len(ids))
+    if T < 2:
+        raise UserError("attention is between tokens: give a text of two or more")
     starts = np.linspace(0, len(ids) - T, max(1, min(most, len(ids) // T)), dtype=int)
     return starts, torch.from_numpy(ids[starts[:, None] + np.arange(T)]).long()

@@ -158,12 +158,16 @@ def inspect_heads(
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     with precision:
         inputs = choose_inputs(model, text, tokenizer, heads, checkpoint, corpus)
-        found = measure(model, inputs, name, ablate, complete)
-        return replace(found, strongest=find_places(model, inputs)) if complete and inputs.corpus else found
+        return measure(model, inputs, name, ablate, complete, complete)
 
 
-def measure(model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | None, complete: bool) -> Inspection:
-    """Measure the heads of a model and capture the text that is shown; see `inspect_heads`."""
+def measure(
+    model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | None, complete: bool, places: bool = False
+) -> Inspection:
+    """Measure the heads of a model and capture the text that is shown; see `inspect_heads`.
+
+    places: also find strongest places, if there is a corpus.
+    """
     scores = head_scores(model, inputs.measured, inputs.probe)
     if ablation:
         scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
@@ -175,7 +179,8 @@ def measure(model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | No
     verified = f"{proved} ({dtype_name(values.dtype)}, {values.device.type})"
     if num_unmasked := att.left_out.count(UNMASKED):
         verified += f"; {num_unmasked} more layers: {UNMASKED}, python -m model.check says where"
-    found = Inspection(**vars(inputs), name=name, verified=verified, scores=scores, att=att)
+    strongest = find_places(model, inputs) if places and inputs.corpus is not None else {}
+    found = Inspection(**vars(inputs), name=name, verified=verified, scores=scores, att=att, strongest=strongest)
     if not complete:
         return found
     # Known is what moves through an output projection that reads the output of the heads as it is; no gate between.

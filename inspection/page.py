@@ -3,12 +3,13 @@
 The policy in its head lets a browser run the page's own script and style and forbids every request. Jinja escapes
 markup in tokens and names. The template is inspection/page.html.
 
-A pattern is stored as its lower triangle, row by row. Each weight is a multiple of 1/65535 in two bytes. Lengths and
-what heads say are numbers of four bytes. These are deflated and written in base64, which
+Places are stored as JSON. A pattern is stored as its lower triangle, row by row. Each weight is a multiple of 1/65535 in two bytes. Lengths and
+what heads say are numbers of four bytes. All are deflated and written in base64, which
 takes one to two bytes a weight.
 """
 
 import base64
+import json
 import secrets
 import zlib
 from collections.abc import Sequence
@@ -64,6 +65,11 @@ def render(inspections: Sequence[Inspection]) -> str:
             checkpoints[place]["said"] = {token: inspection.label(token) for token in tokens.unique().tolist()}
             stored[f"{place}/says"] = pack(tokens, "<i4")
             stored[f"{place}/logits"] = pack(logits, "<f4")
+    if last.strongest:
+        found = [last.strongest[head] for head in last.heads]
+        texts = {place.start: list(place.labels) for each in found for place in each.strongest}
+        shown = [([place[:4] for place in each.strongest], each.looks_from, each.looks_at) for each in found]
+        stored[f"{len(checkpoints) - 1}/places"] = deflate(json.dumps([found[0].note, texts, shown]).encode())
     return TEMPLATE.render(
         nonce=secrets.token_urlsafe(),
         title=f"Heads of {last.name}",
@@ -75,9 +81,14 @@ def render(inspections: Sequence[Inspection]) -> str:
     )
 
 
+def deflate(content: bytes) -> str:
+    """Return bytes as the page stores them."""
+    return base64.b64encode(zlib.compress(content, level=1)).decode()
+
+
 def pack(numbers: Tensor, dtype: str) -> str:
     """Return numbers as the page stores them."""
-    return base64.b64encode(zlib.compress(numbers.numpy().astype(dtype).tobytes(), level=1)).decode()
+    return deflate(numbers.numpy().astype(dtype).tobytes())
 
 
 def encode(pattern: Tensor) -> str:
