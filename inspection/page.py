@@ -3,9 +3,9 @@
 The policy in its head lets a browser run the page's own script and style and forbids every request. Jinja escapes
 markup in tokens and names. The template is inspection/page.html.
 
-Places are stored as JSON. A pattern is stored as its lower triangle, row by row. Each weight is a multiple of 1/65535 in two bytes. Lengths and
-what heads say are numbers of four bytes. All are deflated and written in base64, which
-takes one to two bytes a weight.
+A pattern is stored as its lower triangle, row by row. Each weight is a multiple of 1/65535 in two bytes. Lengths and
+what heads say are numbers of four bytes, and places are JSON. All are deflated and written in base64, which takes one
+to two bytes a weight.
 """
 
 import base64

@@ -71,8 +71,8 @@ def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
 
     It is read in texts of the model's context: all, or evenly drawn as many as a CPU core can read in about a minute.
     That is estimated, so that a model has the same places on every machine. Queries in the first eighth of a text have
-    few keys to choose from, and are no places. Words and places leave out the first token and the token itself as keys;
-    but these count LEAST of their weight for places, and so are shown of a head that does nothing else.
+    few keys to choose from, and are no places. Words and places are elsewhere: the first token and the token itself, as
+    keys, are left out. They are places of a head that does nothing else: no weight elsewhere is LEAST or more.
 
     Words are those that add most to the divergence of the attention from the text (Kullback and Leibler 1951).
 
@@ -88,7 +88,9 @@ def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
     names = np.array([inputs.label(token) for token in tokens.tolist()], dtype=object)
     labels = names[words]
     attention = torch.zeros(len(inputs.heads), 2, len(tokens))  # that a word gives as a query, and gets as a key
-    best = torch.zeros(len(inputs.heads), 2, N, T)  # of each query, its largest weight and the key that has it
+    best = torch.zeros(
+        len(inputs.heads), 4, N, T
+    )  # of each query, its largest weight and the key, elsewhere and at all
     proofs = []
     with evaluating(model):
         for n in progress_bar(iterable=range(N), unit=" texts", leave=False, delay=1):
@@ -100,8 +102,8 @@ def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
                 elsewhere = weights.tril(-1)
                 elsewhere[:, 0] = 0.0
                 attention[h].index_add_(1, words[n], torch.stack((elsewhere.sum(1), elsewhere.sum(0))))
-                best[h, :, n] = torch.stack(torch.maximum(elsewhere, LEAST * weights).max(1))
-    best[:, 0, :, : T // 8] = 0.0
+                best[h, :, n] = torch.stack((*elsewhere.max(1), *weights.max(1)))
+    best[..., : T // 8] = 0.0
     shares, of_text = F.normalize(attention, p=1, dim=-1), counts / counts.sum()
     stand_out = torch.xlogy(shares, shares / of_text).argsort(descending=True)[..., :MOST_WORDS].tolist()
     note = f"{N * T:,} of {len(inputs.corpus):,} tokens; {summarise(proofs)}"
@@ -109,15 +111,14 @@ def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
     for h, head in enumerate(inputs.heads):
         strongest = []
         alike = Counter()
-        ranks, keys = best[h].flatten(1)
-        for place in ranks.argsort(descending=True, stable=True).tolist():
+        largest, keys = (best[h, :2] if best[h, 0].max() >= LEAST else best[h, 2:]).flatten(1)
+        for place in largest.argsort(descending=True, stable=True).tolist():
             n, query = divmod(place, T)
             key = int(keys[place])
             pair = labels[n, query], labels[n, key]
             alike[pair] += 1
             if alike[pair] <= MOST_ALIKE:
-                weight = ranks[place].item() / (LEAST if key in (0, query) else 1)
-                strongest.append(Place(weight, int(starts[n]), query, key, labels[n]))
+                strongest.append(Place(largest[place].item(), int(starts[n]), query, key, labels[n]))
             if len(strongest) == MOST_PLACES:
                 break
         looks = [
