@@ -93,12 +93,12 @@ def test_a_planted_head_is_recognised_by_its_places_and_words(by_kernel: bool, h
     assert all(place.key == place.query for place in found[SELF].strongest)
 
 
-def test_words_have_their_shares_of_the_attention_elsewhere_and_of_the_text() -> None:
+def test_places_and_the_shares_of_words_are_those_of_all_texts() -> None:
     model = Planted()
     found = found_by(model)
     texts = model.seen[1:]  # the first is read to learn sizes
     assert len(texts) == len(CORPUS) // T and texts[0] == CORPUS[:T] and texts[-1] == CORPUS[-T:]
-    given, got, read = Counter(), Counter(), Counter()
+    given, got, read, alike = Counter(), Counter(), Counter(), Counter()
     for ids in texts:
         weights = planted(torch.tensor(ids))[0].tolist()
         read.update(ids)
@@ -114,6 +114,14 @@ def test_words_have_their_shares_of_the_attention_elsewhere_and_of_the_text() ->
             assert of_text == pytest.approx(read[token] / read.total(), abs=1e-6)
         terms = [share * torch.tensor(share / of_text).log() for _, share, of_text in words]
         assert terms == sorted(terms, reverse=True)
+
+    # The even head looks at token 1 as much as at any other; its place in the text decides between equal weights.
+    strongest = []
+    for query, ids in ((query, ids) for query in range(T // 8, T) for ids in texts):
+        alike[ids[query], ids[1]] += 1
+        if alike[ids[query], ids[1]] <= 2:
+            strongest.append((WORDS[ids[query]], WORDS[ids[1]]))
+    assert [(labels[query], labels[key]) for _, _, query, key, labels in found[EVEN].strongest] == strongest[:12]
 
 
 def test_what_cannot_be_read_in_a_minute_is_drawn_evenly_and_alike(monkeypatch) -> None:
