@@ -66,10 +66,10 @@ def render(inspections: Sequence[Inspection]) -> str:
             stored[f"{place}/says"] = pack(tokens, "<i4")
             stored[f"{place}/logits"] = pack(logits, "<f4")
     if last.strongest:
-        found = [last.strongest[head] for head in last.heads]
-        texts = {place.start: list(place.labels) for each in found for place in each.strongest}
-        shown = [([place[:4] for place in each.strongest], each.looks_from, each.looks_at) for each in found]
-        stored[f"{len(checkpoints) - 1}/places"] = deflate(json.dumps([found[0].note, texts, shown]).encode())
+        found = last.strongest.values()
+        texts = {place.start: list(place.labels) for places in found for place in places.strongest}
+        shown = [([place[:4] for place in strongest], *rest) for strongest, *rest in found]
+        stored[f"{len(checkpoints) - 1}/places"] = deflate(json.dumps([texts, shown]).encode())
     return TEMPLATE.render(
         nonce=secrets.token_urlsafe(),
         title=f"Heads of {last.name}",

@@ -84,13 +84,8 @@ def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
     starts, texts = draw_texts(inputs.corpus, T, int(MINUTE // flops))
     texts[:, : len(inputs.start)] = torch.tensor(inputs.start)
     N, T = texts.shape
-    tokens, words, counts = texts.unique(return_inverse=True, return_counts=True)
-    names = np.array([inputs.label(token) for token in tokens.tolist()], dtype=object)
-    labels = names[words]
-    attention = torch.zeros(len(inputs.heads), 2, len(tokens))  # that a word gives as a query, and gets as a key
-    best = torch.zeros(
-        len(inputs.heads), 4, N, T
-    )  # of each query, its largest weight and the key, elsewhere and at all
+    # Of each query its largest weight and that key, elsewhere and at all; what tokens give as queries, and get as keys.
+    seen = torch.zeros(len(inputs.heads), 6, N, T)
     proofs = []
     with evaluating(model):
         for n in progress_bar(iterable=range(N), unit=" texts", leave=False, delay=1):
@@ -101,29 +96,31 @@ def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
                 weights = att.pattern(*head)[0, :, -T:].cpu().float()
                 elsewhere = weights.tril(-1)
                 elsewhere[:, 0] = 0.0
-                attention[h].index_add_(1, words[n], torch.stack((elsewhere.sum(1), elsewhere.sum(0))))
-                best[h, :, n] = torch.stack((*elsewhere.max(1), *weights.max(1)))
-    best[..., : T // 8] = 0.0
-    shares, of_text = F.normalize(attention, p=1, dim=-1), counts / counts.sum()
-    stand_out = torch.xlogy(shares, shares / of_text).argsort(descending=True)[..., :MOST_WORDS].tolist()
-    note = f"{N * T:,} of {len(inputs.corpus):,} tokens; {summarise(proofs)}"
+                rows = *elsewhere.max(1), *weights.max(1), elsewhere.sum(1), elsewhere.sum(0)
+                seen[h, :, n] = torch.stack(rows)
+    note = f"{texts.numel():,} of {len(inputs.corpus):,} tokens; {summarise(proofs)}"
+    tokens, words, counts = texts.unique(return_inverse=True, return_counts=True)
+    of_text = counts / counts.sum()
+    names = np.array([inputs.label(token) for token in tokens.tolist()], dtype=object)
     found = {}
-    for h, head in enumerate(inputs.heads):
+    for head, (*best, given, got) in zip(inputs.heads, seen, strict=True):
+        largest, keys = best[:2] if best[0][:, T // 8 :].max() >= LEAST else best[2:]
+        largest[:, : T // 8] = 0.0
         strongest = []
         alike = Counter()
-        largest, keys = (best[h, :2] if best[h, 0].max() >= LEAST else best[h, 2:]).flatten(1)
-        for place in largest.argsort(descending=True, stable=True).tolist():
+        for place in largest.flatten().argsort(descending=True, stable=True).tolist():
             n, query = divmod(place, T)
-            key = int(keys[place])
-            pair = labels[n, query], labels[n, key]
+            labels, key = names[words[n]], int(keys[n, query])
+            pair = labels[query], labels[key]
             alike[pair] += 1
             if alike[pair] <= MOST_ALIKE:
-                strongest.append(Place(largest[place].item(), int(starts[n]), query, key, labels[n]))
+                strongest.append(Place(largest[n, query].item(), int(starts[n]), query, key, labels))
             if len(strongest) == MOST_PLACES:
                 break
-        looks = [
-            [(names[word], shares[h, side, word].item(), of_text[word].item()) for word in row]
-            for side, row in enumerate(stand_out[h])
-        ]
+        looks = []
+        for attention in (given, got):
+            shares = F.normalize(words.flatten().bincount(attention.flatten()), p=1, dim=0)
+            order = torch.xlogy(shares, shares / of_text).argsort(descending=True)[:MOST_WORDS].tolist()
+            looks.append([(names[word], shares[word].item(), of_text[word].item()) for word in order])
         found[head] = Places(strongest, *looks, note)
     return found

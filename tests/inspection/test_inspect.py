@@ -153,10 +153,11 @@ def test_places_are_printed_and_on_the_page_of_the_last_checkpoint(run, straight
     for head in found.heads:
         assert f"\nhead {name_of(head)}\n{found.places(*head)}\n" in result.out
     (packed,) = re.findall(r'id="(\d/places)">([^<]*)<', (tmp_path / "t.html").read_text())
-    note, texts, shown = json.loads(zlib.decompress(base64.b64decode(packed[1])))
-    assert packed[0] == "1/places" and note == found.places(0, 0).note
-    for head, (strongest, *words) in zip(found.heads, shown, strict=True):
+    texts, shown = json.loads(zlib.decompress(base64.b64decode(packed[1])))
+    assert packed[0] == "1/places"
+    for head, (strongest, *words, note) in zip(found.heads, shown, strict=True):
         expected = found.places(*head)
+        assert note == expected.note
         assert [tuple(place) for place in strongest] == [place[:4] for place in expected.strongest]
         assert all(texts[str(place.start)] == list(place.labels) for place in expected.strongest)
         assert [[tuple(word) for word in side] for side in words] == [expected.looks_from, expected.looks_at]
