@@ -7,6 +7,7 @@ Ways to run:
     python inspect_attention.py out/quickstart --text @a.py -o a.png -o a.html
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
+    python inspect_attention.py out/quickstart --heads 1.1 --view places
 
 First of all: --text, --heads, -o, --ablate, --device.
 
@@ -54,9 +55,10 @@ class Options:
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""
     view: Literal["weights", "places"] = "weights"
-    """What is printed of these heads: a text as a triangle, or the strongest places in the corpus."""
+    """What is printed of these heads: a text as a triangle, or their strongest places in the corpus."""
     corpus: str = ""
-    """A file of text in which strongest places are looked for. Left out: the model's validation text."""
+    """A file of text in which strongest places are looked for, which takes a CPU a minute at most. Left out: the
+    model's validation text."""
     ablate: Ablation | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
