@@ -16,7 +16,7 @@ from torch import nn
 
 from cli.bars import progress_bar
 from inspection.decoder import evaluating, read
-from inspection.inputs import TEXT_LENGTH, Inputs, context_length, draw_texts
+from inspection.inputs import TEXT_LENGTH, Inputs, context_length, draw_texts, sizes_of
 from inspection.kinds import LEAST, Head, short
 from inspection.metrics import summarise
 from inspection.patterns import capture
@@ -48,7 +48,7 @@ class Places(NamedTuple):
     strongest: Sequence[Place]
     looks_from: Sequence[Word]  # those that stand out most from the text
     looks_at: Sequence[Word]
-    note: str  # says what was read, and how its weights were proved
+    note: str  # says what was read, how its weights were proved, and how much of the attention the words have
 
     def __repr__(self) -> str:
         lines = [self.note]
@@ -80,7 +80,8 @@ def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
     """
     T = min(context_length(model) or inputs.measured.size(1), TEXT_LENGTH)
     size = sum(parameter.numel() for parameter in model.parameters())
-    flops = T * (2 * size + WEIGHT_FLOPS * len(inputs.heads) * T) + TEXT_FLOPS
+    L, H, _ = sizes_of(model)
+    flops = T * (2 * size + WEIGHT_FLOPS * L * H * T) + TEXT_FLOPS
     starts, texts = draw_texts(inputs.corpus, T, int(MINUTE // flops))
     texts[:, : len(inputs.start)] = torch.tensor(inputs.start)
     N, T = texts.shape
@@ -98,10 +99,10 @@ def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
                 elsewhere[:, 0] = 0.0
                 rows = *elsewhere.max(1), *weights.max(1), elsewhere.sum(1), elsewhere.sum(0)
                 seen[h, :, n] = torch.stack(rows)
-    note = f"{texts.numel():,} of {len(inputs.corpus):,} tokens; {summarise(proofs)}"
     tokens, words, counts = texts.unique(return_inverse=True, return_counts=True)
     of_text = counts / counts.sum()
     names = np.array([inputs.label(token) for token in tokens.tolist()], dtype=object)
+    note = f"{N * T:,} of {len(inputs.corpus):,} tokens; {summarise(proofs)}"
     found = {}
     for head, (*best, given, got) in zip(inputs.heads, seen, strict=True):
         largest, keys = best[:2] if best[0][:, T // 8 :].max() >= LEAST else best[2:]
@@ -122,5 +123,6 @@ def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
             shares = F.normalize(words.flatten().bincount(attention.flatten()), p=1, dim=0)
             order = torch.xlogy(shares, shares / of_text).argsort(descending=True)[:MOST_WORDS].tolist()
             looks.append([(names[word], shares[word].item(), of_text[word].item()) for word in order])
-        found[head] = Places(strongest, *looks, note)
+        beyond = f"{given.mean():.1%} of its attention goes beyond the first token and itself"
+        found[head] = Places(strongest, *looks, f"{note}; {beyond}")
     return found
