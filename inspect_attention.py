@@ -7,6 +7,7 @@ Ways to run:
     python inspect_attention.py out/quickstart --text @a.py -o a.png -o a.html
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
+    python inspect_attention.py out/quickstart --heads 1.1 --view places
 
 First of all: --text, --heads, -o, --ablate, --device.
 
@@ -19,7 +20,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -30,7 +31,7 @@ from files import expand
 from inspection import terminal
 from inspection.heads import Ablation
 from inspection.inputs import choose_inputs
-from inspection.inspection import check_output, measure, name_of_model, open_model, save
+from inspection.inspection import NO_CORPUS, check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
 from inspection.metrics import METRICS
 from inspection.page import check_room
@@ -53,6 +54,11 @@ class Options:
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""
+    view: Literal["weights", "places"] = "weights"
+    """What is printed of these heads: a text as a triangle, or their strongest places in the corpus."""
+    corpus: str = ""
+    """A file of text in which strongest places are looked for, which takes a CPU a minute at most. Left out: the
+    model's validation text."""
     ablate: Ablation | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
@@ -71,17 +77,21 @@ def main() -> None:
     checkpoints = find_checkpoints(options.checkpoints)
     device = find_device(options.device)
     text = read_prompt(options.text) if options.text else None
+    corpus = read_prompt(f"@{options.corpus}") if options.corpus else None
     has_page = any(path.suffix.lower() == ".html" for path in outputs)
     inspections = []
     for checkpoint in checkpoints:
         model, precision = open_model(checkpoint, device)
         with precision:
             if not inspections:
-                inputs = choose_inputs(model, text, None, options.heads, checkpoints[-1])
+                inputs = choose_inputs(model, text, None, options.heads, checkpoints[-1], corpus)
+                if options.view == "places" and inputs.corpus is None:
+                    raise UserError(NO_CORPUS)
                 if has_page:  # check now, not after the work
                     check_room(inputs, len(checkpoints))
                 print(inputs.note)
-            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, has_page)
+            places = checkpoint is checkpoints[-1] and (has_page or options.view == "places")
+            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, has_page, places)
         inspections = [*inspections, found] if has_page else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(textwrap.fill(found.verified, 80, initial_indent=" " * 8, subsequent_indent=" " * 8), flush=True)
@@ -89,6 +99,10 @@ def main() -> None:
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
     heads = inputs.heads if options.heads else ()
     print(found.table(heads))
+    if options.view == "places":
+        for head in inputs.heads:
+            print(f"\nhead {name_of(head)}\n{found.places(*head)}")
+        heads = ()
     for head in heads if len(heads) <= terminal.MOST_ROWS else ():
         print(f"\nhead {name_of(head)}, where it looks: a line is a query, a character a key, in the order of lines;")
         print(f"weights of 0 to 1: {' '.join(terminal.GREY)}")

@@ -2,6 +2,7 @@
 
 import fnmatch
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,8 @@ class Inputs:
     label: Callable[[int], str]  # of any token
     note: str  # describes `measured`, and in a second line `probe`
     probe: RepeatProbe | None
+    corpus: np.ndarray | None  # (n,) ids of a long text, for the strongest places; None: it is not here
+    start: Sequence[int]  # the ids with which a text begins, for the model
 
 
 def choose_inputs(
@@ -46,10 +49,11 @@ def choose_inputs(
     tokenizer: object,
     heads: str | Sequence[str],
     checkpoint: Checkpoint | None = None,
+    corpus: str | Sequence[int] | Tensor | None = None,
 ) -> Inputs:
     """Choose what a model reads and which of its heads are shown.
 
-    text, tokenizer and heads are as in `inspect_heads`. checkpoint: has what None stands for.
+    text, tokenizer, heads and corpus are as in `inspect_heads`. checkpoint: has what None stands for.
 
     Raises UserError if the model cannot be inspected, for a head that does not exist, if there is no text, if it needs
     a tokenizer, or if the model does not know its tokens.
@@ -61,22 +65,22 @@ def choose_inputs(
     if tokenizer:
         tokenizer.check_fits(vocab_size)
     T = context_length(model)
+    long = validation_text(checkpoint) if corpus is None else np.array(as_ids(corpus, tokenizer))
     ids = []
     if text is not None:
         ids = as_ids(text, tokenizer)
-        measured = torch.tensor([ids[:T]])
+        _, measured = draw_texts(np.array(ids), T or len(ids), 1)
         shown = measured
         cut = f"the first {T:,} of " if measured.size(1) < len(ids) else ""
         note = f"text:   {cut}{len(ids):,} tokens"
-    elif checkpoint:
-        measured = validation_texts(checkpoint, min(T or TEXT_LENGTH, TEXT_LENGTH))
+    elif long is not None:
+        _, measured = draw_texts(long, min(T or TEXT_LENGTH, TEXT_LENGTH), NUM_TEXTS)
         shown = measured[:1, :SHOWN_LENGTH]
-        size = f"{len(measured)} x {measured.size(1)} tokens of its validation text"
+        origin = "its validation text" if corpus is None else "the corpus"
+        size = f"{len(measured)} x {measured.size(1)} tokens of {origin}"
         note = f"text:   {size}, in pictures the first {shown.size(1)}"
     else:
-        raise UserError("which text? Only a checkpoint has its own")
-    if measured.size(1) < 2:
-        raise UserError("attention is between tokens: give a text of two or more")
+        raise UserError("the model's validation text is not here: give a text with --text, or a long one with --corpus")
     if not 0 <= measured.min() <= measured.max() < vocab_size:
         raise UserError(f"expected tokens from 0 to {vocab_size - 1}, got {measured.min()} to {measured.max()}")
     if given and len(given) != len(ids):
@@ -96,7 +100,9 @@ def choose_inputs(
         N, length = probe.repeated.shape
         note += f"\nprobe:  {N} x [start, {length // 2} random tokens of the {pool}, the same again]"
     labels = list(given[: shown.size(1)]) or [label(token) for token in shown[0].tolist()]
-    return Inputs(chosen, measured, shown, labels, label, note, probe)
+    return Inputs(
+        chosen, measured, shown, labels, label, note, probe, long, tokenizer.start_of_text if tokenizer else []
+    )
 
 
 @torch.no_grad()
@@ -161,16 +167,24 @@ def context_length(model: nn.Module) -> int | None:
     return next((getattr(config, name) for name in CONTEXTS if hasattr(config, name)), None)
 
 
-def validation_texts(checkpoint: Checkpoint, T: int) -> Tensor:
-    """Return up to NUM_TEXTS texts that the model was not trained on, evenly spread, (N, T); T is less if they are few.
+def validation_text(checkpoint: Checkpoint | None) -> np.ndarray | None:
+    """Return the tokens that the model of a checkpoint was not trained on; None if they are not on this machine.
 
-    Raises UserError if they are not on this machine.
+    Nor are they if no run of ours wrote the checkpoint, or if they are in token files, which are never prepared.
     """
-    trainer = checkpoint.trainer  # of a model from elsewhere nothing; token files are never prepared
-    corpus = trainer and find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"])
-    if not corpus:
-        raise UserError("the model's validation text is not here: give a text with --text")
-    tokens = corpus.tokens["val"]
-    T = min(T, len(tokens))
-    starts = np.linspace(0, len(tokens) - T, min(NUM_TEXTS, len(tokens) // T), dtype=int)
-    return torch.from_numpy(tokens[starts[:, None] + np.arange(T)]).long()
+    with suppress(AttributeError, LookupError, TypeError):
+        trainer = checkpoint.trainer
+        return find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"]).tokens["val"]
+    return None
+
+
+def draw_texts(ids: np.ndarray, T: int, most: int) -> tuple[np.ndarray, Tensor]:
+    """Draw up to so many texts, evenly spread: the place of the first token of each, (N,), and the ids (N, T).
+
+    There is one at least, and T is less if the ids are few. Raises UserError if they are fewer than two.
+    """
+    T = min(T, len(ids))
+    if T < 2:
+        raise UserError("attention is between tokens: give a text of two or more")
+    starts = np.linspace(0, len(ids) - T, max(1, min(most, len(ids) // T)), dtype=int)
+    return starts, torch.from_numpy(ids[starts[:, None] + np.arange(T)]).long()

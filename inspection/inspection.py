@@ -30,6 +30,7 @@ from inspection.inputs import Inputs, choose_inputs
 from inspection.kinds import Head
 from inspection.metrics import HeadScores, summarise
 from inspection.patterns import UNMASKED, Captured, capture
+from inspection.places import Places, find_places
 from inspection.terminal import report
 from inspection.views import Said, moved, say
 from model import GPT
@@ -37,6 +38,7 @@ from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import autocast, dtype_name, find_device, is_fast
 from model.foreign import load_decoder
 
+NO_CORPUS = "places are looked for in a long text: the model's validation text is not here, give one with --corpus FILE"
 FORMATS = (".html", ".png", ".svg", ".npz")
 
 
@@ -51,6 +53,7 @@ class Inspection(Inputs):
     influence: Tensor | None = None  # (T, T), rows of nan were not computed
     lengths: Mapping[Head, Tensor] = field(default_factory=dict)  # (T,), of what a head moves; empty if not known
     said: Mapping[Head, Said] = field(default_factory=dict)  # what a head makes likely; empty if not known
+    strongest: Mapping[Head, Places] = field(default_factory=dict)  # empty without a corpus
 
     @property
     def loss(self) -> float:
@@ -61,6 +64,12 @@ class Inspection(Inputs):
         """Return the weights of a head, (T, T) on the CPU. Keys before the text, as a learned sink, are left out."""
         weights = self.att.pattern(layer, head)[0].cpu()
         return weights[:, -len(weights) :]
+
+    def places(self, layer: int, head: int) -> Places:
+        """Return the strongest places of a head in the corpus. Raises UserError if there was none."""
+        if not self.strongest:
+            raise UserError(NO_CORPUS)
+        return self.strongest[layer, head]
 
     def table(self, heads: Sequence[Head] = ()) -> str:
         """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
@@ -119,6 +128,7 @@ def inspect_heads(
     ablate: Ablation | None = None,
     device: str = "auto",
     complete: bool = True,
+    corpus: str | Sequence[int] | Tensor | None = None,
 ) -> Inspection:
     """Measure the heads of a decoder on a text, and prove their weights.
 
@@ -131,8 +141,10 @@ def inspect_heads(
         heads: those to show, as "5.1" or ["2.*", "-1.*"]; none are all.
         ablate: measure the rise of the loss without a head, whose output becomes zero or its mean.
         device: of a model that is opened, as for `find_device`; a module stays where it is.
-        complete: also measure what only a page shows: what heads take and say, and the influence of tokens. That takes
-            seconds on a CPU.
+        complete: also measure what only a page shows: what heads take and say, the influence of tokens, and places in
+            the corpus. That takes seconds on a CPU, and of a large model and corpus another minute.
+        corpus: a long text or its token ids, in which strongest places are looked for. None takes the validation text
+            of a checkpoint, if it is on this machine.
 
     Raises UserError if the model, text or tokenizer cannot be used, and NotTheKernels if the weights computed are not
     those that the kernel used.
@@ -146,12 +158,17 @@ def inspect_heads(
         name = name_of_model(checkpoint.directory)
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     with precision:
-        inputs = choose_inputs(model, text, tokenizer, heads, checkpoint)
-        return measure(model, inputs, name, ablate, complete)
+        inputs = choose_inputs(model, text, tokenizer, heads, checkpoint, corpus)
+        return measure(model, inputs, name, ablate, complete, complete)
 
 
-def measure(model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | None, complete: bool) -> Inspection:
-    """Measure the heads of a model and capture the text that is shown; see `inspect_heads`."""
+def measure(
+    model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | None, complete: bool, places: bool = False
+) -> Inspection:
+    """Measure the heads of a model and capture the text that is shown; see `inspect_heads`.
+
+    places: also find strongest places, if there is a corpus.
+    """
     scores = head_scores(model, inputs.measured, inputs.probe)
     if ablation:
         scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
@@ -163,7 +180,8 @@ def measure(model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | No
     verified = f"{proved} ({dtype_name(values.dtype)}, {values.device.type})"
     if num_unmasked := att.left_out.count(UNMASKED):
         verified += f"; {num_unmasked} more layers: {UNMASKED}, python -m model.check says where"
-    found = Inspection(**vars(inputs), name=name, verified=verified, scores=scores, att=att)
+    strongest = find_places(model, inputs) if places and inputs.corpus is not None else {}
+    found = Inspection(**vars(inputs), name=name, verified=verified, scores=scores, att=att, strongest=strongest)
     if not complete:
         return found
     # Known is what moves through an output projection that reads the output of the heads as it is; no gate between.

@@ -4,11 +4,12 @@ The policy in its head lets a browser run the page's own script and style and fo
 markup in tokens and names. The template is inspection/page.html.
 
 A pattern is stored as its lower triangle, row by row. Each weight is a multiple of 1/65535 in two bytes. Lengths and
-what heads say are numbers of four bytes. These are deflated and written in base64, which
-takes one to two bytes a weight.
+what heads say are numbers of four bytes, and places are JSON. All are deflated and written in base64, which takes one
+to two bytes a weight.
 """
 
 import base64
+import json
 import secrets
 import zlib
 from collections.abc import Sequence
@@ -63,6 +64,11 @@ def render(inspections: Sequence[Inspection]) -> str:
             checkpoints[place]["said"] = {token: inspection.label(token) for token in tokens.unique().tolist()}
             stored[f"{place}/says"] = pack(tokens, "<i4")
             stored[f"{place}/logits"] = pack(logits, "<f4")
+    if last.strongest:
+        found = last.strongest.values()
+        texts = {place.start: list(place.labels) for places in found for place in places.strongest}
+        shown = [([place[:4] for place in strongest], *rest) for strongest, *rest in found]
+        stored[f"{len(checkpoints) - 1}/places"] = deflate(json.dumps([texts, shown]).encode())
     return TEMPLATE.render(
         nonce=secrets.token_urlsafe(),
         inputs=last,
@@ -74,9 +80,14 @@ def render(inspections: Sequence[Inspection]) -> str:
     )
 
 
+def deflate(content: bytes) -> str:
+    """Return bytes as the page stores them."""
+    return base64.b64encode(zlib.compress(content, level=1)).decode()
+
+
 def pack(numbers: Tensor, dtype: str) -> str:
     """Return numbers as the page stores them."""
-    return base64.b64encode(zlib.compress(numbers.numpy().astype(dtype).tobytes(), level=1)).decode()
+    return deflate(numbers.numpy().astype(dtype).tobytes())
 
 
 def encode(pattern: Tensor) -> str:

@@ -1,7 +1,10 @@
 """inspect_attention.py as a user types it: the table, pictures and pages, ablation, and refusals."""
 
+import base64
 import json
 import re
+import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +15,10 @@ import inspect_attention
 import inspection.inspection
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
-from inspection import ablate, capture, decoder, head_scores, influence, page, terminal
+from inspection import ablate, capture, decoder, head_scores, influence, inspect_heads, page, terminal
 from inspection.inputs import choose_inputs
 from inspection.inspection import name_of_model, open_model
+from inspection.kinds import name_of
 from inspection.metrics import METRICS, HeadScores
 from inspection.terminal import label, triangle
 from model import GPT
@@ -141,6 +145,30 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
     assert predictions[0][0] == inputs.label(expected[0][0])
 
 
+def test_places_are_printed_and_on_the_page_of_the_last_checkpoint(run, straight: Path, tmp_path: Path) -> None:
+    words = [straight / FIRST, straight / LAST, "--view", "places", "-o", tmp_path / "t.html"]
+    result = run(inspect_attention, *words)
+    found = inspect_heads(straight)
+    assert max(map(len, result.out.splitlines())) <= 80, result.err
+    for head in found.heads:
+        assert f"\nhead {name_of(head)}\n{found.places(*head)}\n" in result.out
+    (packed,) = re.findall(r'id="(\d/places)">([^<]*)<', (tmp_path / "t.html").read_text())
+    texts, shown = json.loads(zlib.decompress(base64.b64decode(packed[1])))
+    assert packed[0] == "1/places"
+    for head, (strongest, *words, note) in zip(found.heads, shown, strict=True):
+        expected = found.places(*head)
+        assert note == expected.note
+        assert [tuple(place) for place in strongest] == [place[:4] for place in expected.strongest]
+        assert all(texts[str(place.start)] == list(place.labels) for place in expected.strongest)
+        assert [[tuple(word) for word in side] for side in words] == [expected.looks_from, expected.looks_at]
+
+    (tmp_path / "long.txt").write_text("one two three. " * 50)
+    other = run(inspect_attention, straight, "--corpus", tmp_path / "long.txt", "--view", "places", "--heads", "1.1")
+    assert "text:   8 x 11 tokens of the corpus\n" in other.out and "\n748 of 750 tokens; weights match" in other.out
+    assert other.out.count("\nhead 1.1\n") == 1 and "where it looks: a line" not in other.out
+    assert set(re.findall("‹(.*?)›", other.out)) <= {"what looks", "␣", *"onetwhr."}
+
+
 def test_ablation_stands_beside_its_error(run, straight: Path) -> None:
     result = run(inspect_attention, straight, "--ablate", "mean")
     assert max(map(len, result.out.splitlines())) <= 80
@@ -210,12 +238,19 @@ def test_a_model_of_the_hub_has_its_name() -> None:
         (["{run}", "--heads", "2.0"], "there is no head 2.0: the model has 2 layers of 3 heads"),
         (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .html, .png, .svg, .npz"),
         (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: it is a directory, or in none"),
+        (["{run}", "--corpus", "{tmp}/none.txt"], "No such file or directory: '{tmp}/none.txt'"),
+        (["{run}", "--corpus", "{tmp}/short.txt"], "attention is between tokens: give a text of two or more"),
+        (["{run}", "--corpus", "{run}/checkpoints/step-00000012/model.safetensors"], "codec can't decode"),
+        (["{other}", "--text", "a b", "--view", "places"], "validation text is not here, give one with --corpus FILE"),
         (["{run}", "{other}"], "for a timeline several directories step-... of one run"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(run, straight: Path, tmp_path: Path, words: list, message: str) -> None:
     names = {"run": straight, "tmp": tmp_path, "other": tmp_path / "other"}
     (straight / FIRST).rename(names["other"])
+    (tmp_path / "short.txt").write_text("a")
+    if "places" in words:
+        shutil.rmtree(tmp_path / "prepared")
     result = run(inspect_attention, *(word.format(**names) for word in words))
     assert result.exit_code == 2 and len(result.err.strip().splitlines()) == 1
     assert message.format(**names) in result.err and not result.out

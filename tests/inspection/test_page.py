@@ -18,6 +18,7 @@ from torch import Tensor
 from inspection import Inspection, page
 from inspection.kinds import KINDS, by_kind, name_of
 from inspection.metrics import HeadScores
+from inspection.places import Place, Places
 
 L, H, T = 2, 3, 11
 HEADS = [(layer, head) for layer in range(L) for head in range(H)]
@@ -72,6 +73,8 @@ def inspected(
         label=lambda token: f"<b>{token}",
         note="a text",
         probe=None,
+        corpus=None,
+        start=[],
         name=name or f"step-{step:08d}",
         verified="weights match the kernel",
         scores=HeadScores(samples, torch.tensor([1000 / step]), predictions, [], chance, rows),
@@ -250,6 +253,49 @@ def test_all_that_matters_is_seen_at_one_look(show: Callable, shape: tuple[int, 
         assert box["y"] >= 0 and box["y"] + box["height"] <= 800 and box["x"] + box["width"] <= 1280, part
     for part in ("#text", "#heads"):
         assert page.locator(part).evaluate("(part) => part.scrollHeight <= part.clientHeight"), part
+
+
+def places_of(step: int, texts: dict[int, list[str]]) -> dict:
+    """Made-up places of all heads, two in each text."""
+    found = {}
+    for number, head in enumerate(HEADS):
+        strongest = [Place(0.875, start, 7 + number % 3, 2, text) for start, text in texts.items()]
+        strongest += [Place(0.25, start, 9, 9, text) for start, text in texts.items()]
+        words = [(text[number], 0.5, 0.125) for text in texts.values()]
+        found[head] = Places(strongest, words, words[:1], "99 of 999 tokens; weights match")
+    return found
+
+
+@pytest.mark.long
+def test_places_are_lines_that_open_to_their_text(show: Callable) -> None:
+    shown = inspected(800).labels
+    texts = {0: [*shown, *(f"␣more{i}" for i in range(30))], 9000: [*HOSTILE, *(f"␣far{i}" for i in range(60))]}
+    texts[9000][2] = "</summary>"
+    page = show(inspected(400), inspected(800, strongest=places_of(800, texts)), link="#1.1/4")
+    assert page.locator("#of-places").inner_text() == "Strongest places of head 1.1"
+    assert page.locator("#read").inner_text().startswith("In 99 of 999 tokens; weights match.")
+    lines = page.locator("#found details")
+    assert lines.count() == 4
+    assert lines.nth(1).locator("summary > span").nth(1).inner_text() == "9,008"
+    first = lines.nth(1)
+    assert first.locator("summary .key").inner_text() == "</summary>" and first.locator("summary .shown").count() == 1
+    assert first.locator("summary .shown").inner_text() == texts[9000][8]
+    assert "␣far5" in first.locator("summary").inner_text() and "␣far9" not in first.locator("summary").inner_text()
+    own = lines.nth(2).locator("summary .shown")
+    assert own.inner_text() == shown[9] and "key" in own.get_attribute("class")
+    first.locator("summary").focus()
+    page.keyboard.press("Enter")
+    first.locator("div bdi >> nth=70").wait_for()
+    assert first.locator("div bdi").all_text_contents() == texts[9000] and first.locator("button").count() == 0
+    page.keyboard.press("ArrowDown")
+    page.locator("#of-places", has_text="1.2").wait_for()
+    lines.nth(0).locator("summary").click()
+    lines.nth(0).locator("button").click()
+    expect(page, f"what {shown[9]} (9) looks at", "#1.2/9")
+    page.evaluate("location.hash = '#1.1/4/step-00000400'")
+    page.locator("#read", has_text="Only the last checkpoint has places.").wait_for()
+    assert not lines.nth(0).is_visible()
+    assert "give another with --corpus FILE" in show(inspected()).locator("#read").inner_text()
 
 
 @pytest.mark.long
