@@ -24,10 +24,9 @@ from inspection.patterns import capture
 MOST_PLACES = 12  # of a head
 MOST_ALIKE = 2  # of them, with the same words as query and key
 MOST_WORDS = 5  # that it looks from, and at
-MINUTE = (
-    4e12  # floating-point operations of a CPU core in about a minute; besides the model's there are, in their time,
-)
-WEIGHT_FLOPS, TEXT_FLOPS = 600, 2e9  # those for each weight of attention and for each text
+MINUTE = 4e12  # floating-point operations of a CPU core in about a minute
+WEIGHT_FLOPS = 600  # what each weight of attention takes of these, besides the model
+TEXT_FLOPS = 2e9  # what each text takes
 
 Word = tuple[str, float, float]  # a token, its share of a head's attention, and its share of the text
 
