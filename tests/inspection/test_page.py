@@ -22,8 +22,8 @@ from inspection.places import Place, Places
 
 L, H, T = 2, 3, 11
 HEADS = [(layer, head) for layer in range(L) for head in range(H)]
-HOSTILE = ["</script><img onerror=alert(1) src=x>", "<!--<script>", "\u2028", "\u202e\u05d0\u05d1", "'", '"', "\\"]
-HOSTILE += ["&lt;", "${T}", "{{ nonce }}", "↵"]
+HOSTILE = ["</script><img onerror=alert(1) src=x>", "<!--<script>", "\u2028", "\u202e\u05d0\u05d1", "'\"", 99 * "w"]
+HOSTILE += ["\\", "&lt;", "${T}", "{{ nonce }}", "↵"]
 # Complains of a page that is not drawn when it has loaded: a screenshot would be blank.
 BLANK = """addEventListener("load", () => {
     if (document.querySelector("#sentence:empty, #outline:not([style])")) console.error("loaded blank");
@@ -124,11 +124,18 @@ def show(browser, tmp_path: Path) -> Iterator[Callable]:
     """Return show(inspections...), which opens the page in a browser. At the end: no complaint and no other request."""
     path, complaints, requests, contexts = tmp_path / "page.html", [], [], []
 
-    def open_page(*inspections: Inspection, link: str = "", width: int = 1280, frame: bool = False, **options: object):
+    def open_page(
+        *inspections: Inspection,
+        link: str = "",
+        width: int = 1280,
+        height: int = 800,
+        frame: bool = False,
+        **options: object,
+    ):
         write(path, *inspections)
         if frame:
             path.write_text(f'<iframe srcdoc="{html.escape(path.read_text())}" width="1200" height="900"></iframe>')
-        contexts.append(browser.new_context(viewport={"width": width, "height": 800}, **options))
+        contexts.append(browser.new_context(viewport={"width": width, "height": height}, **options))
         page = contexts[-1].new_page()
         page.set_default_timeout(5000)
         page.on("console", lambda message: complaints.append(message.text))  # also reports a violated policy
@@ -167,7 +174,7 @@ def test_a_finger_is_enough(show: Callable) -> None:
 
 @pytest.mark.long
 def test_keys_do_all_and_leave_the_slider_its_own(show: Callable) -> None:
-    page = show(inspected(400), inspected(800), link="#0.1/9")
+    page = show(inspected(400), inspected(800, labels=[*"abcdabcdabc"]), link="#0.1/9")
     keys = {"ArrowRight": "#0.1/10", "ArrowDown": "#0.2/10", "Enter": "#0.2/10/who", "2": "#0.2/10/who/values"}
     keys |= {"Home": "#0.2/0/who/values", "End": "#0.2/10/who/values"}
     keys |= {"ArrowLeft": "#0.2/9/who/values", "ArrowUp": "#0.1/9/who/values", " ": "#0.1/9/values"}
@@ -175,7 +182,7 @@ def test_keys_do_all_and_leave_the_slider_its_own(show: Callable) -> None:
         page.keyboard.press(key)
         page.wait_for_function("(wanted) => location.hash === wanted", arg=link)
     stops = []
-    for _ in range(6 + len(HEADS)):
+    for _ in range(7 + len(HEADS)):
         page.keyboard.press("Tab")
         stop = page.evaluate("""() => {
             const { id, name, className } = document.activeElement;
@@ -186,7 +193,7 @@ def test_keys_do_all_and_leave_the_slider_its_own(show: Callable) -> None:
         if stop[0] == "slider":
             page.keyboard.press("ArrowLeft")
             page.wait_for_function("() => location.hash === '#0.1/9/values/step-00000400'")
-    assert {"slider", "view", "before", "after", "who", "token shown"} < set(stops)
+    assert {"slider", "view", "before", "after", "who", "clearest", "token shown"} < set(stops)
 
 
 @pytest.mark.long
@@ -245,14 +252,22 @@ def test_a_view_that_is_unknown_says_so(show: Callable) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("width, height", [(1280, 800), (1080, 1920)])
 @pytest.mark.parametrize("shape, tokens", [((2, 4), 256), ((4, 4), 257), ((30, 9), 32), ((1, 1), 6)])
-def test_all_that_matters_is_seen_at_one_look(show: Callable, shape: tuple[int, int], tokens: int) -> None:
-    page = show(inspected(length=tokens, shape=shape))
+def test_all_that_matters_is_seen_at_one_look(
+    show: Callable, shape: tuple[int, int], tokens: int, width: int, height: int
+) -> None:
+    page = show(inspected(length=tokens, shape=shape), width=width, height=height)
     for part in ("h1", "#text", "#most", "#large", "#of-keys", "#scale", "#heads", "#heads button >> nth=-1"):
         box = page.locator(part).bounding_box()
-        assert box["y"] >= 0 and box["y"] + box["height"] <= 800 and box["x"] + box["width"] <= 1280, part
-    for part in ("#text", "#heads"):
+        assert box["y"] >= 0 and box["y"] + box["height"] <= height and box["x"] + box["width"] <= width, part
+    for part in ("#text", "#heads", "#most"):
         assert page.locator(part).evaluate("(part) => part.scrollHeight <= part.clientHeight"), part
+    covers = """(part) => {
+        const { right, top, height } = part.getBoundingClientRect();
+        return document.elementFromPoint(right - 3, top + height / 2).closest("#sentence") === null;
+    }"""
+    assert not page.locator("#sentence").evaluate(covers)
 
 
 def places_of(step: int, texts: dict[int, list[str]]) -> dict:
@@ -308,5 +323,6 @@ def test_hostile_tokens_are_text_on_any_screen(show: Callable) -> None:
         assert [part.text_content() for part in page.locator("#text .token").all()] == HOSTILE
         assert page.locator("img").count() == 0 and page.locator("script").count() == 2 + 2 * (len(HEADS) + 1)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator("#most").evaluate("(part) => part.scrollWidth <= part.clientWidth")
         colours[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert colours["light"] != colours["dark"]
