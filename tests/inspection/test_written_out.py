@@ -290,6 +290,7 @@ def test_training_shows_what_dropout_left_and_changes_no_bit(layout: str) -> Non
 
 
 GATES, EXPERTS, FEATURES = drawn(C, T), drawn(T, C, C), drawn(C, 2 * T)  # as many experts as tokens
+CROSS = nn.MultiheadAttention(C, H, batch_first=True)
 MEAN = torch.ones(C, C).tril() / torch.arange(1, C + 1)[:, None]
 IMPOSTORS: dict[str, Callable[[Tensor], Tensor]] = {  # of x, (B, T, C)
     "experts": lambda x: torch.einsum("bte,ecd,btc->btd", (x @ GATES / C).softmax(-1), EXPERTS, x),
@@ -300,6 +301,7 @@ IMPOSTORS: dict[str, Callable[[Tensor], Tensor]] = {  # of x, (B, T, C)
     "triangular projection that sums to one": lambda x: (MEAN @ x.mT).mT,
     "positions in one-hot": lambda x: torch.eye(T)[: x.size(1)].expand(len(x), -1, -1) @ GATES.mT,
     "attention over a memory": lambda x: (x @ MEMORY[: len(x)].mT / C).softmax(-1) @ MEMORY[: len(x)],
+    "PyTorch's attention over a memory": lambda x: CROSS(x, MEMORY[: len(x)], MEMORY[: len(x)])[0],
     "attention over channels": lambda x: x @ GATES @ (GATES.mT @ x.mT @ x @ GATES / C**2).softmax(-1) @ GATES.mT,
     "features of queries": lambda x: (x @ FEATURES / C).softmax(-1) @ ((x @ FEATURES).mT @ x),
     "both directions": lambda x: (x @ x.mT / C).softmax(-1) @ x,

@@ -10,8 +10,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import inspect_attention
-import sample
 import train
 from data.tokenizer import make_tokenizer
 from errors import UserError
@@ -164,22 +162,6 @@ def test_an_option_that_is_new_is_in_the_checkpoint_and_other_tools_refuse_it(
     for load in (GPT.from_pretrained, load_decoder):
         with pytest.raises(UserError, match="config.json describes no GPT of this code: .* keyword argument 'reach'"):
             load(saved)
-
-
-def test_every_script_opens_a_model_of_a_type_of_ours(run, corpus_file: Path, tmp_path: Path) -> None:
-    out, tuned = tmp_path / "out", tmp_path / "tuned"
-    assert run(train, *tiny_run(corpus_file, out, model__n_kv_head=1, train__max_steps=2)).exit_code == 0  # of 3 heads
-    with pytest.raises(ValueError, match="model type `tril_gpt2` but"):
-        transformers.AutoConfig.from_pretrained(out / "checkpoints" / "step-00000002")
-    options = {"model__n_kv_head": 1, "data__tokenizer": "model", "train__init_from": out, "train__max_steps": 1}
-    for script, *words in (
-        (train, "--resume", out, "--train.max_steps", 3),
-        (train, *tiny_run(corpus_file, tuned, **options)),
-        (sample, tuned, "--max_new_tokens", 5),
-        (inspect_attention, out, "--text", "1 is odd."),
-    ):
-        result = run(script, *words)
-        assert result.exit_code == 0, result.err
 
 
 GATE, HEAD = "model.layers.1.mlp.gate_proj.weight", "lm_head.weight"

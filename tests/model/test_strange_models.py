@@ -101,28 +101,19 @@ def test_a_long_text_is_cut_and_an_old_tokenizer_is_read(run, tmp_path: Path) ->
 def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     """A module that nobody knows, and ids; then a tokenizer of `transformers`; then our own model."""
     found = inspect_heads(Book().eval(), IDS, list(TEXT))
-    assert found.name == "Book" and found.labels == list(TEXT)
+    assert found.name == "Book" and found.labels == list(TEXT) and len(found.scores.predictions) == 12
     assert all(0.99 < proof.least <= proof.most < 1.01 for proof in found.scores.proofs)
-    assert (
-        len(found.scores.predictions) == 12
-        and found.pattern(1, 2).shape == (12, 12)
-        and not found.influence.isnan().any()
-    )
+    assert found.pattern(1, 2).shape == (12, 12) and not found.influence.isnan().any()
+    assert len(found.lengths) == 6 and found.lengths[1, 2].shape == (12,) and not found.said
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
-    assert (
-        len(found.lengths) == 6
-        and found.lengths[1, 2].shape == (12,)
-        and not found.said
-        and "Heads of Book" in found._repr_html_()
-    )
+    assert "Heads of Book" in found._repr_html_()
     write_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), unk_token="<unk>")
-    by_text = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), TEXT, tokenizer)
-    by_ids = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), torch.tensor([IDS]))
+    phi = make_decoder("phi", attn_implementation="sdpa")
+    by_text, by_ids = inspect_heads(phi, TEXT, tokenizer), inspect_heads(phi, torch.tensor([IDS]))
     assert by_text.labels == list(TEXT) and by_ids.labels[0] == "⟦32⟧"
-    assert torch.equal(by_text.pattern(1, 1), by_ids.pattern(1, 1)) and by_text.scores.losses.equal(
-        by_ids.scores.losses
-    )
+    assert torch.equal(by_text.pattern(1, 1), by_ids.pattern(1, 1))
+    assert torch.equal(by_text.scores.losses, by_ids.scores.losses)
     ours = inspect_heads(make_gpt(), [3, 5, 7, 3, 5, 7])
     assert len(ours.heads) == 6 and not ours.att.left_out
 
@@ -131,9 +122,7 @@ def test_a_model_without_gradients_has_no_influence(tmp_path: Path) -> None:
     model = Book().eval()
     model.forward = torch.no_grad()(model.forward)
     found = inspect_heads(model, IDS)
-    assert found.influence.isnan().all() and all(
-        0.99 < proof.least <= proof.most < 1.01 for proof in found.scores.proofs
-    )
+    assert found.influence.isnan().all() and found.pattern(1, 2).shape == (12, 12)
     found.save(tmp_path / "a.html")
 
 
@@ -171,7 +160,6 @@ def mistral_module() -> nn.Module:
         (make_gpt, [3.0, 5.0], None, "the model cannot read 2 tokens, given as model(idx): RuntimeError: Expected"),
         (LastOnly, [3, 5], None, "of 3 tokens the model returns logits of 1, not of all: wrap it"),
         (make_gpt, [3], None, "attention is between tokens: give a text of two or more"),
-        (lambda: nn.Bilinear(3, 5, 7), IDS, None, "the model cannot read 3 tokens, given as model(idx): "),
         (mistral_module, [3, 99], None, "expected tokens from 0 to 60, got"),
         (Unmasked, IDS, None, "the model attends without a causal mask: python -m model.check says where"),
         (lambda: make_decoder("mamba"), IDS, None, "no attention of a text to itself and its past was seen"),
