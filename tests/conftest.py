@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -43,9 +44,20 @@ ROOT = Path(__file__).parents[1]
 TINY = {"n_layer": 2, "n_head": 3, "n_embd": 15, "context_length": 11, "dropout": 0.1}
 
 
+@contextmanager
+def keeping_handlers() -> Iterator[None]:
+    """Give the signals that a run listens to their handlers back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed() -> Iterator[None]:
     torch.manual_seed(0)
+    with keeping_handlers():
+        yield
 
 
 def make_gpt(**changes: object) -> GPT:
@@ -151,7 +163,6 @@ class Result(NamedTuple):
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Result]:
     """run(script, *arguments): what a script prints and how it exits, as under `python script.py`."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run_script(script: ModuleType, *arguments: object) -> Result:
         from cli.script import run_script
@@ -162,9 +173,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Calla
             run_script(script.main)
         except SystemExit as stop:
             code = stop.code or 0
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
         return Result(code, *capsys.readouterr())
 
     return run_script

@@ -4,7 +4,6 @@ import errno
 import os
 import random
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from data.prepare import DataConfig
 from errors import UserError
 from model import GPT
 from model.checkpoint import find_checkpoint, step_directories
-from tests.conftest import make_gpt, save_gpt, tiny_run
+from tests.conftest import keeping_handlers, make_gpt, save_gpt, tiny_run
 from tests.crash import KILLED, Before, Directory, Disk, File, die_at, in_child, watch
 from training.options import read_config, to_toml
 from training.run import RunDirectory
@@ -49,10 +48,8 @@ class Setting:
         # Read once for all runs: reading takes as long as training.
         self.config = read_config(tiny_run(corpus, directory / "unused", **options))
         self.notes, self.said = directory / "notes", directory / "said"
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        self.train(directory / "straight")  # in this process: the others inherit what is imported at first use
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        with keeping_handlers():
+            self.train(directory / "straight")  # in this process: the others inherit what is imported at first use
         self.expected = self.final_tensors(directory / "straight")
         began = time.perf_counter()
         self.run(directory / "timed")
