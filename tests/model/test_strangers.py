@@ -154,22 +154,6 @@ def test_without_derivatives_the_answer_says_so_and_bits_decide(kind: type) -> N
     assert judge(kind(1e-3)).startswith(NO)
 
 
-class Energy(Stranger):
-    """A layer that goes down the gradient of an energy, in its forward pass."""
-
-    def mix(self, x: Tensor) -> Tensor:
-        mixed = super().mix(x)
-        with torch.enable_grad():
-            y = x.detach().requires_grad_()
-            return torch.autograd.grad((y * mixed).square().sum(), y, create_graph=True)[0]
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_forward_with_gradients_of_its_own_is_judged(strict: bool) -> None:
-    assert judge(Energy(), strict=strict).startswith("yes")
-    assert judge(Energy(1e-2), strict=strict).startswith("no")
-
-
 # Rounding that depends on the company.
 
 
@@ -298,22 +282,6 @@ class TopK(Stranger):
 def test_a_layer_that_selects_is_not_blind() -> None:
     assert judge(TopK()) == YES
     assert judge(TopK(1e-6)).startswith(NO)
-
-
-def test_a_model_that_masks_padding_is_asked_without_it() -> None:
-    class Padded(Stranger):
-        def mix(self, x: Tensor) -> Tensor:
-            return super().mix(x) / self.real.cumsum(1)[..., None]  # 0 / 0 where all is padding
-
-        def embed(self, idx: Tensor) -> Tensor:
-            self.real = (idx > 5).float()
-            return self.embedding(idx) * self.real[..., None]
-
-    assert "not finite" in judge(Padded())
-    assert judge(Padded(), tokens=torch.arange(6, V)) == YES
-    assert judge(Padded(0.1), tokens=torch.tensor([7, 11, 7])).startswith(NO)
-    with pytest.raises(ValueError, match="nothing to ask: 11 tokens of a vocabulary of 1"):
-        check_causality(Padded(), V, T, tokens=torch.tensor([7, 7]))
 
 
 # Our own mistakes, asked as a stranger asks; and decoders of all kinds.
