@@ -155,9 +155,19 @@ def corpus_file(tmp_path: Path) -> Path:
 
 
 class Result(NamedTuple):
+    """What a script printed and how it ended."""
+
     exit_code: int
     out: str
     err: str
+
+    def ok(self) -> "Result":
+        assert self.exit_code == 0, self.err
+        return self
+
+    def refused(self, message: str) -> "Result":
+        assert self.exit_code == 2 and message in self.err, self.err
+        return self
 
 
 @pytest.fixture
@@ -245,8 +255,7 @@ def straight(run: Callable[..., Result], tmp_path: Path, kept: Path) -> Path:
     import train
 
     if not (kept / "prepared").exists():
-        result = run(train, *tiny_run(write_corpus(kept), kept / "straight"))
-        assert result.exit_code == 0, result.err
+        run(train, *tiny_run(write_corpus(kept), kept / "straight")).ok()
         shutil.copytree(tmp_path / "prepared", kept / "prepared")
     shutil.copytree(kept / "prepared", tmp_path / "prepared", dirs_exist_ok=True)
     return shutil.copytree(kept / "straight", tmp_path / "straight")

@@ -128,8 +128,7 @@ def test_command_line(run: Callable, text_file: Path, tmp_path: Path, monkeypatc
     script = SimpleNamespace(
         __name__="prepare", main=lambda: runpy.run_module("data.prepare", run_name="__main__", alter_sys=False)
     )
-    result = run(script, "a.txt", "--tokenizer", "bytes", "--val-fraction", "0.2", "--out", "mine")
-    assert result.exit_code == 0, result.err
+    result = run(script, "a.txt", "--tokenizer", "bytes", "--val-fraction", "0.2", "--out", "mine").ok()
     assert f"next: python train.py --data.source {tmp_path}/mine --data.tokenizer bytes\n" in result.out
     assert documents_of(open_corpus(tmp_path / "mine")) == [TEXT]
     assert run(script, "b.txt", "--out", "other").exit_code == 2 and not Path("other").exists()
