@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -166,3 +167,22 @@ def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, corpus_file: Path
             assert end.exit_code == 0, end.err
     straight = trained(1, tmp_path, corpus_file, "straight", **options)
     assert same_bits(weights(straight, 30), weights(tmp_path / "out", 30))
+
+
+@pytest.mark.long
+def test_two_nodes_begin_again_together(tmp_path: Path, corpus_file: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out, options = tmp_path / "out", {"train__checkpoint_every": 1, "train__max_steps": 40}
+    node = f"--nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port} --rdzv_id=7".split()
+    node += ["--local_addr=127.0.0.1", "--max-restarts=2", "train.py"]
+    command = [*TORCHRUN, *node, *tiny_run(corpus_file, out, **{**OPTIONS, **options})]
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # a new store for each attempt
+    with open(tmp_path / "said", "w") as said:
+        nodes = [subprocess.Popen(command, stdout=said, stderr=said, cwd=ROOT, env=environment) for _ in range(2)]
+        wait_for_step(out, 2)
+        os.kill(children(nodes[1])[-1], signal.SIGKILL)
+        ends = [node.wait(100) for node in nodes]
+    assert ends == [0, 0] and "resumed from" in (tmp_path / "said").read_text()
+    assert (out / "checkpoints" / "step-00000040").is_dir()
