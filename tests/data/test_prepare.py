@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 import os
 import runpy
 import shutil
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +22,6 @@ from data.corpus import Corpus, open_corpus
 from data.prepare import DataConfig
 from data.tokenizer import make_tokenizer
 from errors import UserError
-from training.fit import name_of, size_of
 
 TEXT = "".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}, naïve 猫\n" for i in range(500))
 
@@ -115,14 +112,6 @@ def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPa
         make("hf:owner/silent:v2@main")
 
 
-def test_a_kind_of_source_is_a_function_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sources.READERS, "mine:", lambda name, text_column: [f"text of {name}", ["in ", "parts"]])
-    assert documents_of(make("mine:some/own:9")) == ["text of some/own:9", "in parts"]
-    assert name_of("mine:some/own:9") == "own-9" and math.isnan(size_of(DataConfig("mine:"))[0])
-    with pytest.raises(UserError, match="no text found at 'your:own': give a file, .*, hf:NAME, .*mine:NAME or stdlib"):
-        make("your:own")
-
-
 def test_command_line(run: Callable, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "data.prepare")  # as in a new process
     script = SimpleNamespace(
@@ -186,17 +175,6 @@ def test_prepared_once_and_again_when_something_changed(text_file: Path) -> None
     assert documents_of(make("a.txt")) == [changed] and open_corpus(first.directory).meta == first.meta
     text_file.write_text(TEXT, encoding="utf-8")  # the same bytes at another time: the same corpus
     assert make("a.txt").meta["fingerprint"] == first.meta["fingerprint"]
-
-
-def test_an_option_that_is_new_changes_no_corpus_while_it_has_its_default(text_file: Path) -> None:
-    @dataclass(frozen=True)
-    class Wider(DataConfig):
-        backwards: bool = False
-
-    assert prepare.corpus_key(DataConfig("hf:some", "chars"), None).startswith("7d8dc0dd5310")  # as in version 3.0
-    first = make("a.txt").directory
-    assert prepare.prepare(Wider("a.txt", "bytes")).directory == first
-    assert prepare.prepare(Wider("a.txt", "bytes", backwards=True)).directory != first
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

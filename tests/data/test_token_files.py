@@ -1,7 +1,6 @@
 """Token files of datatrove and llm.c as a corpus: the tokens of one array, and a sentence for a file that is wrong."""
 
 import importlib.util
-import json
 import shutil
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from data.prepare import prepare as prepare_corpus
 from data.token_files import TokenArray, find_token_files, map_file
 from data.tokenizer import load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError
-from inspection import inputs
-from model.checkpoint import Checkpoint
 from tests.conftest import metrics, run_python, same_bits, tiny_run, weights
 
 END = 256  # the end of a document, in the tokenizer "bytes"
@@ -196,13 +193,6 @@ def test_what_is_no_shard_is_named(shards: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(UserError, match=f"b_train_02.bin {message}"):
             open_bytes(f"bin:{shards}")
-
-
-@pytest.mark.parametrize("source", ["a\0b", "/"])
-def test_what_a_stranger_names_is_no_validation_text(source: str, tmp_path: Path) -> None:
-    (tmp_path / "trainer.json").write_text(json.dumps({"fingerprint": None, "config": {"data": {"source": source}}}))
-    with pytest.raises(UserError, match="validation text is not here: give a text with --text"):
-        inputs.validation_texts(Checkpoint(tmp_path, {}), 7)
 
 
 def read_documents(corpus: prepare.Corpus) -> list[list[int]]:
