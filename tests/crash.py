@@ -1,4 +1,4 @@
-"""Ways to lose work: training in forked processes that are killed at a chosen moment, and a disk that forgets."""
+"""Ways to lose work: training in forked processes that are killed at a chosen moment, and every effect on the disk."""
 
 import builtins
 import io

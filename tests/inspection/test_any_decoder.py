@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError
-from inspection import NotTheKernels, ablate, capture, head_scores
+from inspection import NotTheKernels, capture
 from inspection.patterns import UNMASKED, Computed
 from tests.decoders import DECODERS, STATE_ALONE, WRITTEN_OUT, make_decoder
 from tests.inspection.test_capture import call_captured, run_captured
@@ -49,9 +49,7 @@ def twins(name: str, changes: dict) -> tuple[nn.Module, nn.Module]:
 
 @by_case
 @torch.no_grad()
-def test_weights_are_those_of_the_eager_twin_and_a_planted_error_is_found(
-    name: str, changes: dict, monkeypatch
-) -> None:
+def test_weights_are_those_of_the_eager_twin(name: str, changes: dict) -> None:
     model, eager = twins(name, changes)
     idx = torch.randint(2, V, (B, T))
     att = run_captured(model, idx)
@@ -64,18 +62,6 @@ def test_weights_are_those_of_the_eager_twin_and_a_planted_error_is_found(
     assert max(att.verify().values()).error < 1e-5
     if changes:
         assert not att.pattern(0, 0)[:, WINDOW:, 0].any() or not att.pattern(1, 0)[:, WINDOW:, 0].any()
-
-    honest = att.calls[0]
-    monkeypatch.setattr(Computed, "kernel", lambda self, values: COMPUTE(honest, values))
-    seen = honest.weights()[:, :1] > 0
-    one_more_or_less = seen.clone()
-    one_more_or_less[..., T // 2, T // 3] ^= True
-    wrong = [{"mask": as_bias(one_more_or_less)}, {"mask": as_bias(seen.triu(-2))}]  # a key, a window
-    wrong += [{"scale": 1.05 * (honest.scale or honest.q.size(-1) ** -0.5)}]
-    for changed in wrong:
-        att.calls[0] = dataclasses.replace(honest, **changed)
-        with pytest.raises(NotTheKernels, match="layer 0: "):
-            att.verify()
 
 
 @pytest.mark.parametrize(
@@ -91,33 +77,6 @@ def test_weights_that_are_written_out_are_those_that_the_model_returns(name: str
     for call, weights in zip(att.calls, expected, strict=True):
         torch.testing.assert_close(call.weights(), weights, rtol=0, atol=0)
     assert all(0 <= proof.least <= proof.most < 1.001 and proof.later == 0 for proof in att.verify().values())
-
-
-@by_case
-def test_ablation_is_the_loss_with_the_output_zeroed_by_hand(name: str, changes: dict, monkeypatch) -> None:
-    model = make_decoder(name, attn_implementation="sdpa", **changes)
-    idx = torch.randint(2, V, (B, T))
-    rises = ablate(model, idx, [(0, 1)])
-    scores = head_scores(model, idx)
-    kernel, calls = F.scaled_dot_product_attention, []
-
-    def without_head(*args: object, **kwargs: object) -> Tensor:
-        output = kernel(*args, **kwargs).clone()
-        calls.append(output)
-        if len(calls) == 1:
-            output[:, 1] = 0
-        return output
-
-    def losses() -> Tensor:
-        with torch.no_grad():
-            logits = model(idx).logits[:, :-1]
-        return F.cross_entropy(logits.transpose(1, 2), idx[:, 1:], reduction="none").mean(1)
-
-    before = losses()
-    torch.testing.assert_close(scores.losses, before, rtol=0, atol=1e-5)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", without_head)
-    torch.testing.assert_close(rises[:, 0, 1].float(), losses() - before, rtol=0, atol=1e-5)
-    assert rises[:, 0, 1].abs().max() > 1e-4 and max(scores.proofs).error < 1e-5
 
 
 # What PyTorch's call can express, without a model.
