@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,6 +176,17 @@ def test_prepared_once_and_again_when_something_changed(text_file: Path) -> None
     assert documents_of(make("a.txt")) == [changed] and open_corpus(first.directory).meta == first.meta
     text_file.write_text(TEXT, encoding="utf-8")  # the same bytes at another time: the same corpus
     assert make("a.txt").meta["fingerprint"] == first.meta["fingerprint"]
+
+
+def test_an_option_that_is_new_changes_no_corpus_while_it_has_its_default(text_file: Path) -> None:
+    @dataclass(frozen=True)
+    class Wider(DataConfig):
+        backwards: bool = False
+
+    assert prepare.corpus_key(DataConfig("hf:some", "chars"), None).startswith("7d8dc0dd5310")  # as in version 3.0
+    first = make("a.txt").directory
+    assert prepare.prepare(Wider("a.txt", "bytes")).directory == first
+    assert prepare.prepare(Wider("a.txt", "bytes", backwards=True)).directory != first
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
