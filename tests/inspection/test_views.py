@@ -113,8 +113,4 @@ def test_lengths_have_the_precision_of_the_weights() -> None:
     values = att.calls[1].values.float()[0, 2]
     expected = (values @ model.blocks[1].attention.o_proj.weight[:, 10:].T).norm(dim=-1)
     torch.testing.assert_close(found.lengths[1, 2], expected.detach(), rtol=1e-5, atol=0)
-    compiled = torch.compile(model, backend="eager")
-    compiled(torch.tensor([IDX]))
-    found = inspect_heads(compiled, IDX)
-    assert found.said.keys() == exact.said.keys()
-    torch.testing.assert_close(found.pattern(1, 2), inspect_heads(model, IDX).pattern(1, 2))
+    assert inspect_heads(torch.compile(model, backend="eager"), IDX).said.keys() == exact.said.keys()

@@ -163,12 +163,6 @@ def time_first(q: Tensor, k: Tensor, v: Tensor) -> Attended:
     return torch.einsum("ijbh,jbhd->ibhd", w, v).permute(1, 2, 0, 3), lambda: w.permute(2, 3, 0, 1)
 
 
-def as_bloom(q: Tensor, k: Tensor, v: Tensor) -> Attended:
-    scores = SLOPES.repeat(len(q), 1, 1).baddbmm(q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D**-0.5)
-    w = masked(scores.unflatten(0, (-1, H))).softmax(-1)
-    return flattened(w, v), lambda: w
-
-
 def kernel(q: Tensor, k: Tensor, v: Tensor) -> Attended:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True), partial(weigh, q, k)
 
@@ -187,7 +181,6 @@ LAYOUTS: dict[str, Callable[[], list[nn.Module]]] = {  # name -> its two layers
     **{name: twice(attend(weights)) for name, weights in WEIGHTS.items()},
     **{name: twice(attend(product=product)) for name, product in PRODUCTS.items()},
     "time first": twice(time_first),
-    "as bloom": twice(as_bloom),
     "one head, no axis": twice(attend(product=lambda w, v: (w[:, 0] @ v[:, 0])[:, None]), 1, 1),
     "shared values": twice(attend(product=lambda w, v: torch.einsum("bhij,bjd->bhid", w, v[:, 0])), H, 1),
     "groups": twice(attend(product=lambda w, v: w @ v.repeat_interleave(MANY // H, 1)), MANY),

@@ -12,7 +12,7 @@ import torch
 from benchmarks import bench, compare, nanogpt
 from errors import UserError
 from model import GPT, GPTConfig
-from tests.conftest import ROOT, run_python, tiny_run
+from tests.conftest import ROOT, tiny_run
 from training.config import TrainConfig
 
 RENAMED = {"token_embedding": "tokens", "position_embedding": "positions", "final_norm": "norm", "lm_head": "head"}
@@ -63,14 +63,6 @@ def test_every_stage_is_measured(tmp_path: Path) -> None:
     assert named["gpt2 / nanoGPT, tiny"]["same batch"] == pytest.approx(first["ms"] / second["ms"])
     both = [named[f"{who} for a GPU"] for who in ("ours", "nanoGPT")]
     assert both[0]["goal"] == max(result["curve"][-1][1] for result in both)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("script", ["bench", "compare", "first_run", "memory"])
-def test_each_script_starts_from_the_command_line(script: str) -> None:
-    """Where nothing has made the modules of this project known before."""
-    ran = run_python(f"benchmarks/{script}.py", "--help")
-    assert ran.returncode == 0 and "usage: " in ran.stdout, ran.stderr
 
 
 def test_the_interval_is_the_paired_one_of_student() -> None:
