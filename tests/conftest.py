@@ -231,16 +231,12 @@ def metrics(run_directory: Path, key: str) -> dict[int, float]:
 
 
 def leave(run_directory: Path, losses: dict[int, float | None], saved: Iterable[int]) -> None:
-    """Leave the validation losses of a run by step, each after a line of the training, and its checkpoints, empty."""
+    """Leave the validation losses of a run by step, and its checkpoints, empty."""
     for step in saved:
         (run_directory / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-    lines = [
-        line
-        for step in losses
-        for line in ({"step": step, "train_loss": 0.5}, {"step": step, "val_loss": losses[step]})
-    ]
     run_directory.mkdir(exist_ok=True)
-    (run_directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [json.dumps({"step": step, "val_loss": loss}) + "\n" for step, loss in losses.items()]
+    (run_directory / "metrics.jsonl").write_text("".join(lines))
 
 
 @pytest.fixture(scope="session")
