@@ -1,11 +1,11 @@
-"""Heads of models that others wrote: the weights are those of their eager twins, proved, and ablated as by hand."""
+"""Heads of models that others wrote: the weights are those that they return, and they are proved."""
 
 import dataclasses
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from errors import UserError
 from inspection import NotTheKernels, capture
@@ -15,7 +15,6 @@ from tests.inspection.test_capture import call_captured, run_captured
 
 B, T, V, WINDOW = 2, 13, 61, 5
 COMPUTE = Computed.kernel
-WITHOUT_KERNEL = {*WRITTEN_OUT, *STATE_ALONE}
 # Patches of tokens attend too; a call for each half of the values; two texts at once; keys of many tokens.
 NOT_ONE_CALL_A_LAYER = {"blt", "diffllama", "prophetnet", "deepseek_v4"}
 SLIDING = {"sliding_window": WINDOW}
@@ -25,58 +24,37 @@ WINDOWS = {  # types with a sliding window -> what asks for one
     **dict.fromkeys(["gemma3_text", "cohere2", "olmo3"], IN_ONE_LAYER),
     "qwen2": SLIDING | {"use_sliding_window": True, "max_window_layers": 1},
 }
-CASES = [(name, {}) for name in DECODERS if name not in WITHOUT_KERNEL | NOT_ONE_CALL_A_LAYER] + [*WINDOWS.items()]
-QUICK = ["mistral", "gemma3_text", "falcon", "phi", "opt", "mixtral"]
-QUICK_OUT = ["bloom", "gpt_oss", "gptj", "gpt_neo", "llama"]
-WITH_ATTENTION = [name for name in DECODERS if name not in {*STATE_ALONE, *NOT_ONE_CALL_A_LAYER}]
-by_case = pytest.mark.parametrize(
-    "name, changes",
-    [
-        pytest.param(
-            name, changes, marks=() if name in QUICK else pytest.mark.long, id=name + "-window" * bool(changes)
-        )
-        for name, changes in CASES
-    ],
-)
-
-
-def twins(name: str, changes: dict) -> tuple[nn.Module, nn.Module]:
-    """A model that attends through the kernel, and the same one with attention written out."""
-    by_kernel, eager = (make_decoder(name, attn_implementation=way, **changes) for way in ("sdpa", "eager"))
-    eager.load_state_dict(by_kernel.state_dict())
-    return by_kernel, eager
-
-
-@by_case
-@torch.no_grad()
-def test_weights_are_those_of_the_eager_twin(name: str, changes: dict) -> None:
-    model, eager = twins(name, changes)
-    idx = torch.randint(2, V, (B, T))
-    att = run_captured(model, idx)
-    found = eager(idx, output_attentions=True).attentions
-    expected = [weights for weights in found if weights is not None and weights.size(-1) == T]  # not of linear layers
-    assert len(att.calls) == len(expected) > 0 and not att.left_out
-    for layer, weights in enumerate(expected):
-        atol = 3e-5 if name == "dory" else 1e-5  # four rounds of its layers add up their rounding
-        torch.testing.assert_close(att.calls[layer].weights(), weights, rtol=0, atol=atol)
-    assert max(att.verify().values()).error < 1e-5
-    if changes:
-        assert not att.pattern(0, 0)[:, WINDOW:, 0].any() or not att.pattern(1, 0)[:, WINDOW:, 0].any()
+CASES = [(name, {}) for name in DECODERS if name not in {*STATE_ALONE, *NOT_ONE_CALL_A_LAYER}] + [*WINDOWS.items()]
+QUICK = "mistral gemma3_text falcon phi opt mixtral bloom gpt_oss gptj gpt_neo llama".split()
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK_OUT else pytest.mark.long) for name in WITH_ATTENTION]
+    "name, changes", [pytest.param(*case, marks=[pytest.mark.long] * (case[0] not in QUICK)) for case in CASES]
 )
 @torch.no_grad()
-def test_weights_that_are_written_out_are_those_that_the_model_returns(name: str) -> None:
-    model = make_decoder(name, attn_implementation="eager")
-    with capture(model) as att:
-        found = model(torch.randint(2, V, (B, T)), output_attentions=True).attentions
-    expected = [weights for weights in found if weights is not None and weights.size(-1) == T]
+def test_weights_are_those_that_the_model_returns(name: str, changes: dict) -> None:
+    """Of a model that writes them out, to the last bit; and of the same one that attends through the kernel."""
+    eager, idx = make_decoder(name, attn_implementation="eager", **changes), torch.randint(2, V, (B, T))
+    with capture(eager) as att:
+        found = eager(idx, output_attentions=True).attentions
+    expected = [weights for weights in found if weights is not None and weights.size(-1) == T]  # not of linear layers
     assert len(att.calls) == len(expected) > 0
     for call, weights in zip(att.calls, expected, strict=True):
         torch.testing.assert_close(call.weights(), weights, rtol=0, atol=0)
     assert all(0 <= proof.least <= proof.most < 1.001 and proof.later == 0 for proof in att.verify().values())
+    if name in WRITTEN_OUT:
+        return
+
+    by_kernel = make_decoder(name, attn_implementation="sdpa", **changes)
+    by_kernel.load_state_dict(eager.state_dict())
+    att = run_captured(by_kernel, idx)
+    assert len(att.calls) == len(expected) and not att.left_out
+    for call, weights in zip(att.calls, expected, strict=True):
+        atol = 3e-5 if name == "dory" else 1e-5  # four rounds of its layers add up their rounding
+        torch.testing.assert_close(call.weights(), weights, rtol=0, atol=atol)
+    assert max(att.verify().values()).error < 1e-5
+    if changes:
+        assert not att.pattern(0, 0)[:, WINDOW:, 0].any() or not att.pattern(1, 0)[:, WINDOW:, 0].any()
 
 
 # What PyTorch's call can express, without a model.
