@@ -7,7 +7,6 @@ from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
 import torch.nn.functional as F
 
 import train
@@ -15,10 +14,10 @@ from cli.script import visible
 from inspection import Captured
 from model import attention
 from model.checkpoint import step_directories
-from tests.conftest import leave, metrics, same_bits, tiny_run, weights
+from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.options import to_toml
 from training.report import HEADS as CHARTS
-from training.report import best_checkpoint, read_run, write_report
+from training.report import read_run, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img onerror=alert(1) src=x><!--\x1b[31m\x00\u202e{{ name }}{% %}'\"\\&lt;"
 SEEN = HOSTILE.replace("\x1b", "\\x1b").replace("\x00", "\\x00").replace("\u202e", "\\u202e")  # as escapes
@@ -80,14 +79,6 @@ def test_a_finished_run_is_shown_in_full(straight: Path) -> None:
         assert page.entries[f"step {step}: {losses[step]:.4f} nats a token"] == visible(text)
     shutil.rmtree(straight / "checkpoints" / "step-00000012")
     assert Page(straight).texts["pre"][0].startswith(f"python train.py --resume {straight}\n")
-
-
-@pytest.mark.parametrize("saved, best", [((3, 5, 7, 11, 13), 5), ((3, 7, 13), 13), ((7,), None)])
-def test_the_best_checkpoint_has_the_lowest_loss(saved: tuple[int, ...], best: int | None, tmp_path: Path) -> None:
-    losses = {0: 1.0, 3: 5.0, 5: 2.0, 7: None, 11: 2.0, 13: 3.0}  # of two equal ones the first counts
-    leave(tmp_path / "run", losses, saved)
-    path = best_checkpoint(tmp_path / "run")
-    assert (path and int(path.name[5:])) == best
 
 
 def test_text_of_the_run_stays_text(tmp_path: Path) -> None:

@@ -168,11 +168,12 @@ def test_the_newest_the_best_and_damaged_later_checkpoints_are_kept(run, corpus_
         ({}, False, None),
         ({8: 1.0, 12: 2.0}, False, "'a run'"),  # stopped in the last evaluation
         ({4: 1.0, 12: 2.0}, True, "'a run/checkpoints/step-00000004'"),  # it knows the text by heart
+        ({0: 1.0, 3: 5.0, 5: 2.0, 7: None, 11: 2.0}, True, "'a run/checkpoints/step-00000005'"),  # the first of two
     ],
 )
 def test_what_to_do_next(losses: dict, finished: bool, looked_at: str | None, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    leave(Path("a run"), losses, losses)
+    leave(Path("a run"), losses, filter(None, losses))
     commands = next_commands(Path("a run"), best_checkpoint(Path("a run")), finished)
     looks = [f'python sample.py {looked_at} --prompt "..."', f"python inspect_attention.py {looked_at} --ablate zero"]
     looks += [f"python inspect_attention.py {looked_at} -o 'a run'/heads.html"]
