@@ -135,18 +135,6 @@ def test_a_model_is_inspected_in_eval_mode_and_each_part_is_in_its_own_afterward
     assert model.training and len(modes) > 3 and not any(modes)
 
 
-class Unmasked(nn.Module):
-    """A decoder whose author forgot the mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.out = nn.Embedding(V, 21), nn.Linear(21, V)
-
-    def forward(self, idx: Tensor) -> Tensor:
-        x = self.tokens(idx)
-        return self.out((x @ x.mT).softmax(-1) @ x)
-
-
 def mistral_module() -> nn.Module:
     return make_decoder("mistral")
 
@@ -160,7 +148,6 @@ def mistral_module() -> nn.Module:
         (LastOnly, [3, 5], None, "of 3 tokens the model returns logits of 1, not of all: wrap it"),
         (make_gpt, [3], None, "attention is between tokens: give a text of two or more"),
         (mistral_module, [3, 99], None, "expected tokens from 0 to 60, got"),
-        (Unmasked, IDS, None, "the model attends without a causal mask: python -m model.check says where"),
         (lambda: make_decoder("mamba"), IDS, None, "no attention of a text to itself and its past was seen"),
     ],
 )
