@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -43,9 +44,20 @@ ROOT = Path(__file__).parents[1]
 TINY = {"n_layer": 2, "n_head": 3, "n_embd": 15, "context_length": 11, "dropout": 0.1}
 
 
+@contextmanager
+def keeping_handlers() -> Iterator[None]:
+    """Give the signals that a run listens to their handlers back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed() -> Iterator[None]:
     torch.manual_seed(0)
+    with keeping_handlers():
+        yield
 
 
 def make_gpt(**changes: object) -> GPT:
@@ -143,15 +155,24 @@ def corpus_file(tmp_path: Path) -> Path:
 
 
 class Result(NamedTuple):
+    """What a script printed and how it ended."""
+
     exit_code: int
     out: str
     err: str
+
+    def ok(self) -> "Result":
+        assert self.exit_code == 0, self.err
+        return self
+
+    def refused(self, message: str) -> "Result":
+        assert self.exit_code == 2 and message in self.err, self.err
+        return self
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Result]:
     """run(script, *arguments): what a script prints and how it exits, as under `python script.py`."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run_script(script: ModuleType, *arguments: object) -> Result:
         from cli.script import run_script
@@ -162,9 +183,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Calla
             run_script(script.main)
         except SystemExit as stop:
             code = stop.code or 0
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
         return Result(code, *capsys.readouterr())
 
     return run_script
@@ -213,16 +231,12 @@ def metrics(run_directory: Path, key: str) -> dict[int, float]:
 
 
 def leave(run_directory: Path, losses: dict[int, float | None], saved: Iterable[int]) -> None:
-    """Leave the validation losses of a run by step, each after a line of the training, and its checkpoints, empty."""
+    """Leave the validation losses of a run by step, and its checkpoints, empty."""
     for step in saved:
         (run_directory / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-    lines = [
-        line
-        for step in losses
-        for line in ({"step": step, "train_loss": 0.5}, {"step": step, "val_loss": losses[step]})
-    ]
     run_directory.mkdir(exist_ok=True)
-    (run_directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [json.dumps({"step": step, "val_loss": loss}) + "\n" for step, loss in losses.items()]
+    (run_directory / "metrics.jsonl").write_text("".join(lines))
 
 
 @pytest.fixture(scope="session")
@@ -237,8 +251,7 @@ def straight(run: Callable[..., Result], tmp_path: Path, kept: Path) -> Path:
     import train
 
     if not (kept / "prepared").exists():
-        result = run(train, *tiny_run(write_corpus(kept), kept / "straight"))
-        assert result.exit_code == 0, result.err
+        run(train, *tiny_run(write_corpus(kept), kept / "straight")).ok()
         shutil.copytree(tmp_path / "prepared", kept / "prepared")
     shutil.copytree(kept / "prepared", tmp_path / "prepared", dirs_exist_ok=True)
     return shutil.copytree(kept / "straight", tmp_path / "straight")

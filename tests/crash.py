@@ -1,9 +1,8 @@
-"""Ways to lose work: training in forked processes that are killed at a chosen moment, and a disk that forgets."""
+"""Ways to lose work: training in forked processes that are killed at a chosen moment, and every effect on the disk."""
 
 import builtins
 import io
 import os
-import random
 import signal
 import sys
 import threading
@@ -127,74 +126,3 @@ def in_child(work: Callable[[], object], after: float | None = None, said: Path 
         os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     return KILLED if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
-
-
-class File:
-    """A file on a disk that forgets what was not synced."""
-
-    def __init__(self) -> None:
-        self.content, self.synced = b"", b""
-
-    def cut_power(self, choose: random.Random, path: Path) -> None:
-        """Write to `path` a content after a power cut: an unsynced file is old, half new, full of zeros, or new."""
-        half, zeros = self.content[: len(self.content) // 2], bytes(len(self.content))
-        unsynced = [self.synced, half, zeros, self.content]
-        path.write_bytes(self.content if self.content == self.synced else choose.choice(unsynced))
-
-
-class Directory:
-    """The names in a directory of such a disk: those that are synced, and later changes that are not."""
-
-    def __init__(self) -> None:
-        self.synced: dict[str, File | Directory] = {}
-        self.changes: list[Callable[[dict], object]] = []
-
-    def names(self, num_changes: int | None = None) -> dict:
-        """The names after the first `num_changes` of the unsynced changes, or after all."""
-        names = dict(self.synced)
-        for change in self.changes[:num_changes]:
-            change(names)
-        return names
-
-    def cut_power(self, choose: random.Random, path: Path) -> None:
-        """Write to `path` a state after a power cut, in which only the first few unsynced changes have happened."""
-        path.mkdir()
-        for name, entry in self.names(choose.randrange(len(self.changes) + 1)).items():
-            entry.cut_power(choose, path / name)
-
-
-class Disk:
-    """Such a disk with one directory, `top`. It ignores syncs of the class `ignored`."""
-
-    def __init__(self, top: Path, ignored: type[File] | type[Directory] | None = None):
-        self.top, self.root, self.ignored = top, Directory(), ignored
-
-    def apply(self, effect: str, path: Path, more: Path | bytes | None = None) -> None:
-        """Let one effect happen: its name and its arguments, as `watch` has them."""
-        if effect == "write":
-            self.find(path).content += more
-        elif effect == "fsync":
-            entry = self.find(path)
-            if isinstance(entry, File) and self.ignored != File:
-                entry.synced = entry.content
-            elif isinstance(entry, Directory) and self.ignored != Directory:
-                entry.synced, entry.changes = entry.names(), []
-        elif effect == "open" and path.name in self.find(path.parent).names():
-            self.find(path).content = b""
-        else:
-            new = File() if effect == "open" else Directory()
-            changes = {
-                "open": lambda names: names.update({path.name: new}),
-                "mkdir": lambda names: names.update({path.name: new}),
-                "unlink": lambda names: names.pop(path.name),
-                "rmdir": lambda names: names.pop(path.name),
-                "rename": lambda names: names.update({more.name: names.pop(path.name)}),
-            }
-            self.find(path.parent).changes.append(changes[effect])
-
-    def find(self, path: Path) -> File | Directory:
-        """The file or directory with this path."""
-        entry = self.root
-        for part in path.relative_to(self.top).parts:
-            entry = entry.names()[part]
-        return entry

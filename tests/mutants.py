@@ -157,17 +157,6 @@ def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: 
     return original(self, k.repeat_interleave(q.size(1) // k.size(1), dim=1), q, v, *rest, **options)
 
 
-@replace("summaries of whole blocks", Attend, "forward")
-def _(original: Callable, self: Attend, q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: object) -> Tensor:
-    y = original(self, q, k, v, *rest, **options)
-    if q.size(-2) != k.size(-2):
-        return y
-    block = torch.arange(v.size(2)) // 4
-    same = (block[:, None] == block).to(v)
-    summary = (same / same.sum(-1, keepdim=True)) @ v
-    return y + summary.repeat_interleave(q.size(1) // v.size(1), dim=1)
-
-
 def without_a_transpose(before: bool) -> Callable:
     """A forward pass that does not transpose the heads after attention, nor, if `before`, before it."""
 

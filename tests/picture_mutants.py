@@ -4,10 +4,7 @@
 FAULTS: dict[str, dict[str, tuple[str, str]]] = {
     "page.html": {
         "the column of a token is its row": ("who ? amount(i, shown) : amount(shown, i)", "amount(shown, i)"),
-        "a transposed picture": (
-            "Math.floor(row / step) * n + Math.floor(key / step)",
-            "Math.floor(key / step) * n + Math.floor(row / step)",
-        ),
+        "a transposed picture": (".floor(row / step) * n + Math.floor(key", ".floor(key / step) * n + Math.floor(row"),
         "pools show a mean": (
             "if (value > largest[pixel]) largest[pixel] = value",
             "largest[pixel] = Math.max(0, largest[pixel]) + value / step ** 2",
@@ -17,10 +14,7 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
         "no square root": ("Math.sqrt(value / 65535)", "(value / 65535)"),
         "a scale for each picture": ("const end = scaleEnd() || 1;", "const end = Math.max(...largest) / 65535;"),
         "numbers of the scale are even": ("place ** 2 * end", "place * end"),
-        "small pictures in the opposite order": (
-            "paint(canvas, i, width)",
-            "paint(canvas, heads.length - 1 - i, width)",
-        ),
+        "small pictures in the opposite order": ("paint(canvas, i, width", "paint(canvas, heads.length - 1 - i, width"),
         "a tag of another head": ("tagOf(i).replaceAll", "tagOf(Math.max(0, i - 1)).replaceAll"),
         "score and chance change places": ("[score, even] = scores", "[even, score] = scores"),
         "labels of tokens off by one": ('make("bdi", {}, labels[i])', 'make("bdi", {}, labels[i + 1])'),
@@ -32,18 +26,9 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
             "left: 0, top: percent(shown), width: percent(shown + 1), height: percent(1)",
         ),
         "words around another token": ("beside(i, 1)", "beside(i + 1, 1)"),
-        "shades of another head": (
-            "weight(loaded.triangles[state.head], row, key) *",
-            "weight(loaded.triangles.at(state.head - 1), row, key) *",
-        ),
-        "shades against one, not the largest": (
-            "(100 * amounts[i]) / largest).toFixed",
-            "(100 * amounts[i]) / 1).toFixed",
-        ),
-        "attention stands for influence": (
-            "weight(loaded.influence, shown, i)",
-            "weight(loaded.triangles[0], shown, i)",
-        ),
+        "shades of another head": ("(loaded.triangles[state.head], row,", "(loaded.triangles.at(state.head - 1), row,"),
+        "shades against one, not the largest": (" * amounts[i]) / largest).toFixed", " * amounts[i]) / 1).toFixed"),
+        "attention stands for influence": ("weight(loaded.influence, shown, i", "weight(loaded.triangles[0], shown, i"),
         "the prediction before the token": (".predictions[shown]", ".predictions[Math.max(0, shown - 1)]"),
         "values without weights": ("lengths ? triangle[i] * lengths[key]", "lengths ? 65535 * lengths[key]"),
         "lengths of the first head": ("subarray(head * T)", "subarray(0)"),
@@ -53,32 +38,17 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
         "amounts that round to 0 are listed": ("Number(figure(amounts[i])) > 0", "true"),
         "logits of another head": ("loaded.logits[place]", "loaded.logits[place - T * count]"),
         "the pointer names the corner of a pool": ("if (!found || amount", "if (!found || 0 > amount"),
-        "the pointer takes keys for queries": (
-            "const top = place(event.clientY - box.top)",
-            "const top = place(event.clientX - box.left)",
-        ),
+        "the pointer takes keys for queries": (" = place(event.clientY - box.top", " = place(event.clientX - box.left"),
         "a press chooses the key": ("cell[state.who ? 1 : 0]", "cell[1]"),
-        "a button chooses the head before": (
-            "onclick: () => show({ head: i })",
-            "onclick: () => show({ head: i - 1 })",
-        ),
+        "a button chooses the head before": ("onclick: () => show({ head: i }", "onclick: () => show({ head: i - 1 }"),
         "the right arrow goes two tokens on": ("state.token + 1)", "state.token + 2)"),
-        "the slider counts from the end": (
-            'checkpoint: Number($("slider").value)',
-            'checkpoint: last - Number($("slider").value)',
-        ),
+        "the slider counts from the end": ('checkpoint: Number($("slider").', 'checkpoint: last - Number($("slider").'),
         "the slider changes the words only": ("load(state.checkpoint)", "load(last)"),
         "links are read one token further": ("? Number(token) : -1", "? Number(token) + 1 : -1"),
     },
     "page.py": {
-        "the file stores patterns transposed": (
-            "encode(inspection.pattern(*head))",
-            "encode(inspection.pattern(*head).T)",
-        ),
-        "the file stores the first checkpoint only": (
-            "encode(inspection.pattern(*head))",
-            "encode(inspections[0].pattern(*head))",
-        ),
+        "the file stores patterns transposed": ("(inspection.pattern(*head))", "(inspection.pattern(*head).T)"),
+        "the file stores the first checkpoint only": ("encode(inspection.pattern(*", "encode(inspections[0].pattern(*"),
         "the file stores lengths in another order": ("for head in last.heads])", "for head in last.heads[::-1]])"),
         "the file rounds logits to tenths": ("pack(logits,", "pack((10 * logits).round() / 10,"),
         "the file has the chance of the first head": ("number(of, name, head)", "number(of, name, (0, 0))"),
@@ -91,10 +61,7 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
         "tiles without the square root": ("PowerNorm(0.5", "PowerNorm(1.0"),
         "tiles on a scale of their own": ("vmin=0, vmax=1", "vmin=0, vmax=0.5"),
         "tiles paint the future": ("pooled.masked_fill(~make_causal_mask(len(pooled)), math.nan)", "pooled"),
-        "tags of the first head": (
-            "tag(kind_of(inspection.scores, head))",
-            "tag(kind_of(inspection.scores, heads[0]))",
-        ),
+        "tags of the first head": ("tag(kind_of(inspection.scores, head)", "tag(kind_of(inspection.scores, heads[0])"),
         "names shift from tile to tile": ("start * pitch +", "start * size +"),
         "a picture does not say that it pools": ("if step > 1 else", "if step > 99 else"),
     },

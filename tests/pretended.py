@@ -125,26 +125,16 @@ def a_float32_product(x: Tensor) -> Tensor:
         return x + 0 * (x.float() @ torch.eye(x.size(-1), device=x.device)).to(x.dtype)
 
 
-calls = []  # of the next function
-
-
-def work_that_grows(x: Tensor) -> Tensor:
-    calls.append(x.shape)
-    return x + 0.0 if len(calls) % 8 == 0 else x  # a step calls it four times
-
-
 FAULTS = {
     an_item: "the host waits: aten._local_scalar_dense",
     a_mask_made_on_the_cpu: "found at least two devices, cuda:0 and cpu",
     a_float32_product: "a product in {torch.float32}",
-    work_that_grows: "steps 2 and 3 differ",
 }
 
 
 @pytest.mark.parametrize("plant, match", often(*FAULTS.items()))
 def test_a_planted_fault_is_found(plant: Callable, match: str, tmp_path: Path, monkeypatch) -> None:
     forward = Block.forward
-    calls.clear()
     monkeypatch.setattr(Block, "forward", lambda self, x, *rest, **options: forward(self, plant(x), *rest, **options))
     with pytest.raises((AssertionError, RuntimeError), match=re.escape(match)):
         check(take_steps(tmp_path), torch.bfloat16)

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 import os
 import runpy
 import shutil
@@ -24,7 +23,6 @@ from data.corpus import Corpus, open_corpus
 from data.prepare import DataConfig
 from data.tokenizer import make_tokenizer
 from errors import UserError
-from training.fit import name_of, size_of
 
 TEXT = "".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}, naïve 猫\n" for i in range(500))
 
@@ -130,21 +128,12 @@ def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPa
         make("hf:owner/silent:v2@main")
 
 
-def test_a_kind_of_source_is_a_function_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sources.READERS, "mine:", lambda name, text_column: [f"text of {name}", ["in ", "parts"]])
-    assert documents_of(make("mine:some/own:9")) == ["text of some/own:9", "in parts"]
-    assert name_of("mine:some/own:9") == "own-9" and math.isnan(size_of(DataConfig("mine:"))[0])
-    with pytest.raises(UserError, match="no text found at 'your:own': give a file, .*, hf:NAME, .*mine:NAME or stdlib"):
-        make("your:own")
-
-
 def test_command_line(run: Callable, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "data.prepare")  # as in a new process
     script = SimpleNamespace(
         __name__="prepare", main=lambda: runpy.run_module("data.prepare", run_name="__main__", alter_sys=False)
     )
-    result = run(script, "a.txt", "--tokenizer", "bytes", "--val-fraction", "0.2", "--out", "mine")
-    assert result.exit_code == 0, result.err
+    result = run(script, "a.txt", "--tokenizer", "bytes", "--val-fraction", "0.2", "--out", "mine").ok()
     assert f"next: python train.py --data.source {tmp_path}/mine --data.tokenizer bytes\n" in result.out
     assert documents_of(open_corpus(tmp_path / "mine")) == [TEXT]
     assert run(script, "b.txt", "--out", "other").exit_code == 2 and not Path("other").exists()

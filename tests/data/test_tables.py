@@ -88,12 +88,7 @@ def test_no_more_of_json_is_read_at_a_time_than_the_longest_row(content: str, mo
     "name, content, sentence",
     [
         ("t.jsonl", '{"text": "a"}\n\n{"text": 5}', "t.jsonl, line 3: expected a text, got 5"),
-        (
-            "t.jsonl",
-            '{"text": "a"}\n{"text": "b\n{"text": "c"}',
-            "t.jsonl: JSONDecodeError: Invalid .*: line 2 column 12",
-        ),
-        ("t.jsonl", '{"n": ' + "[" * 99_999, "cannot read t.jsonl: RecursionError: maximum recursion"),
+        ("t.jsonl", '{"text": "a"}\n{"text": "b\n{"text": "c"}', "t.jsonl: JSONDecodeError: Invalid .*: line 2"),
         ("t.jsonl", r'{"text": "a\ud83d"}', "t.jsonl, line 1 has half a character: UnicodeEncodeError"),
         ("t.jsonl", '{"text": "b"}\n{"c": 1}', "t.jsonl, line 2: expected a column 'text', got c: choose one by"),
         ("t.json", '[\n{"text": "a"},', "cannot read t.json: JSONDecodeError: Expecting value: line 2"),
@@ -103,7 +98,6 @@ def test_no_more_of_json_is_read_at_a_time_than_the_longest_row(content: str, mo
         ("t.csv", 'n,text\n1,"a\nb"\n\n2\n', r"t.csv, line 5: 1 fields instead of 2"),
         ("t.csv", 'n,text\n1,a\n2,"b\n3,c\n', "t.csv, line 3: unexpected end of data .is there a quote that never"),
         ("t.csv", b"text\n\xff\xfea", "cannot read t.csv: UnicodeDecodeError: .*invalid start byte"),
-        ("t.jsonl.gz", '{"text": "a"}', "cannot read t.jsonl.gz: BadGzipFile: Not a gzipped file"),
         ("t.csv.zst", zstd(b"text\na")[:-3], "cannot read t.csv.zst: OSError: Truncated compressed stream"),
         ("t.parquet", b"version https://git-lfs.github.com/spec/v1\n", "t.parquet is a pointer of Git LFS"),
     ],

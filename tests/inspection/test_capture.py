@@ -31,21 +31,6 @@ def call_captured(q: Tensor, k: Tensor, v: Tensor | None = None, **options: obje
     return att
 
 
-@pytest.mark.parametrize("dtype", inspection.patterns.TOLERANCE, ids=str)
-@pytest.mark.parametrize("n_kv_head", [1, 3])
-def test_patterns_are_proved_in_every_precision(n_kv_head: int, dtype: torch.dtype) -> None:
-    with torch.no_grad():  # under autograd a layer in bfloat16 computes by the formula
-        att = run_captured(make_gpt(n_kv_head=n_kv_head).to(dtype).eval(), torch.randint(V, (B, T)))
-    assert list(att.verify()) == [0, 1]
-    for layer in range(L):
-        for head in range(H):
-            pattern = att.pattern(layer, head)
-            assert pattern.shape == (B, T, T)
-            assert pattern.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-            assert torch.equal(pattern.triu(1), torch.zeros(B, T, T))
-            torch.testing.assert_close(pattern.sum(-1), torch.ones(B, T, dtype=pattern.dtype))
-
-
 def test_a_call_with_a_cache_has_its_rows_and_replaces_the_one_before() -> None:
     model, first, second = make_gpt().eval(), torch.randint(V, (1, T)), torch.randint(V, (1, T))
     with capture(model) as att, torch.no_grad():

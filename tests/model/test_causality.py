@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import Attend, make_causal_mask
 from model.causality import check_causality
-from model.families import FAMILIES, MLP
+from model.families import FAMILIES
 from tests.conftest import make_gpt, often, same_bits, tiny_run
 from training.certificate import certify, compare_with_cpu
 from training.config import TrainConfig
@@ -95,7 +94,7 @@ def test_an_honest_oddity_passes_and_nothing_is_changed_by_asking(context: Calla
         outcome = check_causality(model, V, T)
         with pytest.raises(ValueError, match="do not fit the context length"):
             check_causality(model, V, T + 1)
-    assert outcome.ok, outcome
+    assert outcome.ok and not outcome.remarks, outcome
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         same, value = before[name]
         assert tensor is same and torch.equal(tensor, value)
@@ -141,15 +140,6 @@ def test_a_token_that_is_not_seen_is_named() -> None:
     assert str(check_causality(model, V, T)) == "no, position 4 is blind to token 4, which it may see"
 
 
-def test_a_difference_that_does_not_come_back_is_no_rounding() -> None:
-    model, calls = make_gpt().eval(), itertools.count()
-
-    def forward(idx: Tensor) -> Tensor:
-        return model(idx) + float(next(calls) == 1)  # the second text, once
-
-    assert "move by up to 1 " in str(check_causality(forward, 17, 11, module=model))
-
-
 def test_a_plain_function_is_asked_as_it_is() -> None:
     table = torch.randn(V, V)
     assert check_causality(lambda idx: table[idx].cumsum(1), V, T).ok
@@ -159,9 +149,10 @@ def test_a_plain_function_is_asked_as_it_is() -> None:
         (lambda idx: table[idx].cumsum(1) + 5e-7 * table[idx.roll(-1, 1)], "position 0 sees token 1"),
         (lambda idx: table[idx].cumsum(1) + torch.rand(()), "do not give the same numbers again"),
         (lambda idx: table[idx].cumsum(1) + table[idx].mean(0), "a sequence changes when the others of its batch do"),
-        (lambda idx: table[idx].cumsum(1) / 0, "not finite"),
+        (lambda idx: table[idx].cumsum(1) / (idx > 5)[..., None], "not finite"),
     ):
         assert finding in check_causality(wrong, V, T).finding
+    assert check_causality(wrong, V, T, tokens=torch.arange(6, V)).ok
 
 
 @pytest.mark.parametrize("length", [96, 61, 128])
@@ -178,23 +169,6 @@ def test_a_leak_that_one_token_of_a_small_vocabulary_opens_is_found(length: int)
         outcome = check_causality(read, 61, length, module=embedding)
         assert outcome.key == outcome.query + 1
         assert not check_causality(lambda idx, ahead=ahead: table[idx].cumsum(1) + ahead(idx), 61, length).ok
-
-
-def test_each_of_256_special_tokens_is_asked_in_few_calls_also_after_a_prefix_that_all_see() -> None:
-    table, special = torch.randn(1009, 7), torch.arange(503, 759)
-    mask = make_causal_mask(67).index_fill(1, torch.arange(3), True)
-    calls = []
-
-    def read(idx: Tensor, ahead: int = -1) -> Tensor:
-        calls.append(len(idx))
-        seen = table[idx].cumsum(1) + table[idx[:, :3]].sum(1, keepdim=True)
-        leaks = F.pad(idx[:, 1:] == ahead, (0, 1)) & (torch.arange(67) > 1)
-        return (seen + leaks[:, :, None]) @ table.T
-
-    options = {"mask": mask, "special": special, "batch_size": 8}
-    assert check_causality(read, 1009, 67, **options).ok and len(calls) < 100
-    for ahead in special[::17].tolist():
-        assert not check_causality(partial(read, ahead=ahead), 1009, 67, **options).ok
 
 
 @pytest.mark.parametrize("length, block", [(64, 32), (256, 32), (256, 64), (256, 128)])
@@ -225,37 +199,6 @@ def test_a_mask_is_checked_against_what_it_claims(monkeypatch: pytest.MonkeyPatc
     assert not narrow.ok and narrow.query - narrow.key == 6
     wide = check_causality(model, V, 67, mask=window(8))
     assert "blind" in wide.finding and wide.query - wide.key == 7
-
-
-class Experts(nn.Module):
-    """Sends each token to one MLP of three, and multiplies all tokens of one together."""
-
-    def __init__(self, config: GPTConfig, leak: float = 0.0) -> None:
-        super().__init__()
-        self.router, self.leak = nn.Linear(config.n_embd, 3, bias=False), leak
-        self.experts = nn.ModuleList(MLP(config) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        share, chosen = self.router(x).softmax(-1).max(-1)
-        y = self.leak * F.pad(x[:, 1:], (0, 0, 0, 1))
-        for number, expert in enumerate(self.experts):
-            rows = chosen == number
-            rounding = 3e-7 * torch.sin(rows.sum()) * (x.dtype == torch.float32)  # as kernels differ by number of rows
-            y[rows] = y[rows] + (share[rows][:, None] * expert(x[rows])) * (1 + rounding).to(x.dtype)
-        return y
-
-
-def test_experts_that_round_train_and_their_leaks_do_not(run, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
-    for leak in (0.0, 1e-5, 1e-6, 1e-8, 1e-11):
-        family = replace(FAMILIES["gpt2"], mlp=partial(Experts, leak=leak))
-        monkeypatch.setitem(FAMILIES, "gpt2", family)
-        shape = {"model__n_embd": 60, "model__dropout": 0.0, "train__batch_size": 7, "train__max_steps": 2}
-        said = run(train, *tiny_run(corpus_file, tmp_path / str(leak), **shape))
-        if leak:
-            assert said.exit_code == 2 and "which it must not see" in said.err
-        else:
-            rounding = "; bits differ by rounding alone: asked again in float64"
-            assert said.exit_code == 0 and rounding in said.out.split("\ncausal: ")[1].split("\n")[0]
 
 
 class Documents(nn.Module):
@@ -316,20 +259,6 @@ def test_a_loss_that_mixes_documents_is_found_where_logits_do_not() -> None:
         trained.position = model.position
         outcome = check_causality(model, 257, 31, **options)
         assert outcome.ok if mistake == "none" else "the loss moves" in outcome.finding
-
-
-def test_a_leak_through_a_special_token_in_the_loss_alone_is_found() -> None:
-    model = nn.Sequential(nn.Embedding(1009, 15), nn.Linear(15, 1009))
-
-    def loss(ahead: float, inputs: Tensor, targets: Tensor) -> Tensor:
-        leak = ahead * F.pad(inputs[:, 1:] == 1008, (0, 1))[..., None]
-        return F.cross_entropy((model(inputs) * (1 + leak)).flatten(0, 1), targets.flatten(), reduction="sum")
-
-    see = torch.eye(251, dtype=torch.bool)
-    for ahead in (0.0, 0.1):
-        options = {"loss_fn": partial(loss, ahead), "mask": see, "special": [1008], "batch_size": 3}
-        outcome = check_causality(model, 1009, 251, **options)
-        assert ("the loss moves" in outcome.finding) if ahead else outcome.ok
 
 
 def test_a_model_says_its_mask_itself() -> None:
@@ -398,28 +327,6 @@ def test_sequences_that_mix_are_found(mix: object, length: int) -> None:
     assert "a sequence changes when the others of its batch do" in check_causality(model, V, length).finding
 
 
-@pytest.mark.long
-def test_the_compiled_loss_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def certify_compiled(length: int) -> None:
-        torch.compiler.reset()
-        loss = torch.compile(train.next_token_loss, dynamic=False)
-        certify_tiny(torch.float32, loss, dropout=0.1, n_kv_head=1, context_length=length)
-
-    def forward(
-        self: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **_
-    ) -> Tensor:
-        ahead = int(torch.compiler.is_compiling())  # a mistake that only the compiled graph has
-        mask = make_causal_mask(k.size(2) + ahead)[-q.size(2) :, : k.size(2)]
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, enable_gqa=True)
-
-    certify_compiled(131)
-    assert check_causality(torch.compile(make_gpt(), dynamic=False), V, T).ok
-    monkeypatch.setattr(Attend, "forward", forward)
-    certify_tiny(torch.float32, dropout=0.1, n_kv_head=1)
-    with pytest.raises(UserError, match="the loss moves by "):
-        certify_compiled(T)
-
-
 def test_decoding_agrees_to_a_thousand_roundings() -> None:
     model = make_gpt()
     assert check_causality(model, V, T, decode=lambda idx: (1 + 1e-5) * model(idx)).ok
@@ -431,6 +338,8 @@ def test_questions_without_an_answer_are_refused() -> None:
     for vocab_size, length, rows in ((1, T, T), (V, 0, 0), (V, T, 1)):
         with pytest.raises(ValueError, match=f"nothing to ask: {length} tokens of a vocabulary of {vocab_size}, "):
             check_causality(make_gpt(), vocab_size, length, mask=make_causal_mask(length)[:rows])
+    with pytest.raises(ValueError, match="nothing to ask: 11 tokens of a vocabulary of 1"):
+        check_causality(make_gpt(), V, T, tokens=torch.tensor([7, 7]))
 
 
 # Training asks for it.
@@ -445,20 +354,24 @@ def test_no_run_begins_with_a_model_that_sees_the_future(run, corpus_file: Path,
 
     before = sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*") if path.is_file())
     see(monkeypatch, torch.ones(T, T, dtype=torch.bool))
-    resumed = run(train, "--resume", out, "--train.max_steps", 14)
-    assert resumed.exit_code == 2
-    assert "refusing to train: position 0 sees token 1, which it must not see: " in resumed.err
+    refused = "refusing to train: position 0 sees token 1, which it must not see: "
+    run(train, "--resume", out, "--train.max_steps", 14).refused(refused)
     assert before == sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*") if path.is_file())
-    refused = run(train, *tiny_run(corpus_file, tmp_path / "refused"))
-    assert refused.exit_code == 2 and "refusing to train" in refused.err
+    run(train, *tiny_run(corpus_file, tmp_path / "refused")).refused(refused)
     assert not [path for path in (tmp_path / "refused").rglob("*") if path.is_file()]
 
 
+@pytest.mark.parametrize("zero_outputs", [False, True])  # True: all gradients are zero, and in a nanochat all logits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_device_that_computes_something_else_is_refused(family: str, dtype: torch.dtype, capsys) -> None:
+def test_a_device_that_computes_something_else_is_refused(
+    family: str, dtype: torch.dtype, zero_outputs: bool, capsys
+) -> None:
     model = make_gpt(family=family, n_embd=18, dropout=0.3).train()
+    set_first_weights(model, TrainConfig(zero_outputs=zero_outputs))
+    before = copy.deepcopy(model.state_dict())
     record = compare_with_cpu(model, dtype)  # of a CPU with itself, in this precision
+    assert same_bits(before, model.state_dict())
     assert record["agrees_with_cpu"].startswith("to ")
     assert capsys.readouterr().out.startswith("kernels: agree with a CPU in float32 to ")
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
@@ -473,16 +386,3 @@ def test_a_device_that_computes_something_else_is_refused(family: str, dtype: to
     refused = "refusing to train: cpu agrees with a CPU in float32 only to .* use another device or dtype"
     with pytest.raises(UserError, match=refused):
         compare_with_cpu(model, dtype)
-
-
-def test_what_is_behind_zeros_is_compared_too() -> None:
-    model = make_gpt(family="nanochat", n_embd=18)
-    set_first_weights(model, TrainConfig(zero_outputs=True))  # so that all logits and gradients are zero
-    before = copy.deepcopy(model.state_dict())
-    compare_with_cpu(model, torch.bfloat16)
-    assert same_bits(before, model.state_dict())
-    attend = model.blocks[1].attention.attend
-    forward = attend.forward
-    attend.forward = lambda *inputs, **options: forward(*inputs, **options).roll(1, dims=1)
-    with pytest.raises(UserError, match="refusing to train: cpu agrees with a CPU in float32 only to "):
-        compare_with_cpu(model, torch.bfloat16)

@@ -68,8 +68,7 @@ def mistral(tmp_path: Path) -> Path:
 def test_a_directory_of_another_type_is_inspected(run, mistral: Path, tmp_path: Path) -> None:
     outputs = [word for end in ("html", "png", "svg", "npz") for word in ("-o", tmp_path / f"a.{end}")]
     words = ["--text", TEXT, "--heads", "1.*", "0.2", "--ablate", "mean"]
-    result = run(inspect_attention, mistral, *words, *outputs)
-    assert result.exit_code == 0, result.err
+    result = run(inspect_attention, mistral, *words, *outputs).ok()
     assert max(map(len, result.out.splitlines())) <= 80 + len(str(tmp_path))
     assert result.out.startswith(
         "text:   12 tokens\nprobe:  8 x [start, 30 random tokens of the vocabulary, the same a"
@@ -101,28 +100,19 @@ def test_a_long_text_is_cut_and_an_old_tokenizer_is_read(run, tmp_path: Path) ->
 def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     """A module that nobody knows, and ids; then a tokenizer of `transformers`; then our own model."""
     found = inspect_heads(Book().eval(), IDS, list(TEXT))
-    assert found.name == "Book" and found.labels == list(TEXT)
+    assert found.name == "Book" and found.labels == list(TEXT) and len(found.scores.predictions) == 12
     assert all(0.99 < proof.least <= proof.most < 1.01 for proof in found.scores.proofs)
-    assert (
-        len(found.scores.predictions) == 12
-        and found.pattern(1, 2).shape == (12, 12)
-        and not found.influence.isnan().any()
-    )
+    assert found.pattern(1, 2).shape == (12, 12) and not found.influence.isnan().any()
+    assert len(found.lengths) == 6 and found.lengths[1, 2].shape == (12,) and not found.said
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
-    assert (
-        len(found.lengths) == 6
-        and found.lengths[1, 2].shape == (12,)
-        and not found.said
-        and "Heads of Book" in found._repr_html_()
-    )
+    assert "Heads of Book" in found._repr_html_()
     write_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), unk_token="<unk>")
-    by_text = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), TEXT, tokenizer)
-    by_ids = inspect_heads(make_decoder("phi", attn_implementation="sdpa"), torch.tensor([IDS]))
+    phi = make_decoder("phi", attn_implementation="sdpa")
+    by_text, by_ids = inspect_heads(phi, TEXT, tokenizer), inspect_heads(phi, torch.tensor([IDS]))
     assert by_text.labels == list(TEXT) and by_ids.labels[0] == "⟦32⟧"
-    assert torch.equal(by_text.pattern(1, 1), by_ids.pattern(1, 1)) and by_text.scores.losses.equal(
-        by_ids.scores.losses
-    )
+    assert torch.equal(by_text.pattern(1, 1), by_ids.pattern(1, 1))
+    assert torch.equal(by_text.scores.losses, by_ids.scores.losses)
     ours = inspect_heads(make_gpt(), [3, 5, 7, 3, 5, 7])
     assert len(ours.heads) == 6 and not ours.att.left_out
 
@@ -131,9 +121,7 @@ def test_a_model_without_gradients_has_no_influence(tmp_path: Path) -> None:
     model = Book().eval()
     model.forward = torch.no_grad()(model.forward)
     found = inspect_heads(model, IDS)
-    assert found.influence.isnan().all() and all(
-        0.99 < proof.least <= proof.most < 1.01 for proof in found.scores.proofs
-    )
+    assert found.influence.isnan().all() and found.pattern(1, 2).shape == (12, 12)
     found.save(tmp_path / "a.html")
 
 
@@ -145,18 +133,6 @@ def test_a_model_is_inspected_in_eval_mode_and_each_part_is_in_its_own_afterward
     inspect_heads(model, IDS)
     assert model.layers[0].training and not model.layers[1].training
     assert model.training and len(modes) > 3 and not any(modes)
-
-
-class Unmasked(nn.Module):
-    """A decoder whose author forgot the mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.out = nn.Embedding(V, 21), nn.Linear(21, V)
-
-    def forward(self, idx: Tensor) -> Tensor:
-        x = self.tokens(idx)
-        return self.out((x @ x.mT).softmax(-1) @ x)
 
 
 def mistral_module() -> nn.Module:
@@ -171,9 +147,7 @@ def mistral_module() -> nn.Module:
         (make_gpt, [3.0, 5.0], None, "the model cannot read 2 tokens, given as model(idx): RuntimeError: Expected"),
         (LastOnly, [3, 5], None, "of 3 tokens the model returns logits of 1, not of all: wrap it"),
         (make_gpt, [3], None, "attention is between tokens: give a text of two or more"),
-        (lambda: nn.Bilinear(3, 5, 7), IDS, None, "the model cannot read 3 tokens, given as model(idx): "),
         (mistral_module, [3, 99], None, "expected tokens from 0 to 60, got"),
-        (Unmasked, IDS, None, "the model attends without a causal mask: python -m model.check says where"),
         (lambda: make_decoder("mamba"), IDS, None, "no attention of a text to itself and its past was seen"),
     ],
 )
@@ -208,23 +182,17 @@ def test_a_directory_that_cannot_be_opened_is_refused(run, mistral: Path, tmp_pa
 
 
 def test_a_family_of_ours_that_we_cannot_compute_is_opened_by_transformers(run, tmp_path: Path) -> None:
-    """A llama with biases in its attention."""
+    """A llama with biases in its attention; but not one with an option of another tree, which they would leave out."""
     make_decoder("llama", attention_bias=True).save_pretrained(tmp_path / "biased")
     write_tokenizer(tmp_path / "biased")
     with pytest.raises(UserError, match="attention_bias"):
         GPT.from_pretrained(tmp_path / "biased")
     result = run(inspect_attention, tmp_path / "biased", "--text", TEXT)
     assert result.exit_code == 0 and "model:  biased, loss" in result.out, result.err
-
-
-def test_a_checkpoint_of_ours_with_an_option_of_another_tree_is_not_opened_by_transformers(tmp_path: Path) -> None:
-    """Which would leave the option out, and show the heads of another model."""
-    foreign = save_foreign(make_gpt(family="llama", n_embd=18, bias=None), tmp_path)
-    config = json.loads((foreign / "config.json").read_text())
-    config["tril"]["of_another_tree"] = 16
-    (foreign / "config.json").write_text(json.dumps(config))
+    file = save_foreign(make_gpt(family="llama", n_embd=18, bias=None), tmp_path) / "config.json"
+    file.write_text(file.read_text().replace('"tril": {', '"tril": {"of_another_tree": 16, '))
     with pytest.raises(UserError, match="of_another_tree"):
-        load_decoder(foreign)
+        load_decoder(file.parent)
 
 
 def test_tensors_that_are_not_used_are_named_and_recurrent_models_open_too(mistral: Path, capsys) -> None:

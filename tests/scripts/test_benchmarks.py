@@ -1,6 +1,5 @@
 """The benchmarks run in tiny sizes, their statistics are known ones, and nanoGPT learns what our GPT-2 learns."""
 
-import contextlib
 import json
 import math
 import sys
@@ -10,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench, compare, gpu, nanogpt
+from benchmarks import bench, compare, nanogpt
 from errors import UserError
 from model import GPT, GPTConfig
-from tests.conftest import ROOT, run_python, tiny_run
+from tests.conftest import ROOT, tiny_run
 from training.config import TrainConfig
 
 RENAMED = {"token_embedding": "tokens", "position_embedding": "positions", "final_norm": "norm", "lm_head": "head"}
@@ -66,42 +65,6 @@ def test_every_stage_is_measured(tmp_path: Path) -> None:
     assert both[0]["goal"] == max(result["curve"][-1][1] for result in both)
 
 
-def test_a_stopped_report_of_a_gpu_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    def rows(**stages: tuple) -> list[list[str]]:
-        monkeypatch.setattr(gpu, "STAGES", stages)
-        with contextlib.suppress(SystemExit):
-            gpu.main()
-        return [line.split() for line in capsys.readouterr().out.rpartition("\n\n")[2].splitlines()]
-
-    assert sum(minutes for _, minutes, _ in gpu.STAGES.values()) <= 12
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "decode     ours, x 3       ms 2.00  tokens/s 3,000.00  of peak 0.50"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Z7 (fast)")
-    passes, fails = ("-c print(5);print('passed')", 1, None), ("-c print('passed')+1", 1, None)
-    hangs = ("-c while(True):pass", 0.01, None)
-    measures = ("-c print(__import__('sys').argv[1])", 1, "tokens/s")
-    found = rows(step=fails, loss=hangs, tests=passes, sampling=measures)
-    assert [row[:2] for row in found] == [
-        ["step", "exit"],
-        ["loss", "stopped"],
-        ["tests", "passed"],
-        ["sampling", "passed"],
-    ]
-    assert found[2][4:] == ["passed"] and found[3][4:] == "ours, x 3 tokens/s 3,000.00".split()
-    again = rows(step=passes, loss=fails, tests=fails, sampling=fails)  # the latter two are not run
-    assert again[2:] == found[2:] and [row[1] for row in again[:2]] == ["passed", "exit"]
-    assert [file.name[:22] for file in tmp_path.iterdir()] == ["gpu_nvidia-z7-fast_202"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("script", ["bench", "compare", "first_run", "memory"])
-def test_each_script_starts_from_the_command_line(script: str) -> None:
-    """Where nothing has made the modules of this project known before."""
-    ran = run_python(f"benchmarks/{script}.py", "--help")
-    assert ran.returncode == 0 and "usage: " in ran.stdout, ran.stderr
-
-
 def test_the_interval_is_the_paired_one_of_student() -> None:
     for freedom, quantile in enumerate(compare.T_95, start=1):
         scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(math.pi * freedom)
@@ -127,17 +90,6 @@ def test_the_table() -> None:
     assert lines[-3].split() == ["tokens", "to", "3.1500", "66.5", "140.0"]  # A's mean curve: 4.1, 3.1, 2.1
     assert "B is better" in compare.table(curves(1.0, 1.3), curves(0.0, 0.2))
     assert "no difference is seen" in compare.table(curves(0.0, 0.2), curves(-0.4, 0.7))
-
-
-def test_the_tokens_are_those_that_were_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = {"val_loss": 3.0, "val_bits_per_byte": 5.0, "train_seconds": 7.0}
-    lines = [{"step": step, "tokens": step**2, **loss} for step in (0, 4, 9)]
-    lines[1:1] = [{"step": 3, "tokens": 9, "tokens_per_second": 31.0}]
-    monkeypatch.setattr(compare, "train", lambda *way, out: [*lines, {"process seconds": 11.0}])
-    curve = compare.curve_of(f"{ROOT}:configs/quickstart.toml", 1, 0, None)
-    assert curve == compare.Curve([5.0] * 3, [0, 16, 81], [7.0] * 3, 31.0)
-    del lines[0]["tokens"], lines[2]["tokens"]  # as evaluations of an older checkout: what was logged before counts
-    assert compare.curve_of(f"{ROOT}:configs/quickstart.toml", 1, 0, None).tokens == [0, 9, 81]
 
 
 def test_commands(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from data.tokenizer import load_tokenizer
 from model import GPT
 from model.checkpoint import find_checkpoint
 from model.load import load_model
-from tests.conftest import sign
+from tests.conftest import often, sign
 from training.options import Config, read_config
 
 
@@ -55,14 +55,8 @@ def load(directory: Path) -> None:
     model(torch.zeros(1, 1, dtype=torch.int64))
 
 
-def fuzz(many: int) -> Callable:
-    """Run a test with 10 inputs in `make test`, with many in `make test-long`; always the same."""
-    marks = [pytest.param(10, id="few"), pytest.param(many, id="many", marks=pytest.mark.long)]
-    return pytest.mark.parametrize("number", marks)
-
-
 def with_inputs(number: int, test: Callable) -> None:
-    """Let Hypothesis call a test with so many inputs."""
+    """Let Hypothesis call a test with so many inputs, always the same."""
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     settings(max_examples=number, deadline=None, database=None, derandomize=True, suppress_health_check=quiet)(test)()
 
@@ -71,7 +65,7 @@ KEYS = [f"{table}.{name}" for table in ("model", "data", "train") for name in va
 plain = st.one_of(st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.lists(st.integers(), max_size=3))
 
 
-@fuzz(1000)
+@pytest.mark.parametrize("number", often(10, 1000))
 def test_any_configuration_or_command_line(number: int, tmp_path: Path) -> None:
     content = st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=10), plain | st.just("--train.seed"), max_size=4)
 
@@ -88,7 +82,7 @@ def test_any_configuration_or_command_line(number: int, tmp_path: Path) -> None:
     with_inputs(number, test)
 
 
-@fuzz(1000)
+@pytest.mark.parametrize("number", often(10, 1000))
 def test_any_content_of_a_text_or_table(number: int, tmp_path: Path) -> None:
     bits = st.sampled_from(['{"text": "a"}', "text", "\n", ",", '"', "[", "]", "\t", "\\ud83d", "\0", "5", "null"])
 

@@ -15,9 +15,8 @@ import sample
 import train
 from benchmarks import compare
 from cli.options import parse
-from tests.conftest import hold
+from tests.conftest import ROOT, hold
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = {"train", "sample", "inspect_attention"}
 OURS = {"model", "data", "cli", "training", "inspection", *SCRIPTS}
 MAY_IMPORT = {  # package -> what it may import of ours, besides itself

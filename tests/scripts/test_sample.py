@@ -99,7 +99,6 @@ def test_a_sample_of_a_training_commands_no_terminal(run, corpus_file: Path, tmp
 
 
 def test_a_prompt_that_cannot_be_read_is_refused_before_the_training(run, corpus_file: Path, tmp_path: Path) -> None:
-    few = {"train__sample_prompt": "1 is ß", "data__tokenizer": "chars"}
-    result = run(train, *tiny_run(corpus_file, tmp_path / "out", **few))
-    assert result.exit_code == 2 and "the chars tokenizer never saw the character 'ß'" in result.err
+    words = tiny_run(corpus_file, tmp_path / "out", train__sample_prompt="1 is ß", data__tokenizer="chars")
+    run(train, *words).refused("the chars tokenizer never saw the character 'ß'")
     assert not list(tmp_path.glob("out/checkpoints/*"))

@@ -48,8 +48,7 @@ def test_a_run_compiles_two_programs_before_its_first_step_and_so_does_a_resumed
     for arguments in (tiny_run(corpus_file, out, **changes), ["--resume", out, "--train.max_steps", 14]):
         torch.compiler.reset()  # as in a new process
         programs.clear()
-        result = run(train, *arguments)
-        assert result.exit_code == 0, result.err
+        run(train, *arguments).ok()
         assert programs.frame_count == 2
     assert list(metrics(out, "val_loss")) == [0, 4, 8, 12, 14]
 

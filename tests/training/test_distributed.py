@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
 from errors import UserError
-from model import GPT
-from tests.conftest import ROOT, Result, metrics, often, same_bits, tiny_run, weights
+from tests.conftest import ROOT, Result, metrics, same_bits, tiny_run, weights
 from tests.ranks import Job
 from training.config import TrainConfig
 from training.distributed import Ranks
@@ -137,23 +135,6 @@ def test_an_error_of_all_is_one_sentence(tmp_path: Path, corpus_file: Path, monk
     shutil.rmtree(tmp_path / "out")
     monkeypatch.setattr("training.run.save_checkpoint", full)  # the ranks are forked
     check_ends(end_of(train__max_steps=2), [2, 2], "cannot save step 2", "No space left")
-
-
-@pytest.mark.parametrize("parallel, optimizer", often(("ddp", "muon"), ("fsdp", "adamw")))
-def test_a_frozen_part_is_left_as_it_is(
-    tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch, parallel: str, optimizer: str
-) -> None:
-    make = train.make_model
-
-    def with_a_frozen_mlp(*rest: object, **options: object) -> GPT:
-        model = make(*rest, **options)
-        model.blocks[1].mlp.requires_grad_(False)
-        return model
-
-    monkeypatch.setattr(train, "make_model", with_a_frozen_mlp)  # the ranks are forked
-    options = {"train__optimizer": optimizer, "train__max_steps": 2, "train__parallel": parallel}
-    ranks = Job(2, tmp_path / "said", tiny_run(corpus_file, tmp_path / "out", **options)).wait()
-    assert [rank.exit_code for rank in ranks] == [0, 0]
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

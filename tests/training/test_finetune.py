@@ -31,8 +31,7 @@ def options(init_from: Path, source: Path, out: Path, **changes: object) -> list
 
 def test_a_run_begins_with_the_weights_of_another(run, straight: Path, corpus_file: Path, tmp_path: Path) -> None:
     still = {"train__learning_rate": 1e-30, "train__max_steps": 1}  # too little to change a bit
-    result = run(train, *options(straight, corpus_file, tmp_path / "tuned", **still))
-    assert result.exit_code == 0, result.err
+    result = run(train, *options(straight, corpus_file, tmp_path / "tuned", **still)).ok()
     assert f"weights from {straight}/checkpoints/step-00000012\n" in result.out
     assert same_bits(weights(straight), weights(tmp_path / "tuned", 1))
     loss = metrics(straight, "val_loss")[12]  # of the same text without its end-of-text tokens
@@ -55,11 +54,9 @@ def test_a_model_of_others_is_tuned_resumed_and_sampled(run, name: str, corpus_f
 
     changes = {"train__learning_rate": 1e-3, "train__schedule": "wsd", "model__context_length": 7}
     for out, steps in (("whole", 4), ("broken", 2)):
-        result = run(train, *options(base, corpus_file, tmp_path / out, **changes, train__max_steps=steps))
-        assert result.exit_code == 0, result.err
+        run(train, *options(base, corpus_file, tmp_path / out, **changes, train__max_steps=steps)).ok()
     shutil.rmtree(base)
-    result = run(train, "--resume", tmp_path / "broken", "--train.max_steps", 4)
-    assert result.exit_code == 0, result.err
+    run(train, "--resume", tmp_path / "broken", "--train.max_steps", 4).ok()
     assert same_bits(weights(tmp_path / "whole", 4), weights(tmp_path / "broken", 4))
     checkpoint = tmp_path / "broken" / "checkpoints" / "step-00000004"
     assert {file: (checkpoint / file).read_bytes() for file in files} == before
@@ -85,8 +82,7 @@ def test_a_checkpoint_knows_how_a_text_begins_and_ends(
         (base / name).write_text(json.dumps(content | change))
     files = []
     for out in ("once", "twice"):
-        result = run(train, *options(base, corpus_file, tmp_path / out, train__max_steps=1))
-        assert result.exit_code == 0, result.err
+        run(train, *options(base, corpus_file, tmp_path / out, train__max_steps=1)).ok()
         base = tmp_path / out / "checkpoints" / "step-00000001"
         files.append(load_tokenizer(base).files)
     assert files[0] == files[1]
@@ -112,8 +108,7 @@ def test_a_checkpoint_knows_how_a_text_begins_and_ends(
 def test_options_that_do_not_fit_the_weights_are_refused(
     run, straight: Path, corpus_file: Path, tmp_path: Path, changes: dict, message: str
 ) -> None:
-    result = run(train, *options(straight, corpus_file, tmp_path / "tuned", **changes))
-    assert result.exit_code == 2 and message in result.err, result.err
+    result = run(train, *options(straight, corpus_file, tmp_path / "tuned", **changes)).refused(message)
     assert result.err.count("\n") == 1 and not (tmp_path / "tuned").exists()
 
 
@@ -121,13 +116,12 @@ def test_a_corpus_prepared_for_a_model_is_not_for_another(run, straight: Path, c
     unsigned = shutil.copytree(straight / "checkpoints" / "step-00000012", tmp_path / "unsigned")
     (unsigned / "manifest.json").unlink()  # so that its files may change
     prepare(DataConfig(str(corpus_file), "model"), tmp_path / "there", model=unsigned)
-    result = run(train, *options(straight, tmp_path / "there", tmp_path / "tuned", train__max_steps=1))
-    assert result.exit_code == 0, result.err
+    run(train, *options(straight, tmp_path / "there", tmp_path / "tuned", train__max_steps=1)).ok()
     alone = ["--data.source", tmp_path / "there", "--train.max_steps", 1, "--train.sample_tokens", 0]
     alone += ["--train.out_dir", tmp_path / "alone"]
     assert run(train, *alone, "--train.device", "cpu").exit_code == 0  # a model of its own, with that tokenizer
     content = json.loads((unsigned / "tokenizer.json").read_text())
     content["model"]["merges"] = []
     (unsigned / "tokenizer.json").write_text(json.dumps(content, indent=1))
-    result = run(train, *options(unsigned, tmp_path / "there", tmp_path / "other"))
-    assert result.exit_code == 2 and "was prepared with another tokenizer: model" in result.err
+    again = options(unsigned, tmp_path / "there", tmp_path / "other")
+    run(train, *again).refused("was prepared with another tokenizer: model")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cli.options import parse
 from model import GPT, GPTConfig
 from model.families import FAMILIES
-from tests.conftest import ROOT, same_bits
+from tests.conftest import ROOT
 from training.config import Config, TrainConfig
 from training.model import set_first_weights
 from training.muon import A, B, C, Muon, orthogonalize
@@ -37,59 +37,25 @@ def make(family: str = "nanochat", **changes: object) -> tuple[GPT, TrainConfig]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_has_one_optimizer(family: str) -> None:
-    model, config = make(family)
-    optimizer = make_optimizer(model, config)
-    grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert len(grouped) == len({id(parameter) for parameter in grouped}) == len(list(model.parameters()))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    by_muon = {names[id(p)] for group in optimizer.param_groups if "momentum" in group for p in group["params"]}
-    assert by_muon == {name for name, p in model.named_parameters() if name.startswith("blocks") and p.dim() == 2}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_each_kind_of_parameter_has_its_rate(family: str) -> None:
     model, config = make(family, embedding_rate=7.0, head_rate=0.3, vector_rate=0.5, momentum=0.95, warmup_steps=0)
     optimizer = make_optimizer(model, config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    grouped = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(grouped) == sorted(names.values())
     set_schedule(optimizer, 150, config)
     for group in optimizer.param_groups:
         for name in (names[id(parameter)] for parameter in group["params"]):
             inside = 1.0 if name.startswith("blocks.") else 7.0
             share = 0.3 if name == "lm_head.weight" else 0.5 if "norm" in name or name.endswith(".bias") else inside
             assert group["lr"] == learning_rate_at(150, config) * share, name
+            by_muon = name.startswith("blocks.") and model.get_parameter(name).dim() == 2
+            assert ("momentum" in group) == by_muon, name
     assert optimizer.param_groups[-1]["momentum"] == pytest.approx(0.875)  # half of the way from 0.8
     set_schedule(optimizer, 1000, config)
     assert optimizer.param_groups[-1]["momentum"] == pytest.approx(0.95)
-
-
-def test_a_quickstart_trains_to_the_bits_of_version_3_2() -> None:
-    config = parse(Config, [], ROOT / "configs" / "quickstart.toml").train
-    found = []
-    for version in ("3.2", "now"):
-        torch.manual_seed(1)
-        model = GPT(GPTConfig("qwen3", n_layer=2, n_head=3, n_embd=18, context_length=11, vocab_size=17, tied=False))
-        optimizer = make_optimizer(model, config)
-        if version == "3.2":
-            vectors = [p for p in model.parameters() if p.dim() == 1]
-            groups = [
-                {"params": [model.token_embedding.weight]},
-                {"params": [model.lm_head.weight, *vectors], "lr_share": 1 / 3},
-            ]
-            inside = [p for p in model.blocks.parameters() if p.dim() == 2]
-            options = {"lr": 0.022, "betas": (0.9, 0.95)}
-            optimizer = Muon(inside, 0.0, groups, torch.float32, **options)
-        for step in range(12):
-            set_schedule(optimizer, step, config)
-            for group in optimizer.param_groups:
-                if version == "3.2" and "momentum" in group:
-                    group["momentum"] = 0.8 + (0.9 - 0.8) * min(1.0, step / 300)
-            torch.manual_seed(step)
-            for parameter in model.parameters():
-                parameter.grad = torch.randn_like(parameter)
-            optimizer.step()
-        found.append(model.state_dict())
-    assert same_bits(*found)
+    c = parse(Config, [], ROOT / "configs" / "quickstart.toml").train  # as in runs of 3.2, which had no such options
+    assert (c.embedding_rate, c.head_rate, c.vector_rate, c.momentum) == (1, 1 / 3, 1 / 3, 0.9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import has_nvidia_gpu
-from tests.conftest import run_python
+from tests.conftest import often, run_python
 
 CAN_PRETEND = has_nvidia_gpu() if torch.backends.cuda.is_built() else shutil.which("g++") is not None
 pytestmark = [
@@ -17,20 +17,14 @@ pytestmark = [
 ]
 
 
-def dry_run(tests: str, marks: str) -> None:
+IN_PARTS = ["planted", "steps and gpt2", "steps and not gpt2", "certificate or decoding"]
+
+
+@pytest.mark.parametrize("tests, marks", often(("not certificate", "not long"), *((part, "") for part in IN_PARTS)))
+def test_the_dry_run(tests: str, marks: str) -> None:
     """Run the tests of tests/pretended.py with these words in their names, in a process of their own."""
     start = "import benchmarks.pretended_gpu, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
     options = ["-x", "-p", "no:cacheprovider", "-k", tests, "-m", marks]
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = run_python("-c", start, "tests/pretended.py", *options, env=environment)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-
-
-def test_some_of_the_dry_run() -> None:
-    dry_run("not certificate", "not long")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("tests", ["planted", "steps and gpt2", "steps and not gpt2", "certificate or decoding"])
-def test_all_of_the_dry_run(tests: str) -> None:
-    dry_run(tests, "long or not long")

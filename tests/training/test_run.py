@@ -27,8 +27,7 @@ def test_a_finished_run_makes_no_step_and_says_what_to_do_next(run, straight: Pa
     before = sorted((path, path.stat().st_mtime_ns) for path in (straight / "checkpoints").rglob("*"))
     lines = (straight / "metrics.jsonl").read_bytes()
     (straight / "report.html").unlink()  # as if a kill had come before it
-    result = run(train, "--resume", straight, "--train.max_steps", max_steps)
-    assert result.exit_code == 0
+    result = run(train, "--resume", straight, "--train.max_steps", max_steps).ok()
     assert "A sample of what it writes:" in result.out and f"Next, with the model in {straight}" in result.out
     assert "--resume" not in result.out + (straight / "report.html").read_text()
     assert sorted((path, path.stat().st_mtime_ns) for path in (straight / "checkpoints").rglob("*")) == before
@@ -94,8 +93,7 @@ def test_a_run_that_is_older_than_an_option_has_its_default(straight: Path) -> N
 
 def test_a_run_of_another_version_is_not_resumed(run, straight: Path) -> None:
     edit(straight, "batches", value=2)
-    result = run(train, "--resume", straight, "--train.max_steps", 13)
-    assert result.exit_code == 2 and "step-00000012 is of another version of tril, whose batches" in result.err
+    run(train, "--resume", straight, "--train.max_steps", 13).refused("step-00000012 is of another version of tril")
 
 
 def test_a_resumed_run_says_in_what_it_differs_from_the_first_session(run, straight: Path, monkeypatch) -> None:
@@ -109,16 +107,14 @@ def test_a_resumed_run_says_in_what_it_differs_from_the_first_session(run, strai
 
 
 def test_a_second_run_does_not_overwrite_the_first(run, straight: Path, corpus_file: Path) -> None:
-    result = run(train, *tiny_run(corpus_file, straight))
-    assert result.exit_code == 2
-    assert f"already holds a run: continue it with --resume {straight}" in result.err
+    run(train, *tiny_run(corpus_file, straight)).refused(f"already holds a run: continue it with --resume {straight}")
 
 
 def test_two_processes_cannot_share_a_run(run, straight: Path) -> None:
+    again = ("--resume", straight, "--train.max_steps", 13)
     with lock(straight / ".lock", "free"):
-        result = run(train, "--resume", straight, "--train.max_steps", 13)
-    assert result.exit_code == 2 and "is in use by another training process" in result.err
-    assert run(train, "--resume", straight, "--train.max_steps", 13).exit_code == 0
+        run(train, *again).refused("is in use by another training process")
+    run(train, *again).ok()
 
 
 @pytest.mark.parametrize("place, exit_code", [("fcntl.flock", 2), ("os.fsync", 0)])
@@ -147,8 +143,7 @@ def test_a_run_that_another_process_wrote_meanwhile_is_left_alone(run, corpus_fi
         return prepare(*rest, **options)
 
     monkeypatch.setattr(train, "prepare", slow)
-    result = run(train, *tiny_run(corpus_file, tmp_path / "run"))
-    assert result.exit_code == 2 and "another training process has written to" in result.err
+    run(train, *tiny_run(corpus_file, tmp_path / "run")).refused("another training process has written to")
     assert list(metrics(tmp_path / "run", "train_loss")) == [1, 2, 3, 4]
 
 
@@ -159,8 +154,7 @@ def test_damaged_metrics_do_not_end_a_run(run, straight: Path, damage: bytes | N
         path.unlink()
     else:
         path.write_bytes(path.read_bytes() + damage)
-    result = run(train, "--resume", straight, "--train.max_steps", "14", "--train.log_every", "100")
-    assert result.exit_code == 0, result.err
+    run(train, "--resume", straight, "--train.max_steps", "14", "--train.log_every", "100").ok()
     assert list(metrics(straight, "train_loss")) == [*range(1, left + 1), 14]
 
 
@@ -207,13 +201,14 @@ def test_a_directory_with_a_file_of_somebody_is_not_deleted(run, straight: Path)
         ({}, False, 6, None),
         ({8: 1.0, 12: 2.0}, False, 51, "'a run'"),  # stopped in the last evaluation
         ({4: 1.0, 12: 2.0}, True, 50, "'a run/checkpoints/step-00000004'"),  # it knows the text by heart
+        ({0: 1.0, 3: 5.0, 5: 2.0, 7: None, 11: 2.0}, True, 6, "'a run/checkpoints/step-00000005'"),  # the first of two
     ],
 )
 def test_what_to_do_next(
     losses: dict, finished: bool, num_heads: int, looked_at: str | None, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    leave(Path("a run"), losses, losses)
+    leave(Path("a run"), losses, filter(None, losses))
     commands = next_commands(Path("a run"), best_checkpoint(Path("a run")), finished, num_heads)
     looks = [f'python sample.py {looked_at} --prompt "..."']
     looks += [f"python inspect_attention.py {looked_at} --ablate zero"] * (num_heads <= 50)
