@@ -13,6 +13,7 @@ A text ends after --max_new_tokens, at its own end, or before --stop.
 
 import cores  # noqa: F401  before torch
 import json
+import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -83,7 +84,8 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: str):
         self.tokenizer = tokenizer
-        self.stops = [*filter(None, stops)]
+        self.stop = re.compile("|".join(map(re.escape, filter(None, stops))) or "(?!)")  # which is nowhere
+        self.held = max(map(len, stops), default=0)
         self.prompt = tokenizer.encode(prompt[-CONTEXT:]).tolist()
         self.start = len(tokenizer.decode(self.prompt))
         self.tokens = []
@@ -100,9 +102,8 @@ class Text:
             return
         self.tokens.append(token)
         text = self.tokenizer.decode(self.prompt + self.tokens)[self.start :]
-        ends = [text.index(stop) for stop in self.stops if stop in text]
-        self.text = text[: min(ends, default=None)]
-        if ends:
+        self.text, *rest = self.stop.split(text, maxsplit=1)
+        if rest:
             self.finish = "stop"
 
     def take(self) -> str:
@@ -111,8 +112,7 @@ class Text:
         While it grows, no last character that may be incomplete is certain, and no text with which the stop text may
         begin. What was taken stays, even where a decoder replaces a whole run of bytes since one of them is broken.
         """
-        held = max(map(len, self.stops), default=0)
-        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - held)
+        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - self.held)
         new = self.text[self.num_taken : end]
         self.num_taken += len(new)
         return new

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from errors import UserError, check_numbers
+from errors import check_numbers
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,4 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("source", "val_source"):
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
-        if self.source and self.source == self.val_source:
-            raise UserError(f"val_source must be another text than source, got {self.source} for both")
         check_numbers(self, max_tokens=(1, 1e30), val_fraction=(1e-9, 0.999999))

@@ -78,8 +78,7 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
     directory = expand(out or PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-"))
     directory = directory.resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
-    elsewhere = f"python -m data.prepare {shlex.quote(config.source)} --out DIRECTORY"
-    problem = f"cannot lock {directory} to write it, to write elsewhere: {elsewhere}"
+    problem = f"cannot lock {directory} to write it; data.prepare has an --out for another place"
     with lock(directory.with_name(f".{directory.name}.lock"), problem):  # makes the parent directories
         if not directory.exists() or not any(directory.iterdir()):
             shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
@@ -96,9 +95,15 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
 
 
 def corpus_key(config: DataConfig, tokenizer: Tokenizer | None) -> str:
-    """Return a hash of all that a corpus depends on: options, names, sizes and times of files, a given tokenizer."""
-    files = find_files(config.source) + (find_files(config.val_source) if config.val_source else [])
-    stamps = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    """Return a hash of all that a corpus depends on: options, names, sizes and times of files, a given tokenizer.
+
+    Raises UserError if a file is for training and for validation.
+    """
+    files = find_files(config.source)
+    own = find_files(config.val_source) if config.val_source else []
+    if shared := {*map(Path.resolve, files)} & {*map(Path.resolve, own)}:
+        raise UserError(f"{min(shared)} is in source and in val_source: give a glob that leaves it out of one of them")
+    stamps = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files + own]
     # An option that is added, and left at its default, changes no key: the corpora that exist are found.
     values = vars(config).items()
     options = {name: value for name, value in values if name in IN_EVERY_KEY or value != getattr(type(config), name)}

@@ -96,13 +96,13 @@ def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Toke
 
     Raises UserError, with the name of the file, if one is unlike the others, or for an unusable tokenizer.
     """
-    own = []
+    own = [file for file in files if file.split == "val"]
     if config.val_source and not (own := find_token_files(config.val_source)):
         raise UserError(f"{config.val_source} has to be token files, as {config.source} is")
-    files = files + own
+    files = [file for file in files if file.split != "val" and file not in own] + own
     tokenizer = tokenizer_of(files, config.tokenizer, tokenizer)
     end = sum(file.num_tokens for file in files)
-    start = end - sum(file.num_tokens for file in own or files if own or file.split == "val")  # of validation
+    start = end - sum(file.num_tokens for file in own)  # of validation
     stop = min(start, config.max_tokens or start)  # of training
     if start == end:
         end = stop

@@ -52,7 +52,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
     parts = [(config, config.val_fraction)]
     if config.val_source:
         own = replace(config, source=config.val_source, val_source="", max_tokens=None)
-        parts = [(config, 0.0), (own, 1.0)]
+        parts = [(own, 1.0), (config, 0.0)]  # the small one first: it may be unusable
     if tokenizer is None:
         texts = chain.from_iterable(documents(config))
         tokenizer = make_tokenizer(config.tokenizer, texts)
@@ -68,7 +68,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
         num_tokens = stat.st_size // dtype.itemsize
         if num_tokens < 2:
             raise UserError(
-                f"{config.source} has too little text for {split}.bin: give more, or another val_fraction or val_source"
+                f"there is too little text for {split}.bin: give more, or another val_fraction or val_source"
             )
         meta[split] = {
             "tokens": num_tokens,

@@ -46,9 +46,8 @@ class Ranks:
     def __init__(self) -> None:
         self.started = "RANK" in os.environ
         if self.started:
-            others = os.environ.get("WORLD_SIZE")
-            if os.environ["RANK"] == "0" and others != "1":
-                print(f"ranks:  waiting for all {others}, since RANK and WORLD_SIZE are set in the environment")
+            if "TORCHELASTIC_RUN_ID" not in os.environ:
+                print(f"ranks:  waiting for all {os.environ.get('WORLD_SIZE')}, since RANK is set without torchrun")
             store, self.rank, self.world = next(dist.rendezvous("env://"))
             self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             self.may_resume = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0

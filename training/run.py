@@ -128,7 +128,7 @@ class RunDirectory:
             return
         make_directories(self.path / "checkpoints")
         problem = f"{self.path} is in use by another training process, or cannot be locked"
-        self.lock = lock(self.path / ".lock", problem, seconds=0)
+        self.held = lock(self.path / ".lock", problem, seconds=0)
         if step_directories(self.path) != self.found:
             raise UserError(f"another training process has written to {self.path} meanwhile")
         replace_file(self.path / "config.toml", to_toml(self.config).encode())
@@ -200,7 +200,7 @@ class RunDirectory:
         past = [path for path in step_directories(self.path) if path.name <= f"step-{step:08d}"]
         for path in past[self.config.train.keep_checkpoints :]:
             if path != best:
-                remove(path)
+                remove(path, files | tokenizer.files)
         write_report(self.path, self.about)
 
     def finish(self, step: int, exit_code: int = 0) -> str:
@@ -211,7 +211,7 @@ class RunDirectory:
         if self.writes:
             sync(self.metrics)
             self.tracker.call("finish", exit_code)
-            self.lock.lock.release()
+            self.held.lock.release()
         num_heads = self.config.model.n_layer * self.config.model.n_head
         commands = next_commands(self.path, best_checkpoint(self.path), not exit_code, num_heads)
         if exit_code:

@@ -1,15 +1,16 @@
 """Write a checkpoint: a directory that is complete or not there at all. model/checkpoint.py says what is in it."""
 
+import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterable
 from pathlib import Path
+from tempfile import mkdtemp
 
 from safetensors.torch import save_file
 
 from cli.script import visible
-from errors import UserError
 from files import publish
-from model.checkpoint import FORMAT, MANIFEST, read_json, sha256, with_own_hash
+from model.checkpoint import FORMAT, MANIFEST, sha256, with_own_hash
 from model.huggingface import Tensors
 
 
@@ -37,19 +38,17 @@ def save_checkpoint(parent: Path, step: int, files: dict[str, bytes | Tensors], 
             entries[name] = {"size": path.stat().st_size, "sha256": sha256(path)}  # of the file, whatever wrote it
         manifest = {"format": FORMAT, "step": step, **about, "files": entries}
         (temporary / MANIFEST).write_bytes(with_own_hash(manifest))
+        remove(final, files)  # a damaged one
         if final.exists():
-            remove(final.rename(final.with_suffix(".damaged")))
+            os.replace(final, mkdtemp(prefix=f"damaged-{final.name}-", dir=parent))
         publish(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # what is left of it
 
 
-def remove(directory: Path) -> None:
-    """Delete a checkpoint as far as that is possible. One that holds files of somebody else stays, with a note."""
-    ours = {MANIFEST}
-    with suppress(UserError):  # it is damaged
-        ours |= read_json(directory / MANIFEST).get("files", {}).keys()
-    if others := {path.name for path in directory.iterdir()} - ours:
+def remove(directory: Path, names: Iterable[str]) -> None:
+    """Delete a checkpoint as far as that is possible. One that holds others than these files stays, with a note."""
+    if others := {path.name for path in directory.glob("*")} - {*names, MANIFEST}:
         print(f"note: {directory} is kept, because of files that no run has written: {visible(min(others))}")
     else:
         shutil.rmtree(directory, ignore_errors=True)

@@ -81,7 +81,7 @@ def test_a_text_of_its_own_is_all_of_the_validation(text_file: Path) -> None:
     Path("val.txt").write_text("ß")
     with pytest.raises(UserError, match="the chars tokenizer never saw the character 'ß'"):  # it learns to train only
         make("a.txt", "chars", val_source="val.txt")
-    for source, said in ((corpus.directory, "has its own text to validate on"), ("val.txt", "must be another text")):
+    for source, said in ((corpus.directory, "has its own text to validate on"), ("*.txt", "is in source and in val_")):
         with pytest.raises(UserError, match=said):
             make(source, corpus.meta["tokenizer"], val_source="val.txt")
     Path("val.txt").write_text("2 is even")
@@ -172,7 +172,7 @@ def test_tokens_are_as_narrow_as_the_vocabulary_allows() -> None:
     [
         ("猫".encode() * 9001 + b"\xe7\x8c", "cannot read .*a.txt: UnicodeDecodeError: .*: unexpected end of data"),
         ("odd".encode("utf-16-le"), "a.txt is no text: it has NUL characters"),
-        (b"", "a.txt has too little text for train.bin: give more, or another val_fraction"),
+        (b"", "there is too little text for train.bin: give more, or another val_fraction"),
     ],
 )
 def test_a_source_without_text_is_refused_and_nothing_is_left(content: bytes, sentence: str) -> None:

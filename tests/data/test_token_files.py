@@ -83,6 +83,10 @@ def test_files_of_their_own_are_all_of_the_validation(folder: Path, tmp_path: Pa
     corpus = open_bytes(folder, val_source=str(tmp_path / "val"), max_tokens=1000)
     assert len(corpus.tokens["train"]) == 1000
     assert corpus.tokens["val"][:].tolist() == [id for document in DOCUMENTS[:2] for id in document]
+    last = open_bytes(folder, val_source=str(folder / "00002_shuffled.ds"))  # is then no longer trained on
+    assert [len(last.tokens[split]) for split in ("train", "val")] == [
+        sum(map(len, documents)) for documents in (DOCUMENTS[:200], DOCUMENTS[200:331])
+    ]
     (tmp_path / "val.txt").write_text("text")
     with pytest.raises(UserError, match="val.txt has to be token files, as .* is"):
         open_bytes(folder, val_source=str(tmp_path / "val.txt"))

@@ -126,7 +126,7 @@ def test_of_a_file_system_that_lacks_something_only_locks_are_needed(
     def refuse(descriptor: int, how: int | None = None) -> None:
         if how is None and not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             return real(descriptor)
-        raise OSError(errno.EINVAL if how is None else errno.ENOSYS, "not here")
+        raise OSError(errno.EINVAL if how is None else errno.ENOLCK, "not here")
 
     monkeypatch.setattr(place, refuse)
     result = run(train, "--resume", straight, "--train.max_steps", 13)
@@ -187,12 +187,8 @@ def test_a_directory_with_a_file_of_somebody_is_not_deleted(run, straight: Path)
     result = run(train, "--resume", straight, "--train.keep_checkpoints", 1)
     assert result.exit_code == 0 and "resumed from " in result.out and "step-00000008\n" in result.out
     assert result.out.count(" is kept, because of files that no run has written: mine.gguf\n") == 3
-    assert sorted(path.parent.name for path in straight.rglob("mine.gguf")) == [
-        "step-00000004",
-        "step-00000008",
-        "step-00000012.damaged",
-    ]
-    assert [path.name for path in (straight / "checkpoints" / "step-00000012").glob("mine*")] == []
+    first, *kept = sorted(path.parent.name for path in straight.rglob("mine.gguf"))
+    assert first.startswith("damaged-step-00000012-") and kept == ["step-00000004", "step-00000008"]
 
 
 @pytest.mark.parametrize(
