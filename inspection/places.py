@@ -98,17 +98,18 @@ def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
                 elsewhere[:, 0] = 0.0
                 rows = *elsewhere.max(1), *weights.max(1), elsewhere.sum(1), elsewhere.sum(0)
                 seen[h, :, n] = torch.stack(rows)
+    seen[:, :4, :, : T // 8] = 0.0
     tokens, words, counts = texts.unique(return_inverse=True, return_counts=True)
     of_text = counts / counts.sum()
     names = np.array([inputs.label(token) for token in tokens.tolist()], dtype=object)
     note = f"{N * T:,} of {len(inputs.corpus):,} tokens; {summarise(proofs)}"
     found = {}
     for head, (*best, given, got) in zip(inputs.heads, seen, strict=True):
-        largest, keys = best[:2] if best[0][:, T // 8 :].max() >= LEAST else best[2:]
-        largest[:, : T // 8] = 0.0
+        largest, keys = best[:2] if best[0].max() >= LEAST else best[2:]
+        order = largest.flatten().argsort(descending=True, stable=True)[: largest.count_nonzero()]
         strongest = []
         alike = Counter()
-        for place in largest.flatten().argsort(descending=True, stable=True).tolist():
+        for place in order.tolist():
             n, query = divmod(place, T)
             labels, key = names[words[n]], int(keys[n, query])
             pair = labels[query], labels[key]
@@ -120,8 +121,8 @@ def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
         looks = []
         for attention in (given, got):
             shares = F.normalize(words.flatten().bincount(attention.flatten()), p=1, dim=0)
-            order = torch.xlogy(shares, shares / of_text).argsort(descending=True)[:MOST_WORDS].tolist()
-            looks.append([(names[word], shares[word].item(), of_text[word].item()) for word in order])
+            chosen = torch.xlogy(shares, shares / of_text).argsort(descending=True)[:MOST_WORDS].tolist()
+            looks.append([(names[word], shares[word].item(), of_text[word].item()) for word in chosen])
         beyond = f"{given.mean():.1%} of its attention goes beyond the first token and itself"
         found[head] = Places(strongest, *looks, f"{note}; {beyond}")
     return found

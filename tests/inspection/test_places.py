@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -138,6 +139,11 @@ def test_what_cannot_be_read_in_a_minute_is_drawn_evenly_and_alike(monkeypatch) 
     assert model.seen[2:5] == expected
     assert {place.start for place in first[EVEN].strongest} <= {0, middle, 997 - T}
     assert all(place.labels[0] == ")" for place in first[FIRST].strongest)
+
+
+def test_a_text_of_few_words_has_few_places() -> None:
+    found = found_by(Planted(), corpus=np.array([0, 1] * 50))
+    assert [place.key - place.query for place in found[SELF].strongest] == [0, 0, 0, 0]
 
 
 def test_places_are_proved(monkeypatch) -> None:
