@@ -62,17 +62,16 @@ def choose_compiled(config: TrainConfig, device: torch.device) -> bool:
     if not (pays if config.compile is None else config.compile):
         return False
     try:
-        trial = compile_loss(lambda x: x + x, config, device)
-        for _ in range(3):  # a CUDA graph is recorded in the second call and replayed in the third
-            trial(torch.ones(2, device=device))
-        return True
-    except Exception as error:  # of PyTorch, Triton or the system
-        reason = str(getattr(error, "inner_exception", error)).partition("\n")[0]
-    sentence = f"the loss is not compiled, because PyTorch says: {reason:.100}"
-    if config.compile:
-        raise UserError(f"{sentence}; install g++ if it is missing, or train with --train.compile false")
-    print(f"note: {sentence}")
-    return False
+        with errors_as_user_error("the loss is not compiled (install g++, or take --train.compile false)"):
+            trial = compile_loss(lambda x: x + x, config, device)
+            for _ in range(3):  # a CUDA graph is recorded in the second call and replayed in the third
+                trial(torch.ones(2, device=device))
+    except UserError as error:
+        if config.compile:
+            raise
+        print(f"note: {error}")
+        return False
+    return True
 
 
 def compile_loss(loss_fn: Callable[..., Tensor], config: TrainConfig, device: torch.device) -> Callable[..., Tensor]:

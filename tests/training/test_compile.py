@@ -59,7 +59,7 @@ def test_a_missing_compiler_is_a_sentence(run: Callable, corpus_file: Path, tmp_
         result = run(train, *tiny_run(corpus_file, out, train__compile="true"))
     assert result.exit_code == 2 and not out.exists()
     (said,) = result.err.splitlines()
-    assert "the loss is not compiled, because PyTorch says: No working C++ compiler found" in said
+    assert "the loss is not compiled" in said and "No working C++ compiler found" in said
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_default_that_cannot_be_is_a_note(gpu: torch.device, monkeypatch, caps
     assert not choose_compiled(TrainConfig(max_steps=ENOUGH_TO_COMPILE), gpu)
     assert compile.call_args.kwargs["options"] == {"triton.cudagraphs": True}
     (note,) = capsys.readouterr().out.splitlines()
-    assert note.startswith("note: the loss is not compiled, because PyTorch says: Cannot find a working triton")
+    assert note.startswith("note: the loss is not compiled") and "Cannot find a working triton" in note
 
 
 def test_a_recorded_loss_is_a_graph_only_for_a_step_that_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
