@@ -9,6 +9,7 @@ the saved one.
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,7 +43,7 @@ def load_model(
     path: str | Path | Checkpoint,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-    config: GPTConfig | None = None,
+    **changes: object,
 ) -> GPT:
     """Return a stored model in eval mode.
 
@@ -51,7 +52,7 @@ def load_model(
             the name OWNER/NAME of a model on the Hugging Face hub. A `Checkpoint` is not verified once more.
         device: the device to load to.
         dtype: the dtype of the weights; None keeps that of the checkpoint.
-        config: may ask for another dropout, or for a smaller context_length, than the stored model has.
+        changes: fields of the configuration: another dropout or a smaller context_length than the stored model has.
 
     A line on stderr says if other files of this package trained it: they decide what its weights mean. Raises UserError
     if there is no intact checkpoint, or if its tensors are not those of its config.json.
@@ -65,7 +66,7 @@ def load_model(
     weights = {}
     with errors_as_user_error(f"{directory} is not the model that its config.json describes"):
         with skip_parameter_init():
-            model = GPT(config or stored)
+            model = GPT(replace(stored, **changes))
         for name, tensor in tensors_from_huggingface(stored, model.state_dict(), read_tensors(directory, "model")):
             kept = dtype if tensor.is_floating_point() else None
             weights[name] = tensor.to(device, kept, copy=True, memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
 """The model that a session trains: with random weights, or with those of a checkpoint."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 
@@ -12,7 +12,7 @@ from errors import UserError
 from model import GPT, GPTConfig
 from model.checkpoint import Checkpoint
 from model.huggingface import config_from_huggingface, config_to_huggingface
-from model.load import load_config, load_model
+from model.load import load_model
 from training.config import Config, TrainConfig
 
 # First weights of the norms of queries and keys, in the first layer and in the others, for `sharp_first_layer`. With
@@ -32,7 +32,7 @@ def make_model(config: Config, corpus: Corpus, base: Checkpoint | None) -> GPT:
     print(visible(f"data:   {corpus}"))
     shape = asdict(config.model)
     if base:
-        model = load_model(base, dtype=torch.float32, config=replace(load_config(base.directory), **shape))
+        model = load_model(base, dtype=torch.float32, **shape)
     else:
         torch.manual_seed(seed_for(config.train.seed, "weights"))
         model = GPT(GPTConfig(**shape, vocab_size=corpus.tokenizer.vocab_size))
