@@ -41,8 +41,6 @@ class TokenFile(NamedTuple):
     tokenizer: str
     token_size: int
     num_tokens: int
-    last: int
-    """The last id."""
     digest: str
     """The hash of its metadata or split, and of samples of its content."""
     split: str
@@ -142,8 +140,8 @@ def tokenizer_of(files: list[TokenFile], name: str, tokenizer: Tokenizer | None)
             raise UserError(
                 f"{file.path} and {first.path} are of two tokenizers or sizes: give token files of one kind"
             )
-        if not file.split and file.last not in tokenizer.ends:
-            raise UserError(f"{file.path} ends with id {file.last}, with which {tokenizer.name!r} ends no text")
+        if not file.split and (last := map_file(file)[-1]) not in tokenizer.ends:
+            raise UserError(f"{file.path} ends with id {last}, with which {tokenizer.name!r} ends no text")
     return tokenizer
 
 
@@ -195,5 +193,4 @@ def sample(path: Path, metadata: bytes, tokenizer: str, token_size: int, num_tok
         samples = metadata + file.read(SAMPLE_BYTES)
         file.seek(max(0, size - SAMPLE_BYTES))
         samples += file.read()
-    last = int.from_bytes(samples[-token_size:], "little")
-    return TokenFile(path, tokenizer, token_size, num_tokens, last, hashlib.sha256(samples).hexdigest(), split)
+    return TokenFile(path, tokenizer, token_size, num_tokens, hashlib.sha256(samples).hexdigest(), split)
