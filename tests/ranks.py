@@ -38,6 +38,7 @@ class Job:
         def begin(rank: int) -> None:
             meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
             place = {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RESTART_COUNT": 0}
+            place["TORCHELASTIC_RUN_ID"] = "tests"
             os.environ.update({name: str(value) for name, value in (meet | place).items()})
             sys.argv = ["train.py", *argv]
             run_script(train.main)
