@@ -407,7 +407,7 @@ class Prober:
             """Return how much logits differ, in sizes of those at their position."""
             size = before.abs().median(-1).values  # those of padding may be -1e9
             largest = (after - before).abs().amax(-1)
-            return (largest / size)[~fine].max()
+            return (largest / size.clamp_min(torch.finfo(size.dtype).tiny))[~fine].max()
 
         def again() -> Tensor:
             return difference(self.logits(forward, ranks), self.logits(forward, changed))
