@@ -26,7 +26,10 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
             "left: 0, top: percent(shown), width: percent(shown + 1), height: percent(1)",
         ),
         "words around another token": ("beside(i, 1)", "beside(i + 1, 1)"),
-        "shades of another head": ("(loaded.triangles[state.head], row,", "(loaded.triangles.at(state.head - 1), row,"),
+        "shades of another head": (
+            "(loaded.triangles[state.head], row, key) *",
+            "(loaded.triangles.at(state.head - 1), row, key) *",
+        ),
         "shades against one, not the largest": (" * amounts[i]) / largest).toFixed", " * amounts[i]) / 1).toFixed"),
         "attention stands for influence": ("weight(loaded.influence, shown, i", "weight(loaded.triangles[0], shown, i"),
         "the prediction before the token": (".predictions[shown]", ".predictions[Math.max(0, shown - 1)]"),
