@@ -306,7 +306,7 @@ def test_places_are_lines_that_open_to_their_text(show: Callable) -> None:
     page.locator("#of-places", has_text="1.2").wait_for()
     lines.nth(0).locator("summary").click()
     lines.nth(0).locator("button").click()
-    expect(page, f"what {shown[9]} (9) looks at", "#1.2/9")
+    expect(page, f"{shown[9]} (9) looks at", "#1.2/9")
     page.evaluate("location.hash = '#1.1/4/step-00000400'")
     page.locator("#read", has_text="Only the last checkpoint has places.").wait_for()
     assert not lines.nth(0).is_visible()

@@ -137,7 +137,7 @@ def assert_shows(
             number = int(text.split()[-1])
             assert place == pytest.approx(number + 0.5, abs=0.2 * T / 13)
             assert text in (str(number), f"␣w{number} {number}")
-        assert [text.split()[-1] for text, _ in found[axis]] == [str(i) for i in range(0, T, 1 if T == SMALL else 100)]
+        assert [text.split()[-1] for text, _ in found[axis]] == [str(i) for i in range(0, T, 1 if T == SMALL else 50)]
 
     row = amounts[head][:, token] if who else amounts[head][token]
     assert found["shades"] == pytest.approx(largest_shares(row), abs=0.06)
