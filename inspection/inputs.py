@@ -172,10 +172,12 @@ def validation_text(checkpoint: Checkpoint | None) -> np.ndarray | None:
 
     Nor are they if no run of ours wrote the checkpoint, or if they are in token files, which are never prepared.
     """
-    with suppress(AttributeError, LookupError, TypeError):
-        trainer = checkpoint.trainer
-        return find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"]).tokens["val"]
-    return None
+    corpus = None
+    if checkpoint:
+        with suppress(LookupError, TypeError):  # no run of ours has written it
+            trainer = checkpoint.trainer
+            corpus = find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"])
+    return corpus.tokens["val"] if corpus else None
 
 
 def draw_texts(ids: np.ndarray, T: int, most: int) -> tuple[np.ndarray, Tensor]:

@@ -100,28 +100,27 @@ class Computed(Call):
         return (*self.q.shape[:3], self.k.size(2))
 
     @property
-    def visible(self) -> Tensor:
-        """The keys that a query may see, (1 or B, 1 or H, T_query, T_key) bool."""
-        return self.mask > HIDES
+    def is_padded(self) -> bool:
+        """Whether there are keys that no query may see."""
+        return not (self.mask > HIDES).any(2).all()
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the weights of all heads before dropout, and the keys they may see, for one block of queries at a time.
 
         Weights are (B, H, queries, keys up to the last of these queries), of `dtype`. A query that may see nothing
-        has weights of zero.
+        has weights of zero. What may be seen is bool, (1 or B, 1 or H, queries, keys).
         """
         B, H, T, num_keys = self.shape
         height = max(1, BLOCK_SIZE // (B * H * num_keys))
-        visible = self.visible
         for start in range(0, T, height):
             queries = slice(start, start + height)
             keys = slice(num_keys - T + start + height)
             mask = self.mask[:, :, queries, keys].to(self.dtype)
+            visible = mask > HIDES
             with exact_products(mask.device):
                 q, k = self.q[:, :, queries].to(self.dtype), self.k[:, :, keys].to(self.dtype)
                 weights = attention_weights(q, k, mask, self.scale)
-            seen = visible[:, :, queries, keys]
-            yield weights.masked_fill(~seen.any(-1, keepdim=True), 0.0), seen
+            yield weights.masked_fill(~visible.any(-1, keepdim=True), 0.0), visible
 
     def kernel(self, values: Tensor) -> Tensor:
         """Return the output of the kernel for other values, (B, n_kv_head, T_key, D) -> (B, H, T_query, D)."""
@@ -173,9 +172,10 @@ class Read(Call):
         return tuple(self.source.shape)
 
     @property
-    def visible(self) -> Tensor:
-        """The keys to which any head of the layer gives some weight, (B, 1, T_query, T_key) bool."""
-        return (self.source > 0).any(1, keepdim=True)
+    def is_padded(self) -> bool:
+        """Whether keys have no weight in some texts alone. In all of them a head may just rest on another key."""
+        seen = (self.source > 0).any(2).any(1)
+        return not seen.equal(seen[:1].expand_as(seen))
 
     def prove(self, layer: int) -> Proof:
         """Return what rows sum to, and the largest share of one that later tokens have."""
@@ -186,8 +186,8 @@ class Read(Call):
         return Proof(math.nan, sums.min().item(), sums.max().item(), shares.max().item())
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield all weights, and the keys that may be seen, as `Computed` does in blocks."""
-        yield self.source.to(self.dtype), self.visible
+        """Yield all weights, as `Computed` does in blocks, and the keys to which any head of the layer gives some."""
+        yield self.source.to(self.dtype), (self.source > 0).any(1, keepdim=True)
 
 
 def with_even(weights: Tensor, visible: Tensor) -> Tensor:
@@ -452,7 +452,7 @@ class Captured(TorchFunctionMode):
     def scores_and_chance(self, repeat: int | None = None) -> tuple[Metrics, Metrics]:
         """Return `scores`, and the same of heads that attend evenly to all keys they may see."""
         _, B, H, _ = self.shape
-        if not all(call.visible.any(2).all() for call in self.calls):
+        if any(call.is_padded for call in self.calls):
             raise UserError("some tokens no query may see, as padding: scores are means over all, so read texts alone")
         layers = [measure(starmap(with_even, call.blocks()), repeat) for call in self.calls]
         heads = {name: torch.stack([layer[name][:, :H] for layer in layers], dim=1) for name in layers[0]}

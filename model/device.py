@@ -13,7 +13,9 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     with errors_as_user_error(f"device {name!r} cannot be used here (try auto, cpu, cuda or mps)"):
-        return torch.empty(1, device=name).device
+        there = torch.empty(1, device=name)
+        there.cpu()  # fails on the device "meta"
+        return there.device
 
 
 def has_bfloat16(device: torch.device) -> bool:

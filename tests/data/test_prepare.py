@@ -109,10 +109,12 @@ def test_a_data_set_of_the_hub_is_its_files(tmp_path: Path, monkeypatch: pytest.
         pyarrow.parquet.write_table(pyarrow.table({"text": [name]}), tmp_path / "set" / name / "train-0.parquet")
         packed = gzip.compress(f'{{"text": "{name} in JSON", "n": 1}}\n{{"text": "007"}}'.encode())
         (tmp_path / "set" / name / "train-1.jsonl.gz").write_bytes(packed)
-        (tmp_path / "set" / name / "test-0.jsonl").write_text("not read")
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["held out"]}), tmp_path / "set" / name / "test-0.parquet")
         card += f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/train-*\n"
+        card += f"  - split: validation\n    path: {name}/test-*\n"
     (tmp_path / "set" / "README.md").write_text(card + "---\n")
     assert read(f"hf:{tmp_path}/set:second") == ["second", "second in JSON", "007"]
+    assert read(f"hf:{tmp_path}/set:second#validation") == ["held out"]
     with pytest.raises(UserError, match="cannot read .*/set from the hub: ValueError: Config name is missing"):
         make(f"hf:{tmp_path}/set")
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from errors import UserError
 from inspection import NotTheKernels, capture
@@ -136,12 +136,19 @@ def test_scores_of_padded_texts_are_refused(is_left: bool) -> None:
     seen = torch.ones(B, 1, 1, T, dtype=torch.bool)
     call = partial(call_captured, torch.randn(B, 3, T, 7), torch.randn(B, 3, T, 7))
     assert call(attn_mask=TRIANGLE & seen).scores()["entropy"].shape == (B, 1, 3)
-    seen[1, ..., : 5 if is_left else -5] = False
-    seen[1, ..., -5:] = is_left
+    seen[1, ..., slice(5) if is_left else slice(-5, None)] = False
     att = call(attn_mask=TRIANGLE & seen)
     att.verify()
     with pytest.raises(UserError, match="as padding: scores are means over all, so read texts alone"):
         att.scores()
+
+
+def test_a_head_that_rests_on_one_token_reads_no_padding() -> None:
+    weights = torch.zeros(1, 1, T, T, dtype=torch.float16)  # where others underflow
+    weights[..., 0] = 1
+    with capture(nn.Module()) as att:
+        weights @ torch.randn(1, 1, T, 7).half()
+    assert att.scores()["sink"].item() == 1
 
 
 def test_what_a_model_overwrites_later_is_remembered() -> None:
