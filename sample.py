@@ -16,7 +16,7 @@ import json
 import secrets
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -48,12 +48,7 @@ class Options:
     are ordinary text."""
     max_new_tokens: int = 256
     """The most tokens to generate; may be more than the context length."""
-    temperature: float = 0.8
-    """Divides the logits: below 1 the text is more predictable, above 1 less; 0 always takes the likeliest token."""
-    top_k: int | None = None
-    """Choose among the k likeliest tokens only."""
-    top_p: float | None = None
-    """Choose among the fewest likeliest tokens whose probabilities sum to this."""
+    sampler: Annotated[Sampler, tyro.conf.arg(name="")] = Sampler(0.8)
     num_samples: int = 1
     """Number of texts to generate."""
     seed: int | None = None
@@ -121,7 +116,6 @@ def show(text: str) -> None:
 
 def main() -> None:
     options = parse(Options, sys.argv[1:])
-    sampler = Sampler(options.temperature, options.top_k, options.top_p)
     prompt = read_prompt(options.prompt)
     checkpoint = find_checkpoint(options.checkpoint)
     device = find_device(options.device)
@@ -133,7 +127,7 @@ def main() -> None:
     ids = tokenizer.start_of_text + tokenizer.encode(prompt).tolist() or tokenizer.document_start
     seed = secrets.randbits(32) if options.seed is None else options.seed
     idx = torch.tensor([ids] * options.num_samples, device=device)
-    tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
+    tokens = stream(model, idx, options.max_new_tokens, options.sampler, seed)
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
     T = model.config.context_length
     if len(ids) > T:
