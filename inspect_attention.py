@@ -8,7 +8,7 @@ Ways to run:
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
 
-First of all: --text, --heads, -o, --ablate, --device.
+First of all: --text, --heads, -o, --generate, --ablate, --device.
 
 Without --text it reads the validation text, if that is on this machine.
 """
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 
 from cli.options import parse
@@ -36,6 +37,7 @@ from inspection.metrics import METRICS
 from inspection.page import check_room
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
+from model.sampling import Sampler
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,13 @@ class Options:
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""
     ablate: Ablation | None = None
-    """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
+    """Measure the rise of the loss when a head's output is replaced by zero or by its mean, and what feeds a head.
+    That is also measured without it, by the mean, where at most 16 heads are in the layers before."""
+    generate: int = 0
+    """Let the model continue the text by so many tokens, and inspect it all. Without --text it begins a document."""
+    sampler: Annotated[Sampler, tyro.conf.arg(name="")] = Sampler(0.8)
+    seed: int = 0
+    """The same seed generates the same tokens."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
     """A file to write, any number of times: .html, a page of all checkpoints; of the last one .png or .svg, a picture,
     or .npz, the weights and scores as arrays."""
@@ -70,17 +78,24 @@ def main() -> None:
         check_output(output)
     checkpoints = find_checkpoints(options.checkpoints)
     device = find_device(options.device)
-    text = read_prompt(options.text) if options.text else None
+    if options.generate and len(checkpoints) > 1:
+        raise UserError("which checkpoint should --generate a text? Give one only")
+    torch.manual_seed(options.seed)
+    text = read_prompt(options.text) if options.text or options.generate else None
     has_page = any(path.suffix.lower() == ".html" for path in outputs)
     inspections = []
     for checkpoint in checkpoints:
         model, precision = open_model(checkpoint, device)
         with precision:
             if not inspections:
-                inputs = choose_inputs(model, text, None, options.heads, checkpoints[-1])
+                inputs = choose_inputs(
+                    model, text, None, options.heads, checkpoints[-1], options.generate, options.sampler
+                )
                 if has_page:  # check now, not after the work
                     check_room(inputs, len(checkpoints))
                 print(inputs.note)
+                if inputs.num_written:
+                    print("wrote:  " + "".join(inputs.labels[-inputs.num_written :]))
             found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, has_page)
         inspections = [*inspections, found] if has_page else [found]  # a picture is of the last one only
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")

@@ -101,12 +101,13 @@ def describe(inspection: Inspection) -> dict:
 
 
 def describe_head(inspection: Inspection, head: Head) -> dict:
-    """Return the texts about one head: its kind, and metric -> its score and that of an even head, if any."""
+    """Return the texts about one head: its kind, its feeders, metric -> its score and that of an even head, if any."""
     scores = inspection.scores
     kind = kind_of(scores, head)
     return {
         "tag": tag(kind),
         "kind": f"looks {'' if kind.name == 'other' else 'at '}{KINDS[kind.name]}",
         "even": short(kind.chance),
+        "fed": str(inspection.fed.get(head, "")),
         "scores": {name: [number(of, name, head) for of in (scores.mean, scores.chance)] for name in METRICS},
     }

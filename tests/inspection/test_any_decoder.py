@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from errors import UserError
 from inspection import NotTheKernels, ablate, capture, head_scores
+from inspection.inputs import choose_inputs
 from inspection.patterns import UNMASKED, Computed
+from model.sampling import Sampler
 from tests.decoders import DECODERS, STATE_ALONE, WRITTEN_OUT, make_decoder
 from tests.inspection.test_capture import call_captured, run_captured
 
@@ -118,6 +120,15 @@ def test_ablation_is_the_loss_with_the_output_zeroed_by_hand(name: str, changes:
     monkeypatch.setattr(F, "scaled_dot_product_attention", without_head)
     torch.testing.assert_close(rises[:, 0, 1].float(), losses() - before, rtol=0, atol=1e-5)
     assert rises[:, 0, 1].abs().max() > 1e-4 and max(scores.proofs).error < 1e-5
+
+
+def test_a_model_that_is_not_ours_writes_what_it_finds_likeliest() -> None:
+    model = make_decoder("gpt_neo", attn_implementation="eager")
+    text = torch.randint(2, V, (7,))
+    whole = choose_inputs(model, text, None, (), num_tokens=5, sampler=Sampler(temperature=0)).shown
+    assert whole[0, :7].equal(text) and whole.size(1) == 12
+    with torch.no_grad():
+        assert model(whole).logits[0, 6:-1].argmax(-1).equal(whole[0, 7:])
 
 
 # What PyTorch's call can express, without a model.
