@@ -9,7 +9,7 @@ Ways to run:
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
     python inspect_attention.py out/quickstart --heads 1.1 --view places
 
-First of all: --text, --heads, -o, --ablate, --device.
+First of all: --text, --heads, -o, --generate, --ablate, --device.
 
 Without --text it reads the validation text, if that is on this machine.
 """
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import tyro
 
 from cli.options import parse
@@ -37,6 +38,7 @@ from inspection.metrics import METRICS
 from inspection.page import check_room
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
+from model.sampling import Sampler
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,13 @@ class Options:
     """A file of text in which strongest places are looked for, which takes a CPU a minute at most. Left out: the
     model's validation text."""
     ablate: Ablation | None = None
-    """Measure the rise of the loss when a head's output is replaced by zero or by its mean."""
+    """Measure the rise of the loss when a head's output is replaced by zero or by its mean, and what feeds a head.
+    That is also measured without it, by the mean, where at most 16 heads are in the layers before."""
+    generate: int = 0
+    """Let the model continue the text by so many tokens, and inspect it all. Without --text it begins a document."""
+    sampler: Annotated[Sampler, tyro.conf.arg(name="")] = Sampler(0.8)
+    seed: int = 0
+    """The same seed generates the same tokens."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
     """A file to write, any number of times: .html, a page of all checkpoints; of the last one .png or .svg, a picture,
     or .npz, the weights and scores as arrays."""
@@ -76,7 +84,10 @@ def main() -> None:
         check_output(output)
     checkpoints = find_checkpoints(options.checkpoints)
     device = find_device(options.device)
-    text = read_prompt(options.text) if options.text else None
+    if options.generate and len(checkpoints) > 1:
+        raise UserError("which checkpoint should --generate a text? Give one only")
+    torch.manual_seed(options.seed)
+    text = read_prompt(options.text) if options.text or options.generate else None
     corpus = read_prompt(f"@{options.corpus}") if options.corpus else None
     has_page = any(path.suffix.lower() == ".html" for path in outputs)
     inspections = []
@@ -84,12 +95,16 @@ def main() -> None:
         model, precision = open_model(checkpoint, device)
         with precision:
             if not inspections:
-                inputs = choose_inputs(model, text, None, options.heads, checkpoints[-1], corpus)
+                inputs = choose_inputs(
+                    model, text, None, options.heads, checkpoints[-1], corpus, options.generate, options.sampler
+                )
                 if options.view == "places" and inputs.corpus is None:
                     raise UserError(NO_CORPUS)
                 if has_page:  # check now, not after the work
                     check_room(inputs, len(checkpoints))
                 print(inputs.note)
+                if inputs.num_written:
+                    print("wrote:  " + "".join(inputs.labels[-inputs.num_written :]))
             places = checkpoint is checkpoints[-1] and (has_page or options.view == "places")
             found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, has_page, places)
         inspections = [*inspections, found] if has_page else [found]  # a picture is of the last one only

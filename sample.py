@@ -18,7 +18,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -51,12 +51,7 @@ class Options:
     document. Names of special tokens are ordinary text."""
     max_new_tokens: int = 256
     """The most tokens to generate; may be more than the context length."""
-    temperature: float = 0.8
-    """Divides the logits: below 1 the text is more predictable, above 1 less; 0 always takes the likeliest token."""
-    top_k: int | None = None
-    """Choose among the k likeliest tokens only."""
-    top_p: float | None = None
-    """Choose among the fewest likeliest tokens whose probabilities sum to this."""
+    sampler: Annotated[Sampler, tyro.conf.arg(name="")] = Sampler(0.8)
     num_samples: int = 1
     """Number of texts to generate for each prompt."""
     seed: int | None = None
@@ -125,7 +120,6 @@ def show(text: str) -> None:
 
 def main() -> None:
     options = parse(Options, sys.argv[1:])
-    sampler = Sampler(options.temperature, options.top_k, options.top_p)
     prompts = [*map(read_prompt, options.prompt or [""])]
     checkpoint = find_checkpoint(options.checkpoint)
     device = find_device(options.device)
@@ -138,10 +132,10 @@ def main() -> None:
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
     with packed(model):
         for prompt in prompts:
-            sample(model, tokenizer, prompt, sampler, seed, options)
+            sample(model, tokenizer, prompt, seed, options)
 
 
-def sample(model: GPT, tokenizer: Tokenizer, prompt: str, sampler: Sampler, seed: int, options: Options) -> None:
+def sample(model: GPT, tokenizer: Tokenizer, prompt: str, seed: int, options: Options) -> None:
     """Continue a prompt, and print the texts."""
     if names := [name for name in tokenizer.special_tokens if name in prompt]:
         print(f"note: {', '.join(names)} in the prompt is ordinary text", file=sys.stderr)
@@ -150,7 +144,7 @@ def sample(model: GPT, tokenizer: Tokenizer, prompt: str, sampler: Sampler, seed
     if len(ids) > T:
         print(f"the prompt has {len(ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
     idx = torch.tensor([ids] * options.num_samples, device=model.device)
-    tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
+    tokens = stream(model, idx, options.max_new_tokens, options.sampler, seed)
 
     texts = [Text(tokenizer, options.stop, prompt) for _ in range(options.num_samples)]
     grows = options.num_samples == 1 and not options.json  # is printed while it grows

@@ -1,6 +1,7 @@
 """What is inspected: a text that a model reads, random tokens that repeat, a label for each token, and the heads."""
 
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
+from cli.bars import progress_bar
 from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
@@ -20,6 +22,7 @@ from inspection.kinds import Head
 from inspection.patterns import capture
 from inspection.terminal import label as visible_label
 from model.checkpoint import Checkpoint
+from model.sampling import Sampler
 
 NUM_TEXTS = 8  # sequences of validation text that are measured
 TEXT_LENGTH = 1024  # the most tokens of each
@@ -41,8 +44,10 @@ class Inputs:
     probe: RepeatProbe | None
     corpus: np.ndarray | None  # (n,) ids of a long text, for the strongest places; None: it is not here
     start: Sequence[int]  # the ids with which a text begins, for the model
+    num_written: int  # of the tokens shown, so many of the last are the model's own
 
 
+@torch.no_grad()
 def choose_inputs(
     model: nn.Module,
     text: str | Sequence[int] | Tensor | None,
@@ -50,10 +55,13 @@ def choose_inputs(
     heads: str | Sequence[str],
     checkpoint: Checkpoint | None = None,
     corpus: str | Sequence[int] | Tensor | None = None,
+    num_tokens: int = 0,
+    sampler: Sampler | None = None,
 ) -> Inputs:
     """Choose what a model reads and which of its heads are shown.
 
     text, tokenizer, heads and corpus are as in `inspect_heads`. checkpoint: has what None stands for.
+    num_tokens: so many tokens the model adds to the text, as the sampler chooses; fewer if that fills the context.
 
     Raises UserError if the model cannot be inspected, for a head that does not exist, if there is no text, if it needs
     a tokenizer, or if the model does not know its tokens.
@@ -67,12 +75,20 @@ def choose_inputs(
     T = context_length(model)
     long = validation_text(checkpoint) if corpus is None else np.array(as_ids(corpus, tokenizer))
     ids = []
+    num_written = 0
     if text is not None:
         ids = as_ids(text, tokenizer)
+        places = range(len(ids), min(len(ids) + num_tokens, T or math.inf))
+        num_written = len(places)
+        for _ in progress_bar(iterable=places, unit=" tokens", leave=False, delay=1):
+            logits = read(model, torch.tensor([ids]), slice(-1, None))  # without a cache, as any decoder can
+            ids.append(sampler.choose(logits[:, 0]).item())
         _, measured = draw_texts(np.array(ids), T or len(ids), 1)
         shown = measured
         cut = f"the first {T:,} of " if measured.size(1) < len(ids) else ""
         note = f"text:   {cut}{len(ids):,} tokens"
+        if num_tokens:
+            note += f", of which the model wrote {num_written}"
     elif long is not None:
         _, measured = draw_texts(long, min(T or TEXT_LENGTH, TEXT_LENGTH), NUM_TEXTS)
         shown = measured[:1, :SHOWN_LENGTH]
@@ -100,9 +116,8 @@ def choose_inputs(
         N, length = probe.repeated.shape
         note += f"\nprobe:  {N} x [start, {length // 2} random tokens of the {pool}, the same again]"
     labels = list(given[: shown.size(1)]) or [label(token) for token in shown[0].tolist()]
-    return Inputs(
-        chosen, measured, shown, labels, label, note, probe, long, tokenizer.start_of_text if tokenizer else []
-    )
+    start = tokenizer.start_of_text if tokenizer else []
+    return Inputs(chosen, measured, shown, labels, label, note, probe, long, start, num_written)
 
 
 @torch.no_grad()
@@ -152,11 +167,14 @@ def as_tokenizer(tokenizer: object, checkpoint: Checkpoint | None) -> Tokenizer 
 
 
 def as_ids(text: str | Sequence[int] | Tensor, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the ids of a text. Raises UserError if it has to be tokenised and there is no tokenizer."""
+    """Return the ids of a text; of an empty one those that begin a document.
+
+    Raises UserError if it has to be tokenised and there is no tokenizer.
+    """
     if isinstance(text, str):
         if tokenizer is None:
             raise UserError("a text needs a tokenizer: give one, or the ids of the tokens")
-        return tokenizer.start_of_text + tokenizer.encode(text).tolist()
+        return tokenizer.start_of_text + tokenizer.encode(text).tolist() or tokenizer.document_start
     ids = torch.as_tensor(text)
     return ids.reshape(ids.size(-1)).tolist()  # also (1, T)
 

@@ -25,9 +25,9 @@ from cli.script import visible
 from errors import UserError
 from files import replace_file
 from inspection.decoder import evaluating, read
-from inspection.heads import Ablation, ablate, head_scores, influence
+from inspection.heads import Ablation, ablate, feeders, head_scores, influence
 from inspection.inputs import Inputs, choose_inputs
-from inspection.kinds import Head
+from inspection.kinds import Fed, Head
 from inspection.metrics import HeadScores, summarise
 from inspection.patterns import UNMASKED, Captured, capture
 from inspection.places import Places, find_places
@@ -50,6 +50,7 @@ class Inspection(Inputs):
     verified: str  # one line that says how the weights were verified
     scores: HeadScores
     att: Captured  # queries and keys of the text that is shown, (1, T)
+    fed: Mapping[Head, Fed] = field(default_factory=dict)  # of the heads of which it was measured what feeds them
     influence: Tensor | None = None  # (T, T), rows of nan were not computed
     lengths: Mapping[Head, Tensor] = field(default_factory=dict)  # (T,), of what a head moves; empty if not known
     said: Mapping[Head, Said] = field(default_factory=dict)  # what a head makes likely; empty if not known
@@ -73,7 +74,7 @@ class Inspection(Inputs):
 
     def table(self, heads: Sequence[Head] = ()) -> str:
         """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
-        return report(self.scores, self.heads, heads)
+        return report(self.scores, self.heads, heads, self.fed)
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).
@@ -180,8 +181,11 @@ def measure(
     verified = f"{proved} ({dtype_name(values.dtype)}, {values.device.type})"
     if num_unmasked := att.left_out.count(UNMASKED):
         verified += f"; {num_unmasked} more layers: {UNMASKED}, python -m model.check says where"
+    fed = feeders(model, inputs.probe, scores, inputs.heads, ablation)
     strongest = find_places(model, inputs) if places and inputs.corpus is not None else {}
-    found = Inspection(**vars(inputs), name=name, verified=verified, scores=scores, att=att, strongest=strongest)
+    found = Inspection(
+        **vars(inputs), name=name, verified=verified, scores=scores, att=att, fed=fed, strongest=strongest
+    )
     if not complete:
         return found
     # Known is what moves through an output projection that reads the output of the heads as it is; no gate between.

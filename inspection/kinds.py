@@ -36,6 +36,19 @@ class Kind(NamedTuple):
     chance: float
 
 
+class Fed(NamedTuple):
+    """A head's score on the probe, that without each of its feeders, the lowest first, and without the median head."""
+
+    score: float
+    without: dict[Head, float]
+    median: float
+
+    def __str__(self) -> str:
+        """Say it, as ".44, without 0.1 .05, the median head .43"."""
+        feeders = "".join(f"{name_of(head)} {short(score)}, " for head, score in self.without.items())
+        return f"{short(self.score)}, without {feeders}the median head {short(self.median)}"
+
+
 def name_of(head: Head) -> str:
     """Return the name of a head, LAYER.HEAD: (5, 1) -> "5.1"."""
     return f"{head[0]}.{head[1]}"

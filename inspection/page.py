@@ -108,9 +108,10 @@ def describe(inspection: Inspection) -> dict:
 
 
 def describe_head(inspection: Inspection, head: Head) -> dict:
-    """Return what is said of one head: its kind, and metric -> its score and that of an even head, if any."""
+    """Return the texts about one head: its kind, its feeders, metric -> its score and that of an even head, if any."""
     scores = inspection.scores
     return {
         "kind": kind_of(scores, head),
+        "fed": str(inspection.fed.get(head, "")),
         "scores": {name: [number(of, name, head) for of in (scores.mean, scores.chance)] for name in METRICS},
     }

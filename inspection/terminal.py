@@ -1,12 +1,12 @@
 """Show heads in a terminal: token labels, tables, and one head drawn in characters."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from cli.script import visible
-from inspection.kinds import KINDS, Head, Heads, by_kind, name_of, short
+from inspection.kinds import KINDS, Fed, Head, Heads, by_kind, name_of, short
 from inspection.metrics import METRICS, HeadScores, Metrics
 
 GREY = " .:-=+*#%@"  # darker for a larger weight, in tenths
@@ -20,10 +20,13 @@ def label(token: bytes) -> str:
     return visible(token.decode(errors="backslashreplace")).translate(SHOWN)
 
 
-def report(scores: HeadScores, shown: Heads, heads: Heads) -> str:
-    """Format a table of some heads, by default of all that are shown, of many the best, and a line for each kind."""
+def report(scores: HeadScores, shown: Heads, heads: Heads, fed: Mapping[Head, Fed]) -> str:
+    """Format a table of some heads, by default of all that are shown, of many the best; lines for kinds and feeders."""
     heads = heads or (shown if len(shown) <= MOST_ROWS else best(scores, shown))
     text = f"{table(scores, heads)}\n\n{in_words(scores, shown)}"
+    if fed:
+        text += "\nwhat feeds a head: its score on the probe, and without a head of an earlier layer"
+        text += "".join(f"\n{name_of(head):>6} {words}" for head, words in fed.items())
     if len(heads) < len(shown):
         text += f'\nthe table has {len(heads)} of {len(shown)} heads; --heads "*.*" shows all, -o page.html draws them'
     return text

@@ -25,11 +25,14 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Choice of the next token; `GPT.generate` describes the options. Raises UserError if one is out of range."""
+    """Choice of the next token. Raises UserError if an option is out of range."""
 
     temperature: float = 1.0
+    """Divides the logits: below 1 the text is more predictable, above 1 less; 0 always takes the likeliest token."""
     top_k: int | None = None
+    """Choose among the k likeliest tokens only."""
     top_p: float | None = None
+    """Choose among the fewest likeliest tokens whose probabilities sum to this."""
 
     def __post_init__(self) -> None:
         check_numbers(self, top_k=(1, 1e30), top_p=(1e-9, 1))

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from errors import UserError
 from inspection import NotTheKernels, capture
+from inspection.inputs import choose_inputs
 from inspection.patterns import UNMASKED, Computed
+from model.sampling import Sampler
 from tests.decoders import DECODERS, STATE_ALONE, WRITTEN_OUT, make_decoder
 from tests.inspection.test_capture import call_captured, run_captured
 
@@ -56,6 +58,15 @@ def test_weights_are_those_that_the_model_returns(name: str, changes: dict) -> N
     assert max(att.verify().values()).error < 1e-5
     if changes:
         assert not att.pattern(0, 0)[:, WINDOW:, 0].any() or not att.pattern(1, 0)[:, WINDOW:, 0].any()
+
+
+def test_a_model_that_is_not_ours_writes_what_it_finds_likeliest() -> None:
+    model = make_decoder("gpt_neo", attn_implementation="eager")
+    text = torch.randint(2, V, (7,))
+    whole = choose_inputs(model, text, None, (), num_tokens=5, sampler=Sampler(temperature=0)).shown
+    assert whole[0, :7].equal(text) and whole.size(1) == 12
+    with torch.no_grad():
+        assert model(whole).logits[0, 6:-1].argmax(-1).equal(whole[0, 7:])
 
 
 # What PyTorch's call can express, without a model.

@@ -1,13 +1,13 @@
 """Metrics have their known values, scores are those of the captured patterns, and measuring changes nothing."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import inspection.decoder
 import inspection.heads
@@ -15,6 +15,7 @@ import inspection.patterns
 from errors import UserError
 from inspection import ablate, head_scores, influence, repeat_probe
 from inspection.decoder import predict
+from inspection.heads import feeders
 from inspection.inspection import Inspection
 from inspection.metrics import measure
 from model import GPT
@@ -162,6 +163,62 @@ def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: st
         o_proj.weight.data = whole
 
 
+class Circuit(nn.Module):
+    """A decoder of two layers, in which 1.2 looks at what followed the token before, 1.0 and 0.2 at copies of it.
+
+    Heads 0.0 and 0.1 look at the token before, and tell which it is. What reaches 1.2 of that is `written` of the token
+    ids, (B, T), and the outputs of these two, (B, T, V). Head 1.1 attends evenly.
+    """
+
+    def __init__(self, written: Callable):
+        super().__init__()
+        self.written = written
+
+    def forward(self, idx: Tensor) -> Tensor:
+        token, places = F.one_hot(idx, CIRCUIT_V).float(), torch.arange(idx.size(1))
+        place, back = (F.one_hot(x, CIRCUIT_V).expand_as(token) for x in (places, (places - 1).clamp(min=0)))
+        below = self.attend((back, back, token), (place, place, token), token)
+        written = self.written(idx, below[:, 0], below[:, 1])
+        return self.attend((token, 0 * token, token), (token, token, written), token).sum(1)
+
+    def attend(self, queries: tuple, keys: tuple, token: Tensor) -> Tensor:
+        q, k, v = (torch.stack(x, dim=1).float() for x in (queries, keys, (token,) * 3))
+        return F.scaled_dot_product_attention(50 * q, k, v, is_causal=True, scale=1.0)
+
+
+CIRCUIT_V = 67
+WRITTEN = {  # how 1.2 knows what stood before a token -> `written`, and the heads that it needs
+    "mostly by head 0.1": (lambda idx, first, second: 0.05 * first + 0.1 * second, [(0, 1)]),
+    "by either": (lambda idx, first, second: first + second, []),
+    "by another in each text": (lambda idx, *heads: heads[idx[0, 1] // 31 % 2], []),
+}
+
+
+@pytest.mark.parametrize("mode", [None, "zero", "mean"])
+@pytest.mark.parametrize("way", WRITTEN)
+def test_an_induction_head_is_fed_by_the_head_that_it_needs(way: str, mode: str | None, monkeypatch) -> None:
+    written, needed = WRITTEN[way]
+    model, heads = Circuit(written), [(layer, head) for layer in range(2) for head in range(3)]
+    probe = repeat_probe(torch.arange(CIRCUIT_V - 1), CIRCUIT_V - 1, 23)
+    assert {0, 1} == set((probe.repeated[:2, 1] // 31 % 2).tolist())  # so that two texts differ in it
+    scores = head_scores(model, probe.control[:1], probe)
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    fed = feeders(model, probe, scores, heads, mode)
+    assert len(passes) == 3 * 8 and fed.keys() == {(1, 0), (1, 2)}  # 1.1 has no name, nothing is below 0.2
+    assert list(fed[1, 2].without) == needed and not fed[1, 0].without
+    assert fed[1, 2].score == scores.mean["induction"][1, 2] > 0.97
+    assert str(fed[1, 0]) == ".50, without the median head .50"
+    if needed:
+        assert fed[1, 2].without[0, 1] < 0.5 and 0.8 < fed[1, 2].median < fed[1, 2].score
+
+    passes.clear()
+    monkeypatch.setattr(inspection.heads, "MOST_ROWS", 2)
+    few = feeders(model, probe, scores, heads, mode)
+    assert len(passes) == (3 * 2 if mode else 0)
+    assert {head: list(each.without) for head, each in few.items()} == ({(1, 0): [], (1, 2): needed} if mode else {})
+
+
 @pytest.mark.parametrize("family", ["gpt2", "nanochat"])
 def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Influence from the future is zero, and no gradient or hook stays behind."""
@@ -190,5 +247,5 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
 
 def test_keys_in_front_of_the_tokens_are_left_out() -> None:
     att = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4))
-    found = Inspection(*(9 * [None]), "", "", None, att)
+    found = Inspection(*(10 * [None]), "", "", None, att)
     assert found.pattern(0, 0).tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]

@@ -179,6 +179,29 @@ def test_ablation_stands_beside_its_error(run, straight: Path) -> None:
     assert alone.exit_code == 0 and "±" not in alone.out and "nan" not in alone.out
 
 
+def test_what_a_model_writes_is_inspected_with_what_it_was_given(run, straight: Path, tmp_path: Path) -> None:
+    """The likeliest tokens are those of `GPT.generate`, and a seed decides the others."""
+
+    def inspect(*words: object) -> tuple[dict, list[str]]:
+        result = run(inspect_attention, straight, "--generate", 5, *words, "-o", tmp_path / "a.html")
+        assert result.exit_code == 0, result.err
+        return data_of(tmp_path / "a.html"), result.out.splitlines()
+
+    model, tokenizer = GPT.from_pretrained(straight), load_tokenizer(straight / LAST)
+    idx = torch.tensor([tokenizer.encode("1 is").tolist()])
+    likeliest = model.generate(idx, 5, temperature=0)[0].tolist()
+    content, lines = inspect("--text", "1 is", "--temperature", 0)
+    label = choose_inputs(model, [0, 1], tokenizer, []).label
+    assert content["labels"] == [*map(label, likeliest)] and content["given"] == 4
+    assert lines[0] == "text:   9 tokens, of which the model wrote 5"
+    assert lines[2] == f"wrote:  {''.join(content['labels'][4:])}"
+    first, second, third = (inspect("--seed", seed)[0]["labels"] for seed in (7, 7, 8))
+    assert first == second != third and len(first) == 6 and first[0] == "⟦<|endoftext|>⟧"
+    assert inspect("--text", TEXT[:9])[1][0] == "text:   11 tokens, of which the model wrote 2"
+    content, lines = inspect("--text", TEXT)
+    assert lines[0] == "text:   the first 11 of 13 tokens, of which the model wrote 0" and content["given"] == 11
+
+
 def test_checkpoints_make_a_timeline(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(straight)
     paths = [LAST, straight / FIRST, "checkpoints/step-00000008", f"checkpoints/../{LAST}"]
@@ -237,6 +260,8 @@ def test_a_model_of_the_hub_has_its_name() -> None:
     [
         (["--heads", "0.1", "{run}"], "give a checkpoint first of all"),
         (["{run}", "--heads", "2.0"], "there is no head 2.0: the model has 2 layers of 3 heads"),
+        (["{run}", "{run}/checkpoints/step-00000008", "--generate", "5"], "which checkpoint should --generate a text?"),
+        (["{run}", "--generate", "5", "--top_k", "0"], "top_k must be a number from 1 to "),
         (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .html, .png, .svg, .npz"),
         (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: it is a directory, or in none"),
         (["{run}", "--corpus", "{tmp}/none.txt"], "No such file or directory: '{tmp}/none.txt'"),

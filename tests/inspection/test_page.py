@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inspection import Inspection, page
-from inspection.kinds import KINDS, by_kind, name_of
+from inspection.kinds import KINDS, Fed, by_kind, name_of
 from inspection.metrics import HeadScores
 from inspection.places import Place, Places
 
@@ -24,6 +24,7 @@ L, H, T = 2, 3, 11
 HEADS = [(layer, head) for layer in range(L) for head in range(H)]
 HOSTILE = ["</script><img onerror=alert(1) src=x>", "<!--<script>", "\u2028", "\u202e\u05d0\u05d1", "'\"", 99 * "w"]
 HOSTILE += ["\\", "&lt;", "${T}", "{{ nonce }}", "↵"]
+FED = {(1, 1): Fed(0.44, {(0, 2): 0.05, (0, 0): 0.31}, 0.43), (1, 2): Fed(1.0, {(0, 2): 0.02}, 1.0)}
 # Complains of a page that is not drawn when it has loaded: a screenshot would be blank.
 BLANK = """addEventListener("load", () => {
     if (document.querySelector("#sentence:empty, #outline:not([style])")) console.error("loaded blank");
@@ -75,6 +76,7 @@ def inspected(
         probe=None,
         corpus=None,
         start=[],
+        num_written=0,
         name=name or f"step-{step:08d}",
         verified="weights match the kernel",
         scores=HeadScores(samples, torch.tensor([1000 / step]), predictions, [], chance, rows),
@@ -114,6 +116,12 @@ def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
     content = data_of(path)
     assert content["labels"] == HOSTILE and content["checkpoints"][0]["summary"].startswith(HOSTILE[0])
     assert "<img" not in text and text.count("<script") == text.count("</script>") == 2 + len(HEADS) + 1
+
+
+def test_what_feeds_heads_is_said_below_the_table() -> None:
+    lines = inspected(fed=FED).table().splitlines()
+    assert lines[-3] == "what feeds a head: its score on the probe, and without a head of an earlier layer"
+    assert lines[-2:] == ["   1.1 .44, without 0.2 .05, 0.0 .31, the median head .43", f"   1.2 {FED[1, 2]}"]
 
 
 # ---- The page in a browser. What its pictures show is tested in tests/inspection/test_pictures.py.
@@ -197,6 +205,32 @@ def test_keys_do_all_and_leave_the_slider_its_own(show: Callable) -> None:
 
 
 @pytest.mark.long
+def test_a_press_goes_to_the_head_that_feeds_another_and_back(show: Callable) -> None:
+    page = show(inspected(400), inspected(800, fed=FED), link="#1.1/4")
+    for head, sentence in (
+        ("1.1", "score .44, without 0.2 .05, 0.0 .31, the median head .43"),
+        ("0.2", "feeds 1.1, 1.2"),
+        ("1.2", "score 1.00, without 0.2 .02, the median head 1.00"),
+    ):
+        page.wait_for_function("(head) => $('head').innerText === `Head ${head}`", arg=head)
+        assert page.locator("#fed").inner_text() == sentence
+        page.locator("#fed button").nth(1 if head == "0.2" else 0).click()
+    page.locator("#slider").fill("0")
+    page.wait_for_function("() => loaded.number === 0")
+    assert page.locator("#fed").inner_text() == "" and page.locator("#fed").bounding_box()["height"] > 20
+
+
+@pytest.mark.long
+def test_what_the_model_wrote_is_in_italics(show: Callable) -> None:
+    page = show(inspected(num_written=3), link="#1.1/8")
+    styles = page.locator("#text .token").evaluate_all(
+        "(parts) => parts.map((part) => getComputedStyle(part).fontStyle)"
+    )
+    assert styles == ["normal"] * 8 + ["italic"] * 3
+    assert page.locator("#note i").inner_text() == "in italics"
+
+
+@pytest.mark.long
 def test_links_open_what_was_seen_and_nothing_else(show: Callable) -> None:
     page = show(inspected(400), inspected(800), link="#1.1/4/who/values/step-00000400")
     expect(page, "␣w4 (4) gives to", "#1.1/4/who/values/step-00000400")
@@ -257,8 +291,8 @@ def test_a_view_that_is_unknown_says_so(show: Callable) -> None:
 def test_all_that_matters_is_seen_at_one_look(
     show: Callable, shape: tuple[int, int], tokens: int, width: int, height: int
 ) -> None:
-    page = show(inspected(length=tokens, shape=shape), width=width, height=height)
-    for part in ("h1", "#text", "#most", "#large", "#of-keys", "#scale", "#heads", "#heads button >> nth=-1"):
+    page = show(inspected(length=tokens, shape=shape, fed=FED), width=width, height=height)
+    for part in ("h1", "#fed", "#text", "#most", "#large", "#of-keys", "#scale", "#heads", "#heads button >> nth=-1"):
         box = page.locator(part).bounding_box()
         assert box["y"] >= 0 and box["y"] + box["height"] <= height and box["x"] + box["width"] <= width, part
     for part in ("#text", "#heads", "#most"):
