@@ -7,6 +7,7 @@ Ways to run:
     python inspect_attention.py out/quickstart --text @a.py -o a.png -o a.html
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
+    python inspect_attention.py out/quickstart --live           what if: a page to try texts on
 
 First of all: --text, --heads, -o, --ablate, --device.
 
@@ -18,6 +19,7 @@ import shutil
 import sys
 import textwrap
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,14 +30,17 @@ from cli.script import read_prompt, run_script
 from errors import UserError
 from files import expand
 from inspection import terminal
-from inspection.heads import Ablation
-from inspection.inputs import choose_inputs
+from inspection.heads import Ablation, head_scores, replace_heads
+from inspection.inputs import choose_heads, choose_inputs
 from inspection.inspection import check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
+from inspection.live import serve
 from inspection.metrics import METRICS
-from inspection.page import check_room
+from inspection.page import check_room, render
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
+
+EFFORT = 0.01  # of that for a saved page, if somebody waits for it
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Options:
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
     """A file to write, any number of times: .html, a page of all checkpoints; of the last one .png or .svg, a picture,
     or .npz, the weights and scores as arrays."""
+    live: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Serve the page of the last checkpoint to a browser on this machine, to try texts and to switch heads off."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
 
@@ -96,6 +103,23 @@ def main() -> None:
     for output in outputs:
         save(output, inspections)
         print(f"wrote {output}")
+    if options.live:
+
+        def answer(asked: dict[str, str]) -> str:
+            """Return the page for ?text=...&other=...&zero=0.1 1.*&mean=...&patch=..., heads that are changed."""
+            outputs = {}  # layer -> of its heads on the other text, (1, H, T, D)
+            inputs = choose_inputs(model, asked.pop("text", text), None, options.heads, checkpoint, num_probes=1)
+            other = asked.pop("other", "")
+            check_room(inputs, 1)
+            if "patch" in asked:
+                head_scores(model, choose_inputs(model, other, None, (), checkpoint).shown, None, outputs.setdefault)
+            size = found.att.shape[::2]
+            modes = {head: mode for mode, names in asked.items() for head in choose_heads(names.split(), *size)}
+            change = partial(replace_heads, modes=modes, others=outputs)
+            return render([measure(model, inputs, found.name, None, EFFORT, change)], text or "")
+
+        with precision:
+            serve(answer)
 
 
 def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:

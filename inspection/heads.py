@@ -6,10 +6,10 @@
 The metrics are defined in inspection/metrics.py. Shapes are named as in model/attention.py; N is a number of sequences.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 from cli.bars import progress_bar
 from data.encoding import Tokenizer
-from errors import UserError
+from errors import UserError, errors_as_user_error
 from inspection.decoder import device_of, evaluating, predict, read
 from inspection.kinds import Head
 from inspection.metrics import HeadScores, Metrics
-from inspection.patterns import NotTheKernels, capture
+from inspection.patterns import NotTheKernels, Replace, capture
 from model.causality import watched
 
 CPU_FLOPS = 5e11  # spent on each extra of a page on a CPU: about five seconds
+NUM_PROBES = 8
 PROBE_LENGTH = 101  # tokens of a probe, if the context and its vocabulary allow: a start, and 50 twice
 PROBE_TOKENS = "probe_tokens"  # in trainer.json: tokens to draw a probe from
 ON_REPEATS = ("duplicate", "induction")  # the metrics that need a probe
@@ -38,7 +39,7 @@ class RepeatProbe(NamedTuple):
     control: Tensor
 
 
-def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8) -> RepeatProbe | None:
+def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = NUM_PROBES) -> RepeatProbe | None:
     """Draw `num` sequences of random tokens that repeat: a model can predict the second copy from the context only.
 
     tokens: (n,) ids to draw from, without replacement; start: the id that begins each sequence. L is 50, or less if
@@ -55,7 +56,7 @@ def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8) 
 
 
 def make_probe(
-    tokenizer: Tokenizer | None, vocab_size: int, tokens: np.ndarray, context_length: int
+    tokenizer: Tokenizer | None, vocab_size: int, tokens: np.ndarray, context_length: int, num: int = NUM_PROBES
 ) -> RepeatProbe | None:
     """Draw the probe of a model, the same wherever it is shown: from these tokens, or from the vocabulary if none.
 
@@ -67,15 +68,19 @@ def make_probe(
         ordinary = np.setdiff1d(ordinary[: tokenizer.vocab_size], list(tokenizer.special_tokens.values()))
         start = tokenizer.document_start or ordinary
     drawn = np.intersect1d(tokens, ordinary) if len(tokens) else ordinary
-    return repeat_probe(torch.from_numpy(drawn), start[-1], context_length)
+    return repeat_probe(torch.from_numpy(drawn), start[-1], context_length, num)
 
 
 @torch.no_grad()
-def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None) -> HeadScores:
+def head_scores(
+    model: nn.Module, text: Tensor, probe: RepeatProbe | None = None, replace: Replace | None = None
+) -> HeadScores:
     """Measure every head on a text (N, T) and on a probe, in eval mode.
 
-    Without a probe, duplicate and induction are left out. Raises NotTheKernels if the weights are not those that the
-    kernel used, and UserError if the model cannot be read. All ranks of a sharded model have to call this together.
+    Without a probe, duplicate and induction are left out. replace: as for `capture`, while the text is read.
+
+    Raises NotTheKernels if the weights are not those that the kernel used, and UserError if the model cannot be read.
+    All ranks of a sharded model have to call this together.
     """
     predicted = []
     proofs = []
@@ -88,7 +93,7 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
         """
         parts = []
         for idx in texts.split(1):
-            with capture(model) as att:
+            with capture(model, replace if repeat is None else None) as att:
                 if repeat is None:
                     predicted.append(predict(model, idx))
                 else:
@@ -120,11 +125,20 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
     return HeadScores(samples, torch.stack(losses), predictions[0], proofs, chance, rows)
 
 
-def replace_head(layer: int, output: Tensor, head: Head, mode: Ablation) -> Tensor:
-    """Replace the output of one head by zero or its mean. output: (B, H, T, D), of all heads of a layer."""
-    if layer == head[0]:
-        output = output.clone()
-        output[:, head[1]] = 0.0 if mode == "zero" else output[:, head[1]].mean((0, 1))
+def replace_heads(
+    layer: int, output: Tensor, modes: Mapping[Head, str], others: Mapping[int, Tensor] | None = None
+) -> Tensor:
+    """Replace the outputs of heads: by "zero", by its "mean", or by that in others (a "patch").
+
+    output: of all heads of a layer, (B, H, T, D); others: layer -> the same of another text. Raises UserError for
+    another mode, and for texts of different length.
+    """
+    output = output.clone()
+    for (place, head), mode in modes.items():
+        if place == layer:
+            own = output[:, head]  # a view
+            with errors_as_user_error("a head becomes zero, its mean, or that of another text of as many tokens"):
+                own[:] = 0.0 if mode == "zero" else own.mean((0, 1)) if mode == "mean" else others[layer][:, head]
     return output
 
 
@@ -137,8 +151,6 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
 
     Raises UserError for another mode.
     """
-    if mode not in get_args(Ablation):
-        raise UserError(f"a head is ablated by {' or '.join(get_args(Ablation))}, not {mode!r}")
 
     def losses() -> Tensor:
         """Return the loss of each text, (N,)."""
@@ -150,18 +162,21 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
         L, _, H, _ = att.shape
         rises = torch.full((len(text), L, H), torch.nan, dtype=torch.float64)
         for head in progress_bar(iterable=heads, unit=" heads", leave=False, delay=1):
-            with capture(model, partial(replace_head, head=head, mode=mode)):
+            with capture(model, partial(replace_heads, modes={head: mode})):
                 rises[:, *head] = losses() - before
     return rises
 
 
-def affordable_rows(T: int, flops_per_row: float, device: torch.device) -> Tensor:
-    """Return the rows of T to compute: all; on a CPU so many as CPU_FLOPS allow, evenly spread, the last among them."""
-    num_rows = T if device.type == "cuda" else min(T, max(1, int(CPU_FLOPS // flops_per_row)))
+def affordable_rows(T: int, flops_per_row: float, device: torch.device, effort: float) -> Tensor:
+    """Return the rows of T to compute: all; on a CPU so many as CPU_FLOPS allow, evenly spread, the last among them.
+
+    effort: the part of CPU_FLOPS to spend.
+    """
+    num_rows = T if device.type == "cuda" else min(T, max(1, int(effort * CPU_FLOPS // flops_per_row)))
     return torch.linspace(T - 1, 0, num_rows).long()
 
 
-def influence(model: nn.Module, idx: Tensor) -> Tensor:
+def influence(model: nn.Module, idx: Tensor, effort: float = 1.0) -> Tensor:
     """Measure how much tokens influence a prediction: the gradient of its log-probability by their embeddings.
 
     idx is (1, T). Returns the norms of the gradients (Simonyan et al. 2014) as shares of their sum, (T, T), a row for
@@ -172,7 +187,7 @@ def influence(model: nn.Module, idx: Tensor) -> Tensor:
     T = idx.size(1)
     shares = torch.full((T, T), torch.nan)
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
-    rows = affordable_rows(T, flops_per_row, idx.device)
+    rows = affordable_rows(T, flops_per_row, idx.device, effort)
     with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded:
         with suppress(NotImplementedError, UserError):  # a kernel without a derivative
             logits = read(model, idx, rows.to(idx.device))

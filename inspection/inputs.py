@@ -14,7 +14,7 @@ from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
 from errors import UserError, errors_as_user_error
 from inspection.decoder import evaluating, read
-from inspection.heads import PROBE_TOKENS, RepeatProbe, make_probe
+from inspection.heads import NUM_PROBES, PROBE_TOKENS, RepeatProbe, make_probe
 from inspection.kinds import Head
 from inspection.patterns import capture
 from inspection.terminal import label as visible_label
@@ -46,6 +46,7 @@ def choose_inputs(
     tokenizer: object,
     heads: str | Sequence[str],
     checkpoint: Checkpoint | None = None,
+    num_probes: int = NUM_PROBES,
 ) -> Inputs:
     """Choose what a model reads and which of its heads are shown.
 
@@ -89,7 +90,7 @@ def choose_inputs(
         return f"⟦{name or token}⟧" if not name or token in special else name
 
     seen = np.array(checkpoint.trainer.get(PROBE_TOKENS, []) if checkpoint else [])
-    probe = make_probe(tokenizer, vocab_size, seen, T or measured.size(1))
+    probe = make_probe(tokenizer, vocab_size, seen, T or measured.size(1), num_probes)
     if probe:
         pool = "validation text" if len(seen) else "vocabulary"
         N, length = probe.repeated.shape

@@ -140,7 +140,7 @@ def assert_shows(
     named = f"{labels[token]} ({token})"
     verb, noun = ("takes", "who takes how much of") if view == "values" else ("looks at", "who looks at")
     kind = kind_of(inspection.scores, head)
-    guess, chance = inspection.scores.predictions[token]
+    guess, chance, _ = inspection.scores.predictions[token]
     pool = f"a point is the largest of {{0}} × {{0}} {'values' if view == 'values' else 'weights'}"
     words = {
         f"{noun} {named}" if who else f"what {named} {verb}",
