@@ -40,7 +40,7 @@ from inspection.page import check_room, render
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 
-EFFORT = 0.01  # of that for a saved page, if somebody waits for it
+EFFORT = 0.003  # of that for a saved page, while somebody waits
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def inspect_heads(
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     with precision:
         inputs = choose_inputs(model, text, tokenizer, heads, checkpoint)
-        return measure(model, inputs, name, ablate, float(complete))
+        return measure(model, inputs, name, ablate, complete)
 
 
 def measure(

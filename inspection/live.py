@@ -26,7 +26,7 @@ Referrer-Policy: no-referrer\r
 class Handler(BaseHTTPRequestHandler):
     """Answers one request to a server that has an `address`, and an `answer` to what it is asked for."""
 
-    timeout = 2  # seconds of silence, after which others get their turn: a browser opens connections to spare
+    timeout = 0.5  # seconds until a silent one is left: browsers open connections that they may not use
     error_message_format = "%(explain)s"  # escaped
 
     def do_GET(self) -> None:
@@ -40,8 +40,13 @@ class Handler(BaseHTTPRequestHandler):
             page = self.server.answer(dict(parse_qsl(query)))
         except UserError as error:
             return self.send_error(400, explain=str(error))
+        self.connection.settimeout(30)
         with suppress(ConnectionError):  # who asked may be gone
             self.wfile.write(HEADER + page.encode())
+
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing: an address has the token."""
 
 
 def serve(answer: Callable[[dict[str, str]], str]) -> None:
