@@ -118,6 +118,9 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
     probe = repeat_probe(torch.arange(V - 1), V - 1, T, num=3)
     scores = head_scores(model, text, probe)
     assert model.training and max(scores.proofs).error < 1e-5
+    changed = head_scores(model, text, probe, lambda layer, output: 0 * output).samples
+    same = [name for name, samples in scores.samples.items() if changed[name].equal(samples)]
+    assert {*same} == {f"{name}{end}" for name in ("duplicate", "induction") for end in ("", "_control")}
     for name, samples in scores.samples.items():
         num = 3 if name.startswith(("duplicate", "induction")) else 5
         assert samples.shape == (num, L, H)
