@@ -7,9 +7,9 @@ Ways to run:
     python inspect_attention.py out/quickstart --text @a.py -o a.png -o a.html
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
-    python inspect_attention.py out/quickstart --live           what if: a page to try texts on
+    python inspect_attention.py out/quickstart --live           what if
 
-First of all: --text, --heads, -o, --ablate, --device.
+First of all: --text, --heads, -o, --ablate, --live, --device.
 
 Without --text it reads the validation text, if that is on this machine.
 """

@@ -44,12 +44,11 @@ class Handler(BaseHTTPRequestHandler):
         with suppress(ConnectionError):  # who asked may be gone
             self.wfile.write(HEADER + page.encode())
 
-
     def log_message(self, *_: object) -> None:
         """Print nothing: an address has the token."""
 
 
-def serve(answer: Callable[[dict[str, str]], str]) -> None:
+def serve(answer: Callable[[dict], str]) -> None:
     """Serve pages until Ctrl-C. Print the address, and open it if there is a browser.
 
     answer: returns the page for the parameters of an address, as {"text": "To be"}. The person is shown a UserError.
