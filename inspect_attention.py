@@ -105,16 +105,15 @@ def main() -> None:
         print(f"wrote {output}")
     if options.live:
 
-        def answer(asked: dict[str, str]) -> str:
-            """Return the page for ?text=...&other=...&zero=0.1 1.*&mean=...&patch=..., heads that are changed."""
+        def answer(text: str | None = text, other: str = "", **changes: str) -> str:
+            """Return the page of a text. changes: "zero", "mean" or "patch" (from the other text) -> heads."""
             outputs = {}  # layer -> of its heads on the other text, (1, H, T, D)
-            inputs = choose_inputs(model, asked.pop("text", text), None, options.heads, checkpoint, num_probes=1)
-            other = asked.pop("other", "")
+            inputs = choose_inputs(model, text, None, options.heads, checkpoint, num_probes=1)
             check_room(inputs, 1)
-            if "patch" in asked:
+            if "patch" in changes:
                 head_scores(model, choose_inputs(model, other, None, (), checkpoint).shown, None, outputs.setdefault)
             size = found.att.shape[::2]
-            modes = {head: mode for mode, names in asked.items() for head in choose_heads(names.split(), *size)}
+            modes = {head: mode for mode, names in changes.items() for head in choose_heads(names.split(), *size)}
             change = partial(replace_heads, modes=modes, others=outputs)
             return render([measure(model, inputs, found.name, None, EFFORT, change)], text or "")
 

@@ -37,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
         if not is_known or self.headers["Sec-Fetch-Site"] == "cross-site":
             return self.send_error(403)
         try:
-            page = self.server.answer(dict(parse_qsl(query)))
+            page = self.server.answer(**dict(parse_qsl(query)))
         except UserError as error:
             return self.send_error(400, explain=str(error))
         self.connection.settimeout(30)
@@ -48,10 +48,10 @@ class Handler(BaseHTTPRequestHandler):
         """Print nothing: an address has the token."""
 
 
-def serve(answer: Callable[[dict], str]) -> None:
+def serve(answer: Callable[..., str]) -> None:
     """Serve pages until Ctrl-C. Print the address, and open it if there is a browser.
 
-    answer: returns the page for the parameters of an address, as {"text": "To be"}. The person is shown a UserError.
+    answer: returns the page for the parameters of an address, as answer(text="To be"). The person is shown a UserError.
     """
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         server.answer = answer

@@ -42,7 +42,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
             servers.append(self)
             super().serve_forever(0.01)
 
-    def serve(answer: Callable[[dict[str, str]], str]) -> str:
+    def serve(answer: Callable[..., str]) -> str:
         threading.Thread(target=live.serve, args=[answer], daemon=True).start()
         return opened.get(timeout=10)
 
@@ -54,7 +54,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
 
 
 @pytest.fixture
-def answer(run, straight: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], str]:
+def answer(run, straight: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """What the script serves."""
     answers = []
     monkeypatch.setattr(inspect_attention, "serve", answers.append)
@@ -110,7 +110,7 @@ def losses(text: str) -> torch.Tensor:
 )
 def test_only_who_knows_the_address_is_answered(serving, status: int, sent: dict[str, str]) -> None:
     asked = []
-    address = serving(lambda given: asked.append(given) or "a page")
+    address = serving(lambda **given: asked.append(given) or "a page")
     response, text = ask(address, **sent)
     assert response.status == status and (text == "a page") == (status == 200) == (len(asked) == 1)
     assert not [name for name in response.headers if name.lower().startswith("access-control")]
@@ -128,7 +128,7 @@ def test_a_token_is_long_and_drawn_anew_and_only_this_machine_is_listened_to(ser
 
 
 def test_who_is_silent_or_leaves_does_not_keep_others_waiting(serving, capfd) -> None:
-    address = serving(lambda asked: "a page" * 1_000_000)
+    address = serving(lambda: "a page" * 1_000_000)
     there = urlsplit(address)
     for words in (b"", b"GET /", f"GET {there.path} HTTP/1.1\r\nHost: {there.netloc}\r\n\r\n".encode()):
         silent = socket.create_connection((there.hostname, there.port))
@@ -142,8 +142,8 @@ def test_who_is_silent_or_leaves_does_not_keep_others_waiting(serving, capfd) ->
 
 
 def test_what_cannot_be_is_one_sentence_and_no_markup(serving) -> None:
-    def answer(asked: dict[str, str]) -> str:
-        raise UserError(f"there is no {asked['text']}")
+    def answer(text: str) -> str:
+        raise UserError(f"there is no {text}")
 
     address = serving(answer)
     for _ in range(2):  # it goes on
@@ -167,7 +167,7 @@ def test_bad_input_is_one_sentence(answer, monkeypatch, asked: dict[str, str], m
         monkeypatch.setattr(page, "MOST_WEIGHTS", 67)
         monkeypatch.setattr(inspect_attention, "measure", None)  # before the work
     with pytest.raises(UserError, match=message):
-        answer(asked)
+        answer(**asked)
 
 
 @torch.no_grad()
@@ -197,13 +197,13 @@ def test_heads_become_zero_their_mean_or_those_of_the_other_text(answer, straigh
         return F.cross_entropy(model(text)[0, :-1], text[0, 1:], reduction="none")
 
     asked = {"text": TEXT, "other": OTHER}
-    before = answer(dict(asked))
+    before = answer(**asked)
     torch.testing.assert_close(losses(before), expected(), rtol=0, atol=2e-6)
     for layer, head, way in ((0, 0, "zero"), (0, 2, "zero"), (0, 1, "mean"), (1, 2, "patch")):
         plain = expected()
         projections[layer].register_forward_pre_hook(replaced(layer, head, way))
         asked[way] = f"{asked.get(way, '')} {layer}.{head}"
-        after = answer(dict(asked))
+        after = answer(**asked)
         torch.testing.assert_close(losses(after), expected(), rtol=0, atol=2e-6)
         assert (expected() - plain).abs().max() > 2e-5
     for name in ("1.1", "influence"):  # what is seen is of the changed model
@@ -216,7 +216,7 @@ def test_a_page_that_is_saved_has_no_form_and_a_hostile_text_is_text(answer, run
     run(inspect_attention, straight, "-o", tmp_path / "a.html", "--text", text, "--live")
     saved = (tmp_path / "a.html").read_text()
     assert not re.search("textarea|fetch|connect-src|drawLive", saved)
-    served = inspect_attention.serve.__self__[-1]({})
+    served = inspect_attention.serve.__self__[-1]()
     assert f"\n{text}</textarea>".replace("<", "&lt;", 2).replace(">", "&gt;", 2) in served
     assert served.count("<textarea") == served.count("</textarea>") == 2
     assert "connect-src 'self'; form-action 'none'\">" in served
