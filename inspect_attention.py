@@ -8,8 +8,9 @@ Ways to run:
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
     python inspect_attention.py out/quickstart --heads 1.1 --view places
+    python inspect_attention.py out/quickstart --live           what if
 
-First of all: --text, --heads, -o, --generate, --ablate, --device.
+First of all: --text, --heads, -o, --generate, --ablate, --live, --device.
 
 Without --text it reads the validation text, if that is on this machine.
 """
@@ -18,7 +19,8 @@ import cores  # noqa: F401  before torch
 import shutil
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,15 +32,18 @@ from cli.script import read_prompt, run_script
 from errors import UserError
 from files import expand
 from inspection import terminal
-from inspection.heads import Ablation
-from inspection.inputs import choose_inputs
+from inspection.heads import Ablation, RepeatProbe, head_scores, replace_heads
+from inspection.inputs import choose_heads, choose_inputs
 from inspection.inspection import NO_CORPUS, check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
+from inspection.live import serve
 from inspection.metrics import METRICS
-from inspection.page import check_room
+from inspection.page import check_room, render
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 from model.sampling import Sampler
+
+EFFORT = 0.003  # of that for a saved page, while somebody waits
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,8 @@ class Options:
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
     """A file to write, any number of times: .html, a page of all checkpoints; of the last one .png or .svg, a picture,
     or .npz, the weights and scores as arrays."""
+    live: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Serve the page of the last checkpoint to a browser on this machine, to try texts and to switch heads off."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
 
@@ -125,6 +132,24 @@ def main() -> None:
     for output in outputs:
         save(output, inspections)
         print(f"wrote {output}")
+    if options.live:
+
+        def answer(text: str | None = text, other: str = "", **changes: str) -> str:
+            """Return the page of a text. changes: "zero", "mean" or "patch" (from the other text) -> heads."""
+            outputs = {}  # layer -> of its heads on the other text, (1, H, T, D)
+            inputs = choose_inputs(model, text, None, options.heads, checkpoint)
+            if inputs.probe:  # one sequence, which is faster
+                inputs = replace(inputs, probe=RepeatProbe(*(part[:1] for part in inputs.probe)))
+            check_room(inputs, 1)
+            if "patch" in changes:
+                head_scores(model, choose_inputs(model, other, None, (), checkpoint).shown, None, outputs.setdefault)
+            size = found.att.shape[::2]
+            modes = {head: mode for mode, names in changes.items() for head in choose_heads(names.split(), *size)}
+            change = partial(replace_heads, modes=modes, others=outputs)
+            return render([measure(model, inputs, found.name, None, EFFORT, change=change)], text or "")
+
+        with precision:
+            serve(answer)
 
 
 def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:

@@ -5,6 +5,7 @@ Ours, those of `transformers` and a stranger's own are run alike. Shapes are nam
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
 
 import torch
 import torch.nn.functional as F
@@ -64,20 +65,22 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
     return logits[:, positions]
 
 
-def predict(model: nn.Module, idx: Tensor) -> tuple[Tensor, list[tuple[int, float]]]:
-    """Return what a model makes of a text (1, T): its loss, and at each token the likeliest next and its probability.
+def predict(model: nn.Module, idx: Tensor) -> tuple[Tensor, list[tuple[int, float, float | None]]]:
+    """Return what a model makes of a text (1, T): its loss, and its prediction at each token.
 
-    The loss is the mean cross-entropy in nats a token, (), for T = 1 nan. For each part of the logits the model runs
-    again.
+    A prediction is the likeliest next token, its probability, and the cross-entropy of the token that does follow, in
+    nats; of the last token None. The loss is the mean of these, (), for T = 1 nan. For each part of the logits the
+    model runs again.
     """
     loss = 0.0
-    likeliest = []
+    predictions = []
     T = idx.size(1)
     for start in range(0, T, POSITIONS):
         part = slice(start, start + POSITIONS)
         logits = read(model, idx, part)[0].float().log_softmax(-1)
         targets = idx[0, 1:][part].to(logits.device)  # the last position has no next token
-        loss += F.nll_loss(logits[: len(targets)], targets, reduction="sum").cpu()
+        losses = F.nll_loss(logits[: len(targets)], targets, reduction="none")
+        loss += losses.sum().cpu()
         values, tokens = logits.max(-1)
-        likeliest += zip(tokens.tolist(), values.exp().tolist(), strict=True)
-    return loss / (T - 1), likeliest
+        predictions += zip_longest(tokens.tolist(), values.exp().tolist(), losses.tolist())
+    return loss / (T - 1), predictions

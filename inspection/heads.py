@@ -6,10 +6,10 @@
 The metrics are defined in inspection/metrics.py. Shapes are named as in model/attention.py; N is a number of sequences.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from cli.bars import progress_bar
 from data.encoding import Tokenizer
-from errors import UserError
+from errors import UserError, errors_as_user_error
 from inspection.decoder import device_of, evaluating, predict, read
 from inspection.kinds import LEAST, Fed, Head, Heads, kind_of, name_of
 from inspection.metrics import HeadScores, Metrics
-from inspection.patterns import NotTheKernels, capture
+from inspection.patterns import NotTheKernels, Replace, capture
 from inspection.terminal import MOST_ROWS
 from model.causality import watched
 
@@ -73,11 +73,15 @@ def make_probe(
 
 
 @torch.no_grad()
-def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None) -> HeadScores:
+def head_scores(
+    model: nn.Module, text: Tensor, probe: RepeatProbe | None = None, replace: Replace | None = None
+) -> HeadScores:
     """Measure every head on a text (N, T) and on a probe, in eval mode.
 
-    Without a probe, duplicate and induction are left out. Raises NotTheKernels if the weights are not those that the
-    kernel used, and UserError if the model cannot be read. All ranks of a sharded model have to call this together.
+    Without a probe, duplicate and induction are left out. replace: as for `capture`, while the text is read.
+
+    Raises NotTheKernels if the weights are not those that the kernel used, and UserError if the model cannot be read.
+    All ranks of a sharded model have to call this together.
     """
     predicted = []
     proofs = []
@@ -90,7 +94,7 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
         """
         parts = []
         for idx in texts.split(1):
-            with capture(model) as att:
+            with capture(model, replace if repeat is None else None) as att:
                 if repeat is None:
                     predicted.append(predict(model, idx))
                 else:
@@ -122,11 +126,20 @@ def head_scores(model: nn.Module, text: Tensor, probe: RepeatProbe | None = None
     return HeadScores(samples, torch.stack(losses), predictions[0], proofs, chance, rows)
 
 
-def replace_head(layer: int, output: Tensor, head: Head, mode: Ablation) -> Tensor:
-    """Replace the output of one head by zero or its mean. output: (B, H, T, D), of all heads of a layer."""
-    if layer == head[0]:
-        output = output.clone()
-        output[:, head[1]] = 0.0 if mode == "zero" else output[:, head[1]].mean((0, 1))
+def replace_heads(
+    layer: int, output: Tensor, modes: Mapping[Head, str], others: Mapping[int, Tensor] | None = None
+) -> Tensor:
+    """Replace the outputs of heads: by "zero", by its "mean", or by that in others (a "patch").
+
+    output: of all heads of a layer, (B, H, T, D); others: layer -> the same of another text. Raises UserError for
+    another mode, and for texts of different length.
+    """
+    output = output.clone()
+    for (place, head), mode in modes.items():
+        if place == layer:
+            own = output[:, head]  # a view
+            with errors_as_user_error("a head becomes zero, its mean, or that of another text of as many tokens"):
+                own[:] = 0.0 if mode == "zero" else own.mean((0, 1)) if mode == "mean" else others[layer][:, head]
     return output
 
 
@@ -139,8 +152,6 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
 
     Raises UserError for another mode.
     """
-    if mode not in get_args(Ablation):
-        raise UserError(f"a head is ablated by {' or '.join(get_args(Ablation))}, not {mode!r}")
 
     def losses() -> Tensor:
         """Return the loss of each text, (N,)."""
@@ -154,7 +165,7 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
         rises = torch.full((len(text), L, H), torch.nan, dtype=torch.float64)
         bar = progress_bar(iterable=heads, unit=" heads", leave=False, delay=1)
         for head in bar:
-            with capture(model, partial(replace_head, head=head, mode=mode)):
+            with capture(model, partial(replace_heads, modes={head: mode})):
                 rises[:, *head] = losses() - before
             needed.append((rises[:, *head].mean().item(), name_of(head)))
             bar.set_postfix_str("most without {1}: {0:+.4f}".format(*max(needed)), refresh=False)
@@ -184,7 +195,7 @@ def feeders(
     with evaluating(model):
         for ablated in progress_bar(iterable=earlier, unit=" heads", leave=False, delay=1):
             for idx in texts:
-                with capture(model, partial(replace_head, head=ablated, mode=mode or "mean")) as att:
+                with capture(model, partial(replace_heads, modes={ablated: mode or "mean"})) as att:
                     read(model, idx, slice(1))
                 metrics = att.scores(idx.size(1) // 2)
                 found.append([metrics[name][0, *head] for head, name in kinds.items()])
@@ -200,13 +211,16 @@ def feeders(
     return fed
 
 
-def affordable_rows(T: int, flops_per_row: float, device: torch.device) -> Tensor:
-    """Return the rows of T to compute: all; on a CPU so many as CPU_FLOPS allow, evenly spread, the last among them."""
-    num_rows = T if device.type == "cuda" else min(T, max(1, int(CPU_FLOPS // flops_per_row)))
+def affordable_rows(T: int, flops_per_row: float, device: torch.device, effort: float) -> Tensor:
+    """Return the rows of T to compute: all; on a CPU so many as CPU_FLOPS allow, evenly spread, the last among them.
+
+    effort: the part of CPU_FLOPS to spend.
+    """
+    num_rows = T if device.type == "cuda" else min(T, max(1, int(effort * CPU_FLOPS // flops_per_row)))
     return torch.linspace(T - 1, 0, num_rows).long()
 
 
-def influence(model: nn.Module, idx: Tensor) -> Tensor:
+def influence(model: nn.Module, idx: Tensor, effort: float = 1.0) -> Tensor:
     """Measure how much tokens influence a prediction: the gradient of its log-probability by their embeddings.
 
     idx is (1, T). Returns the norms of the gradients (Simonyan et al. 2014) as shares of their sum, (T, T), a row for
@@ -217,7 +231,7 @@ def influence(model: nn.Module, idx: Tensor) -> Tensor:
     T = idx.size(1)
     shares = torch.full((T, T), torch.nan)
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
-    rows = affordable_rows(T, flops_per_row, idx.device)
+    rows = affordable_rows(T, flops_per_row, idx.device, effort)
     with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded:
         with suppress(NotImplementedError, UserError):  # a kernel without a derivative
             logits = read(model, idx, rows.to(idx.device))

@@ -29,7 +29,7 @@ from inspection.heads import Ablation, ablate, feeders, head_scores, influence
 from inspection.inputs import Inputs, choose_inputs
 from inspection.kinds import Fed, Head
 from inspection.metrics import HeadScores, summarise
-from inspection.patterns import UNMASKED, Captured, capture
+from inspection.patterns import UNMASKED, Captured, Replace, capture
 from inspection.places import Places, find_places
 from inspection.terminal import report
 from inspection.views import Said, moved, say
@@ -164,38 +164,48 @@ def inspect_heads(
 
 
 def measure(
-    model: nn.Module, inputs: Inputs, name: str, ablation: Ablation | None, complete: bool, places: bool = False
+    model: nn.Module,
+    inputs: Inputs,
+    name: str,
+    ablation: Ablation | None,
+    effort: float,
+    places: bool = False,
+    change: Replace | None = None,
 ) -> Inspection:
     """Measure the heads of a model and capture the text that is shown; see `inspect_heads`.
 
+    effort: the part of CPU_FLOPS to spend on each extra of a page; 0 leaves them out.
     places: also find strongest places, if there is a corpus.
+    change: what replaces the outputs of heads, as for `capture`, while the text is read.
     """
-    scores = head_scores(model, inputs.measured, inputs.probe)
+    scores = head_scores(model, inputs.measured, inputs.probe, change)
     if ablation:
         scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
     idx = inputs.shown
-    with evaluating(model), torch.no_grad(), capture(model) as att:
+    with evaluating(model), torch.no_grad(), capture(model, change) as att:
         read(model, idx, slice(1))
     values = att.calls[0].values
     proved = summarise([*scores.proofs, *att.verify().values()])
     verified = f"{proved} ({dtype_name(values.dtype)}, {values.device.type})"
     if num_unmasked := att.left_out.count(UNMASKED):
         verified += f"; {num_unmasked} more layers: {UNMASKED}, python -m model.check says where"
-    fed = feeders(model, inputs.probe, scores, inputs.heads, ablation)
+    fed = {} if change else feeders(model, inputs.probe, scores, inputs.heads, ablation)
     strongest = find_places(model, inputs) if places and inputs.corpus is not None else {}
     found = Inspection(
         **vars(inputs), name=name, verified=verified, scores=scores, att=att, fed=fed, strongest=strongest
     )
-    if not complete:
+    if not effort:
         return found
     # Known is what moves through an output projection that reads the output of the heads as it is; no gate between.
     is_known = len(att.projections) == len(att.calls)
     is_ours = is_known and isinstance(model, GPT) and len(att.calls) == len(model.blocks)
+    with capture(model, change):
+        shares = influence(model, idx, effort)
     return replace(
         found,
-        influence=influence(model, idx),
+        influence=shares,
         lengths={head: moved(att, head).norm(dim=-1).cpu() for head in inputs.heads if is_known},
-        said=say(model, att, inputs.heads) if is_ours else {},
+        said=say(model, att, inputs.heads, effort) if is_ours else {},
     )
 
 

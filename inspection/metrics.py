@@ -61,7 +61,7 @@ class HeadScores:
 
     samples: Metrics  # metric -> (N, L, H) float64
     losses: Tensor  # (N,) mean cross-entropy of each text, in nats a token
-    predictions: Sequence[tuple[int, float]]  # at each token of the first text the likeliest next, and its probability
+    predictions: Sequence[tuple[int, float, float | None]]  # of the first text, see `predict`
     proofs: list[Proof]  # of the layers, for each text and probe
     chance: Metrics  # metric -> (L, H), the score of a head that attends evenly to all it may see
     rows: dict[str, int]  # metric -> the number of queries that it is a mean over

@@ -43,8 +43,10 @@ def check_room(inputs: Inputs, num_checkpoints: int) -> None:
         )
 
 
-def render(inspections: Sequence[Inspection]) -> str:
+def render(inspections: Sequence[Inspection], live: str | None = None) -> str:
     """Return the page of one or more checkpoints, in order, of which the last gives the text.
+
+    live: of a page that is served, the text to begin with. It has a form to ask for another.
 
     Raises UserError if there is no room.
     """
@@ -77,6 +79,7 @@ def render(inspections: Sequence[Inspection]) -> str:
         heads=[name_of(head) for head in last.heads],
         checkpoints=checkpoints,
         stored=stored,
+        live=live,
     )
 
 
@@ -103,7 +106,7 @@ def describe(inspection: Inspection) -> dict:
         "name": inspection.name,
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
         "heads": [describe_head(inspection, head) for head in inspection.heads],
-        "predictions": [(inspection.label(token), f"{probability:.1%}") for token, probability in predictions],
+        "predictions": [(inspection.label(token), f"{chance:.1%}", loss) for token, chance, loss in predictions],
     }
 
 

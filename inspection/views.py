@@ -35,7 +35,7 @@ def moved(att: Captured, head: Head) -> Tensor:
 
 
 @torch.no_grad()
-def say(model: GPT, att: Captured, heads: Heads) -> dict[Head, Said]:
+def say(model: GPT, att: Captured, heads: Heads, effort: float = 1.0) -> dict[Head, Said]:
     """Return the tokens that the output of each head makes likeliest and unlikeliest, at each position of a text.
 
     The residual stream, (1, T, C), is a sum to which each head adds its output. Its share of the logits is what the
@@ -47,7 +47,7 @@ def say(model: GPT, att: Captured, heads: Heads) -> dict[Head, Said]:
     norm = model.final_norm
     wide = att.calls[0].dtype  # also of `moved`
     residual = att.residual[0].to(wide)
-    rows = affordable_rows(len(residual), 2 * V * C * len(heads), residual.device).to(residual.device)
+    rows = affordable_rows(len(residual), 2 * V * C * len(heads), residual.device, effort).to(residual.device)
     unembedding = model.lm_head.weight.to(wide)
 
     def centred(x: Tensor) -> Tensor:

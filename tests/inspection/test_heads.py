@@ -119,6 +119,9 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
     probe = repeat_probe(torch.arange(V - 1), V - 1, T, num=3)
     scores = head_scores(model, text, probe)
     assert model.training and max(scores.proofs).error < 1e-5
+    changed = head_scores(model, text, probe, lambda layer, output: 0 * output).samples
+    same = [name for name, samples in scores.samples.items() if changed[name].equal(samples)]
+    assert {*same} == {f"{name}{end}" for name in ("duplicate", "induction") for end in ("", "_control")}
     for name, samples in scores.samples.items():
         num = 3 if name.startswith(("duplicate", "induction")) else 5
         assert samples.shape == (num, L, H)
@@ -142,7 +145,7 @@ def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: st
     assert rises.shape == (5, L, H) and not any(module._forward_hooks for module in model.modules())
     alone = ablate(model, text, [(1, 1)], mode)  # the others were not asked for
     assert alone[:, 0].isnan().all() and torch.equal(alone[:, 1, 1], rises[:, 1, 1])
-    with pytest.raises(UserError, match="a head is ablated by zero or mean, not 'half'"):
+    with pytest.raises(UserError, match="a head becomes zero, its mean, or that of another text of as many tokens: "):
         ablate(model, text, heads, "half")
     outputs = []
     for block in model.blocks:
@@ -226,10 +229,13 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
     shares = influence(model, idx)
     assert model.training
     model.eval()
-    tokens, probabilities = map(torch.tensor, zip(*predict(model, idx)[1], strict=True))
+    tokens, probabilities, losses = zip(*predict(model, idx)[1], strict=True)
     likeliest = model(idx)[0].softmax(-1).max(-1)
-    assert torch.equal(tokens, likeliest.indices)
-    torch.testing.assert_close(probabilities, likeliest.values.float())
+    assert list(tokens) == likeliest.indices.tolist()
+    torch.testing.assert_close(torch.tensor(probabilities), likeliest.values.float())
+    expected = F.cross_entropy(model(idx)[0, :-1], idx[0, 1:], reduction="none")
+    torch.testing.assert_close(torch.tensor(losses[:-1]), expected.float())
+    assert losses[-1] is None
     assert torch.equal(shares.triu(1), torch.zeros(T, T))
     torch.testing.assert_close(shares.sum(-1), torch.ones(T))
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -140,7 +140,7 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
     expected = decoder.predict(GPT.from_pretrained(straight), idx)[1]
     assert np.abs(stored(tmp_path / "a.html", "0/influence") - shares.numpy()).max() < 1e-4
     predictions = content["checkpoints"][0]["predictions"]
-    assert [chance for _, chance in predictions] == [f"{probability:.1%}" for _, probability in expected]
+    assert [chance for _, chance, _ in predictions] == [f"{probability:.1%}" for _, probability, _ in expected]
     inputs = choose_inputs(GPT.from_pretrained(straight), [0, 1], tokenizer, [])
     assert predictions[0][0] == inputs.label(expected[0][0])
 

@@ -147,7 +147,7 @@ def assert_shows(
     named = f"{labels[token]} ({token})"
     verbs = ("takes from", "gives to") if view == "values" else ("looks at", "is looked at by")
     kind = kind_of(inspection.scores, head)
-    guess, chance = inspection.scores.predictions[token]
+    guess, chance, _ = inspection.scores.predictions[token]
     pool = f"a point is the largest of {{0}} × {{0}} {'values' if view == 'values' else 'weights'}"
     words = {
         f"{named} {verbs[who]}",
