@@ -26,6 +26,7 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
+from torch import nn
 
 from cli.options import parse
 from cli.script import read_prompt, run_script
@@ -33,7 +34,7 @@ from errors import UserError
 from files import expand
 from inspection import terminal
 from inspection.heads import Ablation, RepeatProbe, head_scores, replace_heads
-from inspection.inputs import choose_heads, choose_inputs
+from inspection.inputs import choose_heads, choose_inputs, sizes_of
 from inspection.inspection import NO_CORPUS, check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
 from inspection.live import serve
@@ -133,23 +134,29 @@ def main() -> None:
         save(output, inspections)
         print(f"wrote {output}")
     if options.live:
-
-        def answer(text: str | None = text, other: str = "", **changes: str) -> str:
-            """Return the page of a text. changes: "zero", "mean" or "patch" (from the other text) -> heads."""
-            outputs = {}  # layer -> of its heads on the other text, (1, H, T, D)
-            inputs = choose_inputs(model, text, None, options.heads, checkpoint)
-            if inputs.probe:  # one sequence, which is faster
-                inputs = replace(inputs, probe=RepeatProbe(*(part[:1] for part in inputs.probe)))
-            check_room(inputs, 1)
-            if "patch" in changes:
-                head_scores(model, choose_inputs(model, other, None, (), checkpoint).shown, None, outputs.setdefault)
-            size = found.att.shape[::2]
-            modes = {head: mode for mode, names in changes.items() for head in choose_heads(names.split(), *size)}
-            change = partial(replace_heads, modes=modes, others=outputs)
-            return render([measure(model, inputs, found.name, None, EFFORT, change=change)], text or "")
-
         with precision:
-            serve(answer)
+            serve_model(model, checkpoint, options.heads, text)
+
+
+def serve_model(model: nn.Module, checkpoint: Checkpoint, heads: tuple[str, ...], first: str | None) -> None:
+    """Serve the page of a model until Ctrl-C, at first of this text; None is the validation text."""
+    size = sizes_of(model)[:2]
+
+    def answer(text: str | None = first, other: str = "", **changes: str) -> str:
+        """Return the page of a text. changes: "zero", "mean" or "patch" (from the other text) -> heads."""
+        inputs = choose_inputs(model, text, None, heads, checkpoint)
+        check_room(inputs, 1)
+        if inputs.probe:  # one sequence, which is faster
+            inputs = replace(inputs, probe=RepeatProbe(*(part[:1] for part in inputs.probe)))
+        outputs = {}  # layer -> of its heads on the other text, (1, H, T, D)
+        if "patch" in changes:
+            head_scores(model, choose_inputs(model, other, None, (), checkpoint).shown, None, outputs.setdefault)
+        modes = {head: mode for mode, names in changes.items() for head in choose_heads(names.split(), *size)}
+        change = partial(replace_heads, modes=modes, others=outputs)
+        found = measure(model, inputs, name_of_model(checkpoint.directory), None, EFFORT, change=change)
+        return render([found], text or "")
+
+    serve(answer)
 
 
 def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:

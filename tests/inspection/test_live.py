@@ -253,7 +253,7 @@ def test_a_person_tries_a_text_changes_a_head_and_goes_back(browser, serving, an
         tab.locator(f"#predicted tbody tr:first-child td:nth-child({columns}):last-child").wait_for(timeout=9000)
         return [line.split("\t") for line in tab.locator("#predicted tbody").inner_text().splitlines()]
 
-    assert len(rows(3)) == 11
+    assert len(rows(3)) == 11 and tab.locator("#problem").inner_text() == ""
     tab.locator("#heads [aria-pressed=false]").first.click()
     head = tab.locator("#chosen").inner_text()
     tab.locator("[name=text]").fill("1 \nis <b>")
