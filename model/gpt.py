@@ -148,9 +148,7 @@ class GPT(nn.Module):
         """Continue each row of idx: (B, T), T >= 1 -> (B, T + max_new_tokens). Neither length is limited.
 
         Args:
-            temperature: divides the logits; 0 takes the likeliest token.
-            top_k: choose among the k likeliest tokens.
-            top_p: choose among the fewest likeliest tokens whose probabilities sum to this.
+            temperature, top_k, top_p: those of `Sampler`.
             seed: the same seed gives the same tokens for the same idx; None draws from PyTorch's own generator.
 
         Raises UserError if idx is empty or an option out of its range. `model.sampling.stream` yields the tokens one

@@ -54,13 +54,12 @@ class Sampler:
 def stream(model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, seed: int | None) -> Iterator[Tensor]:
     """Continue each row of idx, (B, T) with T >= 1: yield num_tokens tensors (B, 1), the next token of each row.
 
-    The model is a `GPT`, which sees the last `context_length` tokens at most. A full context drops its older half, so
-    that the cache is refilled once in half a context and not at every token. On CUDA, a graph reads single tokens where
-    it can (model/recorded.py). `seed` is that of `GPT.generate`. Raises UserError if idx is empty.
+    The model is a `GPT`, which sees the last `context_length` tokens at most. A full context drops its older half: the
+    cache is refilled once in half a context. `seed` is that of `GPT.generate`. Raises UserError if idx is empty.
     """
     if idx.size(1) == 0:
         raise UserError("the prompt is empty: give at least one token to continue")
-    from model.recorded import reader  # which makes it faster, and nothing else
+    from model.recorded import reader  # on CUDA a graph, which is faster, and nothing else
 
     generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
     context_length = model.config.context_length
