@@ -147,15 +147,15 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continue each row of idx: (B, T), T >= 1 -> (B, T + max_new_tokens). Neither length is limited.
 
-        Args:
-            temperature, top_k, top_p: those of `Sampler`.
-            seed: the same seed gives the same tokens for the same idx; None draws from PyTorch's own generator.
-
-        Raises UserError if idx is empty or an option out of its range. `model.sampling.stream` yields the tokens one
-        by one, and says what happens beyond the context length.
+        temperature, top_k, top_p: those of `Sampler`. seed: the same seed gives the same tokens for the same idx; None
+        draws from PyTorch's own generator. Raises UserError if idx is empty or an option out of its range.
+        `model.sampling.stream` yields the tokens one by one, and says what happens beyond the context length.
         """
-        new = stream(self, idx, max_new_tokens, Sampler(temperature, top_k, top_p), seed)
-        return torch.cat((idx, *new), dim=1)
+        from model.packed import packed  # which imports this file
+
+        with packed(self):
+            new = stream(self, idx, max_new_tokens, Sampler(temperature, top_k, top_p), seed)
+            return torch.cat((idx, *new), dim=1)
 
     @classmethod
     def from_pretrained(

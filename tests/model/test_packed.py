@@ -54,6 +54,10 @@ def test_sampling_packs_the_weights(run, straight: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("model.packed.multiply", watched)
     assert run(sample, straight, "--device", "cpu", "--dtype", "bfloat16", "--max_new_tokens", 2).exit_code == 0
     assert watched.called
+    watched.reset_mock()
+    model = make("gpt2")
+    model.generate(torch.tensor([[2]]), 3)
+    assert watched.called and not any("forward" in vars(module) for module in model.modules())
 
 
 @needs_bfloat16
