@@ -30,12 +30,12 @@ from torch import nn
 
 from cli.options import parse
 from cli.script import read_prompt, run_script
-from errors import UserError
+from errors import UserError, check_numbers
 from files import expand
 from inspection import terminal
-from inspection.heads import Ablation, RepeatProbe, head_scores, replace_heads
-from inspection.inputs import choose_heads, choose_inputs, sizes_of
-from inspection.inspection import NO_CORPUS, check_output, measure, name_of_model, open_model, save
+from inspection.heads import Ablation, head_scores, replace_heads
+from inspection.inputs import Inputs, choose_heads, choose_inputs, sizes_of
+from inspection.inspection import NO_CORPUS, Inspection, check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
 from inspection.live import serve
 from inspection.metrics import METRICS
@@ -82,6 +82,9 @@ class Options:
     """Serve the page of the last checkpoint to a browser on this machine, to try texts and to switch heads off."""
     device: str = "auto"
     """auto (CUDA, else MPS, else CPU) or a device such as cuda:1."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
 
 
 def main() -> None:
@@ -135,26 +138,31 @@ def main() -> None:
         print(f"wrote {output}")
     if options.live:
         with precision:
-            serve_model(model, checkpoint, options.heads, text)
+            serve_model(model, checkpoint, options.heads, text or "", inputs, found)
 
 
-def serve_model(model: nn.Module, checkpoint: Checkpoint, heads: tuple[str, ...], first: str | None) -> None:
-    """Serve the page of a model until Ctrl-C, at first of this text; None is the validation text."""
+def serve_model(
+    model: nn.Module, checkpoint: Checkpoint, heads: tuple[str, ...], written: str, first: Inputs, known: Inspection
+) -> None:
+    """Serve the page of a model until Ctrl-C.
+
+    written: the text in the form, at first. first: the inputs as long as no other text is asked for. known: has the
+    scores on the probe, which are shown with any text.
+    """
     size = sizes_of(model)[:2]
 
-    def answer(text: str | None = first, other: str = "", **changes: str) -> str:
+    def answer(text: str | None = None, other: str = "", **changes: str) -> str:
         """Return the page of a text. changes: "zero", "mean" or "patch" (from the other text) -> heads."""
-        inputs = choose_inputs(model, text, None, heads, checkpoint)
+        inputs = first if text is None else choose_inputs(model, text, None, heads, checkpoint)
         check_room(inputs, 1)
-        if inputs.probe:  # one sequence, which is faster
-            inputs = replace(inputs, probe=RepeatProbe(*(part[:1] for part in inputs.probe)))
         outputs = {}  # layer -> of its heads on the other text, (1, H, T, D)
         if "patch" in changes:
             head_scores(model, choose_inputs(model, other, None, (), checkpoint).shown, None, outputs.setdefault)
-        modes = {head: mode for mode, names in changes.items() for head in choose_heads(names.split(), *size)}
+        modes = {head: mode for mode, names in changes.items() for head in choose_heads(names.split() or "", *size)}
         change = partial(replace_heads, modes=modes, others=outputs)
-        found = measure(model, inputs, name_of_model(checkpoint.directory), None, EFFORT, change=change)
-        return render([found], text or "")
+        inputs = replace(inputs, measured=inputs.shown, probe=None)
+        found = measure(model, inputs, known.name, None, EFFORT, change=change)
+        return render([replace(found, scores=found.scores.beside(known.scores), fed=known.fed)], written)
 
     serve(answer)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cli.bars import progress_bar
 from data.encoding import Tokenizer
-from errors import UserError, errors_as_user_error
+from errors import UserError
 from inspection.decoder import device_of, evaluating, predict, read
 from inspection.kinds import LEAST, Fed, Head, Heads, kind_of, name_of
 from inspection.metrics import HeadScores, Metrics
@@ -138,8 +138,16 @@ def replace_heads(
     for (place, head), mode in modes.items():
         if place == layer:
             own = output[:, head]  # a view
-            with errors_as_user_error("a head becomes zero, its mean, or that of another text of as many tokens"):
-                own[:] = 0.0 if mode == "zero" else own.mean((0, 1)) if mode == "mean" else others[layer][:, head]
+            if mode == "mean":
+                own[:] = own.mean((0, 1))
+            elif mode == "zero":
+                own.zero_()
+            elif mode != "patch":
+                raise UserError(f"a head becomes zero, mean or patch, not {mode!r}")
+            elif (other := others[layer][:, head]).shape != own.shape:
+                raise UserError(f"a patch needs as many tokens: the text has {own.size(1)}, the other {other.size(1)}")
+            else:
+                own.copy_(other)
     return output
 
 
@@ -207,7 +215,7 @@ def feeders(
         is_fed = (without < (1 - LEAST) * score).all(1)
         means = without.mean(1)
         lowest = {earlier[i]: means[i].item() for i in means.argsort()[:MOST_FEEDERS].tolist() if is_fed[i]}
-        fed[head] = Fed(score.mean().item(), lowest, means.quantile(0.5).item())
+        fed[head] = Fed(score.mean().item(), lowest, means.quantile(0.5, interpolation="higher").item())
     return fed
 
 

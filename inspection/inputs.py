@@ -80,15 +80,17 @@ def choose_inputs(
         ids = as_ids(text, tokenizer)
         places = range(len(ids), min(len(ids) + num_tokens, T or math.inf))
         num_written = len(places)
-        for _ in progress_bar(iterable=places, unit=" tokens", leave=False, delay=1):
-            logits = read(model, torch.tensor([ids]), slice(-1, None))  # without a cache, as any decoder can
-            ids.append(sampler.choose(logits[:, 0]).item())
+        with evaluating(model):
+            for _ in progress_bar(iterable=places, unit=" tokens", leave=False, delay=1):
+                logits = read(model, torch.tensor([ids]), slice(-1, None))  # without a cache, as any decoder can
+                ids.append(sampler.choose(logits[:, 0]).item())
         _, measured = draw_texts(np.array(ids), T or len(ids), 1)
         shown = measured
         cut = f"the first {T:,} of " if measured.size(1) < len(ids) else ""
         note = f"text:   {cut}{len(ids):,} tokens"
         if num_tokens:
-            note += f", of which the model wrote {num_written}"
+            full = ", then the context was full" if num_written < num_tokens else ""
+            note += f", of which the model wrote {num_written}{full}"
     elif long is not None:
         _, measured = draw_texts(long, min(T or TEXT_LENGTH, TEXT_LENGTH), NUM_TEXTS)
         shown = measured[:1, :SHOWN_LENGTH]

@@ -1,8 +1,9 @@
 """Serve pages to one person on this machine, and to nobody else.
 
-Who asks has to know the token in the address, which is drawn at each start. So a page stays closed to other users and
-programs, to a site whose name leads to this machine (DNS rebinding), and to links on strange sites. Nothing is posted,
-no file is read, and one request is answered at a time.
+Who asks has to know the token in the address, which is drawn at each start. So a page stays closed to other programs,
+to a site whose name leads to this machine (DNS rebinding), and to links on strange sites. Other users of the machine
+may see the token among the arguments of the browser that is opened: BROWSER=true opens none. Nothing is posted, no file
+is read, and one request is answered at a time, so a program of this machine can keep others waiting.
 """
 
 import secrets
@@ -10,17 +11,17 @@ import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from urllib.parse import parse_qsl
 
 from errors import UserError
+from inspection.patterns import NotTheKernels
 
-# The same address always has the same page, so a browser may keep it to go back.
-HEADER = b"""HTTP/1.0 200 OK\r
-Content-Type: text/html; charset=utf-8\r
-Cache-Control: private, max-age=86400\r
-Referrer-Policy: no-referrer\r
-\r
-"""
+HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Cache-Control": "private, max-age=86400",  # an address always has the same page, so a browser may go back to it
+    "Referrer-Policy": "no-referrer",
+}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -37,12 +38,16 @@ class Handler(BaseHTTPRequestHandler):
         if not is_known or self.headers["Sec-Fetch-Site"] == "cross-site":
             return self.send_error(403)
         try:
-            page = self.server.answer(**dict(parse_qsl(query)))
-        except UserError as error:
+            page = self.server.answer(**dict(parse_qsl(query))).encode()
+        except (UserError, NotTheKernels) as error:
             return self.send_error(400, explain=str(error))
         self.connection.settimeout(30)
+        self.send_response(200)
+        for name, value in {**HEADERS, "Content-Length": len(page)}.items():
+            self.send_header(name, value)
         with suppress(ConnectionError):  # who asked may be gone
-            self.wfile.write(HEADER + page.encode())
+            self.end_headers()
+            self.wfile.write(page)
 
     def log_message(self, *_: object) -> None:
         """Print nothing: an address has the token."""
@@ -58,5 +63,5 @@ def serve(answer: Callable[..., str]) -> None:
         server.address = f"http://127.0.0.1:{server.server_port}/{secrets.token_urlsafe()}/"
         print(f"live:   {server.address}")
         print("        open it in a browser on this machine; Ctrl-C ends it")
-        webbrowser.open(server.address)
+        Thread(target=webbrowser.open, args=[server.address], daemon=True).start()  # a browser may wait for the page
         server.serve_forever()

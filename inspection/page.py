@@ -106,7 +106,10 @@ def describe(inspection: Inspection) -> dict:
         "name": inspection.name,
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
         "heads": [describe_head(inspection, head) for head in inspection.heads],
-        "predictions": [(inspection.label(token), f"{chance:.1%}", loss) for token, chance, loss in predictions],
+        "predictions": [
+            (inspection.label(token), f"{chance:.1%}", None if loss is None else min(loss, 1e9))  # JSON has no infinity
+            for token, chance, loss in predictions
+        ],
     }
 
 
