@@ -145,7 +145,7 @@ def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: st
     assert rises.shape == (5, L, H) and not any(module._forward_hooks for module in model.modules())
     alone = ablate(model, text, [(1, 1)], mode)  # the others were not asked for
     assert alone[:, 0].isnan().all() and torch.equal(alone[:, 1, 1], rises[:, 1, 1])
-    with pytest.raises(UserError, match="a head becomes zero, its mean, or that of another text of as many tokens: "):
+    with pytest.raises(UserError, match="a head becomes zero, mean or patch, not 'half'"):
         ablate(model, text, heads, "half")
     outputs = []
     for block in model.blocks:
@@ -213,6 +213,7 @@ def test_an_induction_head_is_fed_by_the_head_that_it_needs(way: str, mode: str 
     assert fed[1, 2].score == scores.mean["induction"][1, 2] > 0.97
     assert str(fed[1, 0]) == ".50, without the median head .50"
     if needed:
+        assert (fed == feeders(model, probe, scores, heads, "mean")) == (mode != "zero")
         assert fed[1, 2].without[0, 1] < 0.5 and 0.8 < fed[1, 2].median < fed[1, 2].score
 
     passes.clear()
