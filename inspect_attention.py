@@ -31,7 +31,7 @@ from files import expand
 from inspection import terminal
 from inspection.heads import Ablation
 from inspection.inputs import choose_inputs
-from inspection.inspection import NO_CORPUS, check_output, measure, name_of_model, open_model, save
+from inspection.inspection import check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
 from inspection.metrics import METRICS
 from inspection.page import check_room
@@ -85,8 +85,6 @@ def main() -> None:
         with precision:
             if not inspections:
                 inputs = choose_inputs(model, text, None, options.heads, checkpoints[-1], corpus)
-                if options.view == "places" and inputs.corpus is None:
-                    raise UserError(NO_CORPUS)
                 if has_page:  # check now, not after the work
                     check_room(inputs, len(checkpoints))
                 print(inputs.note)

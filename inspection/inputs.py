@@ -4,6 +4,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import tokenizers
@@ -40,7 +41,6 @@ class Inputs:
     note: str  # describes `measured`, and in a second line `probe`
     probe: RepeatProbe | None
     corpus: np.ndarray | None  # (n,) ids of a long text, for the strongest places; None: it is not here
-    start: Sequence[int]  # the ids with which a text begins, for the model
 
 
 def choose_inputs(
@@ -88,6 +88,7 @@ def choose_inputs(
     names = dict(zip(ids, given, strict=False))
     special = tokenizer.special_tokens.values() if tokenizer else ()
 
+    @cache
     def label(token: int) -> str:
         """Show a token with every character visible: special ones and ids without text in brackets."""
         name = visible_label(tokenizer.token_bytes(token)) if tokenizer else names.get(token)
@@ -100,9 +101,7 @@ def choose_inputs(
         N, length = probe.repeated.shape
         note += f"\nprobe:  {N} x [start, {length // 2} random tokens of the {pool}, the same again]"
     labels = list(given[: shown.size(1)]) or [label(token) for token in shown[0].tolist()]
-    return Inputs(
-        chosen, measured, shown, labels, label, note, probe, long, tokenizer.start_of_text if tokenizer else []
-    )
+    return Inputs(chosen, measured, shown, labels, label, note, probe, long)
 
 
 @torch.no_grad()

@@ -74,7 +74,6 @@ def inspected(
         note="a text",
         probe=None,
         corpus=None,
-        start=[],
         name=name or f"step-{step:08d}",
         verified="weights match the kernel",
         scores=HeadScores(samples, torch.tensor([1000 / step]), predictions, [], chance, rows),
