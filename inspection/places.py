@@ -6,7 +6,6 @@ one key (as headvis does, transformer-circuits.pub 2026). Shapes are named as in
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -50,11 +49,11 @@ class Places(NamedTuple):
     note: str  # says what was read, and how much of the attention the words have
 
     def __repr__(self) -> str:
-        lines = [self.note, "", "looks from        attention    text   looks at          attention    text"]
-        for words in zip(self.looks_from, self.looks_at, strict=True):
-            lines.append("   ".join(f"{word:17.17} {share:9.1%} {of_text:7.1%}" for word, share, of_text in words))
-        header = "  w.   query           «what looks»                       at «what»"
-        return "\n".join([*lines, "", header, *map(repr, self.strongest)])
+        sides = zip(self.looks_from, self.looks_at, strict=True)
+        words = ["   ".join(f"{word:17.17} {a:9.1%} {b:7.1%}" for word, a, b in side) for side in sides]
+        of_words = "looks from        attention    text   looks at          attention    text"
+        of_places = "  w.   query           «what looks»                       at «what»"
+        return "\n".join([self.note, "", of_words, *words, "", of_places, *map(repr, self.strongest)])
 
 
 @torch.no_grad()
@@ -80,10 +79,10 @@ def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
                 elsewhere = weights.tril(-1)
                 elsewhere[:, 0] = 0.0
                 rows.append(torch.stack((*elsewhere.max(1), *weights.max(1), elsewhere.sum(1), elsewhere.sum(0))))
-    return {head: describe(inputs, starts, texts, torch.stack(rows, dim=1)) for head, rows in seen.items()}
+    return {head: describe(inputs, starts.tolist(), texts, torch.stack(rows, dim=1)) for head, rows in seen.items()}
 
 
-def describe(inputs: Inputs, starts: np.ndarray, texts: Tensor, seen: Tensor) -> Places:
+def describe(inputs: Inputs, starts: list[int], texts: Tensor, seen: Tensor) -> Places:
     """Describe where a head looks in the texts, (N, T).
 
     Words are of the attention elsewhere than to the first token and the token itself. So are places, but of a head that
@@ -103,7 +102,7 @@ def describe(inputs: Inputs, starts: np.ndarray, texts: Tensor, seen: Tensor) ->
     while len(strongest) < MOST_PLACES and weights.any():
         n, query = divmod(weights.argmax().item(), texts.size(1))
         labels = [*map(inputs.label, texts[n].tolist())]
-        strongest.append(Place(weights[n, query].item(), int(starts[n]), query, int(keys[n, query]), labels))
+        strongest.append(Place(weights[n, query].item(), starts[n], query, int(keys[n, query]), labels))
         weights[pairs == pairs[n, query]] = 0.0
     looks = []
     for attention in (given, got):

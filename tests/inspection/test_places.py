@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import inspection.places
 from inspection import NotTheKernels
 from inspection.inputs import choose_inputs
-from inspection.places import find_places
+from inspection.places import Place, find_places
 from model.attention import attention_weights
 
 T, WORDS = 29, "abcdefghijklm()"
@@ -51,6 +51,7 @@ class Planted(nn.Module):
         self.seen = []
 
     def forward(self, idx: Tensor) -> Tensor:
+        assert not self.training
         self.seen.append(idx[0].tolist())
         weights = planted(idx[0])[None]
         if self.has_sink:
@@ -124,7 +125,8 @@ def test_places_and_the_shares_of_words_are_those_of_all_texts() -> None:
 
 def test_what_cannot_be_read_in_a_minute_is_drawn_evenly(monkeypatch) -> None:
     model = Planted()
-    monkeypatch.setattr(inspection.places, "MINUTE", 3.5 * T * (inspection.places.LEAST_SIZE + 7))
+    monkeypatch.setattr(inspection.places, "MINUTE", 3.5 * T * (5 + 7))
+    monkeypatch.setattr(inspection.places, "LEAST_SIZE", 5)
     model.weight = nn.Parameter(torch.zeros(7))
     found = found_by(model)
     assert found[EVEN].note.startswith("87 of 997 tokens; ")
@@ -134,11 +136,17 @@ def test_what_cannot_be_read_in_a_minute_is_drawn_evenly(monkeypatch) -> None:
 
 
 def test_a_text_of_few_words_has_few_places() -> None:
+    assert not found_by(Planted(), corpus=np.array([2, 3]))[SELF].looks_at[0][1]
     found = found_by(Planted(), corpus=np.array([0, 1] * 50))
     assert [(place.key - place.query, place.labels[place.key]) for place in found[SELF].strongest] == [
         (0, "b"),
         (0, "a"),
     ]
+
+
+def test_a_line_shows_both_tokens_in_what_is_around_them() -> None:
+    place = Place(0.987, 900, 17, 3, [*"abcdefghijklmnopqrstuvwxyz"])
+    assert repr(place) == "0.99     917  fghijklmnopq«r»stuvwxyz                    abc«d»efghijklmnopqrstu"
 
 
 def test_places_are_proved(monkeypatch) -> None:
