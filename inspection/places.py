@@ -18,7 +18,7 @@ from inspection.patterns import capture
 MOST_PLACES = 12  # of a head
 MOST_WORDS = 5  # that it looks from, and at
 MINUTE = 1.2e12  # tokens times parameters that a CPU core reads in about a minute
-LEAST_SIZE = 1e6  # parameters that are added, for what takes as long in a small model
+LEAST_SIZE = 5e6  # parameters that are added for the attention, most of the work of a small model
 
 Word = tuple[str, float, float]  # a token, its share of a head's attention, and its share of the text
 
@@ -60,7 +60,7 @@ class Places(NamedTuple):
 def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
     """Find the strongest places of the heads to show in the corpus of the inputs, in eval mode.
 
-    It is read in texts of the model's context: all, or evenly drawn as many as a CPU core can read in about a minute.
+    It is read in texts of the model's context: all, or evenly drawn as many as a CPU core can read in a minute, about.
     The size of the model decides, so that it has the same places on every machine.
 
     Raises NotTheKernels if the weights are not those that the kernel used.
