@@ -35,7 +35,7 @@ from files import expand
 from inspection import terminal
 from inspection.heads import Ablation, head_scores, replace_heads
 from inspection.inputs import Inputs, choose_heads, choose_inputs, sizes_of
-from inspection.inspection import NO_CORPUS, Inspection, check_output, measure, name_of_model, open_model, save
+from inspection.inspection import Inspection, check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
 from inspection.live import serve
 from inspection.metrics import METRICS
@@ -109,8 +109,6 @@ def main() -> None:
                 inputs = choose_inputs(
                     model, text, None, options.heads, checkpoints[-1], corpus, options.generate, options.sampler
                 )
-                if options.view == "places" and inputs.corpus is None:
-                    raise UserError(NO_CORPUS)
                 if has_page:  # check now, not after the work
                     check_room(inputs, len(checkpoints))
                 print(inputs.note)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import tokenizers
@@ -43,7 +44,6 @@ class Inputs:
     note: str  # describes `measured`, and in a second line `probe`
     probe: RepeatProbe | None
     corpus: np.ndarray | None  # (n,) ids of a long text, for the strongest places; None: it is not here
-    start: Sequence[int]  # the ids with which a text begins, for the model
     num_written: int  # of the tokens shown, so many of the last are the model's own
 
 
@@ -106,6 +106,7 @@ def choose_inputs(
     names = dict(zip(ids, given, strict=False))
     special = tokenizer.special_tokens.values() if tokenizer else ()
 
+    @cache
     def label(token: int) -> str:
         """Show a token with every character visible: special ones and ids without text in brackets."""
         name = visible_label(tokenizer.token_bytes(token)) if tokenizer else names.get(token)
@@ -118,8 +119,7 @@ def choose_inputs(
         N, length = probe.repeated.shape
         note += f"\nprobe:  {N} x [start, {length // 2} random tokens of the {pool}, the same again]"
     labels = list(given[: shown.size(1)]) or [label(token) for token in shown[0].tolist()]
-    start = tokenizer.start_of_text if tokenizer else []
-    return Inputs(chosen, measured, shown, labels, label, note, probe, long, start, num_written)
+    return Inputs(chosen, measured, shown, labels, label, note, probe, long, num_written)
 
 
 @torch.no_grad()

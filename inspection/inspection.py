@@ -38,7 +38,6 @@ from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import autocast, dtype_name, find_device, is_fast
 from model.foreign import load_decoder
 
-NO_CORPUS = "places are looked for in a long text: the model's validation text is not here, give one with --corpus FILE"
 FORMATS = (".html", ".png", ".svg", ".npz")
 
 
@@ -69,7 +68,9 @@ class Inspection(Inputs):
     def places(self, layer: int, head: int) -> Places:
         """Return the strongest places of a head in the corpus. Raises UserError if there was none."""
         if not self.strongest:
-            raise UserError(NO_CORPUS)
+            raise UserError(
+                "no place was looked for: the model's validation text is not here, give one with --corpus FILE"
+            )
         return self.strongest[layer, head]
 
     def table(self, heads: Sequence[Head] = ()) -> str:

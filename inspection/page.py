@@ -68,7 +68,7 @@ def render(inspections: Sequence[Inspection], live: str | None = None) -> str:
             stored[f"{place}/logits"] = pack(logits, "<f4")
     if last.strongest:
         found = last.strongest.values()
-        texts = {place.start: list(place.labels) for places in found for place in places.strongest}
+        texts = {place.start: place.labels for places in found for place in places.strongest}
         shown = [([place[:4] for place in strongest], *rest) for strongest, *rest in found]
         stored[f"{len(checkpoints) - 1}/places"] = deflate(json.dumps([texts, shown]).encode())
     return TEMPLATE.render(

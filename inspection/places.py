@@ -4,29 +4,21 @@ A head that is judged by one text misleads. Of a whole corpus those queries are 
 one key (as headvis does, transformer-circuits.pub 2026). Shapes are named as in model/attention.py; N texts are read.
 """
 
-import textwrap
-from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from cli.bars import progress_bar
 from inspection.decoder import evaluating, read
-from inspection.inputs import TEXT_LENGTH, Inputs, context_length, draw_texts, sizes_of
-from inspection.kinds import LEAST, Head, short
-from inspection.metrics import summarise
+from inspection.inputs import TEXT_LENGTH, Inputs, context_length, draw_texts
+from inspection.kinds import LEAST, Head
 from inspection.patterns import capture
 
 MOST_PLACES = 12  # of a head
-MOST_ALIKE = 2  # of them, with the same words as query and key
 MOST_WORDS = 5  # that it looks from, and at
-MINUTE = 4e12  # floating-point operations of a CPU core in about a minute
-WEIGHT_FLOPS = 600  # what each weight of attention takes of these, besides the model
-TEXT_FLOPS = 2e9  # what each text takes
+MINUTE = 1.2e12  # tokens times parameters that a CPU core reads in about a minute
+LEAST_SIZE = 5e6  # parameters that are added for the attention, most of the work of a small model
 
 Word = tuple[str, float, float]  # a token, its share of a head's attention, and its share of the text
 
@@ -38,91 +30,84 @@ class Place(NamedTuple):
     start: int
     query: int
     key: int
-    labels: Sequence[str]  # of the text, (T,)
+    labels: list[str]  # of the text, (T,)
+
+    def near(self, i: int) -> str:
+        """Return a token of the text and what is around it, in 32 characters."""
+        return f"{''.join(self.labels[:i])[-12:]:>12}«{self.labels[i]:.9}»{''.join(self.labels[i + 1 :]):18}"[:32]
+
+    def __repr__(self) -> str:
+        return f"{self.weight:.2f} {self.start + self.query:7d}  {self.near(self.query)}  {self.near(self.key)}"
 
 
 class Places(NamedTuple):
     """Where a head looks in a corpus. It is printed as a table of 80 columns."""
 
-    strongest: Sequence[Place]
-    looks_from: Sequence[Word]  # those that stand out most from the text
-    looks_at: Sequence[Word]
-    note: str  # says what was read, how its weights were proved, and how much of the attention the words have
+    strongest: list[Place]
+    looks_from: list[Word]  # those whose share of the attention exceeds that of the text most
+    looks_at: list[Word]
+    note: str  # says what was read, and how much of the attention the words have
 
     def __repr__(self) -> str:
-        lines = [self.note]
-        for title, words in (("from", self.looks_from), ("at", self.looks_at)):
-            lines.append(f"looks {title}  " + "  ".join(f"{word} {a:.1%} ({b:.1%})" for word, a, b in words))
-        lines = [textwrap.fill(line, 80, subsequent_indent="  ") for line in lines]
-        lines.append("  w.   query   key              «what it looks at» and ‹what looks›")
-        for weight, start, query, key, labels in self.strongest:
-            before, between, after = map("".join, (labels[:key], labels[key + 1 : query], labels[query + 1 :]))
-            if len(between) > 23:
-                between = f"{between[:10]} … {between[-10:]}"
-            line = f"{before[-12:]:>12}«{labels[key]:.10}»{between}‹{labels[query]:.10}›{after}"
-            lines.append(f"{short(weight):>4} {start + query:7d} {key - query:5d} {line:.60}")
-        return "\n".join(lines)
+        sides = zip(self.looks_from, self.looks_at, strict=True)
+        words = ["   ".join(f"{word:17.17} {a:9.1%} {b:7.1%}" for word, a, b in side) for side in sides]
+        of_words = "looks from        attention    text   looks at          attention    text"
+        of_places = "  w.   query           «what looks»                       at «what»"
+        return "\n".join([self.note, "", of_words, *words, "", of_places, *map(repr, self.strongest)])
 
 
 @torch.no_grad()
 def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
     """Find the strongest places of the heads to show in the corpus of the inputs, in eval mode.
 
-    It is read in texts of the model's context: all, or evenly drawn as many as a CPU core can read in about a minute.
-    That is estimated, so that a model has the same places on every machine. Queries in the first eighth of a text have
-    few keys to choose from, and are no places. Words and places are elsewhere: the first token and the token itself, as
-    keys, are left out. They are places of a head that does nothing else: no weight elsewhere is LEAST or more.
-
-    Words are those that add most to the divergence of the attention from the text (Kullback and Leibler 1951).
+    It is read in texts of the model's context: all, or evenly drawn as many as a CPU core can read in a minute, about.
+    The size of the model decides, so that it has the same places on every machine.
 
     Raises NotTheKernels if the weights are not those that the kernel used.
     """
     T = min(context_length(model) or inputs.measured.size(1), TEXT_LENGTH)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    L, H, _ = sizes_of(model)
-    flops = T * (2 * size + WEIGHT_FLOPS * L * H * T) + TEXT_FLOPS
-    starts, texts = draw_texts(inputs.corpus, T, int(MINUTE // flops))
-    texts[:, : len(inputs.start)] = torch.tensor(inputs.start)
-    N, T = texts.shape
-    # Of each query its largest weight and that key, elsewhere and at all; what tokens give as queries, and get as keys.
-    seen = torch.zeros(len(inputs.heads), 6, N, T)
-    proofs = []
+    size = LEAST_SIZE + sum(parameter.numel() for parameter in model.parameters())
+    starts, texts = draw_texts(inputs.corpus, T, int(MINUTE / size / T))
+    seen = {head: [] for head in inputs.heads}
     with evaluating(model):
-        for n in progress_bar(iterable=range(N), unit=" texts", leave=False, delay=1):
+        for text in progress_bar(iterable=texts, unit=" texts", leave=False, delay=1):
             with capture(model) as att:
-                read(model, texts[n, None], slice(1))
-            proofs += att.verify().values()
-            for h, head in enumerate(inputs.heads):
-                weights = att.pattern(*head)[0, :, -T:].cpu().float()
+                read(model, text[None], slice(1))
+            att.verify()
+            for head, rows in seen.items():
+                weights = att.pattern(*head)[0, :, -len(text) :].cpu()
                 elsewhere = weights.tril(-1)
                 elsewhere[:, 0] = 0.0
-                rows = *elsewhere.max(1), *weights.max(1), elsewhere.sum(1), elsewhere.sum(0)
-                seen[h, :, n] = torch.stack(rows)
-    seen[:, :4, :, : T // 8] = 0.0
-    tokens, words, counts = texts.unique(return_inverse=True, return_counts=True)
-    of_text = counts / counts.sum()
-    names = np.array([inputs.label(token) for token in tokens.tolist()], dtype=object)
-    note = f"{N * T:,} of {len(inputs.corpus):,} tokens; {summarise(proofs)}"
-    found = {}
-    for head, (*best, given, got) in zip(inputs.heads, seen, strict=True):
-        largest, keys = best[:2] if best[0].max() >= LEAST else best[2:]
-        order = largest.flatten().argsort(descending=True, stable=True)[: largest.count_nonzero()]
-        strongest = []
-        alike = Counter()
-        for place in order.tolist():
-            n, query = divmod(place, T)
-            labels, key = names[words[n]], int(keys[n, query])
-            pair = labels[query], labels[key]
-            alike[pair] += 1
-            if alike[pair] <= MOST_ALIKE:
-                strongest.append(Place(largest[n, query].item(), int(starts[n]), query, key, labels))
-            if len(strongest) == MOST_PLACES:
-                break
-        looks = []
-        for attention in (given, got):
-            shares = F.normalize(words.flatten().bincount(attention.flatten()), p=1, dim=0)
-            chosen = torch.xlogy(shares, shares / of_text).argsort(descending=True)[:MOST_WORDS].tolist()
-            looks.append([(names[word], shares[word].item(), of_text[word].item()) for word in chosen])
-        beyond = f"{given.mean():.1%} of its attention goes beyond the first token and itself"
-        found[head] = Places(strongest, *looks, f"{note}; {beyond}")
-    return found
+                rows.append(torch.stack((*elsewhere.max(1), *weights.max(1), elsewhere.sum(1), elsewhere.sum(0))))
+    return {head: describe(inputs, starts.tolist(), texts, torch.stack(rows, dim=1)) for head, rows in seen.items()}
+
+
+def describe(inputs: Inputs, starts: list[int], texts: Tensor, seen: Tensor) -> Places:
+    """Describe where a head looks in the texts, (N, T).
+
+    Words are of the attention elsewhere than to the first token and the token itself. So are places, but of a head that
+    does nothing else, with no weight of LEAST elsewhere. Queries in the first eighth of a text have few keys to choose
+    from, and are no places.
+
+    seen: (6, N, T), of each query the largest weight elsewhere and its key, the same of all keys, what it gives
+        elsewhere, and what the token gets there as a key.
+    """
+    seen[:4, :, : texts.size(1) // 8] = 0.0
+    *best, given, got = seen
+    weights, keys = best[:2] if best[0].max() >= LEAST else best[2:]
+    words = texts.flatten()
+    of_text = words.bincount() / len(words)
+    pairs = texts * len(of_text) + texts.gather(1, keys.long())
+    strongest = []
+    while len(strongest) < MOST_PLACES and weights.any():
+        n, query = divmod(weights.argmax().item(), texts.size(1))
+        labels = [*map(inputs.label, texts[n].tolist())]
+        strongest.append(Place(weights[n, query].item(), starts[n], query, int(keys[n, query]), labels))
+        weights[pairs == pairs[n, query]] = 0.0
+    looks = []
+    for attention in (given, got):
+        shares = (words.bincount(attention.flatten()) / attention.sum()).nan_to_num()
+        most = (shares - of_text).argsort(descending=True)[:MOST_WORDS].tolist()
+        looks.append([(inputs.label(token), shares[token].item(), of_text[token].item()) for token in most])
+    beyond = f"{given.mean():.1%} of its attention goes beyond the first token and itself"
+    return Places(strongest, *looks, f"{len(words):,} of {len(inputs.corpus):,} tokens; {beyond}")

@@ -159,15 +159,15 @@ def test_places_are_printed_and_on_the_page_of_the_last_checkpoint(run, straight
         expected = found.places(*head)
         assert note == expected.note
         assert [tuple(place) for place in strongest] == [place[:4] for place in expected.strongest]
-        assert all(texts[str(place.start)] == list(place.labels) for place in expected.strongest)
+        assert all(texts[str(place.start)] == place.labels for place in expected.strongest)
         assert [[tuple(word) for word in side] for side in words] == [expected.looks_from, expected.looks_at]
 
     (tmp_path / "long.txt").write_text("one two three. " * 50)
     other = run(inspect_attention, straight, "--corpus", tmp_path / "long.txt", "--view", "places", "--heads", "1.1")
     assert "text:   8 x 11 tokens of the corpus, in pictures" in other.out
-    assert "\n748 of 750 tokens; weights match" in other.out
+    assert "\n748 of 750 tokens; " in other.out
     assert other.out.count("\nhead 1.1\n") == 1 and "where it looks: a line" not in other.out
-    assert set(re.findall("‹(.*?)›", other.out)) <= {"what looks", "␣", *"onetwhr."}
+    assert set(re.findall("«(.)»", other.out)) <= {"␣", *"onetwhr."}
 
 
 def test_ablation_stands_beside_its_error(run, straight: Path) -> None:
@@ -197,9 +197,13 @@ def test_what_a_model_writes_is_inspected_with_what_it_was_given(run, straight: 
     assert lines[2] == f"wrote:  {''.join(content['labels'][4:])}"
     first, second, third = (inspect("--seed", seed)[0]["labels"] for seed in (7, 7, 8))
     assert first == second != third and len(first) == 6 and first[0] == "⟦<|endoftext|>⟧"
-    assert inspect("--text", TEXT[:9])[1][0] == "text:   11 tokens, of which the model wrote 2"
+    assert (
+        inspect("--text", TEXT[:9])[1][0] == "text:   11 tokens, of which the model wrote 2, then the context was full"
+    )
     content, lines = inspect("--text", TEXT)
-    assert lines[0] == "text:   the first 11 of 13 tokens, of which the model wrote 0" and content["given"] == 11
+    assert (
+        lines[0].startswith("text:   the first 11 of 13 tokens, of which the model wrote 0,") and content["given"] == 11
+    )
 
 
 def test_checkpoints_make_a_timeline(run, straight: Path, tmp_path: Path, monkeypatch) -> None:
@@ -279,4 +283,4 @@ def test_bad_input_is_refused_in_one_sentence(run, straight: Path, tmp_path: Pat
         shutil.rmtree(tmp_path / "prepared")
     result = run(inspect_attention, *(word.format(**names) for word in words))
     assert result.exit_code == 2 and len(result.err.strip().splitlines()) == 1
-    assert message.format(**names) in result.err and not result.out
+    assert message.format(**names) in result.err and (not result.out or "places" in words)

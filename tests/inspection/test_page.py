@@ -75,7 +75,6 @@ def inspected(
         note="a text",
         probe=None,
         corpus=None,
-        start=[],
         num_written=0,
         name=name or f"step-{step:08d}",
         verified="weights match the kernel",
