@@ -16,14 +16,14 @@ TOUR = ROOT / "docs" / "tour.ipynb"
 DEPENDS = ("%run", "inspect_heads(RUN")  # in cells whose words, not only their numbers, depend on what was learnt
 
 
-def shown(cell) -> list[str]:
+def shown(cell: nbformat.NotebookNode) -> list[str]:
     """What a cell shows: the words of its text, if learning does not change them, and the types of all outputs."""
     text = "".join(output.get("text", "") for output in cell.outputs)
     words = [] if any(word in cell.source for word in DEPENDS) else re.findall(r"[a-z]{2,}", text)
     return words + sorted({f"{output.get('name')} {sorted(output.get('data', {}))}" for output in cell.outputs})
 
 
-def code_cells(notebook) -> list:
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
