@@ -7,6 +7,7 @@ import ast
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ from tests.model.test_strangers import LastOnly
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
+CELLS = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]  # which test_tour.py runs
+PAGES["docs/tour.ipynb"] = "\n".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "markdown")
 CHANGES, RECIPES = (
     {part.splitlines()[0]: part for part in PAGES[f"docs/{page}.md"].split("\n## ") if "```diff" in part}
     for page in ("change_it", "recipes")
