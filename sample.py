@@ -13,7 +13,6 @@ A text ends after --max_new_tokens, at its own end, or before --stop.
 
 import cores  # noqa: F401  before torch
 import json
-import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ from cli.script import read_prompt, run_script, visible
 from data.encoding import REPLACEMENT
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import check_numbers
-from model import GPT
 from model.checkpoint import find_checkpoint
 from model.device import dtype_name, find_device, weights_dtype
 from model.load import load_model
@@ -84,8 +82,7 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: str):
         self.tokenizer = tokenizer
-        self.stop = re.compile("|".join(map(re.escape, filter(None, stops))) or "(?!)")  # which is nowhere
-        self.held = max(map(len, stops), default=0)
+        self.stops = [*filter(None, stops)]
         self.prompt = tokenizer.encode(prompt[-CONTEXT:]).tolist()
         self.start = len(tokenizer.decode(self.prompt))
         self.tokens = []
@@ -102,8 +99,9 @@ class Text:
             return
         self.tokens.append(token)
         text = self.tokenizer.decode(self.prompt + self.tokens)[self.start :]
-        self.text, *rest = self.stop.split(text, maxsplit=1)
-        if rest:
+        ends = [text.index(stop) for stop in self.stops if stop in text]
+        self.text = text[: min(ends, default=None)]
+        if ends:
             self.finish = "stop"
 
     def take(self) -> str:
@@ -112,7 +110,8 @@ class Text:
         While it grows, no last character that may be incomplete is certain, and no text with which the stop text may
         begin. What was taken stays, even where a decoder replaces a whole run of bytes since one of them is broken.
         """
-        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - self.held)
+        held = max(map(len, self.stops), default=0)
+        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - held)
         new = self.text[self.num_taken : end]
         self.num_taken += len(new)
         return new
@@ -133,52 +132,47 @@ def main() -> None:
     model = load_model(checkpoint, device, dtype)
     tokenizer = load_tokenizer(checkpoint.directory)
     tokenizer.check_fits(model.config.vocab_size)
+    T = model.config.context_length
 
     seed = secrets.randbits(32) if options.seed is None else options.seed
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)
+    grows = options.num_samples == 1 and not options.json  # is printed while it grows
     with packed(model):
         for prompt in prompts:
-            sample(model, tokenizer, prompt, sampler, seed, options)
+            if names := [name for name in tokenizer.special_tokens if name in prompt]:
+                print(f"note: {', '.join(names)} in the prompt is ordinary text", file=sys.stderr)
+            ids = tokenizer.start_of_text + tokenizer.encode(prompt).tolist() or tokenizer.document_start
+            if len(ids) > T:
+                print(f"the prompt has {len(ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
+            idx = torch.tensor([ids] * options.num_samples, device=device)
+            tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
 
-
-def sample(model: GPT, tokenizer: Tokenizer, prompt: str, sampler: Sampler, seed: int, options: Options) -> None:
-    """Continue a prompt, and print the texts."""
-    if names := [name for name in tokenizer.special_tokens if name in prompt]:
-        print(f"note: {', '.join(names)} in the prompt is ordinary text", file=sys.stderr)
-    ids = tokenizer.start_of_text + tokenizer.encode(prompt).tolist() or tokenizer.document_start
-    T = model.config.context_length
-    if len(ids) > T:
-        print(f"the prompt has {len(ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
-    idx = torch.tensor([ids] * options.num_samples, device=model.device)
-    tokens = stream(model, idx, options.max_new_tokens, sampler, seed)
-
-    texts = [Text(tokenizer, options.stop, prompt) for _ in range(options.num_samples)]
-    grows = options.num_samples == 1 and not options.json  # is printed while it grows
-    if grows:
-        show(prompt)
-    for column in tqdm(tokens, total=options.max_new_tokens, unit="token", leave=False, disable=grows or None):
-        for text, token in zip(texts, column.flatten().tolist(), strict=True):
-            text.add(token)
-        if grows:
-            show(texts[0].take())
-        if all(text.finish for text in texts):
-            break
-    for number, text in enumerate(texts):
-        text.finish = text.finish or "length"
-        if grows:
-            show(text.take() + "\n")
-        elif options.json:
-            record = {
-                "sample": number,
-                "seed": seed,
-                "prompt": prompt,
-                "text": text.text,
-                "tokens": len(text.tokens),
-                "finish": text.finish,
-            }
-            print(json.dumps(record))
-        else:
-            show(f"--- sample {number + 1} of {options.num_samples}\n{prompt}{text.text}\n")
+            texts = [Text(tokenizer, options.stop, prompt) for _ in range(options.num_samples)]
+            if grows:
+                show(prompt)
+            for column in tqdm(tokens, total=options.max_new_tokens, unit="token", leave=False, disable=grows or None):
+                for text, token in zip(texts, column.flatten().tolist(), strict=True):
+                    text.add(token)
+                if grows:
+                    show(texts[0].take())
+                if all(text.finish for text in texts):
+                    break
+            for number, text in enumerate(texts):
+                text.finish = text.finish or "length"
+                if grows:
+                    show(text.take() + "\n")
+                elif options.json:
+                    record = {
+                        "sample": number,
+                        "seed": seed,
+                        "prompt": prompt,
+                        "text": text.text,
+                        "tokens": len(text.tokens),
+                        "finish": text.finish,
+                    }
+                    print(json.dumps(record))
+                else:
+                    show(f"--- sample {number + 1} of {options.num_samples}\n{prompt}{text.text}\n")
 
 
 if __name__ == "__main__":
