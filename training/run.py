@@ -86,12 +86,12 @@ class RunDirectory:
                 f"resumed, but --train.init_from {self.path} begins a new run with its weights"
             )
         before = self.state["config"]
-        if (was := before["train"]["max_steps"]) != (now := self.config.train.max_steps):
-            print(f"note: the run was to have {was} steps and has {now} now: the learning rate may jump")
         defaults = tables(Config())  # of options that are younger than the run
         for table, options in tables(self.config).items():
             for name, value in options.items():
                 was = before[table].get(name, defaults[table][name])
+                if was != value and name == "max_steps":
+                    print(f"note: the run was to have {was} steps and has {value} now: the learning rate may jump")
                 if was != value and (table != "train" or name not in MAY_CHANGE):
                     raise UserError(
                         f"a resumed run cannot change {table}.{name}: it began with {was!r:.60}, now {value!r:.60}"
