@@ -212,8 +212,7 @@ class RunDirectory:
             sync(self.metrics)
             self.tracker.call("finish", exit_code)
             self.held.lock.release()
-        num_heads = self.config.model.n_layer * self.config.model.n_head
-        commands = next_commands(self.path, best_checkpoint(self.path), not exit_code, num_heads)
+        commands = next_commands(self.path, best_checkpoint(self.path), not exit_code, vars(self.config.model))
         if exit_code:
             saved = f"saved step {step}" if step else "there was nothing to save yet"
             return f"{saved}; continue with: {commands[0]}"

@@ -205,7 +205,9 @@ def test_what_to_do_next(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     leave(Path("a run"), losses, filter(None, losses))
-    commands = next_commands(Path("a run"), best_checkpoint(Path("a run")), finished, num_heads)
+    commands = next_commands(
+        Path("a run"), best_checkpoint(Path("a run")), finished, {"n_layer": 1, "n_head": num_heads}
+    )
     looks = [f'python sample.py {looked_at} --prompt "..."']
     looks += [f"python inspect_attention.py {looked_at} --ablate zero"] * (num_heads <= 50)
     looks += [f"python inspect_attention.py {looked_at} -o 'a run'/heads.html"]
