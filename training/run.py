@@ -209,7 +209,6 @@ class RunDirectory:
         Returns what to do next with a finished run; with an exit code, how to go on with an interrupted one.
         """
         if self.writes:
-            sync(self.metrics)
             self.tracker.call("finish", exit_code)
             self.held.lock.release()
         commands = next_commands(self.path, best_checkpoint(self.path), not exit_code, vars(self.config.model))
