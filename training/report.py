@@ -107,7 +107,6 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
             if value is not None:
                 curves[key].append((line["step"], value))
     latest = {key: points[0][1] for key, points in curves.items()}
-    step = max(saved, latest.get("step", 0))
     best = best_checkpoint(directory)
     if best:
         latest["best"] = best.name
@@ -115,7 +114,7 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "directory": directory,
         "options": options,
         "session": about["certificate"] | about["environment"],
-        "step": step,
+        "step": latest.get("step", saved),
         "saved": saved,
         "finished": finished,
         "latest": latest,
