@@ -67,7 +67,6 @@ class RunDirectory:
         elif config.train.init_from:
             self.base = find_checkpoint(config.train.init_from)
             print(f"weights from {self.base.directory}")
-        self.model_directory = self.base.directory if self.base else None
         self.fingerprint = self.state.get("fingerprint")
         """The fingerprint of the corpus that the run began with."""
         self.step = self.state.get("step", 0)
