@@ -13,7 +13,6 @@ A text ends after --max_new_tokens, at its own end, or before --stop.
 
 import cores  # noqa: F401  before torch
 import json
-import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -79,8 +78,7 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: str):
         self.tokenizer = tokenizer
-        self.stop = re.compile("|".join(map(re.escape, filter(None, stops))) or "(?!)")  # which is nowhere
-        self.held = max(map(len, stops), default=0)
+        self.stops = [*filter(None, stops)]
         self.prompt = tokenizer.encode(prompt[-CONTEXT:]).tolist()
         self.start = len(tokenizer.decode(self.prompt))
         self.tokens = []
@@ -97,8 +95,9 @@ class Text:
             return
         self.tokens.append(token)
         text = self.tokenizer.decode(self.prompt + self.tokens)[self.start :]
-        self.text, *rest = self.stop.split(text, maxsplit=1)
-        if rest:
+        ends = [text.index(stop) for stop in self.stops if stop in text]
+        self.text = text[: min(ends, default=None)]
+        if ends:
             self.finish = "stop"
 
     def take(self) -> str:
@@ -107,7 +106,8 @@ class Text:
         While it grows, no last character that may be incomplete is certain, and no text with which the stop text may
         begin. What was taken stays, even where a decoder replaces a whole run of bytes since one of them is broken.
         """
-        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - self.held)
+        held = max(map(len, self.stops), default=0)
+        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - held)
         new = self.text[self.num_taken : end]
         self.num_taken += len(new)
         return new

@@ -61,7 +61,7 @@ def train(config: Config, ranks: Ranks) -> None:
     run = RunDirectory(config, ranks)
     ranks.check(c, run.step, dtype)
     with ranks.first_then_others():
-        corpus = prepare(config.data, fingerprint=run.fingerprint, model=run.model_directory)
+        corpus = prepare(config.data, fingerprint=run.fingerprint, model=run.base and run.base.directory)
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
     validation = Validation(corpus, c, T, dtype, ranks)
     model = ranks.wrap_model(make_model(config, corpus, run.base), c.parallel, device)

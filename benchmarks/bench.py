@@ -132,7 +132,7 @@ def measure_attention(bench: Bench) -> Iterator[dict]:
     tokens = 32 if bench.tiny else 2**14 if bench.cuda else 2**12
     for T in (8, 16) if bench.tiny else (256, 1024, 4096):
         shape = (tokens // T, 4, T, 64)  # (B, H, T, D)
-        mask = make_causal_mask(T, bench.device)
+        mask = make_causal_mask(T).to(bench.device)
         options = {"device": bench.device, "dtype": bench.dtype, "requires_grad": True}
         q, k, v = (torch.randn(shape, **options) for _ in range(3))
 

@@ -29,10 +29,9 @@ class Corpus:
     """The ids of "train" and "val", memory-mapped: (n,) uint16 or uint32, or a `TokenArray`, which is indexed alike."""
 
     def __str__(self) -> str:
-        train = self.meta["train"]
         val = self.meta["val"]
         return (
-            f"{self.meta['source']!s:.200}, {train['tokens']:,} tokens, {val['tokens']:,} to validate "
+            f"{self.meta['source']!s:.200}, {self.meta['train']['tokens']:,} tokens, {val['tokens']:,} to validate "
             f"({self.tokenizer.name:.60}, {val['bytes'] / val['tokens']:.2f} bytes each)"
         )
 

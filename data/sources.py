@@ -38,7 +38,7 @@ NOT_STDLIB = re.compile(
     r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*"
     r"|(cp[0-8]|hp_|iso8859|koi8_|kz|mac_|palmos|ptcp|tis_).*|(aliases|entities|_casefix|stringprep|topics)\.py"
 )  # tests, what was installed, and tables of codes
-OURS = (("config.toml", "checkpoints"), ("meta.json", "train.bin"))  # by which a run and a prepared corpus are known
+OURS = ({"config.toml", "checkpoints"}, {"meta.json", "train.bin"})  # by which a run and a prepared corpus are known
 BATCH = 100  # rows of Parquet that are read at once
 LONGEST = 1 << 26  # characters of a field of CSV, or a line or an array of JSON; what never ends is read no further
 PATIENCE = 10  # seconds that the hub has for its first answer
@@ -115,10 +115,10 @@ def walk(folder: str, hidden: re.Pattern) -> Iterator[Path]:
     waiting = [Path(folder)]
     while waiting:
         parent = waiting.pop()
-        is_ours = any(all((parent / name).exists() for name in names) for names in OURS)
-        if parent.resolve() not in seen and not is_ours:
+        names = sorted(os.listdir(parent))
+        if parent.resolve() not in seen and not any(marks <= {*names} for marks in OURS):
             seen.add(parent.resolve())
-            found = [path for path in sorted(parent.iterdir()) if not hidden.fullmatch(path.name)]
+            found = [parent / name for name in names if not hidden.fullmatch(name)]
             waiting += filter(Path.is_dir, found)
             yield from found
 

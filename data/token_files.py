@@ -130,9 +130,10 @@ def tokenizer_of(files: list[TokenFile], name: str, tokenizer: Tokenizer | None)
     """
     first = files[0]
     own = find_tokenizer(first.tokenizer, None)
-    if tokenizer is None:
-        name = first.tokenizer if name == DataConfig.tokenizer else name
-        tokenizer = find_tokenizer(name, None) or make_tokenizer(name, [])
+    if tokenizer is None and name == DataConfig.tokenizer:
+        name = first.tokenizer
+        tokenizer = own
+    tokenizer = tokenizer or make_tokenizer(name, [])
     if own and own.files[TOKENIZER_JSON] != tokenizer.files[TOKENIZER_JSON]:
         raise UserError(f"{first.path} was written by {first.tokenizer:.200}, not by {name}")
     for file in files:

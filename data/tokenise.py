@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -49,17 +49,11 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
 
     Raises UserError if there is not enough text.
     """
-    parts = [(config, config.val_fraction)]
-    if config.val_source:
-        own = replace(config, source=config.val_source, val_source="", max_tokens=None)
-        parts = [(own, 1.0), (config, 0.0)]  # the small one first: it may be unusable
     if tokenizer is None:
         texts = chain.from_iterable(documents(config))
         tokenizer = make_tokenizer(config.tokenizer, texts)
     save_tokenizer(tokenizer, directory)
-    num_bytes = Counter()
-    for part, val_fraction in parts:
-        num_bytes += write_tokens(part, val_fraction, tokenizer, directory)
+    num_bytes = write_tokens(config, tokenizer, directory)
     dtype = dtype_of(tokenizer)
     meta = {"source": config.source, "tokenizer": config.tokenizer, "key": key, "dtype": dtype.str}
     for split in SPLITS:
@@ -80,10 +74,10 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
     (directory / "meta.json").write_text(f"{json.dumps(meta, indent=2)}\n")
 
 
-def split_of(text: str, val_fraction: float) -> str:
-    """Return the split of the document that begins with this piece."""
-    hashed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-    return "val" if hashed < val_fraction * 2**64 else "train"
+def deal(first: str, val_fraction: float) -> float:
+    """Return how many characters are to train on of the document that begins with this piece: none or inf."""
+    hashed = int.from_bytes(hashlib.blake2b(first.encode(), digest_size=8).digest())
+    return 0 if hashed < val_fraction * 2**64 else math.inf
 
 
 def find_split(config: DataConfig, val_fraction: float) -> float:
@@ -91,13 +85,13 @@ def find_split(config: DataConfig, val_fraction: float) -> float:
 
     Of a source with many documents only some are read.
     """
-    if val_fraction in (0, 1):
+    if val_fraction in (0, 1):  # all of it is for one split
         return math.inf
-    dealt = {split: set() for split in SPLITS}
+    dealt = defaultdict(set)
     size = 0
     for document in documents(config):
         first = next(document)
-        found = dealt[split_of(first, val_fraction)]
+        found = dealt[deal(first, val_fraction)]
         if len(found) < FEWEST:
             found.add(first)
         size += len(first) + sum(map(len, document))
@@ -116,7 +110,7 @@ def pieces(config: DataConfig, val_fraction: float, room: dict[str, float], whol
     for document in documents(config):
         first = next(document)
         if is_dealt:
-            to_train = math.inf if split_of(first, val_fraction) == "train" else 0
+            to_train = deal(first, val_fraction)
         parts = chain([first], document)
         is_start = True
         for text in filter(None, ["".join(parts)] if whole else parts):
@@ -128,39 +122,42 @@ def pieces(config: DataConfig, val_fraction: float, room: dict[str, float], whol
                 is_start = is_start and not part
 
 
-def write_tokens(config: DataConfig, val_fraction: float, tokenizer: Tokenizer, directory: Path) -> Counter:
-    """Append the ids of all documents to train.bin and val.bin, each document after the tokens that start one.
+def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> Counter:
+    """Write the ids of all documents to train.bin and val.bin, each document after the tokens that start one.
 
     Each split ends with the piece that reaches its share of `max_tokens`. Notes special tokens whose names are
     written in the text.
 
-    val_fraction: the share of the source that is for validation, from 0 to 1.
-
     Returns how many bytes of text, in UTF-8, each split has got.
     """
-    most = config.max_tokens or sys.maxsize
-    room = {"train": most * (1 - val_fraction), "val": most * val_fraction}
+    parts = [(config, config.val_fraction)]  # a source, and its share for validation
+    if config.val_source:
+        own = replace(config, source=config.val_source, max_tokens=None)
+        parts = [(own, 1.0), (config, 0.0)]  # the small one first: it may be unusable
+    whole = not isinstance(tokenizer, TiktokenTokenizer)
     num_bytes = Counter()
     names = {END_OF_TEXT, *tokenizer.special_tokens}
     written = set()  # of the names
     start = np.array(tokenizer.document_start, dtype_of(tokenizer))
-    found = pieces(config, val_fraction, room, whole=not isinstance(tokenizer, TiktokenTokenizer))
     progress = progress_bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
-    with open(directory / "train.bin", "ab") as train, open(directory / "val.bin", "ab") as val, progress:
+    with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val, progress:
         files = {"train": train, "val": val}
-        for piece, ids in encode_in_parallel(tokenizer, found):
-            if room[piece.split] <= 0:  # it was encoded while others were written
-                continue
-            if piece.is_start:
-                ids = np.concatenate((start, ids))
-            files[piece.split].write(ids.astype(start.dtype).data)
-            room[piece.split] -= len(ids)
-            size = len(piece.text.encode())
-            num_bytes[piece.split] += size
-            progress.update(size)
-            written |= {name for name in names if name in piece.text}
-            if max(room.values()) <= 0:
-                break
+        for part, val_fraction in parts:
+            most = part.max_tokens or sys.maxsize
+            room = {"train": most * (1 - val_fraction), "val": most * val_fraction}
+            for piece, ids in encode_in_parallel(tokenizer, pieces(part, val_fraction, room, whole)):
+                if room[piece.split] <= 0:  # it was encoded while others were written
+                    continue
+                if piece.is_start:
+                    ids = np.concatenate((start, ids))
+                files[piece.split].write(ids.astype(start.dtype).data)
+                room[piece.split] -= len(ids)
+                size = len(piece.text.encode())
+                num_bytes[piece.split] += size
+                progress.update(size)
+                written |= {name for name in names if name in piece.text}
+                if max(room.values()) <= 0:
+                    break
     if written:
         print(
             f"note: {', '.join(sorted(written))} in {config.source} is ordinary text; "

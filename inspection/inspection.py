@@ -49,8 +49,8 @@ class Inspection(Inputs):
     verified: str  # one line that says how the weights were verified
     scores: HeadScores
     att: Captured  # queries and keys of the text that is shown, (1, T)
+    influence: Tensor  # (T, T), rows of nan were not computed
     fed: Mapping[Head, Fed] = field(default_factory=dict)  # of the heads of which it was measured what feeds them
-    influence: Tensor | None = None  # (T, T), rows of nan were not computed
     lengths: Mapping[Head, Tensor] = field(default_factory=dict)  # (T,), of what a head moves; empty if not known
     said: Mapping[Head, Said] = field(default_factory=dict)  # what a head makes likely; empty if not known
     strongest: Mapping[Head, Places] = field(default_factory=dict)  # empty without a corpus
@@ -193,7 +193,14 @@ def measure(
     fed = {} if change else feeders(model, inputs.probe, scores, inputs.heads, ablation)
     strongest = find_places(model, inputs) if places and inputs.corpus is not None else {}
     found = Inspection(
-        **vars(inputs), name=name, verified=verified, scores=scores, att=att, fed=fed, strongest=strongest
+        **vars(inputs),
+        name=name,
+        verified=verified,
+        scores=scores,
+        att=att,
+        fed=fed,
+        strongest=strongest,
+        influence=torch.full((idx.size(1), idx.size(1)), torch.nan),
     )
     if not effort:
         return found

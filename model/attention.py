@@ -22,9 +22,9 @@ from torch import Tensor, nn
 FORMULA_KEYS = 512  # most keys for which the formula trains faster on a CPU (benchmarks/results/step_cpu_2026-11-23.md)
 
 
-def make_causal_mask(context_length: int, device: torch.device | None = None) -> Tensor:
+def make_causal_mask(context_length: int) -> Tensor:
     """Return (T, T) bool, True where the query (row) may attend to the key (column): to itself and all before it."""
-    return torch.ones(context_length, context_length, dtype=torch.bool, device=device).tril()
+    return torch.ones(context_length, context_length, dtype=torch.bool).tril()
 
 
 def is_triangle(mask: Tensor) -> bool:

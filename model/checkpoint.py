@@ -110,10 +110,9 @@ def verify(directory: Path) -> Checkpoint:
     if manifest.get("format") != FORMAT:
         raise UserError(f"{directory} has format {manifest.get('format')!r:.60}, this version reads {FORMAT}")
     manifest.pop("sha256", None)
-    files = manifest.get("files")
-    if with_own_hash(manifest) != path.read_bytes() or not isinstance(files, dict):
-        raise UserError(f"{path} is damaged: its SHA-256 is not the one in it, or it names no files")
-    for name, expected in files.items():
+    if with_own_hash(manifest) != path.read_bytes():
+        raise UserError(f"{path} is damaged: its SHA-256 is not the one in it")
+    for name, expected in manifest["files"].items():
         path = directory / name
         if not path.is_file() or sha256(path) != expected["sha256"]:
             raise UserError(f"{path} is missing or damaged: its SHA-256 is not the one in the manifest")

@@ -94,8 +94,8 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.received = False
-        for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):  # Windows has few
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
+        for number in signal.Signals:  # those of this system: Windows has few
+            if number.name in SIGNALS and signal.getsignal(number) != signal.SIG_IGN:  # nohup has asked for that
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: FrameType | None) -> None:

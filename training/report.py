@@ -55,11 +55,11 @@ def best_checkpoint(directory: Path) -> Path | None:
     return min(reversed(measured), key=lambda path: losses[path.name], default=None)
 
 
-def next_commands(directory: Path, best: Path | None, finished: bool, num_heads: int) -> list[str]:
+def next_commands(directory: Path, best: Path | None, finished: bool, shape: dict) -> list[str]:
     """Return the command lines that go on from a run: resume it if it is not finished, sample, and look at its heads.
 
-    best: see `best_checkpoint`. finished: all steps and evaluations are done. Of a model with many heads it would take
-    long to measure what each is worth.
+    best: see `best_checkpoint`. finished: all steps and evaluations are done. shape: the options of the model. Of one
+    with many heads it would take long to measure what each is worth.
     """
     run = shlex.quote(str(directory))
     commands = [] if finished else [f"python train.py --resume {run}"]
@@ -67,7 +67,7 @@ def next_commands(directory: Path, best: Path | None, finished: bool, num_heads:
     if checkpoints:
         model = shlex.quote(str(best)) if finished and best and best != checkpoints[0] else run
         commands.append(f'python sample.py {model} --prompt "..."')
-        if num_heads <= MOST_ABLATED:
+        if shape["n_layer"] * shape["n_head"] <= MOST_ABLATED:
             commands.append(f"python inspect_attention.py {model} --ablate zero")
         commands.append(f"python inspect_attention.py {model} -o {run}/heads.html")
     return commands
@@ -101,14 +101,12 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
     checkpoints = step_directories(directory)
     saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
     finished = saved >= options["train"]["max_steps"]  # which is evaluated before it is saved
-    num_heads = options["model"]["n_layer"] * options["model"]["n_head"]
     curves = defaultdict(list)
     for line in newest_first:
         for key, value in flat(line).items():
             if value is not None:
                 curves[key].append((line["step"], value))
     latest = {key: points[0][1] for key, points in curves.items()}
-    step = max(saved, latest.get("step", 0))
     best = best_checkpoint(directory)
     if best:
         latest["best"] = best.name
@@ -116,14 +114,14 @@ def read_run(directory: Path, about: dict) -> dict[str, object]:
         "directory": directory,
         "options": options,
         "session": about["certificate"] | about["environment"],
-        "step": step,
+        "step": latest.get("step", saved),
         "saved": saved,
         "finished": finished,
         "latest": latest,
         "charts": draw_charts(curves, LOSSES),
         "heads": draw_charts(curves, HEADS, 0, 1),
         "proofs": curves["heads_proof"],
-        "commands": next_commands(directory, best, finished, num_heads),
+        "commands": next_commands(directory, best, finished, options["model"]),
         "newest_first": newest_first,
         "config": config,
     }

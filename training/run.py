@@ -67,7 +67,6 @@ class RunDirectory:
         elif config.train.init_from:
             self.base = find_checkpoint(config.train.init_from)
             print(f"weights from {self.base.directory}")
-        self.model_directory = self.base.directory if self.base else None
         self.fingerprint = self.state.get("fingerprint")
         """The fingerprint of the corpus that the run began with."""
         self.step = self.state.get("step", 0)
@@ -86,12 +85,12 @@ class RunDirectory:
                 f"resumed, but --train.init_from {self.path} begins a new run with its weights"
             )
         before = self.state["config"]
-        if (was := before["train"]["max_steps"]) != (now := self.config.train.max_steps):
-            print(f"note: the run was to have {was} steps and has {now} now: the learning rate may jump")
         defaults = tables(Config())  # of options that are younger than the run
         for table, options in tables(self.config).items():
             for name, value in options.items():
                 was = before[table].get(name, defaults[table][name])
+                if was != value and name == "max_steps":
+                    print(f"note: the run was to have {was} steps and has {value} now: the learning rate may jump")
                 if was != value and (table != "train" or name not in MAY_CHANGE):
                     raise UserError(
                         f"a resumed run cannot change {table}.{name}: it began with {was!r:.60}, now {value!r:.60}"
@@ -209,11 +208,9 @@ class RunDirectory:
         Returns what to do next with a finished run; with an exit code, how to go on with an interrupted one.
         """
         if self.writes:
-            sync(self.metrics)
             self.tracker.call("finish", exit_code)
             self.held.lock.release()
-        num_heads = self.config.model.n_layer * self.config.model.n_head
-        commands = next_commands(self.path, best_checkpoint(self.path), not exit_code, num_heads)
+        commands = next_commands(self.path, best_checkpoint(self.path), not exit_code, vars(self.config.model))
         if exit_code:
             saved = f"saved step {step}" if step else "there was nothing to save yet"
             return f"{saved}; continue with: {commands[0]}"

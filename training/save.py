@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -12,6 +13,8 @@ from cli.script import visible
 from files import publish
 from model.checkpoint import FORMAT, MANIFEST, sha256, with_own_hash
 from model.huggingface import Tensors
+
+say_once = cache(print)  # a directory that is kept is met again by each save
 
 
 def save_checkpoint(parent: Path, step: int, files: dict[str, bytes | Tensors], about: dict) -> None:
@@ -49,6 +52,6 @@ def save_checkpoint(parent: Path, step: int, files: dict[str, bytes | Tensors], 
 def remove(directory: Path, names: Iterable[str]) -> None:
     """Delete a checkpoint as far as that is possible. One that holds others than these files stays, with a note."""
     if others := {path.name for path in directory.glob("*")} - {*names, MANIFEST}:
-        print(f"note: {directory} is kept, because of files that no run has written: {visible(min(others))}")
+        say_once(f"note: {directory} is kept, because of files that no run has written: {visible(min(others))}")
     else:
         shutil.rmtree(directory, ignore_errors=True)

@@ -113,6 +113,7 @@ def test_the_log_of_a_run_and_its_inspection_have_the_same_induction(run, straig
     assert inputs.note.endswith("\nprobe:  8 x [start, 5 random tokens of the validation text, the same again]")
     probed = set(inputs.probe.repeated[:, 1:].unique().tolist())
     assert probed <= set(checkpoint.trainer["probe_tokens"])
+    assert "id=&quot;page&quot;" in inspect_heads(straight, TEXT, complete=False)._repr_html_()  # in a notebook
 
 
 def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_path: Path) -> None:

@@ -184,7 +184,8 @@ def test_a_directory_with_a_file_of_somebody_is_not_deleted(run, straight: Path)
     for name in ("step-00000004", "step-00000008", "step-00000012"):
         (straight / "checkpoints" / name / "mine.gguf").write_text("mine")
     (straight / "checkpoints" / "step-00000012" / "model.safetensors").write_text("damaged")
-    result = run(train, "--resume", straight, "--train.keep_checkpoints", 1)
+    again = ("--train.keep_checkpoints", 1, "--train.checkpoint_every", 1)  # what is kept is met again, and said once
+    result = run(train, "--resume", straight, *again)
     assert result.exit_code == 0 and "resumed from " in result.out and "step-00000008\n" in result.out
     assert result.out.count(" is kept, because of files that no run has written: mine.gguf\n") == 3
     first, *kept = sorted(path.parent.name for path in straight.rglob("mine.gguf"))
@@ -205,7 +206,9 @@ def test_what_to_do_next(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     leave(Path("a run"), losses, filter(None, losses))
-    commands = next_commands(Path("a run"), best_checkpoint(Path("a run")), finished, num_heads)
+    commands = next_commands(
+        Path("a run"), best_checkpoint(Path("a run")), finished, {"n_layer": 1, "n_head": num_heads}
+    )
     looks = [f'python sample.py {looked_at} --prompt "..."']
     looks += [f"python inspect_attention.py {looked_at} --ablate zero"] * (num_heads <= 50)
     looks += [f"python inspect_attention.py {looked_at} -o 'a run'/heads.html"]
