@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from errors import UserError
+from errors import UserError, errors_as_user_error
 from model import GPT
 from model.device import dtype_name
 from training.config import TrainConfig
@@ -48,7 +48,8 @@ class Ranks:
         if self.started:
             if "TORCHELASTIC_RUN_ID" not in os.environ:
                 print(f"ranks:  waiting for all {os.environ.get('WORLD_SIZE')}, since RANK is set without torchrun")
-            store, self.rank, self.world = next(dist.rendezvous("env://"))
+            with errors_as_user_error("RANK is set, and the ranks do not meet (unset it, or use torchrun)"):
+                store, self.rank, self.world = next(dist.rendezvous("env://"))
             self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             self.may_resume = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
             # A store of torchrun serves all of its attempts, and still has the addresses of the dead.

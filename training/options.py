@@ -47,7 +47,8 @@ def read_config(argv: list[str]) -> Config:
     GPTConfig(**asdict(config.model))  # raises UserError now, not after an hour of preparing data
     if config.train.warmup_steps > config.train.max_steps:
         warmup_steps = config.train.max_steps // 10
-        print(f"note: a warmup of {config.train.warmup_steps} steps is longer than the run: {warmup_steps} steps")
+        asked = f"a warmup of {config.train.warmup_steps} steps is longer than the run of {config.train.max_steps}"
+        print(f"note: {asked}: it is shortened to {warmup_steps}")
         config = replace(config, train=replace(config.train, warmup_steps=warmup_steps))
     return config
 

@@ -22,6 +22,7 @@ class Tracker:
 
     def __init__(self, mode: str, run_id: str | None, directory: Path, options: dict[str, dict]):
         self.run_id = run_id
+        mode = os.environ.get("WANDB_MODE", mode) if mode != "disabled" else mode
         if mode == "disabled":
             return
         where = directory.absolute()

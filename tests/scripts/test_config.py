@@ -40,7 +40,7 @@ def test_a_warmup_that_is_longer_than_the_run_is_shortened_and_said(capsys: pyte
     shape = ["configs/tinystories.toml", "--train.max_steps"]
     assert read_config([*shape, "200"]).train.warmup_steps == 200 and not capsys.readouterr().out
     assert read_config([*shape, "199"]).train.warmup_steps == 19
-    assert "note: a warmup of 200 steps is longer than the run: 19 steps" in capsys.readouterr().out
+    assert "note: a warmup of 200 steps is longer than the run of 199: it is shortened to 19" in capsys.readouterr().out
 
 
 def test_a_resolved_config_reads_back(tmp_path: Path) -> None:

@@ -88,7 +88,10 @@ def test_options_win_and_the_rest_fits_them(tmp_path: Path, corpus_file: Path, c
     assert (config.model.n_layer, config.model.n_embd, config.train.max_steps) == (3, 128, 9)
     assert config.data.tokenizer == "chars"
     said = "config: for about 600,000 bytes of text: 3 layers of 128, chars, 9 steps\n"
-    assert capsys.readouterr().out == said + "note: a warmup of 20 steps is longer than the run: 0 steps\n"
+    assert (
+        capsys.readouterr().out
+        == said + "note: a warmup of 20 steps is longer than the run of 9: it is shortened to 0\n"
+    )
     prepare(DataConfig(str(corpus_file), "chars"), tmp_path / "prepared")
     assert read("--data.source", tmp_path / "prepared").data.tokenizer == "chars"
 

@@ -31,8 +31,10 @@ def test_lines_are_sent_flat_until_the_first_failure_which_costs_a_line(monkeypa
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setenv("WANDB_DATA_DIR", "elsewhere")
-    tracker = Tracker("offline", None, tmp_path, {})
-    assert (asked["project"], asked["name"]) == ("mine", tmp_path.name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert Tracker("disabled", None, tmp_path, {}).run is None
+    tracker = Tracker("online", None, tmp_path, {})
+    assert (asked["project"], asked["name"], asked["mode"]) == ("mine", tmp_path.name, "offline")
     assert tracker.run_id == "1" and axes == [(("*",), {"step_metric": "step"})]
     tracker.call("log", flat({"step": 3, "val_loss": 2.5, "heads": {"sink": [[0.1, 0.2], [None, 0.4]]}}))
     capsys.readouterr()
