@@ -190,12 +190,12 @@ def config_from_huggingface(content: dict) -> GPTConfig:
         own = {  # JSON has no tuples
             name: tuple(value) if isinstance(value, list) else value for name, value in content.get(OWN_KEY, {}).items()
         }
-        values = own | {name: known[key] for key, name in codec.fields.items()}
+        values = own | {"family": family, **{name: known[key] for key, name in codec.fields.items()}}
         if "llama3" in (known.get("rope_type"), known.get("type")):
             values["rope_scaling"] = tuple(known[key] for key in SCALING)
         if values["context_length"] > MOST_CONTEXT:
             values["context_length"] = CUT_CONTEXT
-        return GPTConfig(family, **values)
+        return GPTConfig(**values)
 
 
 def tensors_to_huggingface(config: GPTConfig, state: Tensors) -> Tensors:
