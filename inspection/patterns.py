@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from errors import UserError
 from inspection.metrics import Metrics, Proof, measure
@@ -203,7 +203,7 @@ def join(calls: Sequence[Call]) -> Call:
 
 
 AS_IT_IS = "...->..."
-Output = tuple[Tensor, Call, str]  # its tensor, and an equation that orders its axes: batch, heads, T, D
+Output = tuple[Tensor, Call, Tensor]  # what a call returned, and a view of it: batch, heads, T, D
 
 
 class Captured(TorchFunctionMode):
@@ -250,7 +250,7 @@ class Captured(TorchFunctionMode):
         if name == "__get__" and not isinstance(got := func(*args), Tensor):  # a shape, a type
             return got
         if self.pending and name not in SIZES:
-            args, kwargs = self.settle((args, kwargs))
+            self.settle((args, kwargs))
         if func is F.multi_head_attention_forward:
             return self.see_module(func, args, kwargs)
         if name == "flex_attention":
@@ -375,50 +375,47 @@ class Captured(TorchFunctionMode):
             self.projections[len(self.seen) - 1] = weight
 
     def keep(self, call: Call, output: Tensor, order: str) -> Tensor:
-        """Store a call. Return its output, or what replaces it.
+        """Store a call. Return its output, in which heads may be replaced later, but before anything reads it.
 
         An output without an axis of heads may be one of several that are joined, which is known when it is read.
         """
+        if self.replace is not None:
+            output = output.clone()
         self.seen.append(call)
+        found = output, call, torch.einsum(order, output)
         if call.shape[1] == 1 and output.dim() < 4:
-            self.pending[id(output)] = output, call, order
-            return output
-        return self.finish([(output, call, order)])[0]
+            self.pending[id(output)] = found
+        else:
+            self.finish([found])
+        return output
 
-    def settle(self, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:
-        """Return the arguments of a function, with what replaces the outputs of single heads.
+    def settle(self, arguments: tuple[tuple, dict]) -> None:
+        """Finish the outputs of single heads among the arguments of a function.
 
         Alike heads that one function reads, as `torch.cat` does, are one layer.
         """
-        given, structure = tree_flatten(arguments)
-        layers = defaultdict(dict)
-        for place, x in enumerate(given):
+        layers = defaultdict(list)
+        for x in tree_leaves(arguments):
             if id(x) in self.pending:
-                call = self.pending[id(x)][1]
-                alike = (type(call), x.shape, vars(call).get("scale"), id(vars(call).get("mask")))
-                layers[alike][place] = self.pending.pop(id(x))
+                found = self.pending.pop(id(x))
+                call = found[1]
+                layers[type(call), x.shape, vars(call).get("scale"), id(vars(call).get("mask"))].append(found)
         for layer in layers.values():
-            for place, output in zip(layer, self.finish([*layer.values()]), strict=True):
-                given[place] = output
-        return tree_unflatten(given, structure)
+            self.finish(layer)
 
-    def finish(self, found: Sequence[Output]) -> Sequence[Tensor]:
-        """Make one layer of calls. Return their outputs, or what replaces them."""
-        outputs, calls, orders = zip(*found, strict=True)
+    def finish(self, found: Sequence[Output]) -> None:
+        """Make one layer of calls, and replace its heads in their outputs."""
+        _, calls, parts = zip(*found, strict=True)
         layer = self.seen.index(calls[0])
         if len(calls) > 1:
             self.seen[layer] = join(calls)
             self.seen = [call for call in self.seen if call not in calls]
-        if self.replace is not None:
-            outputs = [output.clone() for output in outputs]
-        parts = [torch.einsum(order, output) for output, order in zip(outputs, orders, strict=True)]
         heads = torch.cat([part.reshape(*calls[0].shape[:3], -1) for part in parts], dim=1)
         if self.replace is not None:
             heads = self.replace(layer, heads).expand_as(heads)
             for part, changed in zip(parts, heads.tensor_split(len(parts), dim=1), strict=True):
-                part.copy_(changed.reshape(part.shape))  # and the output, of which it is a view
+                part.copy_(changed.reshape(part.shape))
         self.joined = heads.detach().transpose(1, 2).flatten(2)
-        return outputs
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
