@@ -19,7 +19,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import starmap
 
@@ -223,7 +223,7 @@ class Captured(TorchFunctionMode):
         ids = [x for x in tensors if x.dim() == 2 and not x.is_floating_point()]  # positions may have a batch of one
         self.text = tuple(max(ids, key=len).shape) if ids else None  # B and T
         self.is_training = module is None or module.training
-        self.residual: Tensor | None = None  # the stream before the final norm of a model of ours, (B, T, C)
+        self.residual: Tensor | None = None  # what the last norm was given; in a model of ours the stream, (B, T, C)
         self.joined: Tensor | None = None  # the output of the last layer, heads joined, (B, T, H * width of a value)
         self.projections: dict[int, Tensor] = {}  # layer -> weight of the nn.Linear that reads its output as it is
         self.seen: list[Call] = []
@@ -238,10 +238,6 @@ class Captured(TorchFunctionMode):
         if not self.seen:
             raise UserError("; others were: ".join([UNSEEN, *self.left_out[:1]]))
         return self.seen
-
-    def end(self, norm: nn.Module, inputs: tuple) -> None:
-        """Keep the residual stream, as a hook before the final norm."""
-        self.residual = inputs[0]
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         """Call a function of PyTorch. See what it does if it attends."""
@@ -263,6 +259,8 @@ class Captured(TorchFunctionMode):
                 output = self.see_weights(weights, values, output, order)
         elif func is F.linear:
             self.see_projection(*args, **kwargs)
+        elif func in (F.layer_norm, F.rms_norm):
+            self.residual = args[0]
         return output
 
     def see_kernel(
@@ -475,12 +473,10 @@ def capture(model: nn.Module, replace: Replace | None = None) -> Iterator[Captur
         to go on with.
     """
     captured = Captured(replace)
-    with ExitStack() as stack:
-        first = model
-        if isinstance(model, GPT):
-            first = model.token_embedding  # its parts may be called without it, as `GPT.generate` does
-            stack.enter_context(model.final_norm.register_forward_pre_hook(captured.end))
-        stack.enter_context(first.register_forward_pre_hook(captured.begin, with_kwargs=True))
-        if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield stack.enter_context(captured)
+    # Parts of a model of ours may be called without it, as `GPT.generate` does.
+    first = model.token_embedding if isinstance(model, GPT) else model
+    # To import it takes a second, and it is there if anything is compiled.
+    is_compiled = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    with first.register_forward_pre_hook(captured.begin, with_kwargs=True), eager, captured:
+        yield captured
