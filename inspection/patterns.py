@@ -306,32 +306,34 @@ class Captured(TorchFunctionMode):
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
         """Call the function of `nn.MultiheadAttention`, and once more for its weights. Return what it does.
 
-        With the identity as its output projection it returns the outputs of its heads. If they are replaced, so is its
-        output.
+        With these weights it is written out, to be seen as any other. If heads are replaced there, so is its output.
         """
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        projection, bias, H = (given[name] for name in ("out_proj_weight", "out_proj_bias", "num_heads"))
-        given |= {"out_proj_weight": torch.eye(projection.size(1)).to(projection), "out_proj_bias": None}
-        with torch.random.fork_rng([projection.device] if projection.is_cuda else []):
-            joined, weights = func(**given | {"need_weights": True, "average_attn_weights": False})
+        value, H, of_value, of_bias = (given[name] for name in ("value", "num_heads", "v_proj_weight", "in_proj_bias"))
+        with torch.random.fork_rng([value.device] if value.is_cuda else []):
+            _, weights = func(**given | {"need_weights": True, "average_attn_weights": False})
         output, returned = func(*args, **kwargs)
-        error = (F.linear(joined, projection, bias) - output).norm() / output.norm()
+        of_value = given["in_proj_weight"].chunk(3)[2] if of_value is None else of_value
+        values = F.linear(value, of_value, of_bias if of_bias is None else of_bias.chunk(3)[2])
+        values = values.reshape(len(value), -1, H, values.size(-1) // H)  # (T, B, H, D)
+        weights = weights.reshape(-1, *weights.shape[-3:])[..., : len(value)]  # without a key of zeros behind the text
+
+        def write_out() -> Tensor:
+            """Return the output, of the weights and values."""
+            heads = torch.einsum("bhij,jbhd->ibhd", weights, values)
+            return F.linear(heads.flatten(2), given["out_proj_weight"], given["out_proj_bias"]).reshape(output.shape)
+
+        written = write_out()
+        error = (written - output).norm() / output.norm()
         if not (given["training"] and given["dropout_p"]) and error > TOLERANCE[output.dtype]:
             raise NotTheKernels(
                 f"nn.MultiheadAttention: with its weights its output differs by {error:.2g} of its size"
             )
-        of_value, of_bias = given["v_proj_weight"], given["in_proj_bias"]
-        of_value = given["in_proj_weight"].chunk(3)[2] if of_value is None else of_value
-        values = F.linear(given["value"], of_value, of_bias if of_bias is None else of_bias.chunk(3)[2])
-        heads, values = (x.reshape(len(x), -1, H, x.size(-1) // H) for x in (joined, values))  # (T, B, H, D)
-        weights = weights.reshape(-1, *weights.shape[-3:])
-        replaced = self.see_weights(weights, values.permute(1, 2, 0, 3), heads, "tbhd->bhtd")
-        self.see_projection(replaced.flatten(2), projection)
-        if not replaced.equal(heads):
-            output = F.linear(replaced.flatten(2), projection, bias).reshape(output.shape)
-        return output, returned
+        with self:
+            changed = write_out()
+        return output if changed.equal(written) else changed, returned
 
     def see_flex(self, func: Callable, query: Tensor, key: Tensor, value: Tensor, *args: object) -> tuple:
         """Call FlexAttention, and ask it for its weights, which are what it makes of an identity."""
