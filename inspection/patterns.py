@@ -219,9 +219,9 @@ class Captured(TorchFunctionMode):
 
     def begin(self, module: nn.Module | None, args: tuple, kwargs: dict) -> None:
         """Forget the forward pass before, as a hook. Learn B and T from the token ids."""
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        ids = [x for x in tensors if x.dim() == 2 and not x.is_floating_point()]  # positions may have a batch of one
-        self.text = tuple(max(ids, key=len).shape) if ids else None  # B and T
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        ids = [x for x in tensors if x.dim() == 2 and x.dtype in (torch.int, torch.long)]
+        self.text = max(ids, key=len).shape if ids else None  # B and T; positions may have a batch of one
         self.is_training = module is None or module.training
         self.residual: Tensor | None = None  # what the last norm was given; in a model of ours the stream, (B, T, C)
         self.joined: Tensor | None = None  # the output of the last layer, heads joined, (B, T, H * width of a value)
