@@ -175,7 +175,7 @@ class Read(Call):
     def is_padded(self) -> bool:
         """Whether keys have no weight in some texts alone. In all of them a head may just rest on another key."""
         seen = (self.source > 0).any(2).any(1)
-        return not seen.equal(seen[:1].expand_as(seen))
+        return bool((seen != seen[0]).any())
 
     def prove(self, layer: int) -> Proof:
         """Return what rows sum to, and the largest share of one that later tokens have."""
@@ -233,10 +233,10 @@ class Captured(TorchFunctionMode):
     @property
     def calls(self) -> list[Call]:
         """The calls, one for each layer. Raises UserError if none was seen."""
-        if not self.seen and UNMASKED in self.left_out:
-            raise UserError(f"the model {UNMASKED}: python -m model.check says where")
         if not self.seen:
-            raise UserError("; others were: ".join([UNSEEN, *self.left_out[:1]]))
+            others = "; others were: ".join([UNSEEN, *self.left_out[:1]])
+            unmasked = f"the model {UNMASKED}: python -m model.check says where"
+            raise UserError(unmasked if UNMASKED in self.left_out else others)
         return self.seen
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
