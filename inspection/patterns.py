@@ -202,7 +202,6 @@ def join(calls: Sequence[Call]) -> Call:
     return replace(calls[0], **{name: torch.cat([vars(call)[name] for call in calls], dim=1) for name in names})
 
 
-AS_IT_IS = "...->..."
 Output = tuple[Tensor, Call, Tensor]  # what a call returned, and a view of it: batch, heads, T, D
 
 
@@ -301,7 +300,7 @@ class Captured(TorchFunctionMode):
                 mask = call.mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
         q, k, v = (x.detach().to(dtype, copy=True).reshape(B, -1, *x.shape[-2:]) for x in (query, key, value))
-        return self.keep(Computed(v, q, k, mask, is_causal, scale), output, AS_IT_IS)
+        return self.keep(Computed(v, q, k, mask, is_causal, scale), output)
 
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
         """Call the function of `nn.MultiheadAttention`, and once more for its weights. Return what it does.
@@ -340,10 +339,12 @@ class Captured(TorchFunctionMode):
         output, *others = func(query, key, value, *args)
         identity = torch.eye(key.size(2)).to(value).expand(*value.shape[:2], -1, -1)
         weights, *_ = func(query, key, identity, *args)
-        return self.see_weights(weights, value, output, AS_IT_IS), *others
+        return self.see_weights(weights, value, output), *others
 
-    def see_weights(self, weights: Tensor, values: Tensor, output: Tensor, order: str) -> Tensor:
+    def see_weights(self, weights: Tensor, values: Tensor, output: Tensor, order: str = "...->...") -> Tensor:
         """Store weights (B, H, T_query, T_key) if they are those of a text to itself and its past.
+
+        order: an equation that orders the axes of the output: batch, heads, T, D.
 
         Returns the output, or what replaces it.
         """
@@ -356,7 +357,7 @@ class Captured(TorchFunctionMode):
         rounding = TOLERANCE.get(weights.dtype, 0.0)
         is_past = later <= LEAK
         if T_query != T_key:  # the queries belong to the last keys: behind these is no empty buffer
-            is_past = T_query < T_key and later == 0 and weights[..., -1].any()
+            is_past = later == 0 and weights[..., -1].any()
         if is_past and 0 < most <= (MOST_SUM if self.is_training else 1 + rounding):
             return self.keep(call, output, order)
         if max(1 - least, most - 1) <= rounding:
@@ -374,7 +375,7 @@ class Captured(TorchFunctionMode):
         ):
             self.projections[len(self.seen) - 1] = weight
 
-    def keep(self, call: Call, output: Tensor, order: str) -> Tensor:
+    def keep(self, call: Call, output: Tensor, order: str = "...->...") -> Tensor:
         """Store a call. Return its output, in which heads may be replaced later, but before anything reads it.
 
         An output without an axis of heads may be one of several that are joined, which is known when it is read.
