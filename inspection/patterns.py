@@ -366,14 +366,9 @@ class Captured(TorchFunctionMode):
 
     def see_projection(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """Store the weight of a projection if it reads the output of the last layer as it is."""
-        joined = self.joined
-        self.joined = None
-        if (
-            joined is not None
-            and input.numel() == joined.numel()
-            and joined.to(input.dtype).reshape(input.shape).equal(input)
-        ):
+        if self.joined is not None and self.joined.to(input).flatten().equal(input.flatten()):
             self.projections[len(self.seen) - 1] = weight
+        self.joined = None
 
     def keep(self, call: Call, output: Tensor, order: str = "...->...") -> Tensor:
         """Store a call. Return its output, in which heads may be replaced later, but before anything reads it.
