@@ -448,8 +448,10 @@ class Captured(TorchFunctionMode):
         if any(call.is_padded for call in self.calls):
             raise UserError("some tokens no query may see, as padding: scores are means over all, so read texts alone")
         layers = [measure(starmap(with_even, call.blocks()), repeat) for call in self.calls]
-        heads = {name: torch.stack([layer[name][:, :H] for layer in layers], dim=1) for name in layers[0]}
-        even = {name: torch.stack([layer[name][:, H:].expand(B, H) for layer in layers], dim=1) for name in layers[0]}
+        heads, even = (
+            {name: torch.stack([layer[name][:, part].expand(B, H) for layer in layers], dim=1) for name in layers[0]}
+            for part in (slice(H), slice(H, None))
+        )
         return heads, even
 
     def verify(self) -> dict[int, Proof]:
