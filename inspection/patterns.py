@@ -14,7 +14,6 @@ are an operand of a product, have no negative number, sum to about one along the
 tokens nothing. Shapes are named as in model/attention.py.
 """
 
-import inspect
 import math
 import sys
 from collections import defaultdict
@@ -307,26 +306,23 @@ class Captured(TorchFunctionMode):
 
         With these weights it is written out, to be seen as any other. If heads are replaced there, so is its output.
         """
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        value, H, of_value, of_bias = (given[name] for name in ("value", "num_heads", "v_proj_weight", "in_proj_bias"))
+        _, _, value, _, H, of_all, bias, *_, dropout_p, out_proj, out_bias = args  # as PyTorch hands them on
         with torch.random.fork_rng([value.device] if value.is_cuda else []):
-            _, weights = func(**given | {"need_weights": True, "average_attn_weights": False})
+            _, weights = func(*args, **kwargs | {"need_weights": True, "average_attn_weights": False})
         output, returned = func(*args, **kwargs)
-        of_value = given["in_proj_weight"].chunk(3)[2] if of_value is None else of_value
-        values = F.linear(value, of_value, of_bias if of_bias is None else of_bias.chunk(3)[2])
+        of_value = kwargs["v_proj_weight"] if of_all is None else of_all.chunk(3)[2]
+        values = F.linear(value, of_value, bias if bias is None else bias.chunk(3)[2])
         values = values.reshape(len(value), -1, H, values.size(-1) // H)  # (T, B, H, D)
         weights = weights.reshape(-1, *weights.shape[-3:])[..., : len(value)]  # without a key of zeros behind the text
 
         def write_out() -> Tensor:
             """Return the output, of the weights and values."""
             heads = torch.einsum("bhij,jbhd->ibhd", weights, values)
-            return F.linear(heads.flatten(2), given["out_proj_weight"], given["out_proj_bias"]).reshape(output.shape)
+            return F.linear(heads.flatten(2), out_proj, out_bias).reshape(output.shape)
 
         written = write_out()
         error = (written - output).norm() / output.norm()
-        if not (given["training"] and given["dropout_p"]) and error > TOLERANCE[output.dtype]:
+        if not (kwargs["training"] and dropout_p) and error > TOLERANCE[output.dtype]:
             raise NotTheKernels(
                 f"nn.MultiheadAttention: with its weights its output differs by {error:.2g} of its size"
             )
