@@ -42,7 +42,7 @@ BLOCK_SIZE = 1 << 21  # weights computed at a time; bounds memory and changes re
 HIDES = -1e4  # a mask of numbers hides a key by this or less; a bias is larger
 MOST_SUM = 10.0  # of a row that is read in training: dropout of nine tenths makes a weight ten times as large
 LEAK = 0.01  # the largest share of a row that later tokens may have, if its mask only lowers their scores
-SIZES = ("size", "dim", "numel", "stride")
+SIZES = ("size", "dim", "numel", "stride")  # what is asked of an output before it is read, as are its attributes
 UNSEEN = (
     "no attention of a text to itself and its past was seen: neither a call of a kernel of PyTorch nor a product of "
     "weights and values; what runs in a compiled graph or in a kernel of another library cannot be shown"
@@ -241,23 +241,21 @@ class Captured(TorchFunctionMode):
         """Call a function of PyTorch. See what it does if it attends."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__get__" and not isinstance(got := func(*args), Tensor):  # a shape, a type
-            return got
-        if self.pending and name not in SIZES:
+        if self.pending and name not in SIZES and (name != "__get__" or isinstance(func(*args), Tensor)):
             self.settle((args, kwargs))
-        if func is F.multi_head_attention_forward:
+        if name == "multi_head_attention_forward":
             return self.see_module(func, args, kwargs)
         if name == "flex_attention":
             return self.see_flex(func, *args)
         output = func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
+        if name == "scaled_dot_product_attention":
             return self.see_kernel(output, *args, **kwargs)
         if name in PRODUCTS:
-            for weights, values, order in find_attention(name, (args, kwargs), output, self.text):
-                output = self.see_weights(weights, values, output, order)
-        elif func is F.linear:
+            for found in find_attention(name, (args, kwargs), output, self.text):
+                output = self.see_weights(output, *found)
+        elif name == "linear":
             self.see_projection(*args, **kwargs)
-        elif func in (F.layer_norm, F.rms_norm):
+        elif name in ("layer_norm", "rms_norm"):
             self.residual = args[0]
         return output
 
@@ -335,9 +333,9 @@ class Captured(TorchFunctionMode):
         output, *others = func(query, key, value, *args)
         identity = torch.eye(key.size(2)).to(value).expand(*value.shape[:2], -1, -1)
         weights, *_ = func(query, key, identity, *args)
-        return self.see_weights(weights, value, output), *others
+        return self.see_weights(output, weights, value), *others
 
-    def see_weights(self, weights: Tensor, values: Tensor, output: Tensor, order: str = "...->...") -> Tensor:
+    def see_weights(self, output: Tensor, weights: Tensor, values: Tensor, order: str = "...->...") -> Tensor:
         """Store weights (B, H, T_query, T_key) if they are those of a text to itself and its past.
 
         order: an equation that orders the axes of the output: batch, heads, T, D.
