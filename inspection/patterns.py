@@ -75,8 +75,8 @@ class Call:
         Raises IndexError if there is no such head.
         """
         H = self.shape[1]
-        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **{name: x[:, head * x.size(1) // H, None] for name, x in tensors.items()})
+        own = {name: x[:, head * x.size(1) // H, None] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **own)
 
     def weights(self) -> Tensor:
         """Return the attention weights of all heads, (B, H, T_query, T_key), of `dtype`."""
@@ -191,8 +191,8 @@ class Read(Call):
 
 def with_even(weights: Tensor, visible: Tensor) -> Tensor:
     """Add heads that attend evenly to all that they may see: (B, H, T, keys) -> (B, H + 1 or 2H, T, keys)."""
-    even = visible / visible.sum(-1, keepdim=True).clamp(min=1)
-    return torch.cat((weights, even.to(weights).expand(len(weights), -1, -1, -1)), dim=1)
+    even = F.normalize(visible.to(weights), p=1, dim=-1)
+    return torch.cat((weights, even.expand(len(weights), -1, -1, -1)), dim=1)
 
 
 def join(calls: Sequence[Call]) -> Call:
@@ -213,14 +213,14 @@ class Captured(TorchFunctionMode):
     def __init__(self, replace: Replace | None = None):
         super().__init__()
         self.replace = replace
-        self.begin(None, (), {})
+        self.begin(nn.Module(), (), {})
 
-    def begin(self, module: nn.Module | None, args: tuple, kwargs: dict) -> None:
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forget the forward pass before, as a hook. Learn B and T from the token ids."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         ids = [x for x in tensors if x.dim() == 2 and x.dtype in (torch.int, torch.long)]
         self.text = max(ids, key=len).shape if ids else None  # B and T; positions may have a batch of one
-        self.is_training = module is None or module.training
+        self.is_training = module.training
         self.residual: Tensor | None = None  # what the last norm was given; in a model of ours the stream, (B, T, C)
         self.joined: Tensor | None = None  # the output of the last layer, heads joined, (B, T, H * width of a value)
         self.projections: dict[int, Tensor] = {}  # layer -> weight of the nn.Linear that reads its output as it is
@@ -276,8 +276,8 @@ class Captured(TorchFunctionMode):
         T_query, T_key = query.size(-2), key.size(-2)
         mask = query.new_zeros(1, 1, T_query, T_key, dtype=dtype)
         if is_causal:
-            attn_mask = torch.ones_like(mask, dtype=torch.bool).tril()
-        if attn_mask is not None:
+            mask.fill_(-torch.inf).triu_(1)
+        elif attn_mask is not None:
             is_bool = attn_mask.dtype == torch.bool
             mask = torch.where(attn_mask, mask, -torch.inf) if is_bool else mask + attn_mask.detach().to(dtype)
         visible = mask > HIDES
