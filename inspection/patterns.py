@@ -195,12 +195,6 @@ def with_even(weights: Tensor, visible: Tensor) -> Tensor:
     return torch.cat((weights, even.expand(len(weights), -1, -1, -1)), dim=1)
 
 
-def join(calls: Sequence[Call]) -> Call:
-    """Return one call that has the heads of several."""
-    names = vars(calls[0]).keys() & {"values", "q", "k", "source"}
-    return replace(calls[0], **{name: torch.cat([vars(call)[name] for call in calls], dim=1) for name in names})
-
-
 Output = tuple[Tensor, Call, Tensor]  # what a call returned, and a view of it: batch, heads, T, D
 
 
@@ -398,7 +392,9 @@ class Captured(TorchFunctionMode):
         _, calls, parts = zip(*found, strict=True)
         layer = self.seen.index(calls[0])
         if len(calls) > 1:
-            self.seen[layer] = join(calls)
+            names = vars(calls[0]).keys() & {"values", "q", "k", "source"}
+            joined = {name: torch.cat([vars(call)[name] for call in calls], dim=1) for name in names}
+            self.seen[layer] = replace(calls[0], **joined)
             self.seen = [call for call in self.seen if call not in calls]
         heads = torch.cat([part.reshape(*calls[0].shape[:3], -1) for part in parts], dim=1)
         if self.replace is not None:
