@@ -304,13 +304,13 @@ class Captured(TorchFunctionMode):
         output, returned = func(*args, **kwargs)
         of_value = kwargs["v_proj_weight"] if of_all is None else of_all.chunk(3)[2]
         values = F.linear(value, of_value, bias if bias is None else bias.chunk(3)[2])
-        values = values.reshape(len(value), -1, H, values.size(-1) // H)  # (T, B, H, D)
-        weights = weights.reshape(-1, *weights.shape[-3:])[..., : len(value)]  # without a key of zeros behind the text
+        values = values.unflatten(-1, (H, -1))  # (T, B, H, D), or (T, H, D) of a text without an axis of batch
+        weights = weights[..., : len(value)]  # without a key of zeros behind the text
 
         def write_out() -> Tensor:
             """Return the output, of the weights and values."""
-            heads = torch.einsum("bhij,jbhd->ibhd", weights, values)
-            return F.linear(heads.flatten(2), out_proj, out_bias).reshape(output.shape)
+            heads = torch.einsum("...hij,j...hd->i...hd", weights, values)
+            return F.linear(heads.flatten(-2), out_proj, out_bias)
 
         written = write_out()
         error = (written - output).norm() / output.norm()
