@@ -211,8 +211,8 @@ class Captured(TorchFunctionMode):
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forget the forward pass before, as a hook. Learn B and T from the token ids."""
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        ids = [x for x in tensors if x.dim() == 2 and x.dtype in (torch.int, torch.long)]
+        given = tree_leaves((args, kwargs))
+        ids = [x for x in given if isinstance(x, Tensor) and x.dim() == 2 and x.dtype in (torch.int, torch.long)]
         self.text = max(ids, key=len).shape if ids else None  # B and T; positions may have a batch of one
         self.is_training = module.training
         self.residual: Tensor | None = None  # what the last norm was given; in a model of ours the stream, (B, T, C)
