@@ -49,10 +49,12 @@ class Proof(NamedTuple):
 
 def summarise(proofs: Sequence[Proof]) -> str:
     """Say what is known of the weights: the worst of all layers that were proved, and of all that were read."""
-    groups = [[proof for proof in proofs if math.isnan(proof.error) == was_read] for was_read in (False, True)]
-    columns = [zip(*group, strict=True) for group in groups if group]
-    worst = [Proof(max(error), min(least), max(most), max(later)) for error, least, most, later in columns]
-    return "; ".join(f"weights {proof}" for proof in worst)
+    found = []
+    for was_read in (False, True):
+        if group := [proof for proof in proofs if math.isnan(proof.error) == was_read]:
+            error, least, most, later = zip(*group, strict=True)
+            found.append(f"weights {Proof(max(error), min(least), max(most), max(later))}")
+    return "; ".join(found)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:
     rows = defaultdict(list)  # metric -> (B, H, queries of a block that count)
     for weights in blocks:
         keys = torch.arange(weights.size(3), device=weights.device)
-        queries = keys[len(keys) - weights.size(2) :]
+        queries = keys[-weights.size(2) :]
         entropy = torch.special.entr(weights).sum(-1) / (queries + 1).log()
         rows["entropy"].append(entropy[..., queries >= 1])
         rows["distance"].append((weights * (queries[:, None] - keys)).sum(-1))
