@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import starmap
 
 import torch
 import torch.nn.functional as F
@@ -187,12 +186,6 @@ class Read(Call):
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield all weights, as `Computed` does in blocks, and the keys to which any head of the layer gives some."""
         yield self.source.to(self.dtype), (self.source > 0).any(1, keepdim=True)
-
-
-def with_even(weights: Tensor, visible: Tensor) -> Tensor:
-    """Add heads that attend evenly to all that they may see: (B, H, T, keys) -> (B, H + 1 or 2H, T, keys)."""
-    even = F.normalize(visible.to(weights), p=1, dim=-1)
-    return torch.cat((weights, even.expand(len(weights), -1, -1, -1)), dim=1)
 
 
 Output = tuple[Tensor, Call, Tensor]  # what a call returned, and a view of it: batch, heads, T, D
@@ -437,12 +430,11 @@ class Captured(TorchFunctionMode):
         _, B, H, _ = self.shape
         if any(call.is_padded for call in self.calls):
             raise UserError("some tokens no query may see, as padding: scores are means over all, so read texts alone")
-        layers = [measure(starmap(with_even, call.blocks()), repeat) for call in self.calls]
-        heads, even = (
+        layers = [measure(call.blocks(), repeat) for call in self.calls]
+        return tuple(
             {name: torch.stack([layer[name][:, part].expand(B, H) for layer in layers], dim=1) for name in layers[0]}
             for part in (slice(H), slice(H, None))
         )
-        return heads, even
 
     def verify(self) -> dict[int, Proof]:
         """Prove the weights of each layer against its kernel, if it has one: return layer -> what is known of them.
