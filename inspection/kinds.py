@@ -91,6 +91,5 @@ def short(score: float) -> str:
 
 def by_kind(scores: HeadScores, heads: Heads) -> dict[str, list[tuple[Head, Kind]]]:
     """Group heads by kind; the highest score first. Kinds without a head are left out."""
-    found = [(head, kind_of(scores, head)) for head in heads]
-    found.sort(key=lambda pair: -pair[1].score)
+    found = sorted(((head, kind_of(scores, head)) for head in heads), key=lambda pair: -pair[1].score)
     return {name: group for name in KINDS if (group := [pair for pair in found if pair[1].name == name])}
