@@ -33,8 +33,7 @@ def find_attention(
     if not result:
         once = "".join(axis for axis in sorted(inputs) if inputs.count(axis) == 1 and axis != ",")
         result = "..." * ("..." in inputs) + once
-    factors = [x for x in given if isinstance(x, Tensor)][-2:]  # `baddbmm` has a term before them
-    tensors = [x.detach() for x in (*factors, output)]
+    tensors = [x.detach() for x in (*given, output) if isinstance(x, Tensor)][-3:]  # `baddbmm` has a term before them
     named = [*inputs.split(","), result]
     unnamed = "".join(x for x in ascii_letters if x not in equation)  # the last axes of "..." are the same in all
     axes = [
