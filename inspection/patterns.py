@@ -41,7 +41,7 @@ BLOCK_SIZE = 1 << 21  # weights computed at a time; bounds memory and changes re
 HIDES = -1e4  # a mask of numbers hides a key by this or less; a bias is larger
 MOST_SUM = 10.0  # of a row that is read in training: dropout of nine tenths makes a weight ten times as large
 LEAK = 0.01  # the largest share of a row that later tokens may have, if its mask only lowers their scores
-SIZES = ("size", "dim", "numel", "stride")  # what is asked of an output before it is read, as are its attributes
+SIZES = ("size", "dim", "numel", "stride", "__get__")  # what is asked of an output before anything reads it
 UNSEEN = (
     "no attention of a text to itself and its past was seen: neither a call of a kernel of PyTorch nor a product of "
     "weights and values; what runs in a compiled graph or in a kernel of another library cannot be shown"
@@ -228,7 +228,7 @@ class Captured(TorchFunctionMode):
         """Call a function of PyTorch. See what it does if it attends."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if self.pending and name not in SIZES and (name != "__get__" or isinstance(func(*args), Tensor)):
+        if self.pending and (name not in SIZES or isinstance(func(*args), Tensor)):  # `.mT` is no size
             self.settle((args, kwargs))
         if name == "multi_head_attention_forward":
             return self.see_module(func, args, kwargs)
