@@ -259,19 +259,17 @@ class Captured(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Store a call of the fused kernel. Return its output, or what replaces it."""
-        dtype = output.dtype  # of the inputs, or that to which autocast casts them
         T_query, T_key = query.size(-2), key.size(-2)
-        mask = query.new_zeros(1, 1, T_query, T_key, dtype=dtype)
+        mask = output.new_zeros(1, 1, T_query, T_key)  # in the precision of the inputs, or to which autocast casts them
         if is_causal:
             mask.fill_(-torch.inf).triu_(1)
         elif attn_mask is not None:
             is_bool = attn_mask.dtype == torch.bool
-            mask = torch.where(attn_mask, mask, -torch.inf) if is_bool else mask + attn_mask.detach().to(dtype)
+            mask = torch.where(attn_mask, mask, -torch.inf) if is_bool else mask + attn_mask.detach().to(mask)
         visible = mask > HIDES
         is_past = not visible.triu(T_key - T_query + 1).any()
         # The queries are all of the text, and belong to the last keys: behind these is no empty buffer.
-        is_whole = self.text is None or T_query == self.text[1]
-        is_whole = is_whole and (T_query == T_key or visible[..., -1].any())
+        is_whole = (self.text is None or T_query == self.text[1]) and (T_query == T_key or visible[..., -1].any())
         if not is_past or not is_whole or query.dim() not in (3, 4):
             shapes = f"queries {tuple(query.shape)} of keys {tuple(key.shape)}"
             self.left_out.append(UNMASKED if T_query == T_key and not is_past else shapes)
@@ -283,7 +281,7 @@ class Captured(TorchFunctionMode):
             if isinstance(call, Computed) and mask.equal(call.mask):
                 mask = call.mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
-        q, k, v = (x.detach().to(dtype, copy=True).reshape(B, -1, *x.shape[-2:]) for x in (query, key, value))
+        q, k, v = (x.detach().to(mask, copy=True).reshape(B, -1, *x.shape[-2:]) for x in (query, key, value))
         return self.keep(Computed(v, q, k, mask, is_causal, scale), output)
 
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
