@@ -172,7 +172,7 @@ class Read(Call):
     @property
     def is_padded(self) -> bool:
         """Whether keys have no weight in some texts alone. In all of them a head may just rest on another key."""
-        seen = (self.source > 0).any(2).any(1)
+        seen = self.source.sum((1, 2)) > 0
         return bool((seen != seen[0]).any())
 
     def prove(self, layer: int) -> Proof:
@@ -318,20 +318,21 @@ class Captured(TorchFunctionMode):
         output, *others = func(query, key, value, *args)
         identity = torch.eye(key.size(2)).to(value).expand(*value.shape[:2], -1, -1)
         weights, *_ = func(query, key, identity, *args)
-        return self.see_weights(output, weights, value), *others
+        return self.see_weights(output, weights.detach(), value.detach()), *others
 
     def see_weights(self, output: Tensor, weights: Tensor, values: Tensor, order: str = "...->...") -> Tensor:
         """Store weights (B, H, T_query, T_key) if they are those of a text to itself and its past.
+
+        They and the values (B, H, T_key, D) are detached: what is asked of them must leave no trace for autograd.
 
         order: an equation that orders the axes of the output: batch, heads, T, D.
 
         Returns the output, or what replaces it.
         """
         T_query, T_key = weights.shape[-2:]
-        weights = weights.detach()  # what is asked of them must leave no trace for autograd
         if not weights.min() >= 0:
             return output
-        call = Read(values.detach(), weights.clone())
+        call = Read(values, weights.clone())
         _, least, most, later = call.prove(len(self.seen))
         rounding = TOLERANCE[weights.dtype]
         is_past = later <= LEAK
@@ -374,7 +375,7 @@ class Captured(TorchFunctionMode):
             if id(x) in self.pending:
                 found = self.pending.pop(id(x))
                 call = found[1]
-                layers[type(call), x.shape, vars(call).get("scale"), id(vars(call).get("mask"))].append(found)
+                layers[x.shape, vars(call).get("scale"), id(vars(call).get("mask"))].append(found)
         for layer in layers.values():
             self.finish(layer)
 
@@ -456,7 +457,6 @@ def capture(model: nn.Module, replace: Replace | None = None) -> Iterator[Captur
     # Parts of a model of ours may be called without it, as `GPT.generate` does.
     first = model.token_embedding if isinstance(model, GPT) else model
     # To import it takes a second, and it is there if anything is compiled.
-    is_compiled = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with first.register_forward_pre_hook(captured.begin, with_kwargs=True), eager, captured:
         yield captured
