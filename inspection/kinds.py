@@ -76,7 +76,7 @@ def stands_out(score: Tensor, chance: Tensor, rows: int) -> bool:
     """
     score = score.clamp(max=1)  # rounding may exceed it
     divergence = torch.xlogy(score, score / chance) + torch.xlogy(1 - score, (1 - score) / (1 - chance))
-    return bool((score - chance >= LEAST * (1 - chance)) & (score > chance) & (rows * divergence >= math.log(RARE)))
+    return bool((score - chance >= LEAST * (1 - chance)) & (rows * divergence >= math.log(RARE)))
 
 
 def tag(kind: Kind) -> str:
@@ -91,7 +91,5 @@ def short(score: float) -> str:
 
 def by_kind(scores: HeadScores, heads: Heads) -> dict[str, list[tuple[Head, Kind]]]:
     """Group heads by kind; the highest score first. Kinds without a head are left out."""
-    found = [(head, kind_of(scores, head)) for head in heads]
-    found.sort(key=lambda pair: -pair[1].score)
-    groups = {name: [(head, kind) for head, kind in found if kind.name == name] for name in KINDS}
-    return {name: group for name, group in groups.items() if group}
+    found = sorted(((head, kind_of(scores, head)) for head in heads), key=lambda pair: -pair[1].score)
+    return {name: group for name in KINDS if (group := [pair for pair in found if pair[1].name == name])}

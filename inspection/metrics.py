@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Metrics = dict[str, Tensor]  # the name of a metric -> its values, one for each head and often for each sequence
@@ -49,10 +50,12 @@ class Proof(NamedTuple):
 
 def summarise(proofs: Sequence[Proof]) -> str:
     """Say what is known of the weights: the worst of all layers that were proved, and of all that were read."""
-    groups = [[proof for proof in proofs if math.isnan(proof.error) == was_read] for was_read in (False, True)]
-    columns = [zip(*group, strict=True) for group in groups if group]
-    worst = [Proof(max(error), min(least), max(most), max(later)) for error, least, most, later in columns]
-    return "; ".join(f"weights {proof}" for proof in worst)
+    found = []
+    for was_read in (False, True):
+        if group := [proof for proof in proofs if math.isnan(proof.error) == was_read]:
+            error, least, most, later = zip(*group, strict=True)
+            found.append(f"weights {Proof(max(error), min(least), max(most), max(later))}")
+    return "; ".join(found)
 
 
 @dataclass(frozen=True)
@@ -77,18 +80,22 @@ class HeadScores:
         return replace(self, samples=samples, chance=others.chance | self.chance, rows=others.rows | self.rows)
 
 
-def measure(blocks: Iterable[Tensor], repeat: int | None = None) -> Metrics:
-    """Return the metrics of one layer, float64 on the CPU: metric -> (B, H).
+def measure(blocks: Iterable[tuple[Tensor, Tensor]], repeat: int | None = None) -> Metrics:
+    """Return the metrics of one layer, float64 on the CPU: metric -> (B, H + 1 or 2H).
 
-    A metric without any row is nan.
+    Behind its heads are those that attend evenly to what they may see: one, or one for each. A metric without any row
+    is nan.
 
-    blocks: weights (B, H, queries, keys up to the last of these queries), in the order of the queries.
+    blocks: weights (B, H, queries, keys up to the last of these queries), in the order of the queries, and which keys
+        may be seen, bool, (1 or B, 1 or H, queries, keys).
     repeat: the length L for duplicate and induction; None leaves these two out.
     """
     rows = defaultdict(list)  # metric -> (B, H, queries of a block that count)
-    for weights in blocks:
+    for weights, visible in blocks:
+        even = F.normalize(visible.to(weights), p=1, dim=-1)
+        weights = torch.cat((weights, even.expand(len(weights), -1, -1, -1)), dim=1)
         keys = torch.arange(weights.size(3), device=weights.device)
-        queries = keys[len(keys) - weights.size(2) :]
+        queries = keys[-weights.size(2) :]
         entropy = torch.special.entr(weights).sum(-1) / (queries + 1).log()
         rows["entropy"].append(entropy[..., queries >= 1])
         rows["distance"].append((weights * (queries[:, None] - keys)).sum(-1))

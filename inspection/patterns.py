@@ -14,20 +14,18 @@ are an operand of a product, have no negative number, sum to about one along the
 tokens nothing. Shapes are named as in model/attention.py.
 """
 
-import inspect
 import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import starmap
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from errors import UserError
 from inspection.metrics import Metrics, Proof, measure
@@ -43,7 +41,7 @@ BLOCK_SIZE = 1 << 21  # weights computed at a time; bounds memory and changes re
 HIDES = -1e4  # a mask of numbers hides a key by this or less; a bias is larger
 MOST_SUM = 10.0  # of a row that is read in training: dropout of nine tenths makes a weight ten times as large
 LEAK = 0.01  # the largest share of a row that later tokens may have, if its mask only lowers their scores
-SIZES = ("size", "dim", "numel", "stride")
+SIZES = ("size", "dim", "numel", "stride", "__get__")  # what is asked of an output before anything reads it
 UNSEEN = (
     "no attention of a text to itself and its past was seen: neither a call of a kernel of PyTorch nor a product of "
     "weights and values; what runs in a compiled graph or in a kernel of another library cannot be shown"
@@ -76,8 +74,8 @@ class Call:
         Raises IndexError if there is no such head.
         """
         H = self.shape[1]
-        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **{name: x[:, head * x.size(1) // H, None] for name, x in tensors.items()})
+        own = {name: x[:, head * x.size(1) // H, None] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **own)
 
     def weights(self) -> Tensor:
         """Return the attention weights of all heads, (B, H, T_query, T_key), of `dtype`."""
@@ -174,8 +172,8 @@ class Read(Call):
     @property
     def is_padded(self) -> bool:
         """Whether keys have no weight in some texts alone. In all of them a head may just rest on another key."""
-        seen = (self.source > 0).any(2).any(1)
-        return not seen.equal(seen[:1].expand_as(seen))
+        seen = self.source.sum((1, 2)) > 0
+        return bool((seen != seen[0]).any())
 
     def prove(self, layer: int) -> Proof:
         """Return what rows sum to, and the largest share of one that later tokens have."""
@@ -190,20 +188,7 @@ class Read(Call):
         yield self.source.to(self.dtype), (self.source > 0).any(1, keepdim=True)
 
 
-def with_even(weights: Tensor, visible: Tensor) -> Tensor:
-    """Add heads that attend evenly to all that they may see: (B, H, T, keys) -> (B, H + 1 or 2H, T, keys)."""
-    even = visible / visible.sum(-1, keepdim=True).clamp(min=1)
-    return torch.cat((weights, even.to(weights).expand(len(weights), -1, -1, -1)), dim=1)
-
-
-def join(calls: Sequence[Call]) -> Call:
-    """Return one call that has the heads of several."""
-    names = vars(calls[0]).keys() & {"values", "q", "k", "source"}
-    return replace(calls[0], **{name: torch.cat([vars(call)[name] for call in calls], dim=1) for name in names})
-
-
-AS_IT_IS = "...->..."
-Output = tuple[Tensor, Call, str]  # its tensor, and an equation that orders its axes: batch, heads, T, D
+Output = tuple[Tensor, Call, Tensor]  # what a call returned, and a view of it: batch, heads, T, D
 
 
 class Captured(TorchFunctionMode):
@@ -215,15 +200,15 @@ class Captured(TorchFunctionMode):
     def __init__(self, replace: Replace | None = None):
         super().__init__()
         self.replace = replace
-        self.begin(None, (), {})
+        self.begin(nn.Module(), (), {})
 
-    def begin(self, module: nn.Module | None, args: tuple, kwargs: dict) -> None:
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forget the forward pass before, as a hook. Learn B and T from the token ids."""
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        ids = [x for x in tensors if x.dim() == 2 and not x.is_floating_point()]  # positions may have a batch of one
-        self.text = tuple(max(ids, key=len).shape) if ids else None  # B and T
-        self.is_training = module is None or module.training
-        self.residual: Tensor | None = None  # the stream before the final norm of a model of ours, (B, T, C)
+        given = tree_leaves((args, kwargs))
+        ids = [x for x in given if isinstance(x, Tensor) and x.dim() == 2 and x.dtype in (torch.int, torch.long)]
+        self.text = max(ids, key=len).shape if ids else None  # B and T; positions may have a batch of one
+        self.is_training = module.training
+        self.residual: Tensor | None = None  # what the last norm was given; in a model of ours the stream, (B, T, C)
         self.joined: Tensor | None = None  # the output of the last layer, heads joined, (B, T, H * width of a value)
         self.projections: dict[int, Tensor] = {}  # layer -> weight of the nn.Linear that reads its output as it is
         self.seen: list[Call] = []
@@ -233,36 +218,32 @@ class Captured(TorchFunctionMode):
     @property
     def calls(self) -> list[Call]:
         """The calls, one for each layer. Raises UserError if none was seen."""
-        if not self.seen and UNMASKED in self.left_out:
-            raise UserError(f"the model {UNMASKED}: python -m model.check says where")
         if not self.seen:
-            raise UserError("; others were: ".join([UNSEEN, *self.left_out[:1]]))
+            others = "; others were: ".join([UNSEEN, *self.left_out[:1]])
+            unmasked = f"the model {UNMASKED}: python -m model.check says where"
+            raise UserError(unmasked if UNMASKED in self.left_out else others)
         return self.seen
-
-    def end(self, norm: nn.Module, inputs: tuple) -> None:
-        """Keep the residual stream, as a hook before the final norm."""
-        self.residual = inputs[0]
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         """Call a function of PyTorch. See what it does if it attends."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__get__" and not isinstance(got := func(*args), Tensor):  # a shape, a type
-            return got
-        if self.pending and name not in SIZES:
-            args, kwargs = self.settle((args, kwargs))
-        if func is F.multi_head_attention_forward:
+        if self.pending and (name not in SIZES or isinstance(func(*args), Tensor)):  # `.mT` is no size
+            self.settle((args, kwargs))
+        if name == "multi_head_attention_forward":
             return self.see_module(func, args, kwargs)
         if name == "flex_attention":
             return self.see_flex(func, *args)
         output = func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
+        if name == "scaled_dot_product_attention":
             return self.see_kernel(output, *args, **kwargs)
         if name in PRODUCTS:
-            for weights, values, order in find_attention(name, (args, kwargs), output, self.text):
-                output = self.see_weights(weights, values, output, order)
-        elif func is F.linear:
+            for found in find_attention(name, (args, kwargs), output, self.text):
+                output = self.see_weights(output, *found)
+        elif name == "linear":
             self.see_projection(*args, **kwargs)
+        elif name in ("layer_norm", "rms_norm"):
+            self.residual = args[0]
         return output
 
     def see_kernel(
@@ -278,19 +259,17 @@ class Captured(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Store a call of the fused kernel. Return its output, or what replaces it."""
-        dtype = output.dtype  # of the inputs, or that to which autocast casts them
         T_query, T_key = query.size(-2), key.size(-2)
-        mask = query.new_zeros(1, 1, T_query, T_key, dtype=dtype)
+        mask = output.new_zeros(1, 1, T_query, T_key)  # in the precision of the inputs, or to which autocast casts them
         if is_causal:
-            attn_mask = torch.ones_like(mask, dtype=torch.bool).tril()
-        if attn_mask is not None:
+            mask.fill_(-torch.inf).triu_(1)
+        elif attn_mask is not None:
             is_bool = attn_mask.dtype == torch.bool
-            mask = torch.where(attn_mask, mask, -torch.inf) if is_bool else mask + attn_mask.detach().to(dtype)
+            mask = torch.where(attn_mask, mask, -torch.inf) if is_bool else mask + attn_mask.detach().to(mask)
         visible = mask > HIDES
         is_past = not visible.triu(T_key - T_query + 1).any()
         # The queries are all of the text, and belong to the last keys: behind these is no empty buffer.
-        is_whole = self.text is None or T_query == self.text[1]
-        is_whole = is_whole and (T_query == T_key or visible[..., -1].any())
+        is_whole = (self.text is None or T_query == self.text[1]) and (T_query == T_key or visible[..., -1].any())
         if not is_past or not is_whole or query.dim() not in (3, 4):
             shapes = f"queries {tuple(query.shape)} of keys {tuple(key.shape)}"
             self.left_out.append(UNMASKED if T_query == T_key and not is_past else shapes)
@@ -302,61 +281,63 @@ class Captured(TorchFunctionMode):
             if isinstance(call, Computed) and mask.equal(call.mask):
                 mask = call.mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
-        q, k, v = (x.detach().to(dtype, copy=True).reshape(B, -1, *x.shape[-2:]) for x in (query, key, value))
-        return self.keep(Computed(v, q, k, mask, is_causal, scale), output, AS_IT_IS)
+        q, k, v = (x.detach().to(mask, copy=True).reshape(B, -1, *x.shape[-2:]) for x in (query, key, value))
+        return self.keep(Computed(v, q, k, mask, is_causal, scale), output)
 
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
         """Call the function of `nn.MultiheadAttention`, and once more for its weights. Return what it does.
 
-        With the identity as its output projection it returns the outputs of its heads. If they are replaced, so is its
-        output.
+        With these weights it is written out, to be seen as any other. If heads are replaced there, so is its output.
         """
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        projection, bias, H = (given[name] for name in ("out_proj_weight", "out_proj_bias", "num_heads"))
-        given |= {"out_proj_weight": torch.eye(projection.size(1)).to(projection), "out_proj_bias": None}
-        with torch.random.fork_rng([projection.device] if projection.is_cuda else []):
-            joined, weights = func(**given | {"need_weights": True, "average_attn_weights": False})
+        _, _, value, _, H, of_all, bias, *_, dropout_p, out_proj, out_bias = args  # as PyTorch hands them on
+        with torch.random.fork_rng([value.device] if value.is_cuda else []):
+            _, weights = func(*args, **kwargs | {"need_weights": True, "average_attn_weights": False})
         output, returned = func(*args, **kwargs)
-        error = (F.linear(joined, projection, bias) - output).norm() / output.norm()
-        if not (given["training"] and given["dropout_p"]) and error > TOLERANCE[output.dtype]:
+        of_value = kwargs["v_proj_weight"] if of_all is None else of_all.chunk(3)[2]
+        values = F.linear(value, of_value, bias if bias is None else bias.chunk(3)[2])
+        values = values.unflatten(-1, (H, -1))  # (T, B, H, D), or (T, H, D) of a text without an axis of batch
+        weights = weights[..., : len(value)]  # without a key of zeros behind the text
+
+        def write_out() -> Tensor:
+            """Return the output, of the weights and values."""
+            heads = torch.einsum("...hij,j...hd->i...hd", weights, values)
+            return F.linear(heads.flatten(-2), out_proj, out_bias)
+
+        written = write_out()
+        error = (written - output).norm() / output.norm()
+        if not (kwargs["training"] and dropout_p) and error > TOLERANCE[output.dtype]:
             raise NotTheKernels(
                 f"nn.MultiheadAttention: with its weights its output differs by {error:.2g} of its size"
             )
-        of_value, of_bias = given["v_proj_weight"], given["in_proj_bias"]
-        of_value = given["in_proj_weight"].chunk(3)[2] if of_value is None else of_value
-        values = F.linear(given["value"], of_value, of_bias if of_bias is None else of_bias.chunk(3)[2])
-        heads, values = (x.reshape(len(x), -1, H, x.size(-1) // H) for x in (joined, values))  # (T, B, H, D)
-        weights = weights.reshape(-1, *weights.shape[-3:])
-        replaced = self.see_weights(weights, values.permute(1, 2, 0, 3), heads, "tbhd->bhtd")
-        self.see_projection(replaced.flatten(2), projection)
-        if not replaced.equal(heads):
-            output = F.linear(replaced.flatten(2), projection, bias).reshape(output.shape)
-        return output, returned
+        with self:
+            changed = write_out()
+        return output if changed.equal(written) else changed, returned
 
     def see_flex(self, func: Callable, query: Tensor, key: Tensor, value: Tensor, *args: object) -> tuple:
         """Call FlexAttention, and ask it for its weights, which are what it makes of an identity."""
         output, *others = func(query, key, value, *args)
         identity = torch.eye(key.size(2)).to(value).expand(*value.shape[:2], -1, -1)
         weights, *_ = func(query, key, identity, *args)
-        return self.see_weights(weights, value, output, AS_IT_IS), *others
+        return self.see_weights(output, weights.detach(), value.detach()), *others
 
-    def see_weights(self, weights: Tensor, values: Tensor, output: Tensor, order: str) -> Tensor:
+    def see_weights(self, output: Tensor, weights: Tensor, values: Tensor, order: str = "...->...") -> Tensor:
         """Store weights (B, H, T_query, T_key) if they are those of a text to itself and its past.
+
+        They and the values (B, H, T_key, D) are detached: what is asked of them must leave no trace for autograd.
+
+        order: an equation that orders the axes of the output: batch, heads, T, D.
 
         Returns the output, or what replaces it.
         """
         T_query, T_key = weights.shape[-2:]
-        weights = weights.detach()  # what is asked of them must leave no trace for autograd
         if not weights.min() >= 0:
             return output
-        call = Read(values.detach(), weights.clone())
+        call = Read(values, weights.clone())
         _, least, most, later = call.prove(len(self.seen))
-        rounding = TOLERANCE.get(weights.dtype, 0.0)
+        rounding = TOLERANCE[weights.dtype]
         is_past = later <= LEAK
         if T_query != T_key:  # the queries belong to the last keys: behind these is no empty buffer
-            is_past = T_query < T_key and later == 0 and weights[..., -1].any()
+            is_past = later == 0 and weights[..., -1].any()
         if is_past and 0 < most <= (MOST_SUM if self.is_training else 1 + rounding):
             return self.keep(call, output, order)
         if max(1 - least, most - 1) <= rounding:
@@ -365,60 +346,54 @@ class Captured(TorchFunctionMode):
 
     def see_projection(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """Store the weight of a projection if it reads the output of the last layer as it is."""
-        joined = self.joined
-        self.joined = None
-        if (
-            joined is not None
-            and input.numel() == joined.numel()
-            and joined.to(input.dtype).reshape(input.shape).equal(input)
-        ):
+        if self.joined is not None and self.joined.to(input).flatten().equal(input.flatten()):
             self.projections[len(self.seen) - 1] = weight
+        self.joined = None
 
-    def keep(self, call: Call, output: Tensor, order: str) -> Tensor:
-        """Store a call. Return its output, or what replaces it.
+    def keep(self, call: Call, output: Tensor, order: str = "...->...") -> Tensor:
+        """Store a call. Return its output, in which heads may be replaced later, but before anything reads it.
 
         An output without an axis of heads may be one of several that are joined, which is known when it is read.
         """
+        if self.replace is not None:
+            output = output.clone()
         self.seen.append(call)
+        found = output, call, torch.einsum(order, output)
         if call.shape[1] == 1 and output.dim() < 4:
-            self.pending[id(output)] = output, call, order
-            return output
-        return self.finish([(output, call, order)])[0]
+            self.pending[id(output)] = found
+        else:
+            self.finish([found])
+        return output
 
-    def settle(self, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:
-        """Return the arguments of a function, with what replaces the outputs of single heads.
+    def settle(self, arguments: tuple[tuple, dict]) -> None:
+        """Finish the outputs of single heads among the arguments of a function.
 
         Alike heads that one function reads, as `torch.cat` does, are one layer.
         """
-        given, structure = tree_flatten(arguments)
-        layers = defaultdict(dict)
-        for place, x in enumerate(given):
+        layers = defaultdict(list)
+        for x in tree_leaves(arguments):
             if id(x) in self.pending:
-                call = self.pending[id(x)][1]
-                alike = (type(call), x.shape, vars(call).get("scale"), id(vars(call).get("mask")))
-                layers[alike][place] = self.pending.pop(id(x))
+                found = self.pending.pop(id(x))
+                call = found[1]
+                layers[x.shape, vars(call).get("scale"), id(vars(call).get("mask"))].append(found)
         for layer in layers.values():
-            for place, output in zip(layer, self.finish([*layer.values()]), strict=True):
-                given[place] = output
-        return tree_unflatten(given, structure)
+            self.finish(layer)
 
-    def finish(self, found: Sequence[Output]) -> Sequence[Tensor]:
-        """Make one layer of calls. Return their outputs, or what replaces them."""
-        outputs, calls, orders = zip(*found, strict=True)
+    def finish(self, found: Sequence[Output]) -> None:
+        """Make one layer of calls, and replace its heads in their outputs."""
+        _, calls, parts = zip(*found, strict=True)
         layer = self.seen.index(calls[0])
         if len(calls) > 1:
-            self.seen[layer] = join(calls)
+            names = vars(calls[0]).keys() & {"values", "q", "k", "source"}
+            joined = {name: torch.cat([vars(call)[name] for call in calls], dim=1) for name in names}
+            self.seen[layer] = replace(calls[0], **joined)
             self.seen = [call for call in self.seen if call not in calls]
-        if self.replace is not None:
-            outputs = [output.clone() for output in outputs]
-        parts = [torch.einsum(order, output) for output, order in zip(outputs, orders, strict=True)]
         heads = torch.cat([part.reshape(*calls[0].shape[:3], -1) for part in parts], dim=1)
         if self.replace is not None:
             heads = self.replace(layer, heads).expand_as(heads)
             for part, changed in zip(parts, heads.tensor_split(len(parts), dim=1), strict=True):
-                part.copy_(changed.reshape(part.shape))  # and the output, of which it is a view
+                part.copy_(changed.reshape(part.shape))
         self.joined = heads.detach().transpose(1, 2).flatten(2)
-        return outputs
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -454,10 +429,11 @@ class Captured(TorchFunctionMode):
         _, B, H, _ = self.shape
         if any(call.is_padded for call in self.calls):
             raise UserError("some tokens no query may see, as padding: scores are means over all, so read texts alone")
-        layers = [measure(starmap(with_even, call.blocks()), repeat) for call in self.calls]
-        heads = {name: torch.stack([layer[name][:, :H] for layer in layers], dim=1) for name in layers[0]}
-        even = {name: torch.stack([layer[name][:, H:].expand(B, H) for layer in layers], dim=1) for name in layers[0]}
-        return heads, even
+        layers = [measure(call.blocks(), repeat) for call in self.calls]
+        return tuple(
+            {name: torch.stack([layer[name][:, part].expand(B, H) for layer in layers], dim=1) for name in layers[0]}
+            for part in (slice(H), slice(H, None))
+        )
 
     def verify(self) -> dict[int, Proof]:
         """Prove the weights of each layer against its kernel, if it has one: return layer -> what is known of them.
@@ -478,12 +454,9 @@ def capture(model: nn.Module, replace: Replace | None = None) -> Iterator[Captur
         to go on with.
     """
     captured = Captured(replace)
-    with ExitStack() as stack:
-        first = model
-        if isinstance(model, GPT):
-            first = model.token_embedding  # its parts may be called without it, as `GPT.generate` does
-            stack.enter_context(model.final_norm.register_forward_pre_hook(captured.end))
-        stack.enter_context(first.register_forward_pre_hook(captured.begin, with_kwargs=True))
-        if "torch._dynamo" in sys.modules:  # which takes a second to import, and is there if anything is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield stack.enter_context(captured)
+    # Parts of a model of ours may be called without it, as `GPT.generate` does.
+    first = model.token_embedding if isinstance(model, GPT) else model
+    # To import it takes a second, and it is there if anything is compiled.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with first.register_forward_pre_hook(captured.begin, with_kwargs=True), eager, captured:
+        yield captured

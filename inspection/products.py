@@ -7,6 +7,7 @@ the weights are batch and heads. Shapes are named as in model/attention.py.
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 from string import ascii_letters
 
 import torch
@@ -32,21 +33,20 @@ def find_attention(
     if not result:
         once = "".join(axis for axis in sorted(inputs) if inputs.count(axis) == 1 and axis != ",")
         result = "..." * ("..." in inputs) + once
-    factors = [x for x in given if isinstance(x, Tensor)][-2:]  # `baddbmm` has a term before them
-    tensors = [x.detach() for x in (*factors, output)]
+    tensors = [x.detach() for x in (*given, output) if isinstance(x, Tensor)][-3:]  # `baddbmm` has a term before them
     named = [*inputs.split(","), result]
     unnamed = "".join(x for x in ascii_letters if x not in equation)  # the last axes of "..." are the same in all
     axes = [
         x.replace("...", unnamed[len(unnamed) + len(x) - 3 - y.dim() :]) for x, y in zip(named, tensors, strict=False)
     ]
-    is_odd = any(x.layout != torch.strided or x.is_complex() or not x.numel() for x in tensors)
+    is_odd = any(x.layout != torch.strided or not x.is_floating_point() or not x.numel() for x in tensors)
     if is_odd or len(named) != 3 or [*map(len, axes)] != [x.dim() for x in tensors]:
         return
     pairs = [*zip(tensors, axes, strict=True)]
-    first, second, (_, of_output) = pairs
+    *factors, (_, of_output) = pairs
     # The sizes of the output count last: an axis of a factor may be one that is repeated.
     sizes = {axis: n for x, named in pairs for axis, n in zip(named, x.shape, strict=True)}
-    for (weights, of_weights), (values, of_values) in ((first, second), (second, first)):
+    for (weights, of_weights), (values, of_values) in permutations(factors):
         key = "".join(axis for axis in of_weights if axis in of_values and axis not in of_output)
         own = [axis for axis in of_weights if axis not in of_values and (text is None or sizes[axis] == text[1])]
         query = "".join(own[-1:])
@@ -55,15 +55,15 @@ def find_attention(
         if not len(key) == len(query) == len(width) == 1 or not {*heads, width} <= {*of_output}:
             continue
         B = text[0] if text else sizes.get(heads[:1], 1)
-        num_heads, rest = divmod(math.prod(sizes[axis] for axis in heads), B)
+        rest = math.prod(sizes[axis] for axis in heads) % B
         # Each text has weights of its own: one matrix for all of them is no attention.
         is_shared = [*weights.shape] != [sizes[axis] for axis in of_weights] or (heads and not {*heads} & {*of_values})
-        if rest or is_shared or sizes[key] < sizes[query]:
+        if rest or is_shared:
             continue
         batch = next((axis for axis in heads if sizes[axis] == B), "")
         heads = batch + heads.replace(batch, "")
         ones = values.new_ones([sizes[axis] for axis in heads])  # repeat values that heads share
         weights = torch.einsum(f"{of_weights}->{heads}{query}{key}", weights)
         values = torch.einsum(f"{of_values},{heads}->{heads}{key}{width}", values, ones)
-        weights, values = (x.reshape(B, num_heads, *x.shape[-2:]) for x in (weights, values))
+        weights, values = (x.reshape(B, -1, *x.shape[-2:]) for x in (weights, values))
         yield weights, values, f"{of_output}->{heads}{query}{width}"

@@ -42,13 +42,13 @@ def say(model: GPT, att: Captured, heads: Heads, effort: float = 1.0) -> dict[He
     final norm, with the scale that it has for the whole sum, and the head of the model make of its output (Elhage et
     al. 2021). A cap on logits is left out. On a CPU only as many positions as `affordable_rows` are computed.
     """
-    V, C = model.lm_head.weight.shape
-    n = min(MOST_SAID, V // 2)
     norm = model.final_norm
     wide = att.calls[0].dtype  # also of `moved`
     residual = att.residual[0].to(wide)
-    rows = affordable_rows(len(residual), 2 * V * C * len(heads), residual.device, effort).to(residual.device)
     unembedding = model.lm_head.weight.to(wide)
+    V, C = unembedding.shape
+    n = min(MOST_SAID, V // 2)
+    rows = affordable_rows(len(residual), 2 * V * C * len(heads), residual.device, effort).to(residual.device)
 
     def centred(x: Tensor) -> Tensor:
         """Subtract the mean, as a LayerNorm does."""
