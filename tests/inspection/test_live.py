@@ -227,7 +227,9 @@ def test_ctrl_c_ends_it_at_once(straight: Path) -> None:
     """Even while a page is made."""
     words = ["inspect_attention.py", straight, "--text", TEXT, "--live"]
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts with & ignore it
     process = subprocess.Popen([sys.executable, *words], **options, env=os.environ | {"BROWSER": "true"})
+    signal.signal(signal.SIGINT, before)
     address = next(found[0] for line in process.stdout if (found := re.search(r"http://\S+", line)))
     response, text = ask(address)
     assert response.status == 200 and content(text)["labels"][:2] == ["1", "2"]
