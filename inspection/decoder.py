@@ -25,13 +25,13 @@ def device_of(model: nn.Module) -> torch.device:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode inside the `with` block, and each of its parts back into its mode after it."""
-    in_training = [module for module in model.modules() if module.training]
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module in in_training:
-            module.training = True
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None)) -> Tensor:

@@ -144,7 +144,7 @@ def replace_heads(
                 own.zero_()
             elif mode != "patch":
                 raise UserError(f"a head becomes zero, mean or patch, not {mode!r}")
-            elif (other := others[layer][:, head]).shape != own.shape:
+            elif (other := others[layer][:, head]).size(1) != own.size(1):
                 raise UserError(f"a patch needs as many tokens: the text has {own.size(1)}, the other {other.size(1)}")
             else:
                 own.copy_(other)

@@ -204,8 +204,8 @@ class Captured(TorchFunctionMode):
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forget the forward pass before, as a hook. Learn B and T from the token ids."""
-        given = tree_leaves((args, kwargs))
-        ids = [x for x in given if isinstance(x, Tensor) and x.dim() == 2 and x.dtype in (torch.int, torch.long)]
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        ids = [x for x in given if x.dim() == 2 and not x.is_floating_point() and x.dtype != torch.bool]
         self.text = max(ids, key=len).shape if ids else None  # B and T; positions may have a batch of one
         self.is_training = module.training
         self.residual: Tensor | None = None  # what the last norm was given; in a model of ours the stream, (B, T, C)
@@ -230,19 +230,19 @@ class Captured(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.pending and (name not in SIZES or isinstance(func(*args), Tensor)):  # `.mT` is no size
             self.settle((args, kwargs))
-        if name == "multi_head_attention_forward":
+        if func is F.multi_head_attention_forward:
             return self.see_module(func, args, kwargs)
         if name == "flex_attention":
             return self.see_flex(func, *args)
         output = func(*args, **kwargs)
-        if name == "scaled_dot_product_attention":
+        if func is F.scaled_dot_product_attention:
             return self.see_kernel(output, *args, **kwargs)
         if name in PRODUCTS:
             for found in find_attention(name, (args, kwargs), output, self.text):
                 output = self.see_weights(output, *found)
-        elif name == "linear":
+        elif func is F.linear:
             self.see_projection(*args, **kwargs)
-        elif name in ("layer_norm", "rms_norm"):
+        elif func in (F.layer_norm, F.rms_norm):
             self.residual = args[0]
         return output
 
@@ -287,31 +287,33 @@ class Captured(TorchFunctionMode):
     def see_module(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
         """Call the function of `nn.MultiheadAttention`, and once more for its weights. Return what it does.
 
-        With these weights it is written out, to be seen as any other. If heads are replaced there, so is its output.
+        If heads are replaced in their outputs, so is its output. With keys of its own behind the text it is left out.
         """
         _, _, value, _, H, of_all, bias, *_, dropout_p, out_proj, out_bias = args  # as PyTorch hands them on
         with torch.random.fork_rng([value.device] if value.is_cuda else []):
             _, weights = func(*args, **kwargs | {"need_weights": True, "average_attn_weights": False})
         output, returned = func(*args, **kwargs)
+        if weights.size(-1) != len(value):
+            self.left_out.append(f"weights {tuple(weights.shape)}")
+            return output, returned
         of_value = kwargs["v_proj_weight"] if of_all is None else of_all.chunk(3)[2]
         values = F.linear(value, of_value, bias if bias is None else bias.chunk(3)[2])
-        values = values.unflatten(-1, (H, -1))  # (T, B, H, D), or (T, H, D) of a text without an axis of batch
-        weights = weights[..., : len(value)]  # without a key of zeros behind the text
+        values = values.reshape(len(values), -1, H, values.size(-1) // H)  # (T, B, H, D), and B = 1 without that axis
+        weights = weights.reshape(-1, *weights.shape[-3:])
+        heads = torch.einsum("bhij,jbhd->ibhd", weights, values)
 
-        def write_out() -> Tensor:
-            """Return the output, of the weights and values."""
-            heads = torch.einsum("...hij,j...hd->i...hd", weights, values)
-            return F.linear(heads.flatten(-2), out_proj, out_bias)
+        def project(heads: Tensor) -> Tensor:
+            """Return the output, of those of the heads."""
+            return F.linear(heads.flatten(2), out_proj, out_bias).reshape(output.shape)
 
-        written = write_out()
-        error = (written - output).norm() / output.norm()
+        error = (project(heads) - output).norm() / output.norm()
         if not (kwargs["training"] and dropout_p) and error > TOLERANCE[output.dtype]:
             raise NotTheKernels(
                 f"nn.MultiheadAttention: with its weights its output differs by {error:.2g} of its size"
             )
-        with self:
-            changed = write_out()
-        return output if changed.equal(written) else changed, returned
+        replaced = self.see_weights(heads, weights.detach(), values.detach().permute(1, 2, 0, 3), "tbhd->bhtd")
+        self.see_projection(replaced.flatten(2), out_proj)
+        return output if replaced.equal(heads) else project(replaced), returned
 
     def see_flex(self, func: Callable, query: Tensor, key: Tensor, value: Tensor, *args: object) -> tuple:
         """Call FlexAttention, and ask it for its weights, which are what it makes of an identity."""
@@ -346,7 +348,8 @@ class Captured(TorchFunctionMode):
 
     def see_projection(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """Store the weight of a projection if it reads the output of the last layer as it is."""
-        if self.joined is not None and self.joined.to(input).flatten().equal(input.flatten()):
+        joined = self.joined
+        if joined is not None and joined.numel() == input.numel() and joined.to(input).flatten().equal(input.flatten()):
             self.projections[len(self.seen) - 1] = weight
         self.joined = None
 
@@ -391,8 +394,9 @@ class Captured(TorchFunctionMode):
         heads = torch.cat([part.reshape(*calls[0].shape[:3], -1) for part in parts], dim=1)
         if self.replace is not None:
             heads = self.replace(layer, heads).expand_as(heads)
-            for part, changed in zip(parts, heads.tensor_split(len(parts), dim=1), strict=True):
-                part.copy_(changed.reshape(part.shape))
+            with torch.inference_mode(parts[0].is_inference()):  # else PyTorch lets nobody change such a tensor
+                for part, changed in zip(parts, heads.tensor_split(len(parts), dim=1), strict=True):
+                    part.copy_(changed.reshape(part.shape))
         self.joined = heads.detach().transpose(1, 2).flatten(2)
 
     @property

@@ -97,6 +97,7 @@ def describe(inputs: Inputs, starts: list[int], texts: Tensor, seen: Tensor) -> 
     weights, keys = best[:2] if best[0].max() >= LEAST else best[2:]
     words = texts.flatten()
     of_text = words.bincount() / len(words)
+    present = words.unique()
     pairs = texts * len(of_text) + texts.gather(1, keys.long())
     strongest = []
     while len(strongest) < MOST_PLACES and weights.any():
@@ -107,7 +108,8 @@ def describe(inputs: Inputs, starts: list[int], texts: Tensor, seen: Tensor) -> 
     looks = []
     for attention in (given, got):
         shares = (words.bincount(attention.flatten()) / attention.sum()).nan_to_num()
-        most = (shares - of_text).argsort(descending=True)[:MOST_WORDS].tolist()
-        looks.append([(inputs.label(token), shares[token].item(), of_text[token].item()) for token in most])
+        most = (shares - of_text)[present].argsort(descending=True)[:MOST_WORDS]
+        tokens = present[most].tolist()
+        looks.append([(inputs.label(token), shares[token].item(), of_text[token].item()) for token in tokens])
     beyond = f"{given.mean():.1%} of its attention goes beyond the first token and itself"
     return Places(strongest, *looks, f"{len(words):,} of {len(inputs.corpus):,} tokens; {beyond}")

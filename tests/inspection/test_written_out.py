@@ -278,6 +278,7 @@ def test_training_shows_what_dropout_left_and_changes_no_bit(layout: str) -> Non
 
 GATES, EXPERTS, FEATURES = drawn(C, T), drawn(T, C, C), drawn(C, 2 * T)  # as many experts as tokens
 CROSS = nn.MultiheadAttention(C, H, batch_first=True)
+BIASED = nn.MultiheadAttention(C, H, batch_first=True, add_bias_kv=True)
 MEAN = torch.ones(C, C).tril() / torch.arange(1, C + 1)[:, None]
 IMPOSTORS: dict[str, Callable[[Tensor], Tensor]] = {  # of x, (B, T, C)
     "experts": lambda x: torch.einsum("bte,ecd,btc->btd", (x @ GATES / C).softmax(-1), EXPERTS, x),
@@ -289,6 +290,7 @@ IMPOSTORS: dict[str, Callable[[Tensor], Tensor]] = {  # of x, (B, T, C)
     "positions in one-hot": lambda x: torch.eye(T)[: x.size(1)].expand(len(x), -1, -1) @ GATES.mT,
     "attention over a memory": lambda x: (x @ MEMORY[: len(x)].mT / C).softmax(-1) @ MEMORY[: len(x)],
     "PyTorch's attention over a memory": lambda x: CROSS(x, MEMORY[: len(x)], MEMORY[: len(x)])[0],
+    "PyTorch's attention with a key of its own": lambda x: BIASED(x, x, x, attn_mask=~TRIANGLE)[0],
     "attention over channels": lambda x: x @ GATES @ (GATES.mT @ x.mT @ x @ GATES / C**2).softmax(-1) @ GATES.mT,
     "features of queries": lambda x: (x @ FEATURES / C).softmax(-1) @ ((x @ FEATURES).mT @ x),
     "both directions": lambda x: (x @ x.mT / C).softmax(-1) @ x,
@@ -310,6 +312,20 @@ def test_what_only_looks_like_attention_is_not_shown(impostor: str) -> None:
 @pytest.mark.parametrize("impostor", ["experts", "outputs of experts", "experts in a table", "positions in one-hot"])
 def test_an_expert_of_one_token_is_no_key(impostor: str) -> None:
     assert not run_captured(Decoder(first=IMPOSTORS[impostor]), torch.randint(V, (B, 1))).seen
+
+
+@torch.no_grad()
+def test_pytorchs_layer_tells_texts_from_heads_where_it_is_given_one_text_at_a_time() -> None:
+    given = []
+
+    def one_by_one(x: Tensor) -> Tensor:
+        given[:] = x
+        return torch.stack([CROSS(text, text, text, attn_mask=~TRIANGLE)[0] for text in x])
+
+    att = run_captured(Decoder(first=one_by_one), torch.randint(V, (B, T)))
+    for call, text in zip(att.calls, given, strict=True):
+        _, expected = CROSS(text, text, text, attn_mask=~TRIANGLE, average_attn_weights=False)
+        torch.testing.assert_close(call.weights()[0], expected)
 
 
 def test_heads_that_differ_in_their_scale_are_no_layer() -> None:
