@@ -33,7 +33,7 @@ PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
 # too, so that the pieces of a document have the tokens of the whole.
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
-HIDDEN = re.compile(r"\..*|__pycache__|.*\.(png|jpe?g|gif|ico|pdf|zip|safetensors|pt|pth|so|pyc)")  # or never text
+HIDDEN = re.compile(r"\..*|__pycache__|.*\.(safetensors|pt|pth|so|pyc)")  # or made by programs, beside texts
 NOT_STDLIB = re.compile(
     r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*"
     r"|(cp[0-8]|hp_|iso8859|koi8_|kz|mac_|palmos|ptcp|tis_).*|(aliases|entities|_casefix|stringprep|topics)\.py"

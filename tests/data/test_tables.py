@@ -148,7 +148,7 @@ def test_links_are_followed_once_and_hidden_names_are_left_out() -> None:
     Path("d/sub/copy.txt").hardlink_to("d/sub/b.txt")  # as tools that save space make, so it is a document
     Path("d/broken").symlink_to("nowhere")
     os.mkfifo("d/pipe")
-    for name in ("d/run/checkpoints/c", "d/run/config.toml", "d/corpus/train.bin", "d/corpus/meta.json", "d/a.png"):
+    for name in ("d/run/checkpoints/c", "d/run/config.toml", "d/corpus/train.bin", "d/corpus/meta.json", "d/a.pt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("what was made of the text, or is none")
     Path("d/latin.txt" if sys.platform == "darwin" else "d/latin\udcff.txt").write_text("name")  # not UTF-8
