@@ -34,8 +34,8 @@ from errors import UserError, check_numbers
 from files import expand
 from inspection import terminal
 from inspection.heads import Ablation, head_scores, replace_heads
-from inspection.inputs import Inputs, choose_heads, choose_inputs, sizes_of
-from inspection.inspection import Inspection, check_output, measure, name_of_model, open_model, save
+from inspection.inputs import Inputs, choose_heads, choose_inputs
+from inspection.inspection import NO_CORPUS, Inspection, check_output, measure, name_of_model, open_model, save
 from inspection.kinds import name_of
 from inspection.live import serve
 from inspection.metrics import METRICS
@@ -109,6 +109,8 @@ def main() -> None:
                 inputs = choose_inputs(
                     model, text, None, options.heads, checkpoints[-1], corpus, options.generate, options.sampler
                 )
+                if options.view == "places" and inputs.corpus is None:
+                    raise UserError(NO_CORPUS)
                 if has_page:  # check now, not after the work
                     check_room(inputs, len(checkpoints))
                 print(inputs.note)
@@ -147,7 +149,7 @@ def serve_model(
     written: the text in the form, at first. first: the inputs as long as no other text is asked for. known: has the
     scores on the probe, which are shown with any text.
     """
-    size = sizes_of(model)[:2]
+    L, _, H, _ = known.att.shape
 
     def answer(text: str | None = None, other: str = "", **changes: str) -> str:
         """Return the page of a text. changes: "zero", "mean" or "patch" (from the other text) -> heads."""
@@ -156,7 +158,7 @@ def serve_model(
         outputs = {}  # layer -> of its heads on the other text, (1, H, T, D)
         if "patch" in changes:
             head_scores(model, choose_inputs(model, other, None, (), checkpoint).shown, None, outputs.setdefault)
-        modes = {head: mode for mode, names in changes.items() for head in choose_heads(names.split() or "", *size)}
+        modes = {head: mode for mode, names in changes.items() for head in choose_heads(names.split() or "", L, H)}
         change = partial(replace_heads, modes=modes, others=outputs)
         inputs = replace(inputs, measured=inputs.shown, probe=None)
         found = measure(model, inputs, known.name, None, EFFORT, change=change)

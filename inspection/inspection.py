@@ -39,6 +39,7 @@ from model.device import autocast, dtype_name, find_device, is_fast
 from model.foreign import load_decoder
 
 FORMATS = (".html", ".png", ".svg", ".npz")
+NO_CORPUS = "no place was looked for: the model's validation text is not here, give one with --corpus FILE"
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,9 +69,7 @@ class Inspection(Inputs):
     def places(self, layer: int, head: int) -> Places:
         """Return the strongest places of a head in the corpus. Raises UserError if there was none."""
         if not self.strongest:
-            raise UserError(
-                "no place was looked for: the model's validation text is not here, give one with --corpus FILE"
-            )
+            raise UserError(NO_CORPUS)
         return self.strongest[layer, head]
 
     def table(self, heads: Sequence[Head] = ()) -> str:

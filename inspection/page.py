@@ -10,6 +10,7 @@ to two bytes a weight.
 
 import base64
 import json
+import math
 import secrets
 import zlib
 from collections.abc import Sequence
@@ -106,8 +107,9 @@ def describe(inspection: Inspection) -> dict:
         "name": inspection.name,
         "summary": f"{inspection.name} · loss {inspection.loss:.4f} · {inspection.verified}",
         "heads": [describe_head(inspection, head) for head in inspection.heads],
+        # JSON has no infinity, and no nan. The last token is followed by none.
         "predictions": [
-            (inspection.label(token), f"{chance:.1%}", None if loss is None else min(loss, 1e9))  # JSON has no infinity
+            (inspection.label(token), f"{chance:.1%}", loss if loss is not None and math.isfinite(loss) else None)
             for token, chance, loss in predictions
         ],
     }

@@ -223,6 +223,19 @@ def test_a_page_that_is_saved_has_no_form_and_a_hostile_text_is_text(answer, run
     assert "connect-src 'self'; form-action 'none'\">" in served
 
 
+def test_the_first_page_is_of_what_was_inspected(answer, run, straight: Path, tmp_path: Path) -> None:
+    """With what the model wrote, and with the probe's scores and feeders of the saved page, also of a changed model."""
+    words = ["--text", TEXT[:5], "--generate", 3, "-o", tmp_path / "a.html", "--live"]
+    assert run(inspect_attention, straight, *words).exit_code == 0
+    saved = content((tmp_path / "a.html").read_text())
+    served = inspect_attention.serve.__self__[-1]
+    for asked in ({}, {"zero": "0.0"}):
+        first = content(served(**asked))
+        assert first["labels"] == saved["labels"] and len(first["labels"]) == 8 and first["given"] == 5
+        for old, new in zip(saved["checkpoints"][0]["heads"], first["checkpoints"][0]["heads"], strict=True):
+            assert new["fed"] == old["fed"] and new["scores"]["induction"] == old["scores"]["induction"]
+
+
 def test_ctrl_c_ends_it_at_once(straight: Path) -> None:
     """Even while a page is made."""
     words = ["inspect_attention.py", straight, "--text", TEXT, "--live"]

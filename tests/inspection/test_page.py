@@ -63,7 +63,7 @@ def inspected(
     influence[3::6] = float("nan")
     logits = noise("logits", step, *shape, length, 14).sort(-1, descending=True).values[..., [0, 1, 2, 13, 12, 11]]
     logits[:, :, UNSAID : UNSAID + 1] = float("nan")
-    predictions = [(i, (i + 1) / (length + 2), i / 7) for i in range(length)]
+    predictions = [(i, (i + 1) / (length + 2), float("inf") if i == 3 else i / 7) for i in range(length)]
     lengths = noise("lengths", step, *shape, length).exp()
     spoken = noise("spoken", step, *shape, length, 6).argsort(-1) + 10 * step
     found = Inspection(
