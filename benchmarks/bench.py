@@ -276,30 +276,29 @@ def measure_decode(bench: Bench) -> Iterator[dict]:
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     gpt2 = transformers.GPT2Config(**sizes, n_positions=shape.context_length, **special)
     dtypes = [torch.float32, *[torch.bfloat16] * has_bfloat16(bench.device)]
-    for B in (1, 8) if bench.cuda else (1,):
-        idx = torch.randint(shape.vocab_size, (B, prompt), device=bench.device)
-        options = {"attention_mask": torch.ones_like(idx), "max_new_tokens": new, "do_sample": False}
-        works = {}
-        read = {}  # bytes of weights
-        with contextlib.ExitStack() as stack:
-            for dtype in dtypes[-1:] if bench.cuda else dtypes:
-                ours = make_gpt("gpt2", shape).eval().to(bench.device, dtype)
-                stack.enter_context(packed(ours))  # as sample.py does
-                other = transformers.AutoModelForCausalLM.from_config(gpt2, attn_implementation="sdpa").eval()
-                other = other.to(bench.device, dtype)
-                ways = {"ours": partial(ours.generate, idx, new, temperature=0)}
-                ways["transformers"] = partial(other.generate, idx, **options)
-                if bench.cuda or bench.tiny:
-                    ways["ours, eager"] = patch("model.recorded.can_record", lambda *_: False)(ways["ours"])
-                    ways["transformers, static"] = partial(ways["transformers"], cache_implementation="static")
-                for way, work in ways.items():
-                    works[f"{way}, {dtype_name(dtype)}"] = work
-                    read[f"{way}, {dtype_name(dtype)}"] = bytes_read(ours if "ours" in way else other)
-            results = bench.measure(works)
-        for way, ms in results.items():
-            speed = 1e3 * new / ms
-            rate = read[way] * speed / 1e9
-            yield {"what": f"{way} x {B}", "new": new, "ms": ms, "tokens/s": B * speed, "weights GB/s": rate}
+    idx = torch.randint(shape.vocab_size, (1, prompt), device=bench.device)
+    options = {"attention_mask": torch.ones_like(idx), "max_new_tokens": new, "do_sample": False}
+    works = {}
+    read = {}  # bytes of weights
+    with contextlib.ExitStack() as stack:
+        for dtype in dtypes[-1:] if bench.cuda else dtypes:
+            ours = make_gpt("gpt2", shape).eval().to(bench.device, dtype)
+            stack.enter_context(packed(ours))  # as sample.py does
+            other = transformers.AutoModelForCausalLM.from_config(gpt2, attn_implementation="sdpa").eval()
+            other = other.to(bench.device, dtype)
+            ways = {"ours": partial(ours.generate, idx, new, temperature=0)}
+            ways["transformers"] = partial(other.generate, idx, **options)
+            if bench.cuda or bench.tiny:
+                ways["ours, eager"] = patch("model.recorded.can_record", lambda *_: False)(ways["ours"])
+                ways["transformers, static"] = partial(ways["transformers"], cache_implementation="static")
+            for way, work in ways.items():
+                works[f"{way}, {dtype_name(dtype)}"] = work
+                read[f"{way}, {dtype_name(dtype)}"] = bytes_read(ours if "ours" in way else other)
+        results = bench.measure(works)
+    for way, ms in results.items():
+        speed = 1e3 * new / ms
+        rate = read[way] * speed / 1e9
+        yield {"what": way, "new": new, "ms": ms, "tokens/s": speed, "weights GB/s": rate}
 
 
 def bytes_read(model: nn.Module) -> int:
