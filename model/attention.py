@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.dropout import Dropout
+
 FORMULA_KEYS = 512  # most keys for which the formula trains faster on a CPU (benchmarks/results/step_cpu_2026-11-23.md)
 
 
@@ -142,7 +144,7 @@ class CausalSelfAttention(nn.Module):
         self.attend = Attend()
         self.weight_dropout = weight_dropout
         self.o_proj = nn.Linear(n_head * head_dim, n_embd, bias=bias)  # mixes the outputs of the heads
-        self.residual_dropout = nn.Dropout(dropout)
+        self.residual_dropout = Dropout(dropout)
         self.register_buffer("causal_mask", mask, persistent=False)  # never in a checkpoint
         self.register_buffer("triangle", mask if is_triangle(mask) else None, persistent=False)
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import GPTConfig
+from model.dropout import Dropout
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -33,7 +34,7 @@ class MLP(nn.Module):
         super().__init__()
         self.up_proj = nn.Linear(config.n_embd, config.n_inner, bias=config.bias)
         self.down_proj = nn.Linear(config.n_inner, config.n_embd, bias=config.bias)
-        self.residual_dropout = nn.Dropout(config.dropout)
+        self.residual_dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to each token: (B, T, C) -> (B, T, C)."""

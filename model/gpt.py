@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from model.attention import CausalSelfAttention, make_causal_mask
 from model.cache import LayerCache
 from model.config import GPTConfig
+from model.dropout import Dropout
 from model.families import FAMILIES, Rotary, autocast_dtype
 from model.sampling import Sampler, stream
 
@@ -75,7 +76,7 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, C)
         self.position_embedding = None if self.family.rotary else nn.Embedding(config.context_length, C)
         self.embedding_norm = self.family.norm(C, config) if self.family.embedding_norm else None
-        self.embedding_dropout = nn.Dropout(config.dropout)
+        self.embedding_dropout = Dropout(config.dropout)
         self.rotary = Rotary(config) if self.family.rotary else None
         mask = make_causal_mask(config.context_length)  # the layers share it
         self.blocks = nn.ModuleList(Block(config, mask, self.rotary) for _ in range(config.n_layer))

@@ -168,7 +168,12 @@ def test_numbers_that_json_cannot_say_are_null(run, corpus_file, tmp_path, monke
 
 
 def test_the_newest_the_best_and_damaged_later_checkpoints_are_kept(run, corpus_file: Path, tmp_path: Path) -> None:
-    changes = {"train__keep_checkpoints": 2, "train__checkpoint_every": 2, "train__learning_rate": 3.0}
+    changes = {
+        "train__keep_checkpoints": 2,
+        "train__checkpoint_every": 2,
+        "train__learning_rate": 3.0,
+        "train__final_lr_fraction": 1.0,
+    }
     run(train, *tiny_run(corpus_file, tmp_path / "run", **changes, train__eval_every=2, train__warmup_steps=6))
     val_loss = metrics(tmp_path / "run", "val_loss")
     best = min((step for step in val_loss if step), key=val_loss.get)
