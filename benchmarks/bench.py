@@ -1,4 +1,4 @@
-"""Measure this machine: attention, steps, optimizers, text, decoding, time to a loss.
+"""Measure this machine: steps, operators of a step, text, decoding, time to a loss.
 
 Ways to run:
     make bench                                           all stages, into benchmarks/results/
@@ -19,11 +19,12 @@ import re
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -33,10 +34,12 @@ import numpy as np
 import torch
 import tyro
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import nanogpt
+from benchmarks import ROOT, nanogpt
 from benchmarks.loss import measure_loss, standard_library
 from cli.options import parse
 from cli.script import run_script
@@ -44,7 +47,6 @@ from data.batches import Batches, seed_for
 from data.prepare import DataConfig, prepare
 from errors import UserError
 from model import GPT, GPTConfig
-from model.attention import Attend, attention_weights, make_causal_mask
 from model.device import dtype_name, find_device, has_bfloat16
 from model.packed import packed
 from train import next_token_loss
@@ -52,6 +54,7 @@ from training.config import TrainConfig
 from training.device import compile_loss, set_seed
 from training.flops import flops_per_token, product_flops
 from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
+from training.options import read_config
 
 # name: shape, and batch sizes
 Sizes = dict[str, tuple[nanogpt.Config, tuple[int, ...]]]
@@ -127,25 +130,6 @@ def make_nanogpt(shape: nanogpt.Config) -> nanogpt.NanoGPT:
     return nanogpt.NanoGPT(replace(shape, vocab_size=50304) if shape.vocab_size == 50257 else shape)
 
 
-def measure_attention(bench: Bench) -> Iterator[dict]:
-    """Time the fused kernel and the written-out formula, forward and backward, for equally many tokens."""
-    tokens = 32 if bench.tiny else 2**14 if bench.cuda else 2**12
-    for T in (8, 16) if bench.tiny else (256, 1024, 4096):
-        shape = (tokens // T, 4, T, 64)  # (B, H, T, D)
-        mask = make_causal_mask(T).to(bench.device)
-        options = {"device": bench.device, "dtype": bench.dtype, "requires_grad": True}
-        q, k, v = (torch.randn(shape, **options) for _ in range(3))
-
-        def train(attend: Callable[[], Tensor], inputs: tuple = (q, k, v)) -> None:
-            y = attend()
-            torch.autograd.grad(y, inputs, y.detach())
-
-        kernel = partial(Attend(), q, k, v, None)
-        formula = partial(lambda q, k, v, mask: attention_weights(q, k, mask) @ v, q, k, v, mask)
-        for way, ms in bench.measure({"kernel": partial(train, kernel), "formula": partial(train, formula)}).items():
-            yield {"what": f"{way}, T = {T}", "shape": shape, "ms": ms}
-
-
 @cache
 def peak_flops(bench: Bench) -> float:
     """Return the FLOP/s of the fastest of a few products of square matrices."""
@@ -189,19 +173,22 @@ def all_trainings(bench: Bench, shape: nanogpt.Config, batch_size: int, path: Pa
     return ways
 
 
-def steps(bench: Bench, model: GPT, config: TrainConfig, batches: Callable[..., tuple]) -> Iterator[None]:
+def steps(
+    bench: Bench, model: GPT, config: TrainConfig, batches: Callable, dtype: torch.dtype | None = None
+) -> Iterator[None]:
     """Train as train.py does, one step per iteration, without its logging.
 
-    batches: (step, device) -> inputs and targets.
+    batches: (step, device) -> inputs and targets. dtype: None for that of nanoGPT.
     """
+    dtype = dtype or bench.dtype
     loss_fn = compile_loss(next_token_loss, config, bench.device) if bench.cuda else next_token_loss
-    optimizer = make_optimizer(model, config, bench.dtype)
+    optimizer = make_optimizer(model, config, dtype)
     guard = FiniteGuard(bench.device)
     for step in count():
         set_schedule(optimizer, step, config)
         set_seed(bench.device, seed_for(0, "dropout", step))
         inputs, targets = batches(step, bench.device)
-        loss = loss_fn(model, inputs, targets, bench.dtype) / targets.numel()
+        loss = loss_fn(model, inputs, targets, dtype) / targets.numel()
         loss.backward()
         norm = clip_gradients(model, config.grad_clip)
         guard.watch(step, loss.detach() + norm)
@@ -210,23 +197,43 @@ def steps(bench: Bench, model: GPT, config: TrainConfig, batches: Callable[..., 
         yield
 
 
-def measure_optimizer(bench: Bench) -> Iterator[dict]:
-    """Time one update of all parameters: our Muon and PyTorch's, our AdamW and nanoGPT's."""
-    for name, (shape, _) in bench.sizes.items():
-        model = make_gpt("nanochat", shape).to(bench.device)
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        matrices = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2]
-        others = {*model.parameters()} - {*matrices}
-        torch_muon = (torch.optim.Muon(matrices), torch.optim.AdamW(others, fused=True))
-        works = {
-            "Muon, ours": make_optimizer(model, TrainConfig(optimizer="muon", learning_rate=1e-6), bench.dtype).step,
-            "Muon, torch": lambda muon=torch_muon: [optimizer.step() for optimizer in muon],
-            "AdamW, ours": make_optimizer(model, TrainConfig(learning_rate=1e-6)).step,
-            "AdamW, nanoGPT": nanogpt.make_optimizer(model, 1e-6).step,
-        }
-        for way, ms in bench.measure(works).items():
-            yield {"what": f"{way}, {name}", "ms": ms}
+class Operators(TorchDispatchMode):
+    """Calls, milliseconds, and megabytes of inputs and outputs of each operator that does not return a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = defaultdict(lambda: np.zeros(3))  # (part of the step, operator) -> calls, ms, MB
+
+    def __torch_dispatch__(self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None):
+        began = time.perf_counter()
+        result = function(*args, **(kwargs or {}))
+        ms = 1e3 * (time.perf_counter() - began)
+        part = "forward" if torch.is_grad_enabled() else "optimizer"
+        part = "backward" if torch._C._current_graph_task_id() >= 0 else part  # which autograd's engine sets
+        if not function.is_view:
+            megabytes = sum(x.nbytes for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)) / 1e6
+            self.found[part, str(function.overloadpacket)] += 1, ms, megabytes
+        return result
+
+
+def measure_operators(bench: Bench) -> Iterator[dict]:
+    """Time each operator of a step of our configurations for a CPU, and yield those that take a fiftieth or more."""
+    dtype = torch.bfloat16 if has_bfloat16(bench.device) else torch.float32
+    for name in ("quickstart", "shakespeare_char_fast", "shakespeare_char_best"):
+        config = read_config([str(ROOT / "configs" / f"{name}.toml")])
+        model = GPT(GPTConfig(**asdict(config.model), vocab_size=512)).to(bench.device)
+        batch = torch.randint(512, (2, config.train.batch_size, config.model.context_length), device=bench.device)
+        training = steps(bench, model, config.train, lambda *_, batch=batch: batch, dtype)
+        num_steps = 1 if bench.tiny else 20
+        list(islice(training, num_steps))
+        with Operators() as operators:
+            list(islice(training, num_steps))
+        total = sum(operators.found.values())
+        rows = [((name, "all"), total), *sorted(operators.found.items(), key=lambda row: -row[1][1])]
+        for names, numbers in rows:
+            if numbers[1] > total[1] / 50:
+                calls, ms, megabytes = (numbers / num_steps).tolist()
+                yield {"what": " ".join(names), "calls": calls, "ms": ms, "MB": megabytes}
 
 
 def measure_prepare(bench: Bench) -> Iterator[dict]:
@@ -307,9 +314,8 @@ def bytes_read(model: nn.Module) -> int:
 
 
 STAGES = {
-    "attention": measure_attention,
     "step": measure_step,
-    "optimizer": measure_optimizer,
+    "operators": measure_operators,
     "prepare": measure_prepare,
     "decode": measure_decode,
     "loss": lambda bench: measure_loss(bench.device, bench.text, bench.tiny),

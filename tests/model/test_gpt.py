@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
+from model.dropout import Dropout
 from model.families import FAMILIES
 from model.gpt import Head
 from tests.conftest import make_gpt, save_gpt
@@ -77,6 +78,18 @@ def test_dropout_acts_after_embedding_attention_and_mlp_and_only_in_training(fam
     assert len(shares) == 2 * (1 + 2 * 2)
     assert all(0.3 < share < 0.7 for share in shares)
     assert torch.equal(model.eval()(idx), model(idx))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.97])
+def test_dropout_drops_its_share_of_independent_elements_and_divides_the_others(p: float) -> None:
+    x = torch.ones(31, 41, 53, requires_grad=True)
+    y = Dropout(p)(x)
+    y.backward(torch.ones_like(y))
+    kept = (y != 0).flatten()
+    assert torch.equal(x.grad, y) and y.max().item() == pytest.approx(1 / (1 - p))
+    assert kept.float().mean().item() == pytest.approx(1 - p, abs=0.01)
+    for lag in range(1, 9):  # four share a random number
+        assert (kept[lag:] & kept[:-lag]).float().mean().item() == pytest.approx((1 - p) ** 2, abs=0.01)
 
 
 @pytest.mark.parametrize(
