@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.dropout import Dropout
-
 FORMULA_KEYS = 512  # most keys for which the formula trains faster on a CPU (benchmarks/results/step_cpu_2026-11-23.md)
 
 
@@ -109,7 +107,6 @@ class CausalSelfAttention(nn.Module):
         head_dim: D, the width of one head.
         mask: (context_length, context_length) bool, True = may attend; the layers of a model share one tensor. Another
             may be assigned to `causal_mask` later; what is written into this one is not seen.
-        dropout: probability of dropping an element of the output.
         bias: whether the four projections have biases.
         q_norm, k_norm: modules that normalise queries and keys, (B, heads, T, D) -> the same shape; both or none.
         rotary: a module that rotates queries and keys by their positions: (x, T positions) -> x's shape.
@@ -126,7 +123,6 @@ class CausalSelfAttention(nn.Module):
         n_kv_head: int,
         head_dim: int,
         mask: Tensor,
-        dropout: float = 0.0,
         bias: bool = True,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
@@ -144,7 +140,6 @@ class CausalSelfAttention(nn.Module):
         self.attend = Attend()
         self.weight_dropout = weight_dropout
         self.o_proj = nn.Linear(n_head * head_dim, n_embd, bias=bias)  # mixes the outputs of the heads
-        self.residual_dropout = Dropout(dropout)
         self.register_buffer("causal_mask", mask, persistent=False)  # never in a checkpoint
         self.register_buffer("triangle", mask if is_triangle(mask) else None, persistent=False)
 
@@ -167,7 +162,7 @@ class CausalSelfAttention(nn.Module):
         mask = self.mask_of(q, k, positions)
         y = self.attend(q, k, v, mask, self.weight_dropout if self.training else 0.0)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H * D)
-        return self.residual_dropout(self.o_proj(y.to(dtype)))
+        return self.o_proj(y.to(dtype))
 
     def mask_of(self, q: Tensor, k: Tensor, positions: slice | Tensor) -> Tensor | None:
         """Return the rows of the mask that belong to q, (T_query, T_key), or None where the kernel needs none."""

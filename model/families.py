@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import GPTConfig
-from model.dropout import Dropout
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -34,11 +33,10 @@ class MLP(nn.Module):
         super().__init__()
         self.up_proj = nn.Linear(config.n_embd, config.n_inner, bias=config.bias)
         self.down_proj = nn.Linear(config.n_inner, config.n_embd, bias=config.bias)
-        self.residual_dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to each token: (B, T, C) -> (B, T, C)."""
-        return self.residual_dropout(self.down_proj(self.activate(x)))
+        return self.down_proj(self.activate(x))
 
     def activate(self, x: Tensor) -> Tensor:
         """Widen and activate: (B, T, C) -> (B, T, n_inner)."""

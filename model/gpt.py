@@ -33,7 +33,6 @@ class Block(nn.Module):
             n_kv_head=config.n_kv_head,
             head_dim=config.head_dim,
             mask=mask,
-            dropout=config.dropout,
             bias=config.bias,
             q_norm=family.norm(config.head_dim, config) if family.query_key_norm else None,
             k_norm=family.norm(config.head_dim, config) if family.query_key_norm else None,
@@ -42,11 +41,12 @@ class Block(nn.Module):
         )
         self.mlp_norm = family.norm(config.n_embd, config)
         self.mlp = family.mlp(config)
+        self.dropout = Dropout(config.dropout)  # of what each adds to the residual stream
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         """Attend, then apply the MLP: (B, T, C) -> (B, T, C)."""
-        x = x + self.attention(self.attention_norm(x), cache)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class Head(nn.Linear):
