@@ -77,7 +77,7 @@ def train(config: Config, ranks: Ranks) -> None:
     certificate = certify(model, loss_fn, dtype, c.batch_size, corpus.tokenizer.special_tokens.values())
     if not compiled:
         loss_fn = record_loss(loss_fn, model, c, T)
-    run.begin(corpus, certificate, environment(device, dtype, compiled))
+    run.begin(corpus, validation.probe_tokens, certificate, environment(device, dtype, compiled))
 
     # 3. The steps.
     guard = FiniteGuard(device)

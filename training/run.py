@@ -3,7 +3,7 @@
 run = RunDirectory(config, ranks)              read what an earlier session has left: run.step is 0 for a new run
 model = make_model(config, corpus, run.base)   with the weights of a checkpoint, or random ones
 run.restore(model, optimizer, scaler)          the rest of the state
-run.begin(corpus, certificate, environment)    lock the directory, and write from here on
+run.begin(corpus, probe_tokens, ...)           lock the directory, and write from here on
 run.log(step, train_loss=2.5)                  a line of metrics
 run.save(progress, model, ...)                 a checkpoint
 run.finish(step)
@@ -11,6 +11,7 @@ run.finish(step)
 
 import json
 
+import numpy as np
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -32,7 +33,6 @@ from training.report import best_checkpoint, flat, next_commands, read_metrics, 
 from training.save import remove, save_checkpoint
 from training.sharded import gather
 from training.tracking import Tracker
-from training.validation import probe_tokens
 
 BATCHES = 3  # the version of what a run depends on besides its configuration; raised when a step gets another batch
 SAMPLE_WIDTH = 65  # characters of a sample that are printed; metrics.jsonl has all
@@ -103,17 +103,19 @@ class RunDirectory:
             if self.state["scaler"]:
                 scaler.load_state_dict(self.state["scaler"])
 
-    def begin(self, corpus: Corpus, certificate: dict, environment: dict[str, str]) -> None:
+    def begin(self, corpus: Corpus, probe_tokens: np.ndarray, certificate: dict, environment: dict[str, str]) -> None:
         """Lock the directory; write config.toml and the metrics so far; print what differs from the session before.
 
         Args:
             corpus: the text; a checkpoint has its tokenizer.
+            probe_tokens: those of `Validation`, which checkpoints name for the same probe in an inspection.
             certificate: the record of `certify`, for checkpoints and the report.
             environment: the facts of training/device.py about the machine and the code, also for both.
 
         Raises UserError if another process uses the directory, or has written to it meanwhile.
         """
         self.corpus = corpus
+        self.probe_tokens = probe_tokens.tolist()
         self.about = {"certificate": certificate, "environment": environment}
         before = self.base.manifest["environment"] if self.step else {}
         changed = [
@@ -179,7 +181,7 @@ class RunDirectory:
             "tokens": progress.tokens,
             "train_seconds": progress.train_seconds,
             "fingerprint": self.corpus.meta["fingerprint"],
-            PROBE_TOKENS: probe_tokens(self.corpus, self.config.train).tolist(),
+            PROBE_TOKENS: self.probe_tokens,
             "wandb_id": self.tracker.run_id,
             "scaler": scaler.state_dict(),
             "batches": BATCHES,

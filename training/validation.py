@@ -23,12 +23,6 @@ MOST_SCORED = 256  # tokens of text on which heads are scored, which costs littl
 MOST_PROBED = 512  # tokens that each checkpoint names, for the same probe in an inspection
 
 
-def probe_tokens(corpus: Corpus, config: TrainConfig) -> np.ndarray:
-    """Return tokens of the validation text to draw the probe of heads from, at most MOST_PROBED, evenly spread."""
-    seen = np.unique(corpus.tokens["val"][: config.eval_tokens + 1])
-    return seen[np.linspace(0, len(seen) - 1, min(len(seen), MOST_PROBED), dtype=int)]
-
-
 class Validation:
     """Evaluation of a model in training, always on the same text and with the same random numbers.
 
@@ -38,6 +32,9 @@ class Validation:
         context_length: T.
         dtype: the precision of matrix products.
         ranks: share the batches of the loss; all of them call each method.
+
+    Attributes:
+        probe_tokens: tokens of the validation text to draw the probe of heads from, at most MOST_PROBED, evenly spread.
     """
 
     def __init__(self, corpus: Corpus, config: TrainConfig, context_length: int, dtype: torch.dtype, ranks: Ranks):
@@ -57,7 +54,9 @@ class Validation:
         self.prompt = [*self.tokenizer.document_start, *text] or self.tokens[:1].tolist()
         text = self.tokens[:context_length][:MOST_SCORED]
         self.text = torch.from_numpy(text.astype(np.int64))[None]
-        self.probe = make_probe(self.tokenizer, self.tokenizer.vocab_size, probe_tokens(corpus, config), context_length)
+        seen = np.unique(self.tokens)
+        self.probe_tokens = seen[np.linspace(0, len(seen) - 1, min(len(seen), MOST_PROBED), dtype=int)]
+        self.probe = make_probe(self.tokenizer, self.tokenizer.vocab_size, self.probe_tokens, context_length)
 
     def evaluate(self, model: GPT, loss_fn: LossFn) -> dict:
         """Return a record for metrics.jsonl: val_loss, val_bits_per_byte, heads and, if wanted, a sample.
