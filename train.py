@@ -40,6 +40,7 @@ from training.optimizer import FiniteGuard, clip_gradients, learning_rate_at, ma
 from training.options import Config, read_config
 from training.progress import Interrupt, Interrupted, Progress
 from training.run import RunDirectory
+from training.sharded import place_model
 from training.validation import Validation
 
 
@@ -64,7 +65,7 @@ def train(config: Config, ranks: Ranks) -> None:
         corpus = prepare(config.data, fingerprint=run.fingerprint, model=run.base and run.base.directory)
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
     validation = Validation(corpus, c, T, dtype, ranks)
-    model = ranks.wrap_model(make_model(config, corpus, run.base), c.parallel, device)
+    model = place_model(make_model(config, corpus, run.base), c.parallel, device)
     keep_freed_memory(device)
     compiled = choose_compiled(c, device)
     compiled_on_cuda = compiled and device.type == "cuda"

@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from errors import UserError, errors_as_user_error
-from model import GPT
 from model.device import dtype_name
 from training.config import TrainConfig
-from training.sharded import is_sharded, shard_model
+from training.sharded import is_sharded
 
 LONGEST_WAIT = timedelta(days=30)  # for rank 0, which prepares data for hours or saves
 
@@ -98,12 +97,6 @@ class Ranks:
                 "see, and the precision one that all have, as in --train.dtype float32"
             )
         print(f"ranks:  {self.world}, {config.parallel}, {accum // self.world} micro-batches of a step each")
-
-    def wrap_model(self, model: GPT, parallel: str, device: torch.device) -> GPT:
-        """Put the model on the device; with fsdp only this rank's shard of each parameter. Returns the same model."""
-        if parallel != "fsdp":
-            return model.to(device)
-        return shard_model(model, dist.init_device_mesh(device.type, (self.world,)))
 
     def micro_batches(self, num_micro_batches: int) -> range:
         """Return the numbers of this rank's micro-batches in a step."""

@@ -1,16 +1,20 @@
-"""Tensors that fsdp may shard over ranks: the DTensors of PyTorch, recognised without their import, which is slow."""
+"""Place a model on a device, with fsdp as shards over the ranks, and gather tensors that may be sharded."""
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DeviceMesh
 
 from model import GPT
 from model.huggingface import Tensors
 
 
-def shard_model(model: GPT, mesh: DeviceMesh) -> GPT:
-    """Shard each parameter over the ranks of a mesh, on its kind of device, and return the same model."""
+def place_model(model: GPT, parallel: str, device: torch.device) -> GPT:
+    """Put the model on the device; with fsdp only this rank's shard of each parameter. Returns the same model."""
+    if parallel != "fsdp":
+        return model.to(device)
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     # The root is gathered again for the backward pass, which one could spare: but after a forward pass alone its
     # parameters would be whole copies, and what the certificate writes to those would be lost.
     for module in (*model.blocks, model):
@@ -23,7 +27,7 @@ def shard_model(model: GPT, mesh: DeviceMesh) -> GPT:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether the tensor is a DTensor, of which a rank may hold only a part."""
+    """Return whether the tensor is a DTensor, of which a rank may hold only a part."""  # to import that is slow
     return hasattr(tensor, "full_tensor")
 
 
