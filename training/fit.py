@@ -67,8 +67,7 @@ def fit_to_text(config: Config, num_bytes: float, tokenizer: str | None, on_gpu:
         most = num_bytes if on_gpu else min(2_000_000, num_bytes)
         tokenizer = next((name for bound, name in VOCABULARIES.items() if most <= bound), "bpe:4096")
     num_tokens = num_bytes / BYTES_PER_TOKEN.get(tokenizer, 3.5)
-    most_tokens = config.data.max_tokens
-    readable = EPOCHS * (num_tokens if most_tokens is None else min(most_tokens, num_tokens))
+    readable = EPOCHS * min(config.data.max_tokens or num_tokens, num_tokens)
     filled = [size for size in SIZES if on_gpu and tokens_for(*size) <= readable]
     size = filled[-1] if filled else SIZES[0]
     *shape, batch_size, grad_accum_steps = size
