@@ -108,7 +108,7 @@ def train(config: Config, ranks: Ranks) -> None:
             num_micro_batches = c.grad_accum_steps  # may depend on the step; the number of ranks has to divide it
             tokens = num_micro_batches * tokens_per_batch
             losses = []
-            for micro_batch in ranks.micro_batches(num_micro_batches):
+            for micro_batch in range(ranks.rank, num_micro_batches, ranks.world):
                 set_seed(device, seed_for(c.seed, "dropout", step, micro_batch))
                 inputs, targets = batches(progress.tokens // tokens_per_batch + micro_batch, device)
                 loss = loss_fn(model, inputs, targets) / tokens

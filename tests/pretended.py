@@ -26,7 +26,7 @@ from model.sampling import Sampler, stream
 from tests.conftest import often, write_corpus
 from training.certificate import certify
 from training.distributed import Ranks
-from training.optimizer import FiniteGuard
+from training.optimizer import FiniteGuard, set_schedule
 from training.options import read_config
 from training.progress import Progress
 from training.run import RunDirectory
@@ -62,9 +62,9 @@ def take_steps(directory: Path, *options: str, num: int = 4) -> list[Step]:
     config = read_config([*argv, *options])
     steps = []
 
-    def begin(ranks: Ranks, count: int) -> range:
+    def begin(*arguments: object) -> None:
         gpu.clear()
-        return range(count)
+        set_schedule(*arguments)
 
     def end(progress: Progress, tokens: int) -> None:
         steps.append(Step(gpu.operators, gpu.waits, gpu.mixed))
@@ -72,7 +72,7 @@ def take_steps(directory: Path, *options: str, num: int = 4) -> list[Step]:
 
     measured = {"val_loss": 1.0, "val_bits_per_byte": 1.0, "heads": {}}
     with (
-        mock.patch.object(Ranks, "micro_batches", begin),
+        mock.patch("train.set_schedule", begin),
         mock.patch.object(Progress, "made_step", end),
         mock.patch.object(RunDirectory, "save"),
         mock.patch.object(FiniteGuard, "check"),

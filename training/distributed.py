@@ -98,10 +98,6 @@ class Ranks:
             )
         print(f"ranks:  {self.world}, {config.parallel}, {accum // self.world} micro-batches of a step each")
 
-    def micro_batches(self, num_micro_batches: int) -> range:
-        """Return the numbers of this rank's micro-batches in a step."""
-        return range(self.rank, num_micro_batches, self.world)
-
     def add_gradients(self, model: nn.Module) -> None:
         """Add the gradients that each rank has of one micro-batch to their sum, in the order of the micro-batches.
 
