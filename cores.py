@@ -12,12 +12,7 @@ from pathlib import Path
 SETTINGS = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # with one of them, the user has decided
 LOAD = Path("/proc/loadavg")  # of Linux, as GNU's OpenMP is
 
-
-def others_work(load: str) -> bool:
-    """Return whether this content of /proc/loadavg tells of another program, in the last minute and at this instant."""
-    last_minute, _, _, running, _ = load.split()
-    return float(last_minute) > 0.5 and int(running.split("/")[0]) > 1  # one is this process
-
-
-if not SETTINGS & os.environ.keys() and LOAD.exists() and others_work(LOAD.read_text()):
-    os.environ["GOMP_SPINCOUNT"] = "1000"  # turns, a few microseconds
+if not SETTINGS & os.environ.keys() and LOAD.exists():
+    last_minute, _, _, running, _ = LOAD.read_text().split()
+    if float(last_minute) > 0.5 and int(running.split("/")[0]) > 1:  # at this instant; one is this process
+        os.environ["GOMP_SPINCOUNT"] = "1000"  # turns, a few microseconds
