@@ -409,29 +409,25 @@ class Prober:
             largest = (after - before).abs().amax(-1)
             return (largest / size.clamp_min(torch.finfo(size.dtype).tiny))[~fine].max()
 
-        def again() -> Tensor:
-            return difference(self.logits(forward, ranks), self.logits(forward, changed))
-
-        if self.vanishes(difference(before, after), again):
+        if self.vanishes(
+            difference(before, after),
+            lambda: difference(self.logits(forward, ranks), self.logits(forward, changed)),
+        ):
             return
         query, row = (~fine.T).nonzero()[0].tolist()
 
-        def read(text: Tensor) -> Tensor:
-            return self.logits(forward, text)[row, query]
-
-        expected = read(ranks)
-        if not torch.equal(expected, read(ranks)):
-            raise Finding(f"the same tokens do not give the same numbers again ({self.where}); is dropout still on?")
-
-        def moves(key: int) -> bool:
-            """Return whether replacing the tokens up to this one, and none of another sequence, moves the logits."""
+        def read(key: int) -> Tensor:
+            """Return the logits where the tokens up to this one are replaced, and none of another sequence."""
             text = ranks.clone()
             text[row, : key + 1] = changed[row, : key + 1]
-            return not torch.equal(expected, read(text))
+            return self.logits(forward, text)[row, query]
 
+        expected = read(-1)
+        if not torch.equal(expected, read(-1)):
+            raise Finding(f"the same tokens do not give the same numbers again ({self.where}); is dropout still on?")
         size = (after - before)[row, query].abs().max()
         effect = f"its logits move by up to {size:.2g} ({self.where})"
-        key = bisect_left(range(self.length), True, key=moves)
+        key = bisect_left(range(self.length), True, key=lambda key: not torch.equal(expected, read(key)))
         if key == self.length:
             raise Finding(f"a sequence changes when the others of its batch do: {effect}")
         raise Finding(f"position {query} sees token {key}, which it must not see: {effect}", query, key)
