@@ -173,7 +173,7 @@ def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:
     Raises UserError if one is not found, if there are several that are not of one run, or if there is none.
     """
     by_path = {checkpoint.directory.resolve(): checkpoint for checkpoint in map(find_checkpoint, paths)}
-    runs = {path.parent if STEP.fullmatch(path.name) else path for path in by_path}
+    runs = {path.parent if path.match(STEP) else path for path in by_path}
     if len(runs) != 1:
         raise UserError("give a checkpoint first of all, or for a timeline several directories step-... of one run")
     return [by_path[path] for path in sorted(by_path)]

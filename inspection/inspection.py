@@ -237,4 +237,4 @@ def name_of_model(directory: Path) -> str:
     directory = directory.resolve()
     if directory.parent.name == "snapshots":  # in the hub's cache
         return directory.parts[-3].removeprefix("models--").replace("--", "/")
-    return visible(" ".join(directory.parts[-3::2]) if STEP.fullmatch(directory.name) else directory.name)
+    return visible(" ".join(directory.parts[-3::2]) if directory.match(STEP) else directory.name)
