@@ -51,7 +51,7 @@ from model.device import dtype_name, find_device, has_bfloat16
 from model.packed import packed
 from train import next_token_loss
 from training.config import TrainConfig
-from training.device import compile_loss, set_seed
+from training.device import compile_loss, keep_freed_memory, set_seed
 from training.flops import flops_per_token, product_flops
 from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
 from training.options import read_config
@@ -218,6 +218,7 @@ class Operators(TorchDispatchMode):
 
 def measure_operators(bench: Bench) -> Iterator[dict]:
     """Time each operator of a step of our configurations for a CPU, and yield those that take a fiftieth or more."""
+    keep_freed_memory(bench.device)
     dtype = torch.bfloat16 if has_bfloat16(bench.device) else torch.float32
     for name in ("quickstart", "shakespeare_char_fast", "shakespeare_char_best"):
         config = read_config([str(ROOT / "configs" / f"{name}.toml")])
