@@ -1,7 +1,7 @@
 """The key-value cache: keys and values of earlier tokens, so that no token is read twice."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class LayerCache:
@@ -24,11 +24,3 @@ class LayerCache:
         self.values[:, :, self.length : end] = v
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
-
-
-def read_in_parts(model: nn.Module, idx: Tensor) -> Tensor:
-    """Return the logits of a text that a `GPT` reads in four parts, with a cache: (B, T) -> (B, T, V)."""
-    T = idx.size(1)
-    caches = model.new_cache(len(idx), T)
-    parts = idx.tensor_split((T // 2, T // 2 + 1, T // 2 + 3), dim=1)  # long, single, short, long
-    return model.logits(torch.cat([model.hidden(part, caches) for part in parts if part.size(1)], dim=1))

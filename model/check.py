@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from model import GPT
-from model.cache import read_in_parts
-from model.causality import check_causality, logits_of
+from model.causality import check_causality, logits_of, read_in_parts
 from model.foreign import load_decoder
 
 

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
-from model.dropout import Dropout
 from model.families import FAMILIES
-from model.gpt import Head
+from model.gpt import Dropout, Head
 from tests.conftest import make_gpt, save_gpt
 
 
