@@ -573,11 +573,3 @@ def watched(module: nn.Module, idx: Tensor) -> Iterator[list[Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def read_in_parts(model: nn.Module, idx: Tensor) -> Tensor:
-    """Return the logits of a text that a `GPT` reads in four parts, with a cache: (B, T) -> (B, T, V)."""
-    T = idx.size(1)
-    caches = model.new_cache(len(idx), T)
-    parts = idx.tensor_split((T // 2, T // 2 + 1, T // 2 + 3), dim=1)  # long, single, short, long
-    return model.logits(torch.cat([model.hidden(part, caches) for part in parts if part.size(1)], dim=1))

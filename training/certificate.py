@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from errors import UserError
 from inspection.decoder import evaluating
 from model import GPT
-from model.causality import check_causality, read_in_parts, watched
+from model.causality import check_causality, watched
+from model.check import read_in_parts
 from model.device import autocast, dtype_name, exact_products
 from model.load import skip_parameter_init
 from training.sharded import gather, gather_tensor

@@ -27,7 +27,7 @@ def place_model(model: GPT, parallel: str, device: torch.device) -> GPT:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether the tensor is a DTensor, of which a rank may hold only a part."""  # to import that is slow
+    """Return whether the tensor is a DTensor, of which a rank may hold only a part. To import the class is slow."""
     return hasattr(tensor, "full_tensor")
 
 
