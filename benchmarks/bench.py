@@ -6,8 +6,9 @@ Ways to run:
     python benchmarks/bench.py --out results.jsonl       one JSON object per measurement
     python benchmarks/bench.py --tiny                    tiny sizes, to see that it works
 
-The ways of a stage take turns in one process, so that a machine that slows down slows all of them. Printed are medians.
-"of peak" is MFU, the share of the fastest matrix product found in the same run. nanoGPT is benchmarks/nanogpt.py.
+The ways of a stage take turns in one process, so that a machine that slows down slows all of them. Printed are medians;
+of operators, means. "of peak" is MFU, the share of the fastest matrix product found in the same run. nanoGPT is
+benchmarks/nanogpt.py.
 """
 
 import contextlib
