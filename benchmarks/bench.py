@@ -1,4 +1,4 @@
-"""Measure this machine: steps, operators of a step, text, decoding, time to a loss.
+"""Measure this machine: steps, text, decoding, operators of a step, time to a loss.
 
 Ways to run:
     make bench                                           all stages, into benchmarks/results/
@@ -319,9 +319,9 @@ def bytes_read(model: nn.Module) -> int:
 
 STAGES = {
     "step": measure_step,
-    "operators": measure_operators,
     "prepare": measure_prepare,
     "decode": measure_decode,
+    "operators": measure_operators,  # keeps freed memory, also for what this process would measure after it
     "loss": lambda bench: measure_loss(bench.device, bench.text, bench.tiny),
 }
 
