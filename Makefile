@@ -10,7 +10,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 EVERY_CORE = -n auto --dist worksteal  # pytest-xdist
 RUN = out/quickstart
-CODE = train.py sample.py inspect_attention.py errors.py files.py cores.py model data training inspection cli benchmarks tests docs
+CODE = train.py sample.py inspect_attention.py errors.py files.py cores.py model data training tril inspection cli benchmarks tests docs
 
 .PHONY: train test test-long bench gpu
 

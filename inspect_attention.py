@@ -32,17 +32,17 @@ from cli.options import parse
 from cli.script import read_prompt, run_script
 from errors import UserError, check_numbers
 from files import expand
-from inspection import terminal
-from inspection.heads import Ablation, head_scores, replace_heads
 from inspection.inputs import Inputs, choose_heads, choose_inputs
-from inspection.inspection import NO_CORPUS, Inspection, check_output, measure, name_of_model, open_model, save
-from inspection.kinds import name_of
-from inspection.live import serve
-from inspection.metrics import METRICS
-from inspection.page import check_room, render
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 from model.sampling import Sampler
+from tril import terminal
+from tril.experiments import Ablation, head_scores, replace_heads
+from tril.inspection import NO_CORPUS, Inspection, check_output, measure, name_of_model, open_model, save
+from tril.kinds import name_of
+from tril.live import serve
+from tril.metrics import METRICS
+from tril.page import check_room, render
 
 EFFORT = 0.003  # of that for a saved page, while somebody waits
 

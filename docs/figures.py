@@ -16,13 +16,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from data.tokenizer import load_tokenizer
-from inspection import capture, head_scores
 from inspection.inputs import choose_inputs
-from inspection.kinds import KINDS, kind_of, name_of
-from inspection.plots import pool
 from model.checkpoint import find_checkpoint
 from model.load import load_model
 from training.report import read_metrics
+from tril import capture, head_scores
+from tril.kinds import KINDS, kind_of, name_of
+from tril.plots import pool
 
 DOCS = Path(__file__).parent
 TEXT = 2 * "def get_name(self):\n    return self.name\n\n"  # repeats, as a head may notice

@@ -17,13 +17,13 @@ from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
 from errors import UserError, errors_as_user_error
-from inspection.decoder import evaluating, read
-from inspection.heads import PROBE_TOKENS, RepeatProbe, make_probe
-from inspection.kinds import Head
-from inspection.patterns import capture
-from inspection.terminal import label as visible_label
 from model.checkpoint import Checkpoint
 from model.sampling import Sampler
+from tril.decoder import evaluating, read
+from tril.experiments import PROBE_TOKENS, RepeatProbe, make_probe
+from tril.kinds import Head
+from tril.look import capture
+from tril.terminal import label as visible_label
 
 NUM_TEXTS = 8  # sequences of validation text that are measured
 TEXT_LENGTH = 1024  # the most tokens of each

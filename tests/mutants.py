@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import data.batches
-import inspection.patterns
 import model.attention
+import tril.look
 from errors import UserError
 from model import GPT
 from model.attention import Attend, CausalSelfAttention
@@ -278,7 +278,7 @@ def formula_without_mask(q: Tensor, k: Tensor, *_: object, **__: object) -> Tens
 
 
 def unmask_the_formula(patch: pytest.MonkeyPatch) -> None:
-    for user in (model.attention, inspection.patterns, test_attention, test_leakage):
+    for user in (model.attention, tril.look, test_attention, test_leakage):
         patch.setattr(user, "attention_weights", formula_without_mask)
 
 

@@ -20,7 +20,6 @@ import train
 from benchmarks.pretended_gpu import pretended_gpu
 from model import GPT, GPTConfig
 from model.attention import make_causal_mask
-from model.causality import Finding, Prober
 from model.gpt import Block
 from model.sampling import Sampler, stream
 from tests.conftest import often, write_corpus
@@ -31,6 +30,7 @@ from training.options import read_config
 from training.progress import Progress
 from training.run import RunDirectory
 from training.validation import Validation
+from tril.causality import Finding, Prober
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPE = {"n_layer": 2, "n_head": 6, "n_embd": 96, "context_length": 29}

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError
-from inspection.decoder import evaluating
 from model import GPT
-from model.causality import check_causality, watched
-from model.check import read_in_parts
 from model.device import autocast, dtype_name, exact_products
 from model.load import skip_parameter_init
 from training.sharded import gather, gather_tensor
+from tril.causality import check_causality, watched
+from tril.decoder import evaluating
 
 COMPARED_TOKENS = 200  # more than a tile of a kernel
 LEAST_LIMIT = 0.02  # of the size of all numbers together
@@ -60,6 +59,14 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, sp
     print(f"{outcome}, {time.perf_counter() - began:.1f} s")
     record = {"causal": str(outcome)}
     return record if model.device.type == "cpu" else record | compare_with_cpu(model, dtype)
+
+
+def read_in_parts(model: nn.Module, idx: Tensor) -> Tensor:
+    """Return the logits of a text that a `GPT` reads in four parts, with a cache: (B, T) -> (B, T, V)."""
+    T = idx.size(1)
+    caches = model.new_cache(len(idx), T)
+    parts = idx.tensor_split((T // 2, T // 2 + 1, T // 2 + 3), dim=1)  # long, single, short, long
+    return model.logits(torch.cat([model.hidden(part, caches) for part in parts if part.size(1)], dim=1))
 
 
 def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:

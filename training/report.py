@@ -18,9 +18,9 @@ import numpy as np
 
 from cli.script import visible
 from files import replace_file
-from inspection.kinds import KINDS, name_of
-from inspection.metrics import METRICS
 from model.checkpoint import step_directories
+from tril.kinds import KINDS, name_of
+from tril.metrics import METRICS
 
 SOURCE = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
 TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: visible(str(value)), trim_blocks=True)

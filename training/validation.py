@@ -10,14 +10,14 @@ from cli.script import visible
 from data.batches import validation_batches
 from data.corpus import Corpus
 from errors import UserError
-from inspection.heads import head_scores, make_probe
-from inspection.metrics import summarise
-from inspection.patterns import NotTheKernels
 from model import GPT
 from model.device import autocast
 from training.certificate import LossFn
 from training.config import TrainConfig
 from training.distributed import Ranks
+from tril.experiments import head_scores, make_probe
+from tril.look import NotTheKernels
+from tril.metrics import summarise
 
 MOST_SCORED = 256  # tokens of text on which heads are scored, which costs little beside the loss
 MOST_PROBED = 512  # tokens that each checkpoint names, for the same probe in an inspection

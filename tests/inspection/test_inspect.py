@@ -12,22 +12,22 @@ import pytest
 import torch
 
 import inspect_attention
-import inspection.inspection
+import tril.inspection
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
-from inspection import ablate, capture, decoder, head_scores, influence, inspect_heads, page, terminal
 from inspection.inputs import choose_inputs
-from inspection.inspection import name_of_model, open_model
-from inspection.kinds import name_of
-from inspection.metrics import METRICS, HeadScores
-from inspection.terminal import label, triangle
 from model import GPT
 from model.attention import attention_weights
 from model.checkpoint import find_checkpoint
 from model.device import dtype_name
 from tests.conftest import make_gpt, metrics, save_gpt
-from tests.inspection.test_capture import run_captured
-from tests.inspection.test_page import data_of, stored
+from tests.tril.test_capture import run_captured
+from tests.tril.test_page import data_of, stored
+from tril import ablate, capture, decoder, head_scores, influence, inspect_heads, page, terminal
+from tril.inspection import name_of_model, open_model
+from tril.kinds import name_of
+from tril.metrics import METRICS, HeadScores
+from tril.terminal import label, triangle
 
 FIRST, LAST = "checkpoints/step-00000004", "checkpoints/step-00000012"
 TEXT = "12 is even.\n1"
@@ -221,10 +221,10 @@ def test_checkpoints_make_a_timeline(run, straight: Path, tmp_path: Path, monkey
 @pytest.mark.parametrize("only_shown", [False, True])
 def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp_path: Path, monkeypatch, only_shown):
     """The text of the pictures has a proof of its own."""
-    monkeypatch.setattr("inspection.patterns.attention_weights", lambda *given: 0.9 * attention_weights(*given))
+    monkeypatch.setattr("tril.look.attention_weights", lambda *given: 0.9 * attention_weights(*given))
     if only_shown:
         scores = HeadScores({}, torch.zeros(1), [], [], {}, {})
-        monkeypatch.setattr(inspection.inspection, "head_scores", lambda *_: scores)
+        monkeypatch.setattr(tril.inspection, "head_scores", lambda *_: scores)
     result = run(inspect_attention, straight, "--text", "12 i", "-o", tmp_path / "a.svg")
     assert result.exit_code == 1 and "the weights shown are not those of the kernel" in result.err
     assert not list(tmp_path.glob("a.*")) and "0.0" not in result.out

@@ -19,12 +19,12 @@ import train
 from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import Attend, make_causal_mask
-from model.causality import check_causality
 from model.families import FAMILIES
 from tests.conftest import make_gpt, often, same_bits, tiny_run
 from training.certificate import certify, compare_with_cpu
 from training.config import TrainConfig
 from training.model import set_first_weights
+from tril.causality import check_causality
 
 V, T = 17, 11
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

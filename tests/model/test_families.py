@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from model import GPT
-from model.causality import check_causality
 from model.families import FAMILIES, RMSNorm
 from tests.conftest import make_gpt, often
 from tests.model.test_causality import see
 from train import next_token_loss
 from training import device
 from training.config import TrainConfig
+from tril.causality import check_causality
 
 T, V = 11, 17
 ONE_ROUNDING = 2**-8  # relative, of bfloat16

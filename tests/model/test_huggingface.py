@@ -13,14 +13,14 @@ from torch import Tensor
 import train
 from data.tokenizer import make_tokenizer
 from errors import UserError
-from inspection import capture
+from inspection.foreign import load_decoder
 from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
 from model.families import FAMILIES
-from model.foreign import load_decoder
 from model.huggingface import CODECS
 from tests.conftest import run_python, save_gpt, tiny_run
 from training.model import check_config
+from tril import capture
 
 V, T = 263, 13
 SHAPES = {  # all different, and odd where a family allows it

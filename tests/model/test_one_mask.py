@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inspection import capture
 from model import attention
 from model.attention import Attend, CausalSelfAttention, attention_weights, make_causal_mask
 from model.cache import LayerCache
 from tests.conftest import often
 from tests.model.test_attention import by_formula
 from tests.model.test_leakage import GrowingCache
+from tril import capture
 
 # The largest relative error of a tensor, by its norm. One rounding is 1e-16, 6e-8 or 4e-3, and a layer and its gradient
 # have some twenty in a row. A wrong scale or head shows in float64.

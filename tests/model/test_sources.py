@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import Attend, CausalSelfAttention, attention_weights, make_causal_mask
-from model.causality import check_causality
 from tests.conftest import make_gpt
+from tril.causality import check_causality
 
 B, H, T, D = 2, 3, 7, 5
 

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 import train
-from inspection import inspect_heads
 from model import GPT
 from tests.conftest import ROOT, hold, make_gpt, metrics, write_corpus
-from tests.model.test_strangers import LastOnly
+from tests.tril.test_strangers import LastOnly
+from tril import inspect_heads
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}

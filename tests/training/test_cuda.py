@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 import train
 from errors import UserError
-from inspection import capture
 from model import GPT, GPTConfig
 from model.attention import Attend
 from model.families import FAMILIES
@@ -22,6 +21,7 @@ from training.config import TrainConfig
 from training.device import compile_loss, record_loss, set_seed
 from training.optimizer import set_schedule
 from training.progress import Progress
+from tril import capture
 
 pytestmark = [
     pytest.mark.cuda,

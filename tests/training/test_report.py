@@ -11,13 +11,13 @@ import torch.nn.functional as F
 
 import train
 from cli.script import visible
-from inspection import Captured
 from model import attention
 from model.checkpoint import step_directories
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.options import to_toml
 from training.report import HEADS as CHARTS
 from training.report import read_run, write_report
+from tril import Captured
 
 HOSTILE = "</pre><script>alert(1)</script><img onerror=alert(1) src=x><!--\x1b[31m\x00\u202e{{ name }}{% %}'\"\\&lt;"
 SEEN = HOSTILE.replace("\x1b", "\\x1b").replace("\x00", "\\x00").replace("\u202e", "\\u202e")  # as escapes

@@ -15,9 +15,9 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from inspection.inspection import Inspection
-from inspection.kinds import kind_of, name_of, tag
 from model.attention import make_causal_mask
+from tril.inspection import Inspection
+from tril.kinds import kind_of, name_of, tag
 
 DPI = 100  # pixels an inch
 LABEL_HEIGHT = 0.14  # inches that the name of a token needs

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import inspection.places
-from inspection import NotTheKernels
+import tril.places
 from inspection.inputs import choose_inputs
-from inspection.places import Place, find_places
 from model.attention import attention_weights
+from tril import NotTheKernels
+from tril.places import Place, find_places
 
 T, WORDS = 29, "abcdefghijklm()"
 CORPUS = [WORDS.index(letter) for letter in random.Random(0).choices(WORDS, [5] * 13 + [6, 7], k=997)]
@@ -125,8 +125,8 @@ def test_places_and_the_shares_of_words_are_those_of_all_texts() -> None:
 
 def test_what_cannot_be_read_in_a_minute_is_drawn_evenly(monkeypatch) -> None:
     model = Planted()
-    monkeypatch.setattr(inspection.places, "MINUTE", 3.5 * T * (5 + 7))
-    monkeypatch.setattr(inspection.places, "LEAST_SIZE", 5)
+    monkeypatch.setattr(tril.places, "MINUTE", 3.5 * T * (5 + 7))
+    monkeypatch.setattr(tril.places, "LEAST_SIZE", 5)
     model.weight = nn.Parameter(torch.zeros(7))
     found = found_by(model)
     assert found[EVEN].note.startswith("87 of 997 tokens; ")
@@ -150,6 +150,6 @@ def test_a_line_shows_both_tokens_in_what_is_around_them() -> None:
 
 
 def test_places_are_proved(monkeypatch) -> None:
-    monkeypatch.setattr("inspection.patterns.attention_weights", lambda *given: 0.9 * attention_weights(*given))
+    monkeypatch.setattr("tril.look.attention_weights", lambda *given: 0.9 * attention_weights(*given))
     with pytest.raises(NotTheKernels):
         found_by(Planted())

@@ -20,11 +20,11 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
-from inspection import Inspection, page, plots
-from inspection.kinds import kind_of, name_of, short, tag
-from inspection.metrics import METRICS
-from tests.inspection.test_page import HEADS, UNSAID, inspected, write
 from tests.picture_mutants import MUTANTS
+from tests.tril.test_page import HEADS, UNSAID, inspected, write
+from tril import Inspection, page, plots
+from tril.kinds import kind_of, name_of, short, tag
+from tril.metrics import METRICS
 
 SMALL, LONG = 13, 601  # tokens; of the longer text pictures show pools
 STEPS = (400, 800)
@@ -335,7 +335,7 @@ def mutated(file: str, old: str, new: str) -> Iterator[None]:
     source = path.read_text(encoding="utf-8")
     assert source.count(old) == 1
     changed = source.replace(old, new)
-    module = importlib.import_module(f"inspection.{path.stem}")
+    module = importlib.import_module(f"tril.{path.stem}")
     try:
         if path.suffix == ".html":
             module.TEMPLATE = module.TEMPLATE.environment.from_string(changed)

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import check
-from model.causality import check_causality, logits_of
 from tests.conftest import make_gpt, run_python
 from tests.decoders import DECODERS, DENSE, LEFT_OUT, MIXTURES, TYPES, make_decoder
 from tests.decoders import T as LENGTH
 from tests.decoders import V as VOCABULARY
+from tril import __main__ as check
+from tril.causality import check_causality, logits_of
 
 V, T, C, H = 17, 11, 30, 3
 

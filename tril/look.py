@@ -28,11 +28,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from errors import UserError
-from inspection.metrics import Metrics, Proof, measure
-from inspection.products import PRODUCTS, find_attention
 from model import GPT
 from model.attention import attention_weights, repeat_kv
 from model.device import exact_products
+from tril.metrics import Metrics, Proof, measure
+from tril.products import PRODUCTS, find_attention
 
 # The largest error of a row of weights that rounding explains, for each precision of what they are computed from.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inspection.heads import affordable_rows
-from inspection.kinds import Head, Heads
-from inspection.patterns import Captured
 from model import GPT
 from model.device import exact_products
+from tril.experiments import affordable_rows
+from tril.kinds import Head, Heads
+from tril.look import Captured
 
 MOST_SAID = 5  # tokens, of the likeliest and of the unlikeliest
 Said = tuple[Tensor, Tensor]  # n likeliest and n unlikeliest tokens, and their logits; each (T, 2n), nan: not computed

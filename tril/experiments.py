@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from cli.bars import progress_bar
 from data.encoding import Tokenizer
 from errors import UserError
-from inspection.decoder import device_of, evaluating, predict, read
-from inspection.kinds import LEAST, Fed, Head, Heads, kind_of, name_of
-from inspection.metrics import HeadScores, Metrics
-from inspection.patterns import NotTheKernels, Replace, capture
-from inspection.terminal import MOST_ROWS
-from model.causality import watched
+from tril.causality import watched
+from tril.decoder import device_of, evaluating, predict, read
+from tril.kinds import LEAST, Fed, Head, Heads, kind_of, name_of
+from tril.look import NotTheKernels, Replace, capture
+from tril.metrics import HeadScores, Metrics
+from tril.terminal import MOST_ROWS
 
 CPU_FLOPS = 5e11  # spent on each extra of a page on a CPU: about five seconds
 PROBE_LENGTH = 101  # tokens of a probe, if the context and its vocabulary allow: a start, and 50 twice

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError, errors_as_user_error
-from model.causality import logits_of
+from tril.causality import logits_of
 
 POSITIONS = 1024  # logits are computed for so many positions of a sequence at a time: V numbers each
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError
-from inspection import NotTheKernels, capture
 from inspection.inputs import choose_inputs
-from inspection.patterns import UNMASKED, Computed
 from model.sampling import Sampler
 from tests.decoders import DECODERS, STATE_ALONE, WRITTEN_OUT, make_decoder
-from tests.inspection.test_capture import call_captured, run_captured
+from tests.tril.test_capture import call_captured, run_captured
+from tril import NotTheKernels, capture
+from tril.look import UNMASKED, Computed
 
 B, T, V, WINDOW = 2, 13, 61, 5
 COMPUTE = Computed.kernel
@@ -99,7 +99,7 @@ OPTIONS = {  # name -> keys in front, query rows, options of the call, the bias 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_the_kernel_is_seen(option: str, num_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_front, rows, options, bias = OPTIONS[option]
-    monkeypatch.setattr("inspection.patterns.BLOCK_SIZE", 5 * B * 3 * T)  # five rows at a time
+    monkeypatch.setattr("tril.look.BLOCK_SIZE", 5 * B * 3 * T)  # five rows at a time
     q = torch.randn(B, 3, rows, 7)
     k = torch.randn(B, num_kv, T + in_front, 7)
     v = torch.randn(B, num_kv, T + in_front, 5)

@@ -17,16 +17,16 @@ from transformers.utils.logging import disable_progress_bar
 
 import inspect_attention
 from errors import UserError
-from inspection import capture, inspect_heads
+from inspection.foreign import load_decoder
 from model import GPT
 from model.attention import make_causal_mask
-from model.causality import check_causality
-from model.foreign import load_decoder
 from tests.conftest import make_gpt
 from tests.decoders import make_decoder
-from tests.inspection.test_page import data_of
 from tests.model.test_huggingface import save_foreign
-from tests.model.test_strangers import LastOnly
+from tests.tril.test_page import data_of
+from tests.tril.test_strangers import LastOnly
+from tril import capture, inspect_heads
+from tril.causality import check_causality
 
 disable_progress_bar()
 V, T = 61, 13

@@ -15,7 +15,7 @@ from threading import Thread
 from urllib.parse import parse_qsl
 
 from errors import UserError
-from inspection.patterns import NotTheKernels
+from tril.look import NotTheKernels
 
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",

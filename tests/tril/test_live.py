@@ -24,10 +24,10 @@ import torch.nn.functional as F
 import inspect_attention
 from data.tokenizer import load_tokenizer
 from errors import UserError
-from inspection import live, page
 from model import GPT
 from model.checkpoint import find_checkpoint
 from tests.conftest import ROOT
+from tril import live, page
 
 TEXT, OTHER = "12 is even.", "13 is odd.\n"  # as many tokens as the model reads
 

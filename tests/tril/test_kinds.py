@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inspection import capture, head_scores, repeat_probe, terminal
-from inspection.kinds import Kind, by_kind, kind_of, tag
-from inspection.metrics import HeadScores
 from model import GPT, GPTConfig
 from tests.conftest import make_gpt
-from tests.inspection.test_capture import run_captured
+from tests.tril.test_capture import run_captured
+from tril import capture, head_scores, repeat_probe, terminal
+from tril.kinds import Kind, by_kind, kind_of, tag
+from tril.metrics import HeadScores
 
 V, PLACES = 211, 113
 PLANTED = ("previous", "current", "sink", "induction")

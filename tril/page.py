@@ -22,10 +22,10 @@ from torch import Tensor
 
 from errors import UserError
 from inspection.inputs import Inputs
-from inspection.inspection import Inspection
-from inspection.kinds import KINDS, Head, kind_of, name_of
-from inspection.metrics import METRICS
-from inspection.terminal import number
+from tril.inspection import Inspection
+from tril.kinds import KINDS, Head, kind_of, name_of
+from tril.metrics import METRICS
+from tril.terminal import number
 
 SOURCE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 TEMPLATE = jinja2.Template(SOURCE, autoescape=True, trim_blocks=True, lstrip_blocks=True)

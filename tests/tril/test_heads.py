@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import inspection.decoder
-import inspection.heads
-import inspection.patterns
+import tril.decoder
+import tril.experiments
+import tril.look
 from errors import UserError
-from inspection import ablate, head_scores, influence, repeat_probe
-from inspection.decoder import predict
-from inspection.heads import feeders
-from inspection.inspection import Inspection
-from inspection.metrics import measure
 from model import GPT
 from tests.conftest import make_gpt
-from tests.inspection.test_capture import run_captured
+from tests.tril.test_capture import run_captured
+from tril import ablate, head_scores, influence, repeat_probe
+from tril.decoder import predict
+from tril.experiments import feeders
+from tril.inspection import Inspection
+from tril.metrics import measure
 
 B, T, V, L, H = 2, 11, 17, 2, 3
 REPEAT = 7  # r_1 to r_7, twice, behind a start
@@ -78,7 +78,7 @@ def test_scores_do_not_depend_on_blocks_and_are_those_of_the_patterns(size: int,
     model, idx = make_gpt(n_kv_head=1).eval(), torch.randint(V, (B, T))
     att = run_captured(model, idx)
     before = [tensor.clone() for call in att.calls for tensor in (call.q, call.k)]
-    monkeypatch.setattr(inspection.patterns, "BLOCK_SIZE", size * B * H * T if size < T else size)
+    monkeypatch.setattr(tril.look, "BLOCK_SIZE", size * B * H * T if size < T else size)
     found = att.scores(5)
     after = [tensor for call in att.calls for tensor in (call.q, call.k)]
     assert all(map(torch.equal, before, after))
@@ -114,7 +114,7 @@ def loss(model: GPT, text: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("positions", [3, 256])
 def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions: int, monkeypatch) -> None:
-    monkeypatch.setattr(inspection.decoder, "POSITIONS", positions)
+    monkeypatch.setattr(tril.decoder, "POSITIONS", positions)
     model, text = make_gpt(**changes, bias=None), torch.randint(V, (5, T))
     probe = repeat_probe(torch.arange(V - 1), V - 1, T, num=3)
     scores = head_scores(model, text, probe)
@@ -138,7 +138,7 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: str, monkeypatch) -> None:
     """Compare with a model whose output projection reads zero, or a constant, from the head."""
-    monkeypatch.setattr(inspection.decoder, "POSITIONS", 3)  # whose logits are made in parts
+    monkeypatch.setattr(tril.decoder, "POSITIONS", 3)  # whose logits are made in parts
     model, text = make_gpt(family=family, n_embd=18, bias=None, dropout=0.0).eval(), torch.randint(V, (5, T))
     D, heads = model.config.head_dim, [(layer, head) for layer in range(L) for head in range(H)]
     rises = ablate(model, text, heads, mode)
@@ -217,7 +217,7 @@ def test_an_induction_head_is_fed_by_the_head_that_it_needs(way: str, mode: str 
         assert fed[1, 2].without[0, 1] < 0.5 and 0.8 < fed[1, 2].median < fed[1, 2].score
 
     passes.clear()
-    monkeypatch.setattr(inspection.heads, "MOST_ROWS", 2)
+    monkeypatch.setattr(tril.experiments, "MOST_ROWS", 2)
     few = feeders(model, probe, scores, heads, mode)
     assert len(passes) == (3 * 2 if mode else 0)
     assert {head: list(each.without) for head, each in few.items()} == ({(1, 0): [], (1, 2): needed} if mode else {})
@@ -242,7 +242,7 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
     rows = model.token_embedding.weight  # each token is there once, so its row has the gradient of its place
-    monkeypatch.setattr(inspection.heads, "CPU_FLOPS", 3.5 * 2 * T * sum(p.numel() for p in model.parameters()))
+    monkeypatch.setattr(tril.experiments, "CPU_FLOPS", 3.5 * 2 * T * sum(p.numel() for p in model.parameters()))
     some = influence(model, idx)
     assert (~some.isnan().any(1)).nonzero().flatten().tolist() == [0, 5, 10] and torch.equal(some[5], shares[5])
 

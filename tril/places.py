@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from cli.bars import progress_bar
-from inspection.decoder import evaluating, read
 from inspection.inputs import TEXT_LENGTH, Inputs, context_length, draw_texts
-from inspection.kinds import LEAST, Head
-from inspection.patterns import capture
+from tril.decoder import evaluating, read
+from tril.kinds import LEAST, Head
+from tril.look import capture
 
 MOST_PLACES = 12  # of a head
 MOST_WORDS = 5  # that it looks from, and at

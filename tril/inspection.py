@@ -24,19 +24,19 @@ from torch import Tensor, nn
 from cli.script import visible
 from errors import UserError
 from files import replace_file
-from inspection.decoder import evaluating, read
-from inspection.heads import Ablation, ablate, feeders, head_scores, influence
+from inspection.foreign import load_decoder
 from inspection.inputs import Inputs, choose_inputs
-from inspection.kinds import Fed, Head
-from inspection.metrics import HeadScores, summarise
-from inspection.patterns import UNMASKED, Captured, Replace, capture
-from inspection.places import Places, find_places
-from inspection.terminal import report
-from inspection.views import Said, moved, say
 from model import GPT
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import autocast, dtype_name, find_device, is_fast
-from model.foreign import load_decoder
+from tril.decoder import evaluating, read
+from tril.experiments import Ablation, ablate, feeders, head_scores, influence
+from tril.kinds import Fed, Head
+from tril.look import UNMASKED, Captured, Replace, capture
+from tril.metrics import HeadScores, summarise
+from tril.places import Places, find_places
+from tril.terminal import report
+from tril.views import Said, moved, say
 
 FORMATS = (".html", ".png", ".svg", ".npz")
 NO_CORPUS = "no place was looked for: the model's validation text is not here, give one with --corpus FILE"
@@ -88,7 +88,7 @@ class Inspection(Inputs):
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""
-        from inspection import page
+        from tril import page
 
         frame = '<iframe srcdoc="{}" style="width: 100%; height: 50rem; border: 0"></iframe>'
         return frame.format(html.escape(page.render([self])))
@@ -96,7 +96,7 @@ class Inspection(Inputs):
 
 def save(path: Path, inspections: Sequence[Inspection]) -> None:
     """Write a page of all checkpoints, or a picture or the arrays of the last. A failure leaves an old file there."""
-    from inspection import page, plots  # which use an inspection; plots is slow to import
+    from tril import page, plots  # which use an inspection; plots is slow to import
 
     check_output(path)
     last = inspections[-1]

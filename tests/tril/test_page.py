@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from inspection import Inspection, page
-from inspection.kinds import KINDS, Fed, by_kind, name_of
-from inspection.metrics import HeadScores
-from inspection.places import Place, Places
+from tril import Inspection, page
+from tril.kinds import KINDS, Fed, by_kind, name_of
+from tril.metrics import HeadScores
+from tril.places import Place, Places
 
 L, H, T = 2, 3, 11
 HEADS = [(layer, head) for layer in range(L) for head in range(H)]

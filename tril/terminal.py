@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from cli.script import visible
-from inspection.kinds import KINDS, Fed, Head, Heads, by_kind, name_of, short
-from inspection.metrics import METRICS, HeadScores, Metrics
+from tril.kinds import KINDS, Fed, Head, Heads, by_kind, name_of, short
+from tril.metrics import METRICS, HeadScores, Metrics
 
 GREY = " .:-=+*#%@"  # darker for a larger weight, in tenths
 SHOWN = str.maketrans(" \n\t", "␣↵⇥")

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from inspection.foreign import load_decoder
 from model import GPT
-from model.causality import check_causality, logits_of
-from model.foreign import load_decoder
+from tril.causality import check_causality, logits_of
 
 
 def make_model(name: str) -> nn.Module:
@@ -33,12 +33,7 @@ def make_model(name: str) -> nn.Module:
     return getattr(importlib.import_module(path.stem), factory)()
 
 
-def read_in_parts(model: nn.Module, idx: Tensor) -> Tensor:
-    """Return the logits of a text that a `GPT` reads in four parts, with a cache: (B, T) -> (B, T, V)."""
-    T = idx.size(1)
-    caches = model.new_cache(len(idx), T)
-    parts = idx.tensor_split((T // 2, T // 2 + 1, T // 2 + 3), dim=1)  # long, single, short, long
-    return model.logits(torch.cat([model.hidden(part, caches) for part in parts if part.size(1)], dim=1))
+from training.certificate import read_in_parts
 
 
 def main() -> None:

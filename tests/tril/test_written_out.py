@@ -11,10 +11,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
-from inspection import Captured, capture, inspect_heads
-from inspection.patterns import UNMASKED
 from model.attention import repeat_kv
-from tests.inspection.test_capture import B, H, T, V, run_captured
+from tests.tril.test_capture import B, H, T, V, run_captured
+from tril import Captured, capture, inspect_heads
+from tril.look import UNMASKED
 
 C, D, MANY = 21, 7, 15  # MANY heads share H heads of keys and values
 TRIANGLE = torch.ones(T, T, dtype=torch.bool).tril()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inspection.metrics import METRICS, HeadScores
+from tril.metrics import METRICS, HeadScores
 
 Head = tuple[int, int]  # layer and head, both from zero
 Heads = Sequence[Head]

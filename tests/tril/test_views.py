@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import inspection.heads
-from inspection import capture, inspect_heads
-from inspection.views import moved, say
+import tril.experiments
 from model import GPT
 from tests.conftest import make_gpt
+from tril import capture, inspect_heads
+from tril.views import moved, say
 
 T, L, H = 7, 2, 3
 FAMILIES = {"gpt2": {"n_embd": 15}, "llama": {"n_embd": 18}, "qwen3": {"n_embd": 18}, "nanochat": {"n_embd": 18}}
@@ -81,7 +81,7 @@ def test_what_heads_move_and_say_are_their_shares_of_the_whole(family: str, n_kv
 def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -> None:
     model = make_gpt().eval()
     att, _ = captured(model, torch.randint(17, (1, T)))
-    monkeypatch.setattr(inspection.heads, "CPU_FLOPS", 2 * 17 * 15 * 3.5)
+    monkeypatch.setattr(tril.experiments, "CPU_FLOPS", 2 * 17 * 15 * 3.5)
     tokens, logits = say(model, att, [(0, 1)])[0, 1]
     assert (~logits.isnan()).all(1).nonzero().flatten().tolist() == [0, 3, 6]
     assert tokens.shape == logits.shape == (T, 10)
