@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from errors import UserError
 from model import GPT
 from model.attention import attention_weights, repeat_kv
 from model.device import exact_products
+from tril.errors import UserError
 from tril.metrics import Metrics, Proof, measure
 from tril.products import PRODUCTS, find_attention
 
