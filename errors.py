@@ -1,14 +1,10 @@
-"""The one exception for what a user can mend, and its two commonest uses. Every room may use them."""
+"""What every room may use for a mistake that the user can mend. The class is that of `tril`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from numbers import Real
 
+from tril.errors import UserError, errors_as_user_error, visible
 
-class UserError(Exception):
-    """A mistake that the user can mend. The message is one sentence for the user: expected, got, what to do."""
-
-    exit_code = 2
+__all__ = ["UserError", "check_numbers", "errors_as_user_error", "visible"]
 
 
 def check_numbers(options: object, **ranges: tuple[float, float]) -> None:
@@ -17,18 +13,3 @@ def check_numbers(options: object, **ranges: tuple[float, float]) -> None:
         least, most = ranges.get(name, (0, 1e30))
         if isinstance(value, Real) and not least <= value <= most:
             raise UserError(f"{name} must be a number from {least:,} to {most:,}, got {value}")
-
-
-@contextmanager
-def errors_as_user_error(problem: str) -> Iterator[None]:
-    """Raise UserError, "problem: kind: message", for any error of a library, including a panic of its Rust code."""
-    try:
-        yield
-    except UserError:
-        raise
-    except BaseException as error:
-        # A panic is no Exception, and its class cannot be imported.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{problem}: {reason:.300}") from error

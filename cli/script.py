@@ -5,15 +5,12 @@ import io
 import os
 import re
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from errors import visible
 from files import expand
-
-# Unicode's categories of controls, formats (as writing from right to left), surrogates, ends of lines and paragraphs.
-HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -85,12 +82,6 @@ class Lasting:
             self.stream.flush()
         except OSError:
             discard(self.stream)
-
-
-def visible(text: str) -> str:
-    """Return the text with escapes for characters that nobody sees, or that a terminal would obey."""
-    hidden = [letter for letter in {*text} - {"\n", "\t"} if unicodedata.category(letter) in HIDDEN]
-    return text.translate({ord(letter): letter.encode("unicode_escape").decode() for letter in hidden})
 
 
 def read_prompt(prompt: str) -> str:

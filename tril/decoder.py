@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from errors import UserError, errors_as_user_error
 from tril.causality import logits_of
+from tril.errors import UserError, errors_as_user_error
 
 POSITIONS = 1024  # logits are computed for so many positions of a sequence at a time: V numbers each
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from cli.bars import progress_bar
 from data.encoding import Tokenizer
-from errors import UserError
 from tril.causality import watched
 from tril.decoder import device_of, evaluating, predict, read
+from tril.errors import UserError
 from tril.kinds import LEAST, Fed, Head, Heads, kind_of, name_of
 from tril.look import NotTheKernels, Replace, capture
 from tril.metrics import HeadScores, Metrics

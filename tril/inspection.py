@@ -21,8 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cli.script import visible
-from errors import UserError
 from files import replace_file
 from inspection.foreign import load_decoder
 from inspection.inputs import Inputs, choose_inputs
@@ -30,6 +28,7 @@ from model import GPT
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import autocast, dtype_name, find_device, is_fast
 from tril.decoder import evaluating, read
+from tril.errors import UserError, visible
 from tril.experiments import Ablation, ablate, feeders, head_scores, influence
 from tril.kinds import Fed, Head
 from tril.look import UNMASKED, Captured, Replace, capture

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from urllib.parse import parse_qsl
 
-from errors import UserError
+from tril.errors import UserError
 from tril.look import NotTheKernels
 
 HEADERS = {

@@ -4,7 +4,7 @@ Row i of A is the query at position i; it can attend to the i + 1 keys 0..i. Ent
 divided by each row's own maximum; distance follows Vig and Belinkov 2019; sink Xiao et al. 2023; induction Olsson et
 al. 2022. Of a head that attends evenly, which is what chance is, entropy is 1, distance (T - 1) / 4, sink and current
 (H_T - 1) / (T - 1), where H_n is the n-th harmonic number, and previous (H_T - 3 / 2) / (T - 2). Shapes are named as in
-model/attention.py.
+tril/weights.py.
 """
 
 import math
@@ -12,11 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tril.weights import Proof
 
 Metrics = dict[str, Tensor]  # the name of a metric -> its values, one for each head and often for each sequence
 METRICS = {  # name -> title and format in a table, and definition; A_ij is the weight of query i for key j
@@ -30,32 +31,6 @@ METRICS = {  # name -> title and format in a table, and definition; A_ij is the 
     "induction_control": ("(ctrl)", ".2f", "the control: [start, r, r'], where nothing repeats; duplicate_control too"),
     "ablation": ("loss", "+.4f", "rise of the loss without the head, in nats a token"),
 }
-
-
-class Proof(NamedTuple):
-    """What is known of the weights of a layer."""
-
-    error: float  # the largest error of a row against the kernel; nan: the weights are the model's own
-    least: float = 1.0  # the least sum of a row
-    most: float = 1.0  # the largest sum of a row
-    later: float = 0.0  # the largest share of a row that later tokens have
-
-    def __repr__(self) -> str:
-        if not math.isnan(self.error):
-            return f"match the fused kernel: max row error {self.error:.1e}"
-        why = "" if self.least > 0.99 else " (a mask after the softmax, a sink or dropout)"
-        sums = f"rows sum to {self.least:.2f} to {self.most:.2f}{why}"
-        return f"read where they met the values: {sums}, later tokens get {self.later:.1g}"
-
-
-def summarise(proofs: Sequence[Proof]) -> str:
-    """Say what is known of the weights: the worst of all layers that were proved, and of all that were read."""
-    found = []
-    for was_read in (False, True):
-        if group := [proof for proof in proofs if math.isnan(proof.error) == was_read]:
-            error, least, most, later = zip(*group, strict=True)
-            found.append(f"weights {Proof(max(error), min(least), max(most), max(later))}")
-    return "; ".join(found)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import jinja2
 import torch
 from torch import Tensor
 
-from errors import UserError
 from inspection.inputs import Inputs
+from tril.errors import UserError
 from tril.inspection import Inspection
 from tril.kinds import KINDS, Head, kind_of, name_of
 from tril.metrics import METRICS

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from cli.script import visible
+from tril.errors import visible
 from tril.kinds import KINDS, Fed, Head, Heads, by_kind, name_of, short
 from tril.metrics import METRICS, HeadScores, Metrics
 
