@@ -20,31 +20,26 @@ import shutil
 import sys
 import textwrap
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import tyro
-from torch import nn
 
 from cli.options import parse
 from cli.script import read_prompt, run_script
 from errors import UserError, check_numbers
 from files import expand
-from inspection.inputs import Inputs, choose_heads, choose_inputs
+from inspection.checkpoints import inspect_checkpoint, name_of_model, open_model
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 from model.sampling import Sampler
-from tril import terminal
-from tril.experiments import Ablation, head_scores, replace_heads
-from tril.inspection import NO_CORPUS, Inspection, check_output, measure, name_of_model, open_model, save
+from tril import live, terminal
+from tril.experiments import Ablation
+from tril.inspection import NO_CORPUS, check_output
 from tril.kinds import name_of
-from tril.live import serve
 from tril.metrics import METRICS
-from tril.page import check_room, render
-
-EFFORT = 0.003  # of that for a saved page, while somebody waits
+from tril.page import check_room
 
 
 @dataclass(frozen=True)
@@ -98,35 +93,41 @@ def main() -> None:
     if options.generate and len(checkpoints) > 1:
         raise UserError("which checkpoint should --generate a text? Give one only")
     torch.manual_seed(options.seed)
-    text = read_prompt(options.text) if options.text or options.generate else None
-    corpus = read_prompt(f"@{options.corpus}") if options.corpus else None
     has_page = any(path.suffix.lower() == ".html" for path in outputs)
-    inspections = []
+    earlier = []  # what a page shows of the checkpoints before the last
+    last = inspect_checkpoint(
+        checkpoints[-1],
+        device,
+        read_prompt(options.text) if options.text or options.generate else None,
+        read_prompt(f"@{options.corpus}") if options.corpus else None,
+        num_tokens=options.generate,
+        sampler=options.sampler,
+        asked=options.heads,
+        ablation=options.ablate,
+    )
     for checkpoint in checkpoints:
-        model, precision = open_model(checkpoint, device)
-        with precision:
-            if not inspections:
-                inputs = choose_inputs(
-                    model, text, None, options.heads, checkpoints[-1], corpus, options.generate, options.sampler
-                )
-                if options.view == "places" and inputs.corpus is None:
-                    raise UserError(NO_CORPUS)
-                if has_page:  # check now, not after the work
-                    check_room(inputs, len(checkpoints))
-                print(inputs.note)
-                if inputs.num_written:
-                    print("wrote:  " + "".join(inputs.labels[-inputs.num_written :]))
-            places = checkpoint is checkpoints[-1] and (has_page or options.view == "places")
-            found = measure(model, inputs, name_of_model(checkpoint.directory), options.ablate, has_page, places)
-        inspections = [*inspections, found] if has_page else [found]  # a picture is of the last one only
+        found = last
+        if checkpoint is not checkpoints[-1]:
+            model, precision = open_model(checkpoint, device)
+            found = replace(last, model=model, precision=precision, name=name_of_model(checkpoint.directory))
+        if checkpoint is checkpoints[0]:
+            if options.view == "places" and found.corpus is None:
+                raise UserError(NO_CORPUS)
+            if has_page:  # check now, not after the work
+                check_room(len(found.heads), len(found.labels), len(checkpoints))
+            print(found.note)
+            if found.num_written:
+                print("wrote:  " + "".join(found.labels[-found.num_written :]))
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(textwrap.fill(found.verified, 80, initial_indent=" " * 8, subsequent_indent=" " * 8), flush=True)
+        if has_page and checkpoint is not checkpoints[-1]:
+            earlier.append(found.describe(places=False))
 
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
-    heads = inputs.heads if options.heads else ()
+    heads = found.heads if options.heads else ()
     print(found.table(heads))
     if options.view == "places":
-        for head in inputs.heads:
+        for head in found.heads:
             print(f"\nhead {name_of(head)}\n{found.places(*head)}")
         heads = ()
     for head in heads if len(heads) <= terminal.MOST_ROWS else ():
@@ -134,37 +135,10 @@ def main() -> None:
         print(f"weights of 0 to 1: {' '.join(terminal.GREY)}")
         print(terminal.triangle(found.pattern(*head), found.labels, shutil.get_terminal_size().columns))
     for output in outputs:
-        save(output, inspections)
+        found.save(output, earlier)
         print(f"wrote {output}")
     if options.live:
-        with precision:
-            serve_model(model, checkpoint, options.heads, text or "", inputs, found)
-
-
-def serve_model(
-    model: nn.Module, checkpoint: Checkpoint, heads: tuple[str, ...], written: str, first: Inputs, known: Inspection
-) -> None:
-    """Serve the page of a model until Ctrl-C.
-
-    written: the text in the form, at first. first: the inputs as long as no other text is asked for. known: has the
-    scores on the probe, which are shown with any text.
-    """
-    L, _, H, _ = known.att.shape
-
-    def answer(text: str | None = None, other: str = "", **changes: str) -> str:
-        """Return the page of a text. changes: "zero", "mean" or "patch" (from the other text) -> heads."""
-        inputs = first if text is None else choose_inputs(model, text, None, heads, checkpoint)
-        check_room(inputs, 1)
-        outputs = {}  # layer -> of its heads on the other text, (1, H, T, D)
-        if "patch" in changes:
-            head_scores(model, choose_inputs(model, other, None, (), checkpoint).shown, None, outputs.setdefault)
-        modes = {head: mode for mode, names in changes.items() for head in choose_heads(names.split() or "", L, H)}
-        change = partial(replace_heads, modes=modes, others=outputs)
-        inputs = replace(inputs, measured=inputs.shown, probe=None)
-        found = measure(model, inputs, known.name, None, EFFORT, change=change)
-        return render([replace(found, scores=found.scores.beside(known.scores), fed=known.fed)], written)
-
-    serve(answer)
+        live.serve(live.answers(found, options.text))
 
 
 def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:

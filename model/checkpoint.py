@@ -22,6 +22,7 @@ from files import expand, read_small, refuse_pointer, sha256
 FORMAT = 3
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
+PROBE_TOKENS = "probe_tokens"  # in trainer.json: tokens to draw the probe of heads from
 STEP = "step-" + 8 * "[0-9]"  # a pattern of names
 HUB_NAME = re.compile(r"(hf:)?(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", re.ASCII)
 FETCHED = ("*.json", "tokenizer.model", "merges.txt", "model*.safetensors")  # never a pickle

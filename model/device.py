@@ -1,7 +1,6 @@
 """The device of a model, and the precisions in which it is fast."""
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 
@@ -47,15 +46,3 @@ def dtype_name(dtype: torch.dtype) -> str:
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Return a context for mixed precision: matrix products in `dtype`, sensitive operations in float32."""
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """Multiply matrices in the precision of their factors: without a GPU's TF32, and without autocast."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)

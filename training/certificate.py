@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from errors import UserError
 from model import GPT
-from model.device import autocast, dtype_name, exact_products
+from model.device import autocast, dtype_name
 from model.load import skip_parameter_init
 from training.sharded import gather, gather_tensor
 from tril.causality import check_causality, watched
 from tril.decoder import evaluating
+from tril.weights import exact_products
 
 COMPARED_TOKENS = 200  # more than a tile of a kernel
 LEAST_LIMIT = 0.02  # of the size of all numbers together

@@ -21,7 +21,7 @@ from data.tokenizer import GENERATION_CONFIG
 from errors import UserError, errors_as_user_error
 from files import expand, lock, make_directories, replace_file, sync
 from model import GPT
-from model.checkpoint import TRAINER, find_checkpoint, step_directories, to_json
+from model.checkpoint import PROBE_TOKENS, TRAINER, find_checkpoint, step_directories, to_json
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
 from training.config import MAY_CHANGE
 from training.distributed import Ranks
@@ -32,7 +32,6 @@ from training.report import best_checkpoint, flat, next_commands, read_metrics, 
 from training.save import remove, save_checkpoint
 from training.sharded import gather
 from training.tracking import Tracker
-from tril.experiments import PROBE_TOKENS
 
 BATCHES = 3  # the version of what a run depends on besides its configuration; raised when a step gets another batch
 SAMPLE_WIDTH = 65  # characters of a sample that are printed; metrics.jsonl has all

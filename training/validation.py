@@ -16,8 +16,7 @@ from training.certificate import LossFn
 from training.config import TrainConfig
 from training.distributed import Ranks
 from tril.experiments import head_scores, make_probe
-from tril.look import NotTheKernels
-from tril.metrics import summarise
+from tril.weights import NotTheKernels, summarise
 
 MOST_SCORED = 256  # tokens of text on which heads are scored, which costs little beside the loss
 MOST_PROBED = 512  # tokens that each checkpoint names, for the same probe in an inspection
@@ -56,7 +55,8 @@ class Validation:
         self.text = torch.from_numpy(text.astype(np.int64))[None]
         seen = np.unique(self.tokens)
         self.probe_tokens = seen[np.linspace(0, len(seen) - 1, min(len(seen), MOST_PROBED), dtype=int)]
-        self.probe = make_probe(self.tokenizer, self.tokenizer.vocab_size, self.probe_tokens, context_length)
+        special = self.tokenizer.special_tokens.values()
+        self.probe = make_probe(self.probe_tokens, special, self.tokenizer.document_start, context_length)
 
     def evaluate(self, model: GPT, loss_fn: LossFn) -> dict:
         """Return a record for metrics.jsonl: val_loss, val_bits_per_byte, heads and, if wanted, a sample.

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from inspection.foreign import load_decoder
 from torch import nn
 
-from inspection.foreign import load_decoder
 from model import GPT
 from tril.causality import check_causality, logits_of
 

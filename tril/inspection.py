@@ -1,19 +1,22 @@
 """Inspect the heads of any decoder: measured, proved, and shown as a table, a page, pictures or arrays.
 
-    found = inspect_heads("out/quickstart", "def add(a, b): return a + b")
+    found = inspect_heads(model, [5, 3, 8, 5, 3])
     print(found.table())
     found.pattern(1, 3)                   # (T, T): row = query, column = key
     found.save("heads.html")              # or .png, .svg, .npz
     found                                 # in a notebook: the page
 
-Shapes are named as in model/attention.py.
+Shapes are named as in tril/weights.py.
 """
 
 import html
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 
@@ -21,44 +24,140 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from files import replace_file
-from inspection.foreign import load_decoder
-from inspection.inputs import Inputs, choose_inputs
-from model import GPT
-from model.checkpoint import STEP, Checkpoint, find_checkpoint
-from model.device import autocast, dtype_name, find_device, is_fast
-from tril.decoder import evaluating, read
-from tril.errors import UserError, visible
-from tril.experiments import Ablation, ablate, feeders, head_scores, influence
-from tril.kinds import Fed, Head
-from tril.look import UNMASKED, Captured, Replace, capture
-from tril.metrics import HeadScores, summarise
+from tril import page
+from tril.decoder import Decoder, find_call
+from tril.errors import UserError
+from tril.experiments import Ablation, RepeatProbe, ablate, feeders, head_scores, influence, make_probe
+from tril.kinds import Fed, choose_heads, kind_of, name_of, tag
+from tril.look import Captured, Edits, look
+from tril.metrics import METRICS, Head, Heads, HeadScores
 from tril.places import Places, find_places
-from tril.terminal import report
+from tril.terminal import number, report
+from tril.texts import Names, Text, draw_texts
 from tril.views import Said, moved, say
+from tril.weights import Proof, summarise
 
 FORMATS = (".html", ".png", ".svg", ".npz")
-NO_CORPUS = "no place was looked for: the model's validation text is not here, give one with --corpus FILE"
+TEXT_LENGTH = 1024  # the most tokens of a text of a corpus
+NO_CORPUS = "no place was looked for, without a long text: give one as corpus=, or with --corpus FILE"
 
 
-@dataclass(frozen=True, repr=False)
-class Inspection(Inputs):
-    """Everything measured on one model. A notebook shows it as its page."""
+@dataclass(eq=False, repr=False)
+class Inspection:
+    """A decoder and what it reads. What is asked of it is measured once. A notebook shows it as its page.
 
-    name: str  # of the model, as "quickstart step-00000400"
-    verified: str  # one line that says how the weights were verified
-    scores: HeadScores
-    att: Captured  # queries and keys of the text that is shown, (1, T)
-    influence: Tensor  # (T, T), rows of nan were not computed
-    fed: Mapping[Head, Fed] = field(default_factory=dict)  # of the heads of which it was measured what feeds them
-    lengths: Mapping[Head, Tensor] = field(default_factory=dict)  # (T,), of what a head moves; empty if not known
-    said: Mapping[Head, Said] = field(default_factory=dict)  # what a head makes likely; empty if not known
-    strongest: Mapping[Head, Places] = field(default_factory=dict)  # empty without a corpus
+    Whatever is asked first raises UserError if the model cannot be inspected, and NotTheKernels if the weights computed
+    are not those that its kernel used.
+    """
+
+    model: nn.Module
+    measured: Tensor  # (N, T), scores are means over these sequences
+    shown: Tensor  # (1, T), the text of the pictures
+    labels: Sequence[str]  # of the T tokens that are shown
+    label: Callable[[int], str]  # of any token
+    asked: str | Sequence[str] = ()  # patterns of the heads to show
+    probe: RepeatProbe | None = None
+    corpus: Sequence[int] | None = None  # (n,) ids of a long text, for the strongest places
+    context_length: int = TEXT_LENGTH  # the most tokens that the model reads
+    name: str = "model"  # as "quickstart step-00000400"
+    text_note: str = ""  # describes `measured`
+    pool: str = "vocabulary"  # what the tokens of the probe were drawn from
+    num_written: int = 0  # of the tokens shown, so many of the last are the model's own
+    ablation: Ablation | None = None
+    edits: Edits | None = None  # while the text is read
+    effort: float = 1.0  # the part of CPU_FLOPS to spend on each extra of a page
+    plain: "Inspection | None" = None  # of the same model without edits, which has scores on the probe
+    precision: AbstractContextManager = field(default_factory=nullcontext)  # of the matrix products
+    decoder: Decoder | None = None  # how the model is called, for another text
+    names: Names | None = None  # of tokens, for another text
+
+    @cached_property
+    def seen(self) -> tuple[Captured, list[Proof]]:
+        """The attention on the text that is shown, and what proves it."""
+        order = self.plain.att.order if self.plain else None
+        with self.precision:
+            att, _ = look(self.model, self.shown, self.edits, order=order)
+        return att, [*att.verify().values()]
+
+    @property
+    def att(self) -> Captured:
+        """The attention on the text that is shown, (1, T)."""
+        return self.seen[0]
+
+    @cached_property
+    def heads(self) -> list[Head]:
+        """The heads to show."""
+        L, _, H, _ = self.att.shape
+        return choose_heads(self.asked, L, H)
+
+    @cached_property
+    def scores(self) -> HeadScores:
+        """The metrics of all heads."""
+        with self.precision:
+            scores = head_scores(self.model, self.measured, self.probe, self.edits, self.att.order)
+            if self.ablation:
+                scores.samples["ablation"] = ablate(self.model, self.measured, self.heads, self.ablation)
+        return scores.beside(self.plain.scores) if self.plain else scores
+
+    @property
+    def verified(self) -> str:
+        """A line that says how the weights were verified, and what is not shown."""
+        att, proofs = self.seen
+        values = att.calls[0].values
+        precision = str(values.dtype).removeprefix("torch.")
+        text = f"{summarise([*self.scores.proofs, *proofs])} ({precision}, {values.device.type})"
+        left_out = [f"{number} x {what}" for what, number in Counter(att.left_out).items()]
+        return "; not shown: ".join([text, *left_out])
+
+    @property
+    def note(self) -> str:
+        """What was read: the text, and in a second line the probe, if there was one."""
+        if self.probe is None:
+            return f"text:   {self.text_note}"
+        N, length = self.probe.repeated.shape
+        probe = f"{N} x [start, {length // 2} random tokens of the {self.pool}, the same again]"
+        return f"text:   {self.text_note}\nprobe:  {probe}"
 
     @property
     def loss(self) -> float:
         """The mean loss on the text, in nats a token."""
         return self.scores.losses.mean().item()
+
+    @cached_property
+    def fed(self) -> Mapping[Head, Fed]:
+        """What feeds heads, as far as it was measured."""
+        if self.plain:
+            return self.plain.fed
+        with self.precision:
+            return feeders(self.model, self.probe, self.scores, self.heads, self.ablation)
+
+    @cached_property
+    def influence(self) -> Tensor:
+        """How much tokens influence predictions, (T, T); rows of nan were not computed."""
+        with self.precision:
+            return influence(self.model, self.shown, self.effort, self.edits, self.att.order)
+
+    @cached_property
+    def lengths(self) -> Mapping[Head, Tensor]:
+        """The lengths of what a head moves from each token, (T,); empty if that is not known."""
+        # Known is what moves through an output projection that reads the output of the heads as it is; no gate between.
+        is_known = len(self.att.projections) == len(self.att.calls)
+        return {head: moved(self.att, head).norm(dim=-1).cpu() for head in self.heads if is_known}
+
+    @cached_property
+    def said(self) -> Mapping[Head, Said]:
+        """What a head makes likely; empty if that is not known."""
+        adds = getattr(self.model, "adds_to_stream", False) and len(self.att.calls) == len(self.model.blocks)
+        return say(self.model, self.att, self.heads, self.effort) if adds and self.lengths else {}
+
+    @cached_property
+    def strongest(self) -> Mapping[Head, Places]:
+        """The strongest places of each head in the corpus; empty without one."""
+        if self.corpus is None:
+            return {}
+        T = min(self.context_length, TEXT_LENGTH)
+        with self.precision:
+            return find_places(self.model, self.corpus, T, self.heads, self.label)
 
     def pattern(self, layer: int, head: int) -> Tensor:
         """Return the weights of a head, (T, T) on the CPU. Keys before the text, as a learned sink, are left out."""
@@ -71,45 +170,94 @@ class Inspection(Inputs):
             raise UserError(NO_CORPUS)
         return self.strongest[layer, head]
 
-    def table(self, heads: Sequence[Head] = ()) -> str:
+    def table(self, heads: Heads = ()) -> str:
         """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
         return report(self.scores, self.heads, heads, self.fed)
 
-    def save(self, path: str | Path) -> None:
-        """Write a page (.html), a picture (.png, .svg) or arrays (.npz; see docs/inspect.md).
+    def save(self, path: str | Path, earlier: Sequence[page.Described] = ()) -> None:
+        """Write a page (.html), a picture (.png, .svg) or arrays (.npz). A failure leaves an old file there.
 
-        Raises UserError for another suffix, and if the heads do not fit; OSError if it cannot be written.
+        Arrays are heads (n, 2), weights (n, T, T), tokens (T,), losses (N,), and metrics by their names, (L, H).
+        earlier: what `describe` returned of earlier checkpoints, for a page of all. Raises UserError for another
+        suffix, and if the heads do not fit; OSError if it cannot be written.
         """
-        save(Path(path), [self])
+        path = Path(path)
+        check_output(path)
+        content = BytesIO()
+        suffix = path.suffix.lower()
+        if suffix == ".html":
+            content.write(page.render([*earlier, self.describe()]).encode())
+        elif suffix == ".npz":
+            weights = torch.stack([self.pattern(*head) for head in self.heads])
+            arrays = {"heads": self.heads, "weights": weights, "tokens": self.labels, "losses": self.scores.losses}
+            np.savez_compressed(content, **self.scores.mean, **arrays)
+        else:
+            from tril.plots import draw_heads  # slow to import
+
+            tiles = {f"{name_of(head)} {tag(kind_of(self.scores, head))}": self.pattern(*head) for head in self.heads}
+            columns = len({head for _, head in self.heads})
+            draw_heads(content, suffix[1:], self.name, self.labels, tiles, columns)
+        path = path.resolve()  # behind a link
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_bytes(content.getvalue())
+        os.replace(temporary, path)
+
+    def on(self, text: Text) -> "Inspection":
+        """Return the inspection of another text, by the same model and without a probe."""
+        options = {"name": self.name, "asked": self.asked, "precision": self.precision, "probe": None}
+        return inspection_of(self.decoder, self.names, self.names.ids(text), **options)
+
+    def describe(self, places: bool = True) -> page.Described:
+        """Return what a page shows, without the model; places: also the strongest places."""
+        page.check_room(len(self.heads), len(self.labels))
+        predictions = self.scores.predictions[: len(self.labels)]  # the first text may be shown in part
+        texts = {
+            "name": self.name,
+            "summary": f"{self.name} · loss {self.loss:.4f} · {self.verified}",
+            "heads": [self.describe_head(head) for head in self.heads],
+            # JSON has no infinity, and no nan. The last token is followed by none.
+            "predictions": [
+                (self.label(token), f"{chance:.1%}", loss if loss is not None and math.isfinite(loss) else None)
+                for token, chance, loss in predictions
+            ],
+        }
+        stored = {name_of(head): page.encode(self.pattern(*head)) for head in self.heads}
+        stored["influence"] = page.encode(self.influence.nan_to_num())  # 0: not computed
+        if self.lengths:
+            stored["values"] = page.pack(torch.stack([self.lengths[head] for head in self.heads]), "<f4")
+        if self.said:
+            tokens, logits = map(torch.stack, zip(*[self.said[head] for head in self.heads], strict=True))
+            texts["said"] = {token: self.label(token) for token in tokens.unique().tolist()}
+            stored["says"] = page.pack(tokens, "<i4")
+            stored["logits"] = page.pack(logits, "<f4")
+        strongest = self.strongest if places else {}
+        if strongest:
+            found = strongest.values()
+            read = {place.start: place.labels for places in found for place in places.strongest}
+            shown = [([place[:4] for place in first], *rest) for first, *rest in found]
+            stored["places"] = page.pack_json([read, shown])
+        names = [name_of(head) for head in self.heads]
+        has_probe = self.probe is not None
+        return page.Described(
+            self.name, self.note, self.labels, self.num_written, names, has_probe, bool(strongest), texts, stored
+        )
+
+    def describe_head(self, head: Head) -> dict:
+        """Return the texts about one head: its kind, its feeders, and its scores beside those of an even head."""
+        both = (self.scores.mean, self.scores.chance)
+        return {
+            "kind": kind_of(self.scores, head),
+            "fed": str(self.fed.get(head, "")),
+            "scores": {name: [number(of, name, head) for of in both] for name in METRICS},
+        }
 
     def __repr__(self) -> str:
         return f"{self.verified}\n{self.table()}"
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""
-        from tril import page
-
         frame = '<iframe srcdoc="{}" style="width: 100%; height: 50rem; border: 0"></iframe>'
-        return frame.format(html.escape(page.render([self])))
-
-
-def save(path: Path, inspections: Sequence[Inspection]) -> None:
-    """Write a page of all checkpoints, or a picture or the arrays of the last. A failure leaves an old file there."""
-    from tril import page, plots  # which use an inspection; plots is slow to import
-
-    check_output(path)
-    last = inspections[-1]
-    content = BytesIO()
-    suffix = path.suffix.lower()
-    if suffix == ".html":
-        content.write(page.render(inspections).encode())
-    elif suffix == ".npz":  # docs/inspect.md has the shapes
-        weights = torch.stack([last.pattern(*head) for head in last.heads])
-        arrays = {"heads": last.heads, "weights": weights, "tokens": last.labels, "losses": last.scores.losses}
-        np.savez_compressed(content, **last.scores.mean, **arrays)
-    else:
-        plots.draw_heads(content, last, suffix[1:])
-    replace_file(path.resolve(), content.getvalue())  # behind a link
+        return frame.format(html.escape(page.render([self.describe()])))
 
 
 def check_output(path: Path) -> None:
@@ -121,119 +269,73 @@ def check_output(path: Path) -> None:
 
 
 def inspect_heads(
-    model: nn.Module | str | Path | Checkpoint,
-    text: str | Sequence[int] | Tensor | None = None,
-    tokenizer: object = None,
+    model: nn.Module,
+    text: Text,
+    names: object = None,
     heads: str | Sequence[str] = (),
     ablate: Ablation | None = None,
-    device: str = "auto",
-    complete: bool = True,
-    corpus: str | Sequence[int] | Tensor | None = None,
+    corpus: Text | None = None,
+    call: Callable[[Tensor], object] | None = None,
 ) -> Inspection:
-    """Measure the heads of a decoder on a text, and prove their weights.
+    """Inspect the heads of a decoder on a text, and prove their weights. What is asked of the answer is measured then.
 
     Args:
-        model: any module that takes ids (B, T) however it attends, or a run, a checkpoint, a Hugging Face
-            model directory, or a model OWNER/NAME of the hub.
-        text: a text or its token ids; None takes the validation text of a checkpoint.
-        tokenizer: one of tril or of `transformers`, or a list with a label for each token. None takes that of a
-            directory; labels are then numbers for a module.
+        model: any module that reads token ids, however it attends. The way to call it is found.
+        text: a text or its token ids, (T,).
+        names: of tokens: a list with one for each, an encoding of tiktoken, or a tokenizer of transformers or
+            tokenizers. None shows ids.
         heads: those to show, as "5.1" or ["2.*", "-1.*"]; none are all.
         ablate: measure the rise of the loss without a head, whose output becomes zero or its mean.
-        device: of a model that is opened, as for `find_device`; a module stays where it is.
-        complete: also measure what only a page shows: what heads take and say, the influence of tokens, and places in
-            the corpus. That takes seconds on a CPU, and of a large model and corpus another minute.
-        corpus: a long text or its token ids, in which strongest places are looked for. None takes the validation text
-            of a checkpoint, if it is on this machine.
+        corpus: a long text or its token ids, in which strongest places are looked for.
+        call: a function of ids, (B, T), if the model needs more than them.
 
-    Raises UserError if the model, text or tokenizer cannot be used, and NotTheKernels if the weights computed are not
-    those that the kernel used.
+    Raises UserError if the model, text or names cannot be used, and NotTheKernels if the weights computed are not those
+    that the kernel used.
     """
-    checkpoint = None
-    precision = nullcontext()
-    name = type(model).__name__
-    if not isinstance(model, nn.Module):
-        checkpoint = find_checkpoint(model)
-        model, precision = open_model(checkpoint, find_device(device))
-        name = name_of_model(checkpoint.directory)
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
-    with precision:
-        inputs = choose_inputs(model, text, tokenizer, heads, checkpoint, corpus)
-        return measure(model, inputs, name, ablate, complete, complete)
+    decoder = find_call(model, call=call)
+    names = names if isinstance(names, Names) else Names(names)
+    found = inspection_of(
+        decoder,
+        names,
+        names.ids(text),
+        name=type(decoder.module).__name__,
+        asked=heads,
+        ablation=ablate,
+        corpus=None if corpus is None else names.ids(corpus),
+    )
+    len(found.heads)  # raises now if nothing can be shown
+    return found
 
 
-def measure(
-    model: nn.Module,
-    inputs: Inputs,
-    name: str,
-    ablation: Ablation | None,
-    effort: float,
-    places: bool = False,
-    change: Replace | None = None,
+def inspection_of(
+    decoder: Decoder,
+    names: Names,
+    ids: Sequence[int],
+    texts: Tensor | None = None,
+    tokens: Sequence[int] = (),
+    **options: object,
 ) -> Inspection:
-    """Measure the heads of a model and capture the text that is shown; see `inspect_heads`.
+    """Return the inspection of a text, with these ids.
 
-    effort: the part of CPU_FLOPS to spend on each extra of a page; 0 leaves them out.
-    places: also find strongest places, if there is a corpus.
-    change: what replaces the outputs of heads, as for `capture`, while the text is read.
+    names: of its tokens; texts: (N, T), to be measured in place of it; tokens: those to draw the probe from, by default
+    all; options: fields of `Inspection`.
+
+    Raises UserError for ids that the model does not know.
     """
-    scores = head_scores(model, inputs.measured, inputs.probe, change)
-    if ablation:
-        scores.samples["ablation"] = ablate(model, inputs.measured, inputs.heads, ablation)
-    idx = inputs.shown
-    with evaluating(model), torch.no_grad(), capture(model, change) as att:
-        read(model, idx, slice(1))
-    values = att.calls[0].values
-    proved = summarise([*scores.proofs, *att.verify().values()])
-    verified = f"{proved} ({dtype_name(values.dtype)}, {values.device.type})"
-    if num_unmasked := att.left_out.count(UNMASKED):
-        verified += f"; {num_unmasked} more layers: {UNMASKED}, python -m model.check says where"
-    fed = {} if change else feeders(model, inputs.probe, scores, inputs.heads, ablation)
-    strongest = find_places(model, inputs) if places and inputs.corpus is not None else {}
-    found = Inspection(
-        **vars(inputs),
-        name=name,
-        verified=verified,
-        scores=scores,
-        att=att,
-        fed=fed,
-        strongest=strongest,
-        influence=torch.full((idx.size(1), idx.size(1)), torch.nan),
-    )
-    if not effort:
-        return found
-    # Known is what moves through an output projection that reads the output of the heads as it is; no gate between.
-    is_known = len(att.projections) == len(att.calls)
-    is_ours = is_known and isinstance(model, GPT) and len(att.calls) == len(model.blocks)
-    with capture(model, change):
-        shares = influence(model, idx, effort)
-    return replace(
-        found,
-        influence=shares,
-        lengths={head: moved(att, head).norm(dim=-1).cpu() for head in inputs.heads if is_known},
-        said=say(model, att, inputs.heads, effort) if is_ours else {},
-    )
-
-
-def open_model(checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module, AbstractContextManager]:
-    """Load a model, and the context in which its matrix products have the precision of the training.
-
-    A model from elsewhere has the precision of its stored weights. Where the device is slow in that precision, the
-    model is float32, and a line says so.
-    """
-    model = load_decoder(checkpoint, device)
-    stored = next(model.parameters()).dtype
-    trained = checkpoint.manifest.get("environment", {}).get("dtype")
-    dtype = getattr(torch, trained) if trained in ("float32", "bfloat16", "float16") else stored
-    if not is_fast(dtype, device):
-        print(f"device: {device}, in float32: it is slow in {dtype_name(dtype)}, the precision of the model")
-        dtype = torch.float32
-    return (model, nullcontext()) if dtype == stored else (model.float(), autocast(device, dtype))
-
-
-def name_of_model(directory: Path) -> str:
-    """Name a model RUN step-00000400, OWNER/NAME if it came from the hub, or by its directory; safe to print."""
-    directory = directory.resolve()
-    if directory.parent.name == "snapshots":  # in the hub's cache
-        return directory.parts[-3].removeprefix("models--").replace("--", "/")
-    return visible(" ".join(directory.parts[-3::2]) if directory.match(STEP) else directory.name)
+    T = decoder.context_length or len(ids)
+    _, shown = draw_texts(ids, T, 1)
+    labels, label = names.labels(ids)
+    measured = shown if texts is None else texts
+    if not 0 <= measured.min() <= measured.max() < decoder.num_ids:
+        raise UserError(f"expected tokens from 0 to {decoder.num_ids - 1}, got {measured.min()} to {measured.max()}")
+    cut = f"the first {T:,} of " if T < len(ids) else ""
+    known = range(min(decoder.num_ids, names.vocab_size or decoder.num_ids))
+    T = decoder.context_length or measured.size(1)
+    fields = {
+        "probe": make_probe(tokens if len(tokens) else known, names.special, names.start, T),
+        "context_length": T,
+        "text_note": f"{cut}{len(ids):,} tokens",
+        "decoder": decoder,
+        "names": names,
+    }
+    return Inspection(decoder.as_module(), measured, shown, labels[: shown.size(1)], label, **fields | options)

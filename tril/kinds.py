@@ -5,6 +5,7 @@ Induction comes first and the first token late, because a head that has nothing 
 al. 2023), and most heads do so on most texts.
 """
 
+import fnmatch
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tril.metrics import METRICS, HeadScores
+from tril.errors import UserError
+from tril.metrics import METRICS, Head, Heads, HeadScores
 
-Head = tuple[int, int]  # layer and head, both from zero
-Heads = Sequence[Head]
 KINDS = {  # metric, or "other" -> where a head of this kind looks
     "induction": "what followed the same token before",
     "duplicate": "an earlier copy of the token",
@@ -93,3 +93,20 @@ def by_kind(scores: HeadScores, heads: Heads) -> dict[str, list[tuple[Head, Kind
     """Group heads by kind; the highest score first. Kinds without a head are left out."""
     found = sorted(((head, kind_of(scores, head)) for head in heads), key=lambda pair: -pair[1].score)
     return {name: group for name in KINDS if (group := [pair for pair in found if pair[1].name == name])}
+
+
+def choose_heads(patterns: str | Sequence[str], L: int, H: int) -> list[Head]:
+    """List the heads that match, as "5.1" or "-1.*", in the order of the patterns; without patterns all.
+
+    Raises UserError for a head that does not exist.
+    """
+    # Layers are also counted from the last, which is -1.
+    heads = {f"{layer}.{head}": (layer % L, head) for layer in range(-L, L) for head in range(H)}
+    chosen = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or ["*"]:
+        found = sorted(heads[name] for name in fnmatch.filter(heads, pattern))
+        if not found:
+            shape = f"{L} layers of {H} heads, written as 0.1 0.* -1.*"
+            raise UserError(f"there is no head {pattern:.80}: the model has {shape}")
+        chosen |= dict.fromkeys(found)
+    return list(chosen)

@@ -10,13 +10,23 @@ import secrets
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from urllib.parse import parse_qsl
 
-from tril.errors import UserError
-from tril.look import NotTheKernels
+from torch import Tensor
 
+from tril import page
+from tril.errors import UserError
+from tril.experiments import change_of
+from tril.inspection import Inspection
+from tril.kinds import choose_heads
+from tril.look import Captured, look
+from tril.metrics import Head
+from tril.weights import NotTheKernels
+
+EFFORT = 0.003  # of that for a saved page, while somebody waits
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Cache-Control": "private, max-age=86400",  # an address always has the same page, so a browser may go back to it
@@ -51,6 +61,43 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Print nothing: an address has the token."""
+
+
+def answers(plain: Inspection, written: str) -> Callable[..., str]:
+    """Return the function that makes the page of a text with heads changed.
+
+    plain: of the model as it is, on the first text; its scores on the probe are shown with any text. written: the text
+    in the form, at first.
+    """
+    L, _, H, _ = plain.att.shape
+
+    def answer(text: str | None = None, other: str = "", **changes: str) -> str:
+        """Return the page of a text. changes: "zero", "mean" or "patch" (from the other text) -> heads."""
+        found = plain if text is None else plain.on(text)
+        if "patch" in changes:
+            with plain.precision:
+                att, _ = look(plain.model, plain.on(other).shown)
+        edits = {}
+        for mode, names in changes.items():
+            for head in choose_heads(names.split() or "", L, H):
+                edits[head] = patch(att, head) if mode == "patch" else change_of(mode)
+        found = replace(found, measured=found.shown, probe=None, edits=edits, effort=EFFORT, plain=plain, corpus=None)
+        return page.render([found.describe()], written)
+
+    return answer
+
+
+def patch(att: Captured, head: Head) -> Callable[[Tensor], Tensor]:
+    """Return the function of a head's output that puts the one on another text in its place."""
+    layer, number = head
+    other = att.calls[layer].of_head(number).output()[:, 0]
+
+    def change(output: Tensor) -> Tensor:
+        if other.size(1) != output.size(1):
+            raise UserError(f"a patch needs as many tokens: the text has {output.size(1)}, the other {other.size(1)}")
+        return other
+
+    return change
 
 
 def serve(answer: Callable[..., str]) -> None:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from tril.decoder import evaluating, read
 from tril.errors import UserError
-from tril.metrics import Metrics, measure
+from tril.metrics import Head, Metrics, measure
 from tril.products import PRODUCTS, factors_of, find_attention, is_plain
 from tril.weights import HIDES, TOLERANCE, Call, Computed, NotTheKernels, Proof, Read
 
@@ -41,7 +41,6 @@ UNSEEN = "no attention of a text to itself and its past was seen"
 NOWHERE = "nor any product: a compiled or scripted graph, and a kernel of another library, cannot be looked into"
 UNMASKED = "attends to all tokens, without a causal mask or to something else than the text"
 
-Head = tuple[int, int]  # layer and head, both from zero
 Edits = Mapping[Head, Callable[[Tensor], Tensor]]  # head -> function of its output, (B, T, D) -> what goes on
 
 
@@ -230,7 +229,9 @@ class Captured(TorchFunctionMode):
         self.see_projection(changed.flatten(2), out_proj)
         return output if changed is heads else project(changed), returned
 
-    def see_flex(self, func: Callable, output: tuple | Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object):
+    def see_flex(
+        self, func: Callable, output: tuple | Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object
+    ):
         """Ask FlexAttention for its weights, which are what it makes of an identity. Return what it does."""
         output, *others = output
         identity = torch.eye(key.size(2)).to(value).expand(*value.shape[:2], -1, -1)

@@ -7,7 +7,6 @@ al. 2022. Of a head that attends evenly, which is what chance is, entropy is 1, 
 tril/weights.py.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,8 @@ from torch import Tensor
 
 from tril.weights import Proof
 
+Head = tuple[int, int]  # layer and head, both from zero
+Heads = Sequence[Head]
 Metrics = dict[str, Tensor]  # the name of a metric -> its values, one for each head and often for each sequence
 METRICS = {  # name -> title and format in a table, and definition; A_ij is the weight of query i for key j
     "entropy": ("entropy", ".2f", "evenness of a row: -sum_j A_ij ln A_ij over its maximum ln(i + 1), for i >= 1"),
@@ -43,6 +44,7 @@ class HeadScores:
     proofs: list[Proof]  # of the layers, for each text and probe
     chance: Metrics  # metric -> (L, H), the score of a head that attends evenly to all it may see
     rows: dict[str, int]  # metric -> the number of queries that it is a mean over
+    order: Sequence[Head | None] = ()  # of each call of attention, its layer and first head
 
     @cached_property
     def mean(self) -> Metrics:

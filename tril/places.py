@@ -1,19 +1,20 @@
 """The strongest places of heads over a long text: what looks at what there, and the words that heads look from and at.
 
 A head that is judged by one text misleads. Of a whole corpus those queries are shown that have the largest weights for
-one key (as headvis does, transformer-circuits.pub 2026). Shapes are named as in model/attention.py; N texts are read.
+one key (as headvis does, transformer-circuits.pub 2026). Shapes are named as in tril/weights.py; N texts are read.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from cli.bars import progress_bar
-from inspection.inputs import TEXT_LENGTH, Inputs, context_length, draw_texts
-from tril.decoder import evaluating, read
-from tril.kinds import LEAST, Head
-from tril.look import capture
+from tril.kinds import LEAST
+from tril.look import look
+from tril.metrics import Head, Heads
+from tril.texts import draw_texts
 
 MOST_PLACES = 12  # of a head
 MOST_WORDS = 5  # that it looks from, and at
@@ -56,33 +57,34 @@ class Places(NamedTuple):
         return "\n".join([self.note, "", of_words, *words, "", of_places, *map(repr, self.strongest)])
 
 
-@torch.no_grad()
-def find_places(model: nn.Module, inputs: Inputs) -> dict[Head, Places]:
-    """Find the strongest places of the heads to show in the corpus of the inputs, in eval mode.
+def find_places(
+    model: nn.Module, corpus: Sequence[int], T: int, heads: Heads, label: Callable[[int], str]
+) -> dict[Head, Places]:
+    """Find the strongest places of heads in a corpus, in eval mode.
 
-    It is read in texts of the model's context: all, or evenly drawn as many as a CPU core can read in a minute, about.
-    The size of the model decides, so that it has the same places on every machine.
+    It is read in texts of T tokens: all, or evenly drawn as many as a CPU core can read in a minute, about. The size of
+    the model decides, so that it has the same places on every machine. label: names a token.
 
     Raises NotTheKernels if the weights are not those that the kernel used.
     """
-    T = min(context_length(model) or inputs.measured.size(1), TEXT_LENGTH)
     size = LEAST_SIZE + sum(parameter.numel() for parameter in model.parameters())
-    starts, texts = draw_texts(inputs.corpus, T, int(MINUTE / size / T))
-    seen = {head: [] for head in inputs.heads}
-    with evaluating(model):
-        for text in progress_bar(iterable=texts, unit=" texts", leave=False, delay=1):
-            with capture(model) as att:
-                read(model, text[None], slice(1))
-            att.verify()
-            for head, rows in seen.items():
-                weights = att.pattern(*head)[0, :, -len(text) :].cpu()
-                elsewhere = weights.tril(-1)
-                elsewhere[:, 0] = 0.0
-                rows.append(torch.stack((*elsewhere.max(1), *weights.max(1), elsewhere.sum(1), elsewhere.sum(0))))
-    return {head: describe(inputs, starts.tolist(), texts, torch.stack(rows, dim=1)) for head, rows in seen.items()}
+    starts, texts = draw_texts(corpus, T, int(MINUTE / size / T))
+    seen = {head: [] for head in heads}
+    for text in tqdm(texts, unit=" texts", leave=False, delay=1, disable=None):
+        att, _ = look(model, text[None])
+        att.verify()
+        for head, rows in seen.items():
+            weights = att.pattern(*head)[0, :, -len(text) :].cpu()
+            elsewhere = weights.tril(-1)
+            elsewhere[:, 0] = 0.0
+            rows.append(torch.stack((*elsewhere.max(1), *weights.max(1), elsewhere.sum(1), elsewhere.sum(0))))
+    read = f"{texts.numel():,} of {len(corpus):,} tokens"
+    return {
+        head: describe(starts.tolist(), texts, torch.stack(rows, dim=1), label, read) for head, rows in seen.items()
+    }
 
 
-def describe(inputs: Inputs, starts: list[int], texts: Tensor, seen: Tensor) -> Places:
+def describe(starts: list[int], texts: Tensor, seen: Tensor, label: Callable[[int], str], read: str) -> Places:
     """Describe where a head looks in the texts, (N, T).
 
     Words are of the attention elsewhere than to the first token and the token itself. So are places, but of a head that
@@ -90,7 +92,7 @@ def describe(inputs: Inputs, starts: list[int], texts: Tensor, seen: Tensor) -> 
     from, and are no places.
 
     seen: (6, N, T), of each query the largest weight elsewhere and its key, the same of all keys, what it gives
-        elsewhere, and what the token gets there as a key.
+        elsewhere, and what the token gets there as a key. read: how much of the corpus this is.
     """
     seen[:4, :, : texts.size(1) // 8] = 0.0
     *best, given, got = seen
@@ -102,7 +104,7 @@ def describe(inputs: Inputs, starts: list[int], texts: Tensor, seen: Tensor) -> 
     strongest = []
     while len(strongest) < MOST_PLACES and weights.any():
         n, query = divmod(weights.argmax().item(), texts.size(1))
-        labels = [*map(inputs.label, texts[n].tolist())]
+        labels = [*map(label, texts[n].tolist())]
         strongest.append(Place(weights[n, query].item(), starts[n], query, int(keys[n, query]), labels))
         weights[pairs == pairs[n, query]] = 0.0
     looks = []
@@ -110,6 +112,6 @@ def describe(inputs: Inputs, starts: list[int], texts: Tensor, seen: Tensor) -> 
         shares = (words.bincount(attention.flatten()) / attention.sum()).nan_to_num()
         most = (shares - of_text)[present].argsort(descending=True)[:MOST_WORDS]
         tokens = present[most].tolist()
-        looks.append([(inputs.label(token), shares[token].item(), of_text[token].item()) for token in tokens])
+        looks.append([(label(token), shares[token].item(), of_text[token].item()) for token in tokens])
     beyond = f"{given.mean():.1%} of its attention goes beyond the first token and itself"
-    return Places(strongest, *looks, f"{len(words):,} of {len(inputs.corpus):,} tokens; {beyond}")
+    return Places(strongest, *looks, f"{read}; {beyond}")

@@ -6,6 +6,7 @@ diagonal, which a query cannot see, stay blank.
 
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,10 +15,6 @@ import torch.nn.functional as F
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
-
-from model.attention import make_causal_mask
-from tril.inspection import Inspection
-from tril.kinds import kind_of, name_of, tag
 
 DPI = 100  # pixels an inch
 LABEL_HEIGHT = 0.14  # inches that the name of a token needs
@@ -29,19 +26,19 @@ def pool(pattern: Tensor, step: int) -> Tensor:
     Cells above the diagonal become nan, which is not drawn.
     """
     pooled = F.max_pool2d(pattern[None], step, ceil_mode=True)[0]
-    return pooled.masked_fill(~make_causal_mask(len(pooled)), math.nan)
+    return pooled.masked_fill(torch.ones_like(pooled, dtype=torch.bool).triu(1), math.nan)
 
 
-def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None:
-    """Draw heads as tiles of one image, a row for each layer if all layers have the same heads. form: png or svg.
+def draw_heads(
+    file: BinaryIO | Path, form: str, title: str, labels: Sequence[str], tiles: Mapping[str, Tensor], columns: int
+) -> None:
+    """Draw heads as tiles of one image, in rows of so many. form: png or svg; tiles: name -> weights (T, T).
 
     One image for all, because hundreds of axes would take a minute. Tokens are named along the outer edges, as many as
     fit. The name of a head stands in its tile above the diagonal.
     """
-    heads = inspection.heads
-    T = len(inspection.labels)
-    columns = len({head for _, head in heads})
-    rows = math.ceil(len(heads) / columns)
+    T = len(labels)
+    rows = math.ceil(len(tiles) / columns)
     side = min(8.0, max(1.2, 16 / columns))  # inches of a tile
     step = math.ceil(T / (0.8 * DPI * side))  # tokens that share a pixel
     size = math.ceil(T / step)  # pixels of a tile
@@ -49,17 +46,16 @@ def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None
     mosaic = torch.full((rows * pitch, columns * pitch), math.nan)
     figure = Figure(figsize=(columns * side + 1.5, rows * side + 1.5), dpi=DPI, layout="constrained")
     ax = figure.subplots()
-    for number, head in enumerate(heads):
+    for number, (name, weights) in enumerate(tiles.items()):
         row, column = divmod(number, columns)
         top = row * pitch
         left = column * pitch
-        mosaic[top : top + size, left : left + size] = pool(inspection.pattern(*head), step)
-        name = f"{name_of(head)} {tag(kind_of(inspection.scores, head))}"
+        mosaic[top : top + size, left : left + size] = pool(weights, step)
         ax.text(left + size, top, name, ha="right", va="top", fontsize=8)
     image = ax.imshow(mosaic.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis", interpolation="nearest")
     figure.colorbar(image, ax=ax, shrink=0.6, label="weight")
     named = range(0, T, math.ceil(T * LABEL_HEIGHT / side))
-    names = [f"{inspection.labels[i]} {i}" for i in named]
+    names = [f"{labels[i]} {i}" for i in named]
     for axis, count in ((ax.xaxis, columns), (ax.yaxis, rows)):
         places = [start * pitch + (i + 0.5) / step - 0.5 for start in range(count) for i in named]
         axis.set_ticks(places, names * count, fontsize=7, parse_math=False)
@@ -67,7 +63,7 @@ def draw_heads(file: BinaryIO | Path, inspection: Inspection, form: str) -> None
     ax.spines[:].set_visible(False)
     note = f"\na point is the largest of {step} x {step} weights" if step > 1 else ""
     figure.suptitle(
-        f"{inspection.name}\na row is a query, the token that looks; a column is a key, a token it can look at{note}",
+        f"{title}\na row is a query, the token that looks; a column is a key, a token it can look at{note}",
         fontsize=9,
         parse_math=False,  # a name may hold any character
     )

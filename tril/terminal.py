@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from tril.errors import visible
-from tril.kinds import KINDS, Fed, Head, Heads, by_kind, name_of, short
-from tril.metrics import METRICS, HeadScores, Metrics
+from tril.kinds import KINDS, Fed, by_kind, name_of, short
+from tril.metrics import METRICS, Head, Heads, HeadScores, Metrics
 
 GREY = " .:-=+*#%@"  # darker for a larger weight, in tenths
 SHOWN = str.maketrans(" \n\t", "␣↵⇥")
@@ -15,9 +15,10 @@ MOST_ROWS = 16  # heads in a table, unless more are asked for
 MOST_NAMED = 2  # heads of a kind that fit a line of 80 columns
 
 
-def label(token: bytes) -> str:
+def label(token: bytes | str) -> str:
     """Show a token with every character visible: `␣the`, `↵`; `\\xe2` is a part of one, `\\u200b` a hidden one."""
-    return visible(token.decode(errors="backslashreplace")).translate(SHOWN)
+    text = token if isinstance(token, str) else token.decode(errors="backslashreplace")
+    return visible(text).translate(SHOWN)
 
 
 def report(scores: HeadScores, shown: Heads, heads: Heads, fed: Mapping[Head, Fed]) -> str:

@@ -1,17 +1,16 @@
 """What a head moves and what it says, besides where it looks: views of one text that a model has read.
 
-Shapes are named as in model/attention.py.
+Shapes are named as in tril/weights.py.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import GPT
-from model.device import exact_products
 from tril.experiments import affordable_rows
-from tril.kinds import Head, Heads
 from tril.look import Captured
+from tril.metrics import Head, Heads
+from tril.weights import exact_products
 
 MOST_SAID = 5  # tokens, of the likeliest and of the unlikeliest
 Said = tuple[Tensor, Tensor]  # n likeliest and n unlikeliest tokens, and their logits; each (T, 2n), nan: not computed
@@ -35,12 +34,14 @@ def moved(att: Captured, head: Head) -> Tensor:
 
 
 @torch.no_grad()
-def say(model: GPT, att: Captured, heads: Heads, effort: float = 1.0) -> dict[Head, Said]:
+def say(model: nn.Module, att: Captured, heads: Heads, effort: float = 1.0) -> dict[Head, Said]:
     """Return the tokens that the output of each head makes likeliest and unlikeliest, at each position of a text.
 
     The residual stream, (1, T, C), is a sum to which each head adds its output. Its share of the logits is what the
     final norm, with the scale that it has for the whole sum, and the head of the model make of its output (Elhage et
     al. 2021). A cap on logits is left out. On a CPU only as many positions as `affordable_rows` are computed.
+
+    model: one that `adds_to_stream`, as a GPT of ours.
     """
     norm = model.final_norm
     wide = att.calls[0].dtype  # also of `moved`

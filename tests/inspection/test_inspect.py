@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from inspection.inputs import choose_inputs
 
 import inspect_attention
 import tril.inspection
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
-from inspection.inputs import choose_inputs
 from model import GPT
 from model.attention import attention_weights
 from model.checkpoint import find_checkpoint
@@ -221,7 +221,7 @@ def test_checkpoints_make_a_timeline(run, straight: Path, tmp_path: Path, monkey
 @pytest.mark.parametrize("only_shown", [False, True])
 def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp_path: Path, monkeypatch, only_shown):
     """The text of the pictures has a proof of its own."""
-    monkeypatch.setattr("tril.look.attention_weights", lambda *given: 0.9 * attention_weights(*given))
+    monkeypatch.setattr("tril.weights.attention_weights", lambda *given: 0.9 * attention_weights(*given))
     if only_shown:
         scores = HeadScores({}, torch.zeros(1), [], [], {}, {})
         monkeypatch.setattr(tril.inspection, "head_scores", lambda *_: scores)

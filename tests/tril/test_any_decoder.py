@@ -6,15 +6,16 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from inspection.inputs import choose_inputs
 from torch import Tensor, nn
 
 from errors import UserError
-from inspection.inputs import choose_inputs
 from model.sampling import Sampler
 from tests.decoders import DECODERS, STATE_ALONE, WRITTEN_OUT, make_decoder
 from tests.tril.test_capture import call_captured, run_captured
 from tril import NotTheKernels, capture
-from tril.look import UNMASKED, Computed
+from tril.look import UNMASKED
+from tril.weights import Computed
 
 B, T, V, WINDOW = 2, 13, 61, 5
 COMPUTE = Computed.kernel
@@ -99,7 +100,7 @@ OPTIONS = {  # name -> keys in front, query rows, options of the call, the bias 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_the_kernel_is_seen(option: str, num_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_front, rows, options, bias = OPTIONS[option]
-    monkeypatch.setattr("tril.look.BLOCK_SIZE", 5 * B * 3 * T)  # five rows at a time
+    monkeypatch.setattr("tril.weights.BLOCK_SIZE", 5 * B * 3 * T)  # five rows at a time
     q = torch.randn(B, 3, rows, 7)
     k = torch.randn(B, num_kv, T + in_front, 7)
     v = torch.randn(B, num_kv, T + in_front, 5)

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import tril.look
+import tril.weights
 from model import GPT
 from model.attention import attention_weights
 from tests.conftest import make_gpt
 from tril import Captured, NotTheKernels, capture
-from tril.look import Computed
+from tril.weights import Computed
 
 B, T, V, L, H = 2, 11, 17, 2, 3
 WEIGHTS = attention_weights
@@ -50,7 +50,7 @@ def test_a_large_key_without_weight_excuses_no_error(monkeypatch: pytest.MonkeyP
     k[:, :, 0] = torch.tensor([-1e5, 0, 0, 0, 0, 0, 0])
     att = call_captured(q, k, is_causal=True)
     att.verify()
-    monkeypatch.setattr(tril.look, "attention_weights", lambda *given: WEIGHTS(*given) + 1e-4 * given[2])
+    monkeypatch.setattr(tril.weights, "attention_weights", lambda *given: WEIGHTS(*given) + 1e-4 * given[2])
     with pytest.raises(NotTheKernels):
         att.verify()
 
@@ -87,8 +87,8 @@ def test_weights_that_are_not_the_kernels_are_refused(monkeypatch, wrong: str, b
     model = make_gpt(family="llama", n_head=4, n_kv_head=2, n_embd=24, bias=None).eval()
     att = run_captured(model, torch.randint(V, (B, T)))
     att.verify()
-    monkeypatch.setattr(tril.look, "BLOCK_SIZE", block_size)
-    monkeypatch.setattr(tril.look, "attention_weights", WRONG[wrong])
+    monkeypatch.setattr(tril.weights, "BLOCK_SIZE", block_size)
+    monkeypatch.setattr(tril.weights, "attention_weights", WRONG[wrong])
     with pytest.raises(NotTheKernels, match="layer 0: the weights shown are not those of the kernel, a row is off by "):
         att.verify()
 
@@ -107,7 +107,7 @@ def test_an_error_that_the_values_hide_is_refused_too(monkeypatch: pytest.Monkey
         weights[:, 0, -1] += 5e-2 * hidden
         return weights
 
-    monkeypatch.setattr(tril.look, "attention_weights", corrupted)
+    monkeypatch.setattr(tril.weights, "attention_weights", corrupted)
     assert not torch.equal(att.pattern(0, 0), honest)
     torch.testing.assert_close(att.pattern(0, 0)[0].double() @ v, honest[0].double() @ v, rtol=0, atol=1e-6)
     with pytest.raises(NotTheKernels):

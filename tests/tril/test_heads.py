@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 import tril.decoder
 import tril.experiments
-import tril.look
+import tril.weights
 from errors import UserError
 from model import GPT
 from tests.conftest import make_gpt
 from tests.tril.test_capture import run_captured
 from tril import ablate, head_scores, influence, repeat_probe
-from tril.decoder import predict
-from tril.experiments import feeders
+from tril.experiments import feeders, predict
 from tril.inspection import Inspection
 from tril.metrics import measure
 
@@ -78,7 +77,7 @@ def test_scores_do_not_depend_on_blocks_and_are_those_of_the_patterns(size: int,
     model, idx = make_gpt(n_kv_head=1).eval(), torch.randint(V, (B, T))
     att = run_captured(model, idx)
     before = [tensor.clone() for call in att.calls for tensor in (call.q, call.k)]
-    monkeypatch.setattr(tril.look, "BLOCK_SIZE", size * B * H * T if size < T else size)
+    monkeypatch.setattr(tril.weights, "BLOCK_SIZE", size * B * H * T if size < T else size)
     found = att.scores(5)
     after = [tensor for call in att.calls for tensor in (call.q, call.k)]
     assert all(map(torch.equal, before, after))
@@ -114,7 +113,7 @@ def loss(model: GPT, text: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("positions", [3, 256])
 def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions: int, monkeypatch) -> None:
-    monkeypatch.setattr(tril.decoder, "POSITIONS", positions)
+    monkeypatch.setattr(tril.experiments, "POSITIONS", positions)
     model, text = make_gpt(**changes, bias=None), torch.randint(V, (5, T))
     probe = repeat_probe(torch.arange(V - 1), V - 1, T, num=3)
     scores = head_scores(model, text, probe)
@@ -138,7 +137,7 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: str, monkeypatch) -> None:
     """Compare with a model whose output projection reads zero, or a constant, from the head."""
-    monkeypatch.setattr(tril.decoder, "POSITIONS", 3)  # whose logits are made in parts
+    monkeypatch.setattr(tril.experiments, "POSITIONS", 3)  # whose logits are made in parts
     model, text = make_gpt(family=family, n_embd=18, bias=None, dropout=0.0).eval(), torch.randint(V, (5, T))
     D, heads = model.config.head_dim, [(layer, head) for layer in range(L) for head in range(H)]
     rises = ablate(model, text, heads, mode)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from inspection.inputs import choose_inputs
 from torch import Tensor, nn
 
 import tril.places
-from inspection.inputs import choose_inputs
 from model.attention import attention_weights
 from tril import NotTheKernels
 from tril.places import Place, find_places
@@ -150,6 +150,6 @@ def test_a_line_shows_both_tokens_in_what_is_around_them() -> None:
 
 
 def test_places_are_proved(monkeypatch) -> None:
-    monkeypatch.setattr("tril.look.attention_weights", lambda *given: 0.9 * attention_weights(*given))
+    monkeypatch.setattr("tril.weights.attention_weights", lambda *given: 0.9 * attention_weights(*given))
     with pytest.raises(NotTheKernels):
         found_by(Planted())
