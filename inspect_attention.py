@@ -34,10 +34,11 @@ from inspection.checkpoints import inspect_checkpoint, name_of_model, open_model
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 from model.sampling import Sampler
-from tril import live, terminal
+from tril import terminal
 from tril.experiments import Ablation
-from tril.inspection import NO_CORPUS, check_output
+from tril.inspection import check_output
 from tril.kinds import name_of
+from tril.live import answers, serve
 from tril.metrics import METRICS
 from tril.page import check_room
 
@@ -112,9 +113,10 @@ def main() -> None:
             found = replace(last, model=model, precision=precision, name=name_of_model(checkpoint.directory))
         if checkpoint is checkpoints[0]:
             if options.view == "places" and found.corpus is None:
-                raise UserError(NO_CORPUS)
+                raise UserError("the model's validation text is not here, give one with --corpus FILE")
+            num_heads = len(found.heads)
             if has_page:  # check now, not after the work
-                check_room(len(found.heads), len(found.labels), len(checkpoints))
+                check_room(num_heads, len(found.labels), len(checkpoints))
             print(found.note)
             if found.num_written:
                 print("wrote:  " + "".join(found.labels[-found.num_written :]))
@@ -138,7 +140,7 @@ def main() -> None:
         found.save(output, earlier)
         print(f"wrote {output}")
     if options.live:
-        live.serve(live.answers(found, options.text))
+        serve(answers(found, options.text))
 
 
 def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:

@@ -74,21 +74,19 @@ def make_probe(
     return repeat_probe(torch.from_numpy(drawn), int([0, *drawn[-1:], *start][-1]), context_length)
 
 
-def predict(
-    model: nn.Module, idx: Tensor, edits: Edits | None = None, order: Sequence | None = None
-) -> tuple[Captured, Tensor, list[Prediction]]:
+def predict(model: nn.Module, idx: Tensor, edits: Edits | None = None) -> tuple[Captured, Tensor, list[Prediction]]:
     """Return the attention of a model on a text (1, T), its loss, and its prediction at each token.
 
     A prediction is the likeliest next token, its probability, and the cross-entropy of the token that does follow, in
     nats; of the last token None. The loss is the mean of these, (), for T = 1 nan. For each part of the logits the
-    model runs again. edits and order: those of `look`.
+    model runs again. edits: those of `look`.
     """
     loss = 0.0
     predictions = []
     T = idx.size(1)
     for start in range(0, T, POSITIONS):
         part = slice(start, start + POSITIONS)
-        att, logits = look(model, idx, edits, part, order)
+        att, logits = look(model, idx, edits, part)
         logits = logits[0].float().log_softmax(-1)
         targets = idx[0, 1:][part].to(logits.device)  # the last position has no next token
         losses = F.nll_loss(logits[: len(targets)], targets, reduction="none")
@@ -103,11 +101,10 @@ def head_scores(
     text: Tensor,
     probe: RepeatProbe | None = None,
     edits: Edits | None = None,
-    order: Sequence | None = None,
 ) -> HeadScores:
     """Measure every head on a text (N, T) and on a probe, in eval mode.
 
-    Without a probe, duplicate and induction are left out. edits, order: as for `look`, while the text is read.
+    Without a probe, duplicate and induction are left out. edits: as for `look`, while the text is read.
 
     Raises NotTheKernels if the weights are not those that the kernel used, and UserError if the model cannot be read.
     All ranks of a sharded model have to call this together.
@@ -135,7 +132,7 @@ def head_scores(
     rows = {"previous": N * (T - 2), "current": N * (T - 1), "sink": N * (T - 1)}
     parts = []
     for idx in text.split(1):  # one by one, so that their order cannot be taken for that of the heads
-        att, loss, predicted = predict(model, idx, edits, order)
+        att, loss, predicted = predict(model, idx, edits)
         parts.append(scores_of(att, idx))
         losses.append(loss)
         predictions.append(predicted)
@@ -150,13 +147,13 @@ def head_scores(
     if wrong:  # not before: the ranks read all texts together
         raise wrong[0]
     chance = {name: values.mean(0) for name, values in even.items()}
-    return HeadScores(samples, torch.stack(losses), predictions[0], proofs, chance, rows, att.order)
+    return HeadScores(samples, torch.stack(losses), predictions[0], proofs, chance, rows)
 
 
 def change_of(mode: str) -> Callable[[Tensor], Tensor]:
     """Return the function of a head's output that takes its place. Raises UserError for an unknown mode."""
     if mode not in CHANGES:
-        raise UserError(f"a head becomes zero or mean, not {mode!r}")
+        raise UserError(f"a head becomes zero, mean or patch, not {mode!r}")
     return CHANGES[mode]
 
 
@@ -178,7 +175,7 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
     rises = torch.full((len(text), L, H), torch.nan, dtype=torch.float64)
     bar = tqdm(heads, unit=" heads", leave=False, delay=1, disable=None)
     for head in bar:
-        losses = [predict(model, idx, {head: change}, att.order)[1] for idx in texts]
+        losses = [predict(model, idx, {head: change})[1] for idx in texts]
         rises[:, *head] = torch.stack(losses) - before
         needed.append((rises[:, *head].mean().item(), name_of(head)))
         bar.set_postfix_str("most without {1}: {0:+.4f}".format(*max(needed)), refresh=False)
@@ -207,7 +204,7 @@ def feeders(
     found = []
     for ablated in tqdm(earlier, unit=" heads", leave=False, delay=1, disable=None):
         for idx in texts:
-            att, _ = look(model, idx, {ablated: change}, order=scores.order)
+            att, _ = look(model, idx, {ablated: change})
             metrics = att.scores(idx.size(1) // 2)
             found.append([metrics[name][0, *head] for head, name in kinds.items()])
     left = torch.tensor(found).view(len(earlier), len(texts), -1)
@@ -231,9 +228,7 @@ def affordable_rows(T: int, flops_per_row: float, device: torch.device, effort: 
     return torch.linspace(T - 1, 0, num_rows).long()
 
 
-def influence(
-    model: nn.Module, idx: Tensor, effort: float = 1.0, edits: Edits | None = None, order: Sequence = ()
-) -> Tensor:
+def influence(model: nn.Module, idx: Tensor, effort: float = 1.0, edits: Edits | None = None) -> Tensor:
     """Measure how much tokens influence a prediction: the gradient of its log-probability by their embeddings.
 
     idx is (1, T). Returns the norms of the gradients (Simonyan et al. 2014) as shares of their sum, (T, T), a row for
@@ -245,7 +240,7 @@ def influence(
     shares = torch.full((T, T), torch.nan)
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
     rows = affordable_rows(T, flops_per_row, idx.device, effort)
-    seen = capture(model, edits, order, tuple(idx.shape))
+    seen = capture(model, edits, tuple(idx.shape))
     with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded, seen:
         with suppress(NotImplementedError, UserError):  # a kernel without a derivative
             logits = read(model, idx, rows.to(idx.device))

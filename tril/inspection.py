@@ -39,7 +39,6 @@ from tril.weights import Proof, summarise
 
 FORMATS = (".html", ".png", ".svg", ".npz")
 TEXT_LENGTH = 1024  # the most tokens of a text of a corpus
-NO_CORPUS = "no place was looked for, without a long text: give one as corpus=, or with --corpus FILE"
 
 
 @dataclass(eq=False, repr=False)
@@ -74,9 +73,8 @@ class Inspection:
     @cached_property
     def seen(self) -> tuple[Captured, list[Proof]]:
         """The attention on the text that is shown, and what proves it."""
-        order = self.plain.att.order if self.plain else None
         with self.precision:
-            att, _ = look(self.model, self.shown, self.edits, order=order)
+            att, _ = look(self.model, self.shown, self.edits)
         return att, [*att.verify().values()]
 
     @property
@@ -94,12 +92,12 @@ class Inspection:
     def scores(self) -> HeadScores:
         """The metrics of all heads."""
         with self.precision:
-            scores = head_scores(self.model, self.measured, self.probe, self.edits, self.att.order)
+            scores = head_scores(self.model, self.measured, self.probe, self.edits)
             if self.ablation:
                 scores.samples["ablation"] = ablate(self.model, self.measured, self.heads, self.ablation)
         return scores.beside(self.plain.scores) if self.plain else scores
 
-    @property
+    @cached_property
     def verified(self) -> str:
         """A line that says how the weights were verified, and what is not shown."""
         att, proofs = self.seen
@@ -135,7 +133,7 @@ class Inspection:
     def influence(self) -> Tensor:
         """How much tokens influence predictions, (T, T); rows of nan were not computed."""
         with self.precision:
-            return influence(self.model, self.shown, self.effort, self.edits, self.att.order)
+            return influence(self.model, self.shown, self.effort, self.edits)
 
     @cached_property
     def lengths(self) -> Mapping[Head, Tensor]:
@@ -167,7 +165,7 @@ class Inspection:
     def places(self, layer: int, head: int) -> Places:
         """Return the strongest places of a head in the corpus. Raises UserError if there was none."""
         if not self.strongest:
-            raise UserError(NO_CORPUS)
+            raise UserError("no place was looked for, since there is no long text: give one as corpus=")
         return self.strongest[layer, head]
 
     def table(self, heads: Heads = ()) -> str:

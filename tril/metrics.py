@@ -44,7 +44,6 @@ class HeadScores:
     proofs: list[Proof]  # of the layers, for each text and probe
     chance: Metrics  # metric -> (L, H), the score of a head that attends evenly to all it may see
     rows: dict[str, int]  # metric -> the number of queries that it is a mean over
-    order: Sequence[Head | None] = ()  # of each call of attention, its layer and first head
 
     @cached_property
     def mean(self) -> Metrics:

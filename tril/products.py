@@ -18,20 +18,13 @@ from torch.utils._pytree import tree_leaves
 PRODUCTS = ("matmul", "__matmul__", "linalg_matmul", "bmm", "mm", "baddbmm", "einsum")  # the names of their functions
 
 
-class Factor(NamedTuple):
-    """A tensor of a product, and a letter for each of its axes. Axes with the same letter are multiplied."""
-
-    tensor: Tensor
-    axes: str
-
-
 class Candidate(NamedTuple):
     """A way to read a product as attention."""
 
     weights: Tensor  # (B, H, T_query, T_key)
     values: Tensor  # (B, H, T_key, D)
     order: str  # an equation that orders the axes of the output: batch and heads, queries, width
-    has_batch: bool  # whether the batch has an axis of its own, beside that of the heads
+    is_flat: bool  # whether several texts have no axis of their own, beside that of the heads
 
 
 def is_plain(x: Tensor) -> bool:
@@ -39,8 +32,8 @@ def is_plain(x: Tensor) -> bool:
     return x.layout == torch.strided and not x.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def factors_of(name: str, arguments: Sequence, output: Tensor) -> list[Factor]:
-    """Return the two factors of a product and its output, with their axes; nothing if it has no two plain factors.
+def axes_of(name: str, arguments: Sequence, output: Tensor) -> list[tuple[Tensor, str]]:
+    """Return the two factors of a product and its output, and a letter for each axis; nothing if there are not two.
 
     name: one of PRODUCTS; arguments: those it is called with.
     """
@@ -52,50 +45,45 @@ def factors_of(name: str, arguments: Sequence, output: Tensor) -> list[Factor]:
         result = "..." * ("..." in inputs) + once
     tensors = [x.detach() for x in (*given, output) if isinstance(x, Tensor)][-3:]  # `baddbmm` has a term before them
     named = [*inputs.split(","), result]
-    if len(named) != 3 or not all(is_plain(x) and x.is_floating_point() and x.numel() for x in tensors):
+    if len(named) != 3 or not all(x.is_floating_point() and x.numel() for x in tensors):
         return []
     unnamed = "".join(x for x in ascii_letters if x not in equation)  # the last axes of "..." are the same in all
     axes = [
         x.replace("...", unnamed[len(unnamed) + len(x) - 3 - y.dim() :]) for x, y in zip(named, tensors, strict=False)
     ]
-    return [*map(Factor, tensors, axes)] if [*map(len, axes)] == [x.dim() for x in tensors] else []
+    return [*zip(tensors, axes, strict=True)] if [*map(len, axes)] == [x.dim() for x in tensors] else []
 
 
-def find_attention(factors: Sequence[Factor], text: tuple[int, int] | None) -> Iterator[Candidate]:
+def find_attention(name: str, arguments: Sequence, output: Tensor, text: tuple[int, int] | None) -> Iterator[Candidate]:
     """Yield how the factors of a product may be weights and values, the likeliest way first.
 
-    text: B and T of the token ids, if known. Without them the first axis of the weights is the batch. Of batch and
-    heads in one axis the batch comes first.
+    name, arguments: as for `axes_of`; text: B and T of the token ids, if known. Without them the first axis of the
+    weights is the batch. Of batch and heads in one axis the batch comes first.
     """
-    *pair, (_, of_output) = factors
+    pairs = axes_of(name, arguments, output)
     # The sizes of the output count last: an axis of a factor may be one that is repeated.
-    sizes = {axis: n for tensor, axes in factors for axis, n in zip(axes, tensor.shape, strict=True)}
-    for weights, values in permutations(pair):
-        repeated = [axis for axis, n in zip(values.axes, values.tensor.shape, strict=True) if n < sizes[axis]]
-        of_values = "".join(axis for axis in values.axes if axis not in repeated)
-        key = "".join(axis for axis in weights.axes if axis in of_values and axis not in of_output)
-        width = "".join(axis for axis in of_values if axis not in weights.axes)
+    sizes = {axis: n for x, axes in pairs for axis, n in zip(axes, x.shape, strict=True)}
+    for (weights, of_weights), (values, of_values) in permutations(pairs[:2], 2):
+        _, of_output = pairs[2]
+        repeated = [i for i, axis in enumerate(of_values) if values.size(i) < sizes[axis]]
+        of_values = "".join(axis for i, axis in enumerate(of_values) if i not in repeated)
+        key = "".join(axis for axis in of_weights if axis in of_values and axis not in of_output)
+        width = "".join(axis for axis in of_values if axis not in of_weights)
         # Each text has weights of its own: one matrix for all of them is no attention.
-        is_shared = [*weights.tensor.shape] != [sizes[axis] for axis in weights.axes]
-        if is_shared or len(key) != 1 or len(width) != 1 or not {*weights.axes, width} - {key} <= {*of_output}:
+        is_shared = [*weights.shape] != [sizes[axis] for axis in of_weights]
+        if is_shared or len(key) != 1 or len(width) != 1 or not {*of_weights, width} - {key} <= {*of_output}:
             continue
-        queries = [a for a in weights.axes if a not in of_values and (text is None or sizes[a] == text[1])]
-        for query in reversed(queries):
-            heads = "".join(axis for axis in weights.axes if axis not in key + query)
+        for query in reversed(of_weights):
+            heads = "".join(axis for axis in of_weights if axis not in key + query)
             B = text[0] if text else sizes.get(heads[:1], 1)
-            if (heads and not {*heads} & {*of_values}) or math.prod(sizes[axis] for axis in heads) % B:
+            is_whole = text is None or sizes[query] == text[1]
+            has_values = not heads or {*heads} & {*of_values}
+            if query in of_values or not is_whole or not has_values or math.prod(sizes[axis] for axis in heads) % B:
                 continue
             batch = next((axis for axis in heads if sizes[axis] == B), "")
             heads = batch + heads.replace(batch, "")
-            ones = values.tensor.new_ones([sizes[axis] for axis in heads])  # repeat values that heads share
-            v = values.tensor.squeeze([values.axes.index(axis) for axis in repeated])
-            yield Candidate(
-                torch.einsum(f"{weights.axes}->{heads}{query}{key}", weights.tensor).reshape(
-                    B, -1, sizes[query], sizes[key]
-                ),
-                torch.einsum(f"{of_values},{heads}->{heads}{key}{width}", v, ones).reshape(
-                    B, -1, sizes[key], sizes[width]
-                ),
-                f"{of_output}->{heads}{query}{width}",
-                len(heads) > 1 or B == 1,
-            )
+            ones = values.new_ones([sizes[axis] for axis in heads])  # repeat values that heads share
+            w = torch.einsum(f"{of_weights}->{heads}{query}{key}", weights)
+            v = torch.einsum(f"{of_values},{heads}->{heads}{key}{width}", values.squeeze(repeated), ones)
+            w, v = (x.reshape(B, -1, *x.shape[-2:]) for x in (w, v))
+            yield Candidate(w, v, f"{of_output}->{heads}{query}{width}", B > 1 and len(heads) == 1)

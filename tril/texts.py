@@ -83,7 +83,7 @@ class Names:
 
 
 def labeller(name: Callable[[int], str | bytes], special: Sequence[int] | set[int]) -> Callable[[int], str]:
-    """Return a function that names an id with every character visible; special ones and those without text in brackets."""
+    """Return a function that shows each character of a token; in brackets special ones, and ids without text."""
 
     @cache
     def label(token: int) -> str:

@@ -79,7 +79,7 @@ def exact_products(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def attention_weights(q: Tensor, k: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
     """Return the weights by the formula. mask: numbers to add to the scores. scale: None is 1 / sqrt(D)."""
     scores = q * (q.size(-1) ** -0.5 if scale is None else scale) @ repeat_heads(k, q.size(1)).mT
     return (scores + mask).softmax(-1)
@@ -100,6 +100,11 @@ class Call:
     def dtype(self) -> torch.dtype:
         """The precision of the weights shown: float32, or float64 of a float64 model."""
         return torch.promote_types(self.values.dtype, torch.float32)
+
+    def is_like(self, other: "Call") -> bool:
+        """Return whether two calls may be of one layer: alike, with one mask and scale."""
+        pairs = [(vars(call).get("scale"), id(vars(call).get("mask"))) for call in (self, other)]
+        return type(self) is type(other) and self.shape == other.shape and pairs[0] == pairs[1]
 
     def of_head(self, head: int) -> "Call":
         """Return this call with one head alone, and the keys, values and mask that it may share with others.

@@ -10,24 +10,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from inspection.inputs import choose_inputs
 
 import inspect_attention
-import tril.inspection
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer
+from inspection import inspect_heads
+from inspection.checkpoints import OurNames, inspect_checkpoint, name_of_model, open_model
 from model import GPT
-from model.attention import attention_weights
 from model.checkpoint import find_checkpoint
 from model.device import dtype_name
 from tests.conftest import make_gpt, metrics, save_gpt
 from tests.tril.test_capture import run_captured
 from tests.tril.test_page import data_of, stored
-from tril import ablate, capture, decoder, head_scores, influence, inspect_heads, page, terminal
-from tril.inspection import name_of_model, open_model
+from tril import ablate, capture, head_scores, influence, page, terminal
+from tril.experiments import predict
+from tril.inspection import Inspection
 from tril.kinds import name_of
 from tril.metrics import METRICS, HeadScores
 from tril.terminal import label, triangle
+from tril.weights import attention_weights
 
 FIRST, LAST = "checkpoints/step-00000004", "checkpoints/step-00000012"
 TEXT = "12 is even.\n1"
@@ -105,15 +106,15 @@ def test_the_log_of_a_run_and_its_inspection_have_the_same_induction(run, straig
     logged = metrics(straight, "heads")[12]
     checkpoint = find_checkpoint(straight)
     for text in (None, TEXT):
-        inputs = choose_inputs(GPT.from_pretrained(straight), text, None, (), checkpoint)
-        scores = head_scores(GPT.from_pretrained(straight), inputs.measured, inputs.probe)
+        found = inspect_checkpoint(checkpoint, torch.device("cpu"), text)
+        scores = found.scores
         assert scores.mean.keys() == logged.keys()
         for name in ("induction", "induction_control", "duplicate"):
             torch.testing.assert_close(scores.mean[name], torch.tensor(logged[name]).double(), rtol=0, atol=1e-4)
-    assert inputs.note.endswith("\nprobe:  8 x [start, 5 random tokens of the validation text, the same again]")
-    probed = set(inputs.probe.repeated[:, 1:].unique().tolist())
+    assert found.note.endswith("\nprobe:  8 x [start, 5 random tokens of the validation text, the same again]")
+    probed = set(found.probe.repeated[:, 1:].unique().tolist())
     assert probed <= set(checkpoint.trainer["probe_tokens"])
-    assert "id=&quot;page&quot;" in inspect_heads(straight, TEXT, complete=False)._repr_html_()  # in a notebook
+    assert "id=&quot;page&quot;" in found._repr_html_()  # in a notebook
 
 
 def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_path: Path) -> None:
@@ -138,12 +139,12 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
         weights = torch.from_numpy(stored(tmp_path / "a.html", f"0/{name}")).float()
         torch.testing.assert_close(weights, att.pattern(layer, head)[0], rtol=0, atol=1 / 65535)
     shares = influence(GPT.from_pretrained(straight), idx)
-    expected = decoder.predict(GPT.from_pretrained(straight), idx)[1]
+    expected = predict(GPT.from_pretrained(straight), idx)[2]
     assert np.abs(stored(tmp_path / "a.html", "0/influence") - shares.numpy()).max() < 1e-4
     predictions = content["checkpoints"][0]["predictions"]
     assert [chance for _, chance, _ in predictions] == [f"{probability:.1%}" for _, probability, _ in expected]
-    inputs = choose_inputs(GPT.from_pretrained(straight), [0, 1], tokenizer, [])
-    assert predictions[0][0] == inputs.label(expected[0][0])
+    _, label_of = OurNames(tokenizer).labels([])
+    assert predictions[0][0] == label_of(expected[0][0])
 
 
 def test_places_are_printed_and_on_the_page_of_the_last_checkpoint(run, straight: Path, tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_what_a_model_writes_is_inspected_with_what_it_was_given(run, straight: 
     idx = torch.tensor([tokenizer.encode("1 is").tolist()])
     likeliest = model.generate(idx, 5, temperature=0)[0].tolist()
     content, lines = inspect("--text", "1 is", "--temperature", 0)
-    label = choose_inputs(model, [0, 1], tokenizer, []).label
+    _, label = OurNames(tokenizer).labels([])
     assert content["labels"] == [*map(label, likeliest)] and content["given"] == 4
     assert lines[0] == "text:   9 tokens, of which the model wrote 5"
     assert lines[2] == f"wrote:  {''.join(content['labels'][4:])}"
@@ -223,8 +224,7 @@ def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp
     """The text of the pictures has a proof of its own."""
     monkeypatch.setattr("tril.weights.attention_weights", lambda *given: 0.9 * attention_weights(*given))
     if only_shown:
-        scores = HeadScores({}, torch.zeros(1), [], [], {}, {})
-        monkeypatch.setattr(tril.inspection, "head_scores", lambda *_: scores)
+        monkeypatch.setattr(Inspection, "scores", HeadScores({}, torch.zeros(1), [], [], {}, {}))
     result = run(inspect_attention, straight, "--text", "12 i", "-o", tmp_path / "a.svg")
     assert result.exit_code == 1 and "the weights shown are not those of the kernel" in result.err
     assert not list(tmp_path.glob("a.*")) and "0.0" not in result.out

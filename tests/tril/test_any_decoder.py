@@ -6,19 +6,20 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from inspection.inputs import choose_inputs
 from torch import Tensor, nn
 
 from errors import UserError
+from inspection.checkpoints import continued
 from model.sampling import Sampler
 from tests.decoders import DECODERS, STATE_ALONE, WRITTEN_OUT, make_decoder
 from tests.tril.test_capture import call_captured, run_captured
 from tril import NotTheKernels, capture
+from tril.decoder import find_call
 from tril.look import UNMASKED
 from tril.weights import Computed
 
 B, T, V, WINDOW = 2, 13, 61, 5
-COMPUTE = Computed.kernel
+COMPUTE = Computed.output
 # Patches of tokens attend too; a call for each half of the values; two texts at once; keys of many tokens.
 NOT_ONE_CALL_A_LAYER = {"blt", "diffllama", "prophetnet", "deepseek_v4"}
 SLIDING = {"sliding_window": WINDOW}
@@ -63,9 +64,9 @@ def test_weights_are_those_that_the_model_returns(name: str, changes: dict) -> N
 
 def test_a_model_that_is_not_ours_writes_what_it_finds_likeliest() -> None:
     model = make_decoder("gpt_neo", attn_implementation="eager")
-    text = torch.randint(2, V, (7,))
-    whole = choose_inputs(model, text, None, (), num_tokens=5, sampler=Sampler(temperature=0)).shown
-    assert whole[0, :7].equal(text) and whole.size(1) == 12
+    text = torch.randint(2, V, (7,)).tolist()
+    whole = torch.tensor([text + continued(find_call(model), text, 5, Sampler(temperature=0))])
+    assert whole.size(1) == 12
     with torch.no_grad():
         assert model(whole).logits[0, 6:-1].argmax(-1).equal(whole[0, 7:])
 
@@ -113,8 +114,8 @@ def test_every_option_of_the_kernel_is_seen(option: str, num_kv: int, monkeypatc
         torch.testing.assert_close(att.pattern(0, head), expected[:, head], rtol=0, atol=1e-6)
     att.verify()
     call = att.calls[0]
-    att.calls[0] = dataclasses.replace(call, q=call.q.roll(1, 1))
-    monkeypatch.setattr(Computed, "kernel", lambda self, values: COMPUTE(call, values))
+    att.layers[0] = [dataclasses.replace(call, q=call.q.roll(1, 1))]
+    monkeypatch.setattr(Computed, "output", lambda self, values: COMPUTE(call, values))
     with pytest.raises(NotTheKernels):
         att.verify()
 
@@ -136,7 +137,7 @@ def test_what_is_no_attention_of_a_text_to_its_past_is_left_out(case: str) -> No
     att = call_captured(torch.randn(of_q), torch.randn(of_k), **options)
     is_square = of_q == of_k
     assert att.left_out == [UNMASKED if is_square else f"queries {of_q} of keys {of_k}"]
-    with pytest.raises(UserError, match=UNMASKED if is_square else r"; others were: queries .* of keys"):
+    with pytest.raises(UserError, match=UNMASKED if is_square else r"was seen: queries .* of keys"):
         att.scores()
 
 

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 import tril.weights
 from model import GPT
-from model.attention import attention_weights
 from tests.conftest import make_gpt
 from tril import Captured, NotTheKernels, capture
-from tril.weights import Computed
+from tril.weights import Computed, attention_weights
 
 B, T, V, L, H = 2, 11, 17, 2, 3
 WEIGHTS = attention_weights
@@ -62,9 +61,9 @@ def test_rounding_grows_with_the_scores(monkeypatch: pytest.MonkeyPatch) -> None
     assert (q @ k.mT).min() / 7**0.5 > 7000 and att.scores()["entropy"].min() > 0.9
     att.verify()
     (call,) = att.calls
-    att.calls[0] = replace(call, k=k + 1e-4 * torch.randn_like(k))
-    kernel = Computed.kernel
-    monkeypatch.setattr(Computed, "kernel", lambda self, values: kernel(call, values))
+    att.layers[0] = [replace(call, k=k + 1e-4 * torch.randn_like(k))]
+    kernel = Computed.output
+    monkeypatch.setattr(Computed, "output", lambda self, values: kernel(call, values))
     with pytest.raises(NotTheKernels):
         att.verify()
 
@@ -125,10 +124,10 @@ def test_capturing_changes_no_bit_and_leaves_no_hook() -> None:
 
     torch.manual_seed(0)
     plain = train_once(make_gpt())
-    for replace_output in (None, lambda layer, output: output):
+    for edits in (None, {(1, 2): lambda output: output}):
         torch.manual_seed(0)
         model = make_gpt()
-        with capture(model, replace_output) as att:
+        with capture(model, edits) as att:
             captured = train_once(model)
         assert all(torch.equal(*pair) for pair in zip(plain, captured, strict=True))
         att.verify()

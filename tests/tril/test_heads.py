@@ -118,7 +118,8 @@ def test_scores_of_a_model_have_means_errors_and_losses(changes: dict, positions
     probe = repeat_probe(torch.arange(V - 1), V - 1, T, num=3)
     scores = head_scores(model, text, probe)
     assert model.training and max(scores.proofs).error < 1e-5
-    changed = head_scores(model, text, probe, lambda layer, output: 0 * output).samples
+    edits = {(layer, head): torch.zeros_like for layer in range(L) for head in range(H)}
+    changed = head_scores(model, text, probe, edits).samples
     same = [name for name, samples in scores.samples.items() if changed[name].equal(samples)]
     assert {*same} == {f"{name}{end}" for name in ("duplicate", "induction") for end in ("", "_control")}
     for name, samples in scores.samples.items():
@@ -216,7 +217,7 @@ def test_an_induction_head_is_fed_by_the_head_that_it_needs(way: str, mode: str 
         assert fed[1, 2].without[0, 1] < 0.5 and 0.8 < fed[1, 2].median < fed[1, 2].score
 
     passes.clear()
-    monkeypatch.setattr(tril.experiments, "MOST_ROWS", 2)
+    monkeypatch.setattr(tril.experiments, "MOST_EARLIER", 2)
     few = feeders(model, probe, scores, heads, mode)
     assert len(passes) == (3 * 2 if mode else 0)
     assert {head: list(each.without) for head, each in few.items()} == ({(1, 0): [], (1, 2): needed} if mode else {})
@@ -229,7 +230,7 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
     shares = influence(model, idx)
     assert model.training
     model.eval()
-    tokens, probabilities, losses = zip(*predict(model, idx)[1], strict=True)
+    tokens, probabilities, losses = zip(*predict(model, idx)[2], strict=True)
     likeliest = model(idx)[0].softmax(-1).max(-1)
     assert list(tokens) == likeliest.indices.tolist()
     torch.testing.assert_close(torch.tensor(probabilities), likeliest.values.float())
@@ -252,6 +253,6 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
 
 
 def test_keys_in_front_of_the_tokens_are_left_out() -> None:
-    att = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4))
-    found = Inspection(*(9 * [None]), "", "", None, att, None)
+    found = Inspection(None, None, None, [], str)
+    found.seen = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4)), []
     assert found.pattern(0, 0).tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]

@@ -166,7 +166,6 @@ def test_what_cannot_be_is_one_sentence_and_no_markup(serving) -> None:
 def test_bad_input_is_one_sentence(answer, monkeypatch, asked: dict[str, str], message: str) -> None:
     if asked == {"text": 2 * TEXT}:
         monkeypatch.setattr(page, "MOST_WEIGHTS", 67)
-        monkeypatch.setattr(inspect_attention, "measure", None)  # before the work
     with pytest.raises(UserError, match=message):
         answer(**asked)
 

@@ -6,7 +6,6 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,28 +66,32 @@ def inspected(
     lengths = noise("lengths", step, *shape, length).exp()
     spoken = noise("spoken", step, *shape, length, 6).argsort(-1) + 10 * step
     found = Inspection(
-        heads=heads,
+        model=None,
         measured=None,
         shown=None,
         labels=[f"␣w{i}" for i in range(length)],
         label=lambda token: f"<b>{token}",
-        note="a text",
-        probe=None,
-        corpus=None,
-        num_written=0,
+        text_note="a text",
         name=name or f"step-{step:08d}",
+    )
+    measured = dict(
+        heads=heads,
         verified="weights match the kernel",
         scores=HeadScores(samples, torch.tensor([1000 / step]), predictions, [], chance, rows),
-        att=SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step, length)[None]),
+        seen=(SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step, length)[None]), []),
         influence=influence,
         lengths={head: lengths[head] for head in heads} if known else {},
         said={head: (spoken[head], logits[head]) for head in heads} if known else {},
+        fed={},
+        strongest={},
     )
-    return replace(found, **changes)
+    for field, value in (measured | changes).items():
+        setattr(found, field, value)
+    return found
 
 
 def write(path: Path, *inspections: Inspection) -> None:
-    path.write_text(page.render(inspections or [inspected()]), encoding="utf-8")
+    path.write_text(page.render([each.describe() for each in inspections or [inspected()]]), encoding="utf-8")
 
 
 def stored(path: Path, name: str) -> np.ndarray:
@@ -105,10 +108,11 @@ def data_of(path: Path) -> dict:
 
 def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    write(path, inspected(name=HOSTILE[0], labels=HOSTILE, note=HOSTILE[0], label=HOSTILE.__getitem__, known=False))
+    hostile = dict(name=HOSTILE[0], labels=HOSTILE, text_note=HOSTILE[0], label=HOSTILE.__getitem__)
+    write(path, inspected(**hostile, known=False))
     text = path.read_text()
     nonces = re.findall(r"""nonce[-=]['"]?([\w-]{43})['"]""", text)
-    assert len(nonces) == 4 and len({*nonces}) == 1 and nonces[0] not in page.render([inspected()])
+    assert len(nonces) == 4 and len({*nonces}) == 1 and nonces[0] not in page.render([inspected().describe()])
     policy = "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'".format(nonces[0])
     for part in (f'content="{policy}"', f'<style nonce="{nonces[0]}">', f'<script nonce="{nonces[0]}">'):
         assert text.count(part) == 1
@@ -252,7 +256,8 @@ def test_it_opens_where_a_head_does_what_it_is_named_for(show: Callable, kind: s
     for name in found.scores.rows:
         found.scores.samples[name].fill_(0.01)[0, 1, 1] = 0.9 if name == kind else 0.01
     weights = weights / weights.sum(-1, keepdim=True)
-    page = show(replace(found, att=SimpleNamespace(pattern=lambda *head: weights[None])))
+    found.seen = SimpleNamespace(pattern=lambda *head: weights[None]), []
+    page = show(found)
     token = 10 if kind == "other" else 7
     assert page.locator("#sentence").inner_text() == f"{found.labels[token]} ({token}) looks at"
     button = page.locator("#clearest")

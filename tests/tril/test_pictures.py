@@ -9,7 +9,6 @@ import functools
 import importlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,7 +186,8 @@ def made_up(step: int, length: int, *heads: tuple) -> Inspection:
     """Return an inspection whose patterns are computed once, to the last bit as the page stores them."""
     inspection = inspected(step, f"run step-{step:08d}", length, heads=list(heads))
     patterns = {head: (inspection.pattern(*head) * 65535).round()[None] / 65535 for head in heads}
-    return replace(inspection, att=SimpleNamespace(pattern=lambda *head: patterns[head]))
+    inspection.seen = SimpleNamespace(pattern=lambda *head: patterns[head]), []
+    return inspection
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ def check_png(path: Path, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "DPI", 30)
     monkeypatch.setattr(plots, "LABEL_HEIGHT", 1.2)
     monkeypatch.setattr(plots, "Figure", figure)
-    plots.draw_heads(path, inspection, "png")
+    inspection.save(path)
     pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
     ax, bar = figures[0].axes
     side = int(figures[0].axes[0].images[0].get_array().shape[1] / 3.1)  # more than a tile's, which three and gaps fill

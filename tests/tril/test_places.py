@@ -2,14 +2,12 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from inspection.inputs import choose_inputs
 from torch import Tensor, nn
 
 import tril.places
@@ -67,8 +65,7 @@ class Planted(nn.Module):
 
 
 def found_by(model: nn.Module, **changes: object):
-    inputs = choose_inputs(model, list(range(len(WORDS))), list(WORDS), (), corpus=CORPUS)
-    return find_places(model, replace(inputs, **changes))
+    return find_places(model, changes.get("corpus", CORPUS), T, HEADS, WORDS.__getitem__)
 
 
 @pytest.mark.parametrize("by_kernel, has_sink", [(True, False), (False, False), (True, True), (False, True)])
@@ -96,7 +93,7 @@ def test_a_planted_head_is_recognised_by_its_places_and_words(by_kernel: bool, h
 def test_places_and_the_shares_of_words_are_those_of_all_texts() -> None:
     model = Planted()
     found = found_by(model)
-    texts = model.seen[1:]  # the first is read to learn sizes
+    texts = model.seen
     assert len(texts) == len(CORPUS) // T and texts[0] == CORPUS[:T] and texts[-1] == CORPUS[-T:]
     given, got, read = Counter(), Counter(), Counter()
     for ids in texts:
@@ -131,7 +128,7 @@ def test_what_cannot_be_read_in_a_minute_is_drawn_evenly(monkeypatch) -> None:
     found = found_by(model)
     assert found[EVEN].note.startswith("87 of 997 tokens; ")
     starts = [0, (997 - T) // 2, 997 - T]
-    assert model.seen[1:] == [CORPUS[start : start + T] for start in starts]
+    assert model.seen == [CORPUS[start : start + T] for start in starts]
     assert {place.start for place in found[FIRST].strongest} <= {*starts}
 
 

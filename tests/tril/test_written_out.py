@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from errors import UserError
 from model.attention import repeat_kv
 from tests.tril.test_capture import B, H, T, V, run_captured
-from tril import Captured, capture, inspect_heads
+from tril import Captured, UserError, capture, inspect_heads, look
 from tril.look import UNMASKED
 
 C, D, MANY = 21, 7, 15  # MANY heads share H heads of keys and values
@@ -213,20 +212,25 @@ def test_weights_are_those_that_met_the_values_and_outputs_are_replaced_as_by_ha
     model, text = Decoder(*LAYOUTS[layout]()), torch.randint(V, (B, T))
     check(run_captured(model, text[:1]), model.layers)
     plain, outputs = model(text), {}
-    with capture(model, lambda layer, output: outputs.setdefault(layer, output)) as att:
+    att = run_captured(model, text)
+
+    def keep(head: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+        return lambda output: outputs.setdefault(head, output)
+
+    heads = [(layer, head) for layer, call in enumerate(att.calls) for head in range(call.shape[1])]
+    with capture(model, {head: keep(head) for head in heads}) as att:
         assert model(text).equal(plain)
     check(att, model.layers)
     for layer, call in enumerate(att.calls):
-        expected = call.weights() @ repeat_kv(call.values, outputs[layer])
-        torch.testing.assert_close(outputs[layer], expected, rtol=0, atol=1e-5)
+        found = torch.stack([outputs[layer, head] for head in range(call.shape[1])], 1)
+        for expected in (call.output(), call.weights() @ repeat_kv(call.values, found)):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
-    heads = outputs[0].size(1)
-    all_but_the_last = (torch.arange(heads) < heads - 1)[:, None, None]
-    with capture(model, lambda layer, output: output if layer else output * all_but_the_last):
-        replaced = model(text)
+    last = att.calls[0].shape[1] - 1
+    replaced, _ = look(model, text, {(0, last): torch.zeros_like}, slice(None))[::-1]
     weight = next(weight for name, weight in model.named_parameters() if name.endswith("out_proj.weight"))
     with torch.no_grad():
-        weight[:, -weight.size(1) // heads :] = 0  # what the output projection reads of the last head
+        weight[:, -weight.size(1) // (last + 1) :] = 0  # what the output projection reads of the last head
     torch.testing.assert_close(replaced, model(text), rtol=0, atol=1e-4)
     assert (replaced - plain).abs().max() > 1e-2
 
@@ -303,7 +307,7 @@ def test_what_only_looks_like_attention_is_not_shown(impostor: str) -> None:
     for num_texts in (1, B):
         layer, text = Written(attend()), torch.randint(V, (num_texts, T))
         att = run_captured(Decoder(first=IMPOSTORS[impostor]), text)
-        assert not att.seen
+        assert not att.layers
         with pytest.raises(UserError):
             att.verify()
         check(run_captured(Decoder(layer, first=IMPOSTORS[impostor]), text), [layer])
@@ -311,7 +315,7 @@ def test_what_only_looks_like_attention_is_not_shown(impostor: str) -> None:
 
 @pytest.mark.parametrize("impostor", ["experts", "outputs of experts", "experts in a table", "positions in one-hot"])
 def test_an_expert_of_one_token_is_no_key(impostor: str) -> None:
-    assert not run_captured(Decoder(first=IMPOSTORS[impostor]), torch.randint(V, (B, 1))).seen
+    assert not run_captured(Decoder(first=IMPOSTORS[impostor]), torch.randint(V, (B, 1))).layers
 
 
 @torch.no_grad()
@@ -356,7 +360,7 @@ def test_a_forgotten_mask_is_seen_in_short_texts(num: int) -> None:
         unmasked = Written(attend(lambda q, k: score(q, k).softmax(-1)), 1, 1)
         att = run_captured(Decoder(unmasked, Written(attend(), 1, 1)), torch.randint(V, (1, num)))
         assert len(att.calls) == 1 and UNMASKED in att.left_out
-    with pytest.raises(UserError, match=f"the model {UNMASKED}: python -m model.check"):
+    with pytest.raises(UserError, match=f"the model {UNMASKED}: tril.check_causality"):
         inspect_heads(Decoder(unmasked), [5, 3, 5][:num])
 
 
@@ -367,7 +371,7 @@ def test_flex_attention_is_asked_for_its_weights() -> None:
     q, k, v = torch.randn(B, 2 * H, T, D), torch.randn(B, H, T, D), torch.randn(B, H, T, D)
     options = {"score_mod": lambda score, b, h, i, j: score - 0.3 * (i - j), "block_mask": block_mask}
     expected = masked(score(q, k) - 0.3 * (torch.arange(T)[:, None] - torch.arange(T))).softmax(-1)
-    with capture(nn.Module(), lambda layer, output: 2 * output) as att:
+    with capture(nn.Module(), {(0, head): lambda output: 2 * output for head in range(2 * H)}) as att:
         doubled = flex_attention(q, k, v, **options, enable_gqa=True)
     torch.testing.assert_close(att.calls[0].weights(), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(doubled, 2 * expected @ repeat_kv(att.calls[0].values, q), rtol=0, atol=1e-5)
