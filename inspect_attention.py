@@ -35,6 +35,7 @@ from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 from model.sampling import Sampler
 from tril import terminal
+from tril.decoder import find_call
 from tril.experiments import Ablation
 from tril.inspection import check_output
 from tril.kinds import name_of
@@ -110,7 +111,9 @@ def main() -> None:
         found = last
         if checkpoint is not checkpoints[-1]:
             model, precision = open_model(checkpoint, device)
-            found = replace(last, model=model, precision=precision, name=name_of_model(checkpoint.directory))
+            found = replace(
+                last, decoder=find_call(model), precision=precision, name=name_of_model(checkpoint.directory)
+            )
         if checkpoint is checkpoints[0]:
             if options.view == "places" and found.corpus is None:
                 raise UserError("the model's validation text is not here, give one with --corpus FILE")

@@ -49,15 +49,14 @@ class Inspection:
     are not those that its kernel used.
     """
 
-    model: nn.Module
+    decoder: Decoder  # the model, and how it is called
+    names: Names  # of tokens
     measured: Tensor  # (N, T), scores are means over these sequences
     shown: Tensor  # (1, T), the text of the pictures
     labels: Sequence[str]  # of the T tokens that are shown
-    label: Callable[[int], str]  # of any token
     asked: str | Sequence[str] = ()  # patterns of the heads to show
     probe: RepeatProbe | None = None
     corpus: Sequence[int] | None = None  # (n,) ids of a long text, for the strongest places
-    context_length: int = TEXT_LENGTH  # the most tokens that the model reads
     name: str = "model"  # as "quickstart step-00000400"
     text_note: str = ""  # describes `measured`
     pool: str = "vocabulary"  # what the tokens of the probe were drawn from
@@ -67,8 +66,16 @@ class Inspection:
     effort: float = 1.0  # the part of CPU_FLOPS to spend on each extra of a page
     plain: "Inspection | None" = None  # of the same model without edits, which has scores on the probe
     precision: AbstractContextManager = field(default_factory=nullcontext)  # of the matrix products
-    decoder: Decoder | None = None  # how the model is called, for another text
-    names: Names | None = None  # of tokens, for another text
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model, from ids to logits."""
+        return self.decoder.as_module()
+
+    @property
+    def label(self) -> Callable[[int], str]:
+        """The function that names an id."""
+        return self.names.label
 
     @cached_property
     def seen(self) -> tuple[Captured, list[Proof]]:
@@ -153,7 +160,7 @@ class Inspection:
         """The strongest places of each head in the corpus; empty without one."""
         if self.corpus is None:
             return {}
-        T = min(self.context_length, TEXT_LENGTH)
+        T = min(self.decoder.context_length or self.measured.size(1), TEXT_LENGTH)
         with self.precision:
             return find_places(self.model, self.corpus, T, self.heads, self.label)
 
@@ -322,7 +329,7 @@ def inspection_of(
     """
     T = decoder.context_length or len(ids)
     _, shown = draw_texts(ids, T, 1)
-    labels, label = names.labels(ids)
+    labels = names.labels(ids)
     measured = shown if texts is None else texts
     if not 0 <= measured.min() <= measured.max() < decoder.num_ids:
         raise UserError(f"expected tokens from 0 to {decoder.num_ids - 1}, got {measured.min()} to {measured.max()}")
@@ -331,9 +338,6 @@ def inspection_of(
     T = decoder.context_length or measured.size(1)
     fields = {
         "probe": make_probe(tokens if len(tokens) else known, names.special, names.start, T),
-        "context_length": T,
         "text_note": f"{cut}{len(ids):,} tokens",
-        "decoder": decoder,
-        "names": names,
     }
-    return Inspection(decoder.as_module(), measured, shown, labels[: shown.size(1)], label, **fields | options)
+    return Inspection(decoder, names, measured, shown, labels[: shown.size(1)], **fields | options)

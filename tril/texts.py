@@ -1,7 +1,7 @@
 """Texts for a model: their ids, a name for each token, and parts as long as a model reads."""
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ class Names:
         self.start = [token for token in ends if token is not None] or [0]
         self.special = {*getattr(given, "all_special_ids", []), *(self.start if self.tokenizer is not None else [])}
         self.vocab_size = getattr(given, "n_vocab", 0)
+        self.known: dict[int, str] = {}  # names of ids so far
 
     def ids(self, text: Text) -> list[int]:
         """Return the ids of a text, given as text or ids: (T,), or (1, T). Raises UserError for anything else."""
@@ -58,39 +59,33 @@ class Names:
             found = self.tokenizer.encode(text, disallowed_special=())
         return list(getattr(found, "ids", found))
 
-    def labels(self, ids: Sequence[int]) -> tuple[list[str], Callable[[int], str]]:
-        """Return names of the tokens of a text, and a function that names any id. Raises UserError for too few."""
+    def labels(self, ids: Sequence[int]) -> list[str]:
+        """Return names of the tokens of a text. Raises UserError if names were given, of another number."""
         if self.listed and len(self.listed) != len(ids):
             raise UserError(f"expected a name for each token, got {len(self.listed)} for {len(ids)}")
-        known = dict(zip(ids, self.listed, strict=False))
-        label = labeller(lambda token: known.get(token) or self.name(token), self.special)
-        return self.listed or [*map(label, ids)], label
+        self.known |= zip(ids, self.listed, strict=False)
+        return self.listed or [*map(self.label, ids)]
+
+    def label(self, token: int) -> str:
+        """Return the name of an id with every character visible; in brackets special ones, and ids without a name."""
+        if token not in self.known:
+            name = visible_label(self.name(token))
+            self.known[token] = f"⟦{name or token}⟧" if not name or token in self.special else name
+        return self.known[token]
 
     def name(self, token: int) -> str | bytes:
-        """Return the text of one id by the tokenizer; empty if it has none."""
+        """Return the text of an id by the tokenizer; empty if it has none."""
         tokenizer = self.tokenizer
         if hasattr(tokenizer, "decode_single_token_bytes"):  # tiktoken
-            try:
+            with suppress(KeyError):
                 return tokenizer.decode_single_token_bytes(token)
-            except KeyError:
-                return ""
-        if tokenizer is None:
+        to_piece = getattr(tokenizer, "convert_ids_to_tokens", getattr(tokenizer, "id_to_token", None))
+        piece = to_piece(token) if to_piece else None
+        if not piece:
             return ""
-        piece = getattr(tokenizer, "convert_ids_to_tokens", getattr(tokenizer, "id_to_token", str))(token) or ""
-        text = tokenizer.decode([token])
+        text = tokenizer.decode([token], skip_special_tokens=False)
         # SentencePiece drops a space in front; a part of a character has no text.
         return piece.replace("\u2581", " ") if "\u2581" in piece or "\ufffd" in text or not text else text
-
-
-def labeller(name: Callable[[int], str | bytes], special: Sequence[int] | set[int]) -> Callable[[int], str]:
-    """Return a function that shows each character of a token; in brackets special ones, and ids without text."""
-
-    @cache
-    def label(token: int) -> str:
-        shown = visible_label(name(token))
-        return f"⟦{shown or token}⟧" if not shown or token in special else shown
-
-    return label
 
 
 def draw_texts(ids: Sequence[int], T: int, most: int) -> tuple[np.ndarray, Tensor]:

@@ -143,8 +143,7 @@ def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_pat
     assert np.abs(stored(tmp_path / "a.html", "0/influence") - shares.numpy()).max() < 1e-4
     predictions = content["checkpoints"][0]["predictions"]
     assert [chance for _, chance, _ in predictions] == [f"{probability:.1%}" for _, probability, _ in expected]
-    _, label_of = OurNames(tokenizer).labels([])
-    assert predictions[0][0] == label_of(expected[0][0])
+    assert predictions[0][0] == OurNames(tokenizer).label(expected[0][0])
 
 
 def test_places_are_printed_and_on_the_page_of_the_last_checkpoint(run, straight: Path, tmp_path: Path) -> None:
@@ -193,7 +192,7 @@ def test_what_a_model_writes_is_inspected_with_what_it_was_given(run, straight: 
     idx = torch.tensor([tokenizer.encode("1 is").tolist()])
     likeliest = model.generate(idx, 5, temperature=0)[0].tolist()
     content, lines = inspect("--text", "1 is", "--temperature", 0)
-    _, label = OurNames(tokenizer).labels([])
+    label = OurNames(tokenizer).label
     assert content["labels"] == [*map(label, likeliest)] and content["given"] == 4
     assert lines[0] == "text:   9 tokens, of which the model wrote 5"
     assert lines[2] == f"wrote:  {''.join(content['labels'][4:])}"

@@ -66,11 +66,11 @@ def inspected(
     lengths = noise("lengths", step, *shape, length).exp()
     spoken = noise("spoken", step, *shape, length, 6).argsort(-1) + 10 * step
     found = Inspection(
-        model=None,
+        decoder=None,
+        names=SimpleNamespace(label=changes.pop("label", lambda token: f"<b>{token}")),
         measured=None,
         shown=None,
         labels=[f"␣w{i}" for i in range(length)],
-        label=lambda token: f"<b>{token}",
         text_note="a text",
         name=name or f"step-{step:08d}",
     )
