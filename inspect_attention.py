@@ -110,10 +110,8 @@ def main() -> None:
     for checkpoint in checkpoints:
         found = last
         if checkpoint is not checkpoints[-1]:
-            model, precision = open_model(checkpoint, device)
-            found = replace(
-                last, decoder=find_call(model), precision=precision, name=name_of_model(checkpoint.directory)
-            )
+            decoder = find_call(open_model(checkpoint, device))
+            found = replace(last, decoder=decoder, name=name_of_model(checkpoint.directory))
         if checkpoint is checkpoints[0]:
             if options.view == "places" and found.corpus is None:
                 raise UserError("the model's validation text is not here, give one with --corpus FILE")

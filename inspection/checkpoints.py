@@ -4,7 +4,7 @@ Shapes are named as in tril/weights.py; N is a number of texts.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -95,20 +95,18 @@ def inspect_checkpoint(
 
     Raises UserError if there is no text, or if the tokenizer has more tokens than the model.
     """
-    model, precision = open_model(checkpoint, device)
-    decoder = find_call(model)
+    decoder = find_call(open_model(checkpoint, device))
     names = OurNames(tokenizer_of(checkpoint)) if names is None else names if isinstance(names, Names) else Names(names)
     if isinstance(names, OurNames):
         names.tokenizer.check_fits(decoder.num_ids)
     seen = checkpoint.trainer.get(PROBE_TOKENS, [])
     long = validation_text(checkpoint) if corpus is None else names.ids(corpus)
-    options |= {"name": name_of_model(checkpoint.directory), "precision": precision, "corpus": long}
+    options |= {"name": name_of_model(checkpoint.directory), "corpus": long}
     if seen:
         options["pool"] = "validation text"
     if text is not None:
         given = names.ids(text)
-        with precision:
-            ids = given + continued(decoder, given, num_tokens, sampler)
+        ids = given + continued(decoder, given, num_tokens, sampler)
         found = inspection_of(decoder, names, ids, tokens=seen, num_written=len(ids) - len(given), **options)
         if num_tokens:
             full = ", then the context was full" if found.num_written < num_tokens else ""
@@ -133,8 +131,8 @@ def continued(decoder: Decoder, ids: list[int], num_tokens: int, sampler: Sample
     return new
 
 
-def open_model(checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module, AbstractContextManager]:
-    """Load a model, and the context in which its matrix products have the precision of the training.
+def open_model(checkpoint: Checkpoint, device: torch.device) -> nn.Module:
+    """Load a model that multiplies matrices in the precision of its training.
 
     A model from elsewhere has the precision of its stored weights. Where the device is slow in that precision, the
     model is float32, and a line says so.
@@ -146,7 +144,12 @@ def open_model(checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module,
     if not is_fast(dtype, device):
         print(f"device: {device}, in float32: it is slow in {dtype_name(dtype)}, the precision of the model")
         dtype = torch.float32
-    return (model, nullcontext()) if dtype == stored else (model.float(), autocast(device, dtype))
+    if dtype == stored:
+        return model
+    model = model.float()
+    if dtype != torch.float32:
+        model.forward = autocast(device, dtype)(model.forward)
+    return model
 
 
 def load_decoder(path: str | Path | Checkpoint, device: str | torch.device = "cpu") -> nn.Module:

@@ -14,8 +14,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -65,7 +64,6 @@ class Inspection:
     edits: Edits | None = None  # while the text is read
     effort: float = 1.0  # the part of CPU_FLOPS to spend on each extra of a page
     plain: "Inspection | None" = None  # of the same model without edits, which has scores on the probe
-    precision: AbstractContextManager = field(default_factory=nullcontext)  # of the matrix products
 
     @cached_property
     def model(self) -> nn.Module:
@@ -80,8 +78,7 @@ class Inspection:
     @cached_property
     def seen(self) -> tuple[Captured, list[Proof]]:
         """The attention on the text that is shown, and what proves it."""
-        with self.precision:
-            att, _ = look(self.model, self.shown, self.edits)
+        att, _ = look(self.model, self.shown, self.edits)
         return att, [*att.verify().values()]
 
     @property
@@ -98,10 +95,9 @@ class Inspection:
     @cached_property
     def scores(self) -> HeadScores:
         """The metrics of all heads."""
-        with self.precision:
-            scores = head_scores(self.model, self.measured, self.probe, self.edits)
-            if self.ablation:
-                scores.samples["ablation"] = ablate(self.model, self.measured, self.heads, self.ablation)
+        scores = head_scores(self.model, self.measured, self.probe, self.edits)
+        if self.ablation:
+            scores.samples["ablation"] = ablate(self.model, self.measured, self.heads, self.ablation)
         return scores.beside(self.plain.scores) if self.plain else scores
 
     @cached_property
@@ -133,14 +129,12 @@ class Inspection:
         """What feeds heads, as far as it was measured."""
         if self.plain:
             return self.plain.fed
-        with self.precision:
-            return feeders(self.model, self.probe, self.scores, self.heads, self.ablation)
+        return feeders(self.model, self.probe, self.scores, self.heads, self.ablation)
 
     @cached_property
     def influence(self) -> Tensor:
         """How much tokens influence predictions, (T, T); rows of nan were not computed."""
-        with self.precision:
-            return influence(self.model, self.shown, self.effort, self.edits)
+        return influence(self.model, self.shown, self.effort, self.edits)
 
     @cached_property
     def lengths(self) -> Mapping[Head, Tensor]:
@@ -161,8 +155,7 @@ class Inspection:
         if self.corpus is None:
             return {}
         T = min(self.decoder.context_length or self.measured.size(1), TEXT_LENGTH)
-        with self.precision:
-            return find_places(self.model, self.corpus, T, self.heads, self.label)
+        return find_places(self.model, self.corpus, T, self.heads, self.label)
 
     def pattern(self, layer: int, head: int) -> Tensor:
         """Return the weights of a head, (T, T) on the CPU. Keys before the text, as a learned sink, are left out."""
@@ -209,7 +202,7 @@ class Inspection:
 
     def on(self, text: Text) -> "Inspection":
         """Return the inspection of another text, by the same model and without a probe."""
-        options = {"name": self.name, "asked": self.asked, "precision": self.precision, "probe": None}
+        options = {"name": self.name, "asked": self.asked, "probe": None}
         return inspection_of(self.decoder, self.names, self.names.ids(text), **options)
 
     def describe(self, places: bool = True) -> page.Described:

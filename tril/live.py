@@ -75,8 +75,7 @@ def answers(plain: Inspection, written: str) -> Callable[..., str]:
         """Return the page of a text. changes: "zero", "mean" or "patch" (from the other text) -> heads."""
         found = plain if text is None else plain.on(text)
         if "patch" in changes:
-            with plain.precision:
-                att, _ = look(plain.model, plain.on(other).shown)
+            att, _ = look(plain.model, plain.on(other).shown)
         edits = {}
         for mode, names in changes.items():
             for head in choose_heads(names.split() or "", L, H):

@@ -246,8 +246,8 @@ def test_precision_is_one_that_the_machine_is_good_at(
     monkeypatch.setattr("model.device.has_bfloat16", lambda _: units)
     about = {"environment": {"dtype": trained}} if trained else {}
     saved = save_gpt(tmp_path, 1, make_gpt().to(getattr(torch, stored)), {}, about=about)
-    model, precision = open_model(find_checkpoint(saved), torch.device("cpu"))
-    with capture(model) as att, precision, torch.no_grad():
+    model = open_model(find_checkpoint(saved), torch.device("cpu"))
+    with capture(model) as att, torch.no_grad():
         model(torch.tensor([[1, 2, 3]]))
     assert (dtype_name(model.lm_head.weight.dtype), dtype_name(att.calls[0].q.dtype)) == (weights, products)
     slow = products != (trained or stored)
