@@ -251,7 +251,7 @@ def influence(model: nn.Module, idx: Tensor, effort: float = 1.0, edits: Edits |
                 try:
                     gradients = torch.autograd.grad(log_probability, embedded, retain_graph=True)
                 except RuntimeError as error:
-                    if "Checkpointing" in str(error):  # of a reentrant one there is no gradient by an embedding
+                    if "checkpoint" in str(error):  # of a reentrant one there is no gradient by an embedding
                         break
                     raise
                 norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)

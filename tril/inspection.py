@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from tril import page
-from tril.decoder import Decoder, find_call
+from tril.decoder import Decoder, check_causality, find_call
 from tril.errors import UserError
 from tril.experiments import Ablation, RepeatProbe, ablate, feeders, head_scores, influence, make_probe
 from tril.kinds import Fed, choose_heads, kind_of, name_of, tag
-from tril.look import Captured, Edits, look
+from tril.look import UNMASKED, Captured, Edits, look
 from tril.metrics import METRICS, Head, Heads, HeadScores
 from tril.places import Places, find_places
 from tril.terminal import number, report
@@ -301,7 +301,13 @@ def inspect_heads(
         ablation=ablate,
         corpus=None if corpus is None else names.ids(corpus),
     )
-    len(found.heads)  # raises now if nothing can be shown
+    try:
+        len(found.heads)  # raises now if nothing can be shown
+    except UserError as error:
+        report = check_causality(model, call=call) if UNMASKED in str(error) else None
+        if report is None or report.ok:
+            raise
+        raise UserError(f"the model attends without a causal mask: {report.finding}") from None
     return found
 
 

@@ -19,7 +19,6 @@ their product goes on as it is. Shapes are named as in tril/weights.py; L is the
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -31,8 +30,8 @@ from torch.utils._pytree import tree_leaves
 from tril.decoder import evaluating, read
 from tril.errors import UserError
 from tril.metrics import Head, Metrics, measure
-from tril.products import PRODUCTS, find_attention, is_plain
-from tril.weights import HIDES, TOLERANCE, Call, Computed, Proof, Read
+from tril.products import PRODUCTS, find_attention, is_plain, num_texts
+from tril.weights import HIDES, TOLERANCE, Call, Computed, Proof, Read, join
 
 MOST_SUM = 10.0  # of a row that is read with dropout: dropout of nine tenths makes a weight ten times as large
 LEAK = 0.01  # the largest share of a row that later tokens may have, if its mask only lowers their scores
@@ -40,7 +39,7 @@ MOST_REASONS = 3  # in a sentence
 UNSEEN = "no attention of a text to itself and its past was seen"
 NOWHERE = "nor a product: a compiled or scripted graph, and a kernel of another library, cannot be looked into"
 NOT_PLAIN = "what is nested or sparse, or inside torch.vmap, cannot be looked into"
-UNMASKED = "attends to all tokens, without a causal mask or to something else than the text"
+UNMASKED = "attention to all of as many tokens as the text has: its own, or those of a memory"
 
 Edits = Mapping[Head, Callable[[Tensor], Tensor]]  # head -> function of its output, (B, T, D) -> what goes on
 
@@ -74,10 +73,10 @@ class Captured(TorchFunctionMode):
             tuple[Tensor, Tensor]
         ] = []  # of the last layer, and those by head; until a linear reads them
         self.is_open = False  # whether nothing has read these
-        self.num_flat = 0  # calls since the last linear layer whose heads have an axis with the texts
-        self.numerators: dict[int, Tensor] = {}  # id -> what was made of exponentials, and not divided
+        self.flat: list[Tensor] = []  # outputs since the last linear layer whose heads have an axis with the texts
+        self.exponentials: dict[int, Tensor] = {}  # id -> what was made of them, and not divided by their sum
+        self.doubtful: dict[int, list[Call]] = {}  # id of what was made of its output -> layer, perhaps of numerators
         self.left_out: list[str] = []  # what is not attention of a text to itself and its past, in words
-        self.unlike: dict[str, None] = {}  # what cannot be looked into, in words
         self.edited: set[Head] = set()
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -97,12 +96,9 @@ class Captured(TorchFunctionMode):
     @property
     def calls(self) -> list[Call]:
         """The calls, one for each layer. Raises UserError if none was seen."""
-        for layer in self.layers:
-            layer[:] = [join(layer)]
+        self.layers = [[join(layer)] for layer in self.layers if layer]
         if not self.layers:
-            if UNMASKED in self.left_out:
-                raise UserError(f"the model {UNMASKED}: tril.check_causality(model) says which token is seen")
-            reasons = [*dict.fromkeys(self.left_out), *self.unlike] or [NOWHERE]
+            reasons = [*dict.fromkeys(self.left_out)] or [NOWHERE]
             raise UserError(f"{UNSEEN}: {'; '.join(reasons[:MOST_REASONS])}")
         return [call for (call,) in self.layers]
 
@@ -114,7 +110,7 @@ class Captured(TorchFunctionMode):
             with patch.object(F, "has_torch_function", lambda _: False), self:
                 return func(*args, **kwargs)
         output = func(*args, **kwargs)
-        if self.is_open or self.numerators or name == "exp":
+        if self.is_open or self.exponentials or name == "exp":
             self.follow(name, args, kwargs, output)
         if name == "flex_attention":
             return self.see_flex(func, output, *args)
@@ -123,7 +119,7 @@ class Captured(TorchFunctionMode):
         if name in PRODUCTS:
             return self.see_product(name, (args, kwargs), output)
         if name == "tensordot":
-            self.unlike["torch.tensordot cannot be looked into"] = None
+            self.note("torch.tensordot cannot be looked into", args)
         elif func is F.linear:
             self.see_linear(*args, **kwargs)
         elif func in (F.layer_norm, F.rms_norm):
@@ -133,14 +129,34 @@ class Captured(TorchFunctionMode):
         return output
 
     def follow(self, name: str, args: tuple, kwargs: dict, output: object) -> None:
-        """Note what reads outputs of heads, and what is made of exponentials that are not divided by their sum."""
+        """Note what reads outputs of heads, and what is made of exponentials until they are divided by their sum."""
         made = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if made or output is None:  # else it was asked for a size
             self.is_open &= not {id(x) for x in given} & {id(x) for x, _ in self.outputs}
-        is_divided = "softmax" in name or (name.startswith("div") and len(given) > 1)
-        if name == "exp" or (not is_divided and any(id(x) in self.numerators for x in given)):
-            self.numerators |= {id(x): x for x in made if x.dim() > 1}
+        if name != "exp":
+            given = [x for x in given if id(x) in self.exponentials]
+        layers = [self.doubtful[id(x)] for x in given if id(x) in self.doubtful]
+        if name.rstrip("_") in ("div", "mul") and len(given) > 1:
+            for layer in layers:
+                self.leave_out(layer, "numerators, which are divided by their sums after the product with the values")
+        elif given and "softmax" not in name and name not in ("linear", "addmm"):
+            self.exponentials |= {id(x): x for x in made}
+            self.doubtful |= {id(x): layer for x in made for layer in layers}
+
+    def leave_out(self, layer: list[Call], reason: str) -> None:
+        """Leave out a layer that was kept. Raises UserError if its heads have been changed."""
+        if self.edits:
+            raise UserError(f"heads of this model cannot be changed: it has {reason}")
+        if layer:
+            layer.clear()
+            self.left_out.append(reason)
+
+    def note(self, reason: str, arguments: object) -> None:
+        """Note what may be attention and cannot be looked into, if anything in it has two axes as long as the text."""
+        tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+        if not all(map(is_plain, tensors)) or any(x.shape.count(self.text[1]) > 1 for x in tensors if self.text):
+            self.left_out.append(reason)
 
     def see_kernel(
         self,
@@ -156,7 +172,7 @@ class Captured(TorchFunctionMode):
     ) -> Tensor:
         """Store a call of the fused kernel. Return its output, perhaps with heads changed."""
         if not all(map(is_plain, (query, key, value))):
-            self.unlike[NOT_PLAIN] = None
+            self.left_out.append(NOT_PLAIN)
             return output
         T_query, T_key = query.size(-2), key.size(-2)
         mask = output.new_zeros(1, 1, T_query, T_key)  # in the precision of the inputs, or to which autocast casts them
@@ -170,9 +186,8 @@ class Captured(TorchFunctionMode):
         # The queries are all of the text, and belong to the last keys: behind these is no empty buffer.
         is_whole = (self.text is None or T_query == self.text[1]) and (T_query == T_key or visible[..., -1].any())
         is_flat = query.dim() == 3  # the heads may be joined with the batch
-        text = self.text_of_call
-        B = text[0] if text and is_flat else len(query)
-        if not is_past or not is_whole or query.dim() not in (3, 4) or len(query) % B:
+        B = num_texts(self.text_of_call, len(query)) if self.text and is_flat else len(query)
+        if not is_past or not is_whole or query.dim() not in (3, 4):
             shapes = f"queries {tuple(query.shape)} of keys {tuple(key.shape)}"
             self.left_out.append(UNMASKED if T_query == T_key and not is_past else shapes)
             return output
@@ -183,8 +198,7 @@ class Captured(TorchFunctionMode):
                 mask = layer[0].mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
         q, k, v = (x.detach().to(mask, copy=True).reshape(B, -1, *x.shape[-2:]) for x in (query, key, value))
-        self.num_flat += is_flat
-        return self.keep(Computed(v, q, k, mask, is_causal, scale), output)
+        return self.keep(Computed(v, q, k, mask, is_causal, scale), output, is_flat=is_flat)
 
     def see_flex(
         self, func: Callable, output: tuple, query: Tensor, key: Tensor, value: Tensor, *args: object
@@ -204,24 +218,31 @@ class Captured(TorchFunctionMode):
         """
         given = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
         if not all(map(is_plain, given)):
-            self.unlike[NOT_PLAIN] = None
+            self.left_out.append(NOT_PLAIN)
             return output
         if len(given) > 2 and name == "einsum":
-            self.unlike["an einsum of three factors cannot be looked into"] = None
+            self.note("an einsum of three factors cannot be looked into", given)
+        is_doubtful = any(id(x) in self.exponentials for x in given)
         reasons = []
         for weights, values, order, is_flat in find_attention(name, arguments, output, self.text_of_call):
             call = Read(values, weights.clone())
-            reason = self.judge(call, any(id(x) in self.numerators for x in given))
+            reason = self.judge(call, is_doubtful)
             if reason is None:
-                self.num_flat += is_flat
-                return self.keep(call, output, order)
+                output = self.keep(call, output, order, is_flat)
+                if is_doubtful:
+                    self.doubtful[id(output)] = self.layers[-1]
+                return output
             reasons += [reason] * bool(reason)
         self.left_out += reasons[:1]
         return output
 
-    def judge(self, call: Read, has_numerators: bool = False) -> str | None:
-        """Return why weights are not those of a text to itself and its past: "" if they are nothing like it."""
+    def judge(self, call: Read, is_doubtful: bool = False) -> str | None:
+        """Return why weights are not those of a text to itself and its past: "" if they are nothing like it.
+
+        is_doubtful: whether they may be numerators.
+        """
         T_query, T_key = call.shape[2:]
+        shape = f"weights {tuple(call.source.shape)}"
         if not call.source.min() >= 0:
             return ""
         least, most, later = call.prove(len(self.layers))
@@ -230,26 +251,27 @@ class Captured(TorchFunctionMode):
         is_past = later <= LEAK
         if T_query != T_key:  # the queries belong to the last keys: behind these is no empty buffer
             is_past = T_query < T_key and later == 0 and call.source[..., -1].any()
-        if not is_past:
-            shape = f"weights {tuple(call.source.shape)}"
-            return "" if not is_one else UNMASKED if T_query == T_key else shape
-        if not is_one and has_numerators:
-            return "exponentials that are divided by their sum after the product with the values"
-        if 0 < most <= (MOST_SUM if self.has_dropout else 1 + rounding):
+        if is_past and 0 < most <= (MOST_SUM if self.has_dropout else 1 + rounding):
             return None
-        return f"weights {tuple(call.source.shape)} whose rows sum to {least:.2f} to {most:.2f}" if most else ""
+        if is_one and not is_past:
+            return UNMASKED if T_query == T_key else shape
+        return f"{shape} whose rows sum to {least:.2f} to {most:.2f}" if (is_past and most) or is_doubtful else ""
 
     def see_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Store the weight if it reads the output of the last layer as it is. Leave out texts that came one by one."""
+        """Store the weight if it reads the output of the last layer as it is. Join texts that attended one by one."""
         self.rows = input.numel() // input.size(-1)
         heads = [heads for _, heads in self.outputs]
-        if self.text and self.num_flat == self.text[0] > 1 and heads[0].size(1) > 1:
-            del self.layers[-self.num_flat :]
-            self.left_out.append(f"heads of one text at a time, of {self.num_flat}: give one text alone")
-        elif heads and sum(map(torch.numel, heads)) == input.numel() and is_plain(input):
-            if torch.cat(heads, dim=1).transpose(1, 2).flatten().to(input).equal(input.flatten()):
-                self.projections[len(self.layers) - 1] = weight
-        self.num_flat = 0
+        if self.text and len(self.flat) == self.text[0] > 1:
+            texts = torch.stack([x.flatten(0, 1) for x in self.flat])  # (B, H, T, D)
+            if self.flat[0].size(1) > 1 or is_same(texts, input):
+                calls = []
+                while len(calls) < len(texts):
+                    calls = self.layers.pop() + calls
+                self.layers.append([join([call.as_one_text() for call in calls], 0)])
+                heads = [texts]
+        if heads and is_same(torch.cat(heads, dim=1), input):
+            self.projections[sum(map(bool, self.layers)) - 1] = weight
+        self.flat = []
         self.outputs = []
 
     def see_dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
@@ -261,16 +283,17 @@ class Captured(TorchFunctionMode):
         """B and T of what attends: a linear layer before it has read one text, or all."""
         return (1, self.text[1]) if self.text and self.rows == self.text[1] else self.text
 
-    def keep(self, call: Call, output: Tensor, order: str = "...->...") -> Tensor:
+    def keep(self, call: Call, output: Tensor, order: str = "...->...", is_flat: bool = False) -> Tensor:
         """Store a call. Return its output, perhaps with heads changed.
 
-        order: an equation that orders the axes of the output: batch, heads, T, D.
+        order: an equation that orders the axes of the output: batch, heads, T, D. is_flat: those of batch and heads are
+        one.
         """
         is_single = call.shape[1] == 1 and output.dim() < 4  # perhaps one of several that are joined
         if not (self.is_open and is_single and call.is_like(self.layers[-1][0])):
             self.layers.append([])
             self.outputs = []
-        layer = len(self.layers) - 1
+        layer = sum(map(bool, self.layers[:-1]))
         B, H, T, _ = call.shape
         first = len(self.layers[-1])
         self.layers[-1].append(call)
@@ -283,7 +306,9 @@ class Captured(TorchFunctionMode):
                 heads[:, head] = change(heads[:, head])
                 self.edited.add((layer, first + head))
             view.copy_(heads.reshape(view.shape))
-        self.outputs.append((output, torch.einsum(order, output.detach()).reshape(B, H, T, -1)))
+        heads = torch.einsum(order, output.detach()).reshape(B, H, T, -1)
+        self.outputs.append((output, heads))
+        self.flat += [heads] * is_flat
         self.is_open = is_single
         return output
 
@@ -292,7 +317,7 @@ class Captured(TorchFunctionMode):
         """L, B, H and T. Raises UserError if there is no layer, or if they differ in sequences, heads or tokens."""
         shapes = [call.shape for call in self.calls]
         if len(set(shapes)) > 1:
-            unmasked = f"; one {UNMASKED}" if UNMASKED in self.left_out else ""
+            unmasked = f"; not shown: {UNMASKED}" if UNMASKED in self.left_out else ""
             raise UserError(
                 f"heads can be compared if all layers have as many, of the same tokens, not {shapes}{unmasked}"
             )
@@ -335,10 +360,11 @@ class Captured(TorchFunctionMode):
         return {layer: call.prove(layer) for layer, call in enumerate(self.calls)}
 
 
-def join(calls: list[Call]) -> Call:
-    """Return one call with the heads of all; they have one mask and scale."""
-    names = vars(calls[0]).keys() & {"values", "q", "k", "source"} if len(calls) > 1 else ()
-    return replace(calls[0], **{name: torch.cat([vars(call)[name] for call in calls], dim=1) for name in names})
+def is_same(heads: Tensor, input: Tensor) -> bool:
+    """Return whether an input is outputs of heads, (B, H, T, D), joined and not changed."""
+    if heads.numel() != input.numel() or not is_plain(input):
+        return False
+    return heads.transpose(1, 2).flatten().to(input).equal(input.flatten())
 
 
 @contextmanager
@@ -350,6 +376,8 @@ def capture(model: nn.Module, edits: Edits | None = None, text: tuple[int, int] 
 
     edits, text: those of `Captured`.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UserError("a scripted model is a graph, which cannot be looked into: give the module that was scripted")
     captured = Captured(edits, text)
     # Parts of a model may be called without it, as `GPT.generate` does.
     embedding = next((part for part in model.modules() if isinstance(part, nn.Embedding)), None)

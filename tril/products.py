@@ -32,6 +32,11 @@ def is_plain(x: Tensor) -> bool:
     return x.layout == torch.strided and not x.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def num_texts(text: tuple[int, int], num: int) -> int:
+    """Return of how many texts an axis is that holds so many heads of texts: of all, or of one."""
+    return text[0] if num % text[0] == 0 else 1
+
+
 def axes_of(name: str, arguments: Sequence, output: Tensor) -> list[tuple[Tensor, str]]:
     """Return the two factors of a product and its output, and a letter for each axis; nothing if there are not two.
 
@@ -75,10 +80,10 @@ def find_attention(name: str, arguments: Sequence, output: Tensor, text: tuple[i
             continue
         for query in reversed(of_weights):
             heads = "".join(axis for axis in of_weights if axis not in key + query)
-            B = text[0] if text else sizes.get(heads[:1], 1)
+            num = math.prod(sizes[axis] for axis in heads)
+            B = num_texts(text, num) if text else sizes.get(heads[:1], 1)
             is_whole = text is None or sizes[query] == text[1]
-            has_values = not heads or {*heads} & {*of_values}
-            if query in of_values or not is_whole or not has_values or math.prod(sizes[axis] for axis in heads) % B:
+            if query in of_values or not is_whole or (heads and not {*heads} & {*of_values}):
                 continue
             batch = next((axis for axis in heads if sizes[axis] == B), "")
             heads = batch + heads.replace(batch, "")
@@ -86,4 +91,4 @@ def find_attention(name: str, arguments: Sequence, output: Tensor, text: tuple[i
             w = torch.einsum(f"{of_weights}->{heads}{query}{key}", weights)
             v = torch.einsum(f"{of_values},{heads}->{heads}{key}{width}", values.squeeze(repeated), ones)
             w, v = (x.reshape(B, -1, *x.shape[-2:]) for x in (w, v))
-            yield Candidate(w, v, f"{of_output}->{heads}{query}{width}", B > 1 and len(heads) == 1)
+            yield Candidate(w, v, f"{of_output}->{heads}{query}{width}", len(heads) == 1)

@@ -115,6 +115,13 @@ class Call:
         own = {name: x[:, head * x.size(1) // H, None] for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **own)
 
+    def as_one_text(self) -> "Call":
+        """Return this call with all that is in the batch as heads of one text."""
+        joined = {
+            name: x.flatten(0, 1)[None] for name, x in vars(self).items() if isinstance(x, Tensor) and name != "mask"
+        }
+        return replace(self, **joined)
+
     def weights(self) -> Tensor:
         """Return the attention weights of all heads, (B, H, T_query, T_key), of `dtype`."""
         return torch.cat([F.pad(weights, (0, self.shape[3] - weights.size(3))) for weights, _ in self.blocks()], dim=2)
@@ -232,3 +239,9 @@ class Read(Call):
         later = weights.triu(weights.size(3) - weights.size(2) + 1).sum(-1)
         shares = (later / sums).nan_to_num(0.0)  # a row may be all zeros
         return Seen(sums.min().item(), sums.max().item(), shares.max().item())
+
+
+def join(calls: Sequence[Call], axis: int = 1) -> Call:
+    """Return one call with the heads of all, or with axis 0 their texts; they have one mask and scale."""
+    names = vars(calls[0]).keys() & {"values", "q", "k", "source"} if len(calls) > 1 else ()
+    return replace(calls[0], **{name: torch.cat([vars(call)[name] for call in calls], dim=axis) for name in names})

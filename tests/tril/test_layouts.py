@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, einsum, nn
 
-from errors import UserError
-from tril import capture, inspect_heads
+from tril import UserError, capture, inspect_heads
 
 B, T, V, H, D = 2, 11, 23, 3, 13  # a head is wider than a text is long, so that no other weights would do
 C, MOST = H * D, 37  # PyTorch's own layer divides C by its heads
@@ -68,8 +67,9 @@ def by_page(model: Decoder, ids: Tensor) -> tuple[list[Tensor], str]:
     """What `inspect_heads` shows of the first text, and what it says of it."""
     found = inspect_heads(model, ids[0].tolist())
     heads = [[found.pattern(layer, head) for head in range(x.shape[1])] for layer, x in enumerate(found.att.calls)]
+    note = "; ".join([found.verified, *found.att.left_out])
     model(ids[:1])
-    return [torch.stack(x)[None] for x in heads], "; ".join([found.verified, *found.att.left_out])
+    return [torch.stack(x)[None] for x in heads], note
 
 
 def by_capture(model: Decoder, ids: Tensor) -> tuple[list[Tensor], str]:
