@@ -3,6 +3,9 @@
 from importlib import import_module
 
 OFFERED = {
+    "assert_causal": "decoder",
+    "check_causality": "decoder",
+    "find_call": "decoder",
     "UserError": "errors",
     "ablate": "experiments",
     "head_scores": "experiments",
