@@ -185,12 +185,11 @@ class Decoder:
     """The number of tokens that the model can read, if it says so; else one that it did read."""
 
     def __str__(self) -> str:
-        given = "ids" if self.form == "ids.T" else self.form
         first = f"input_ids={self.form}" if self.keyword else self.form
         called = ", ".join([first, *(f"{name}={FILL[name][0].format(self.form)}" for name in self.filled)])
-        layout = "" if self.place == OF_LOSS else self.layout.replace("ids", given)
+        layout = "" if self.place == OF_LOSS else self.layout.replace("ids", self.form)
         text = f"{self.name}({called}){self.place}{layout}"
-        if given != "ids":
+        if self.form.startswith("text"):
             return f"[{text} for text in ids]"
         return text + ".transpose(0, 1)" * (self.form == "ids.T")
 
@@ -263,7 +262,7 @@ def find_call(
         raise UserError(f"{model.__name__} is a class: give a model that it makes, {model.__name__}(...)")
     wrappers = [*unwrapped(model)]
     if not wrappers:
-        raise UserError(f"expected a model, an nn.Module, got {type(model).__name__}: {model!r:.60}")
+        raise UserError(f"expected a model, an nn.Module, got {type(model).__name__}")
     module = wrappers[-1]
     if device_of(module).type == "meta":
         raise UserError("the model is on the meta device, where it has no weights: put it on another, and load them")
@@ -277,11 +276,16 @@ def find_call(
         with evaluating(module), torch.no_grad():
             for T in lengths:
                 came = {}
+                found = None
                 for way in ways(inner, call or inner, name):
                     idx = torch.randint(2, (TEXTS, T), generator=torch.Generator().manual_seed(0))
                     idx[0, :2] = torch.arange(2)[:T]
-                    if found := settle(way, idx, vocab_size, came):
-                        return replace(found, length=context or max(T, USUAL if T == LENGTHS[0] else T))
+                    settled, is_sure = settle(way, idx, vocab_size, came)
+                    found = settled if is_sure else found or settled
+                    if is_sure:
+                        break
+                if found:
+                    return replace(found, length=context or max(T, USUAL if T == LENGTHS[0] else T))
                 tried = tried or came
                 if not all(isinstance(result, Exception) for result in came.values()):
                     break
@@ -314,10 +318,11 @@ def ways(module: nn.Module, function: Callable, name: str) -> Iterator[Decoder]:
         yield Decoder(module, function, name, keyword, form, needed + target + helper)
 
 
-def settle(way: Decoder, idx: Tensor, vocab_size: int | None, came: dict[str, object]) -> Decoder | None:
-    """Return a way with the place and the axes of the logits in what it returns; if there are none, add that to `came`.
+def settle(way: Decoder, idx: Tensor, vocab_size: int | None, came: dict[str, object]) -> tuple[Decoder | None, bool]:
+    """Return a way with the place and the axes of the logits in what it returns, and whether they are of each id.
 
-    Texts (T, B) are told by which of the ids move which logits: those of a row, and of no other column.
+    If there are none, add what there is to `came`. Texts (T, B) are told by which of the ids move which logits: those
+    of a row, and of no other column.
     """
     idx = idx.to(device_of(way.module))
     given = FORMS[way.form][0](idx)[0]
@@ -342,8 +347,9 @@ def settle(way: Decoder, idx: Tensor, vocab_size: int | None, came: dict[str, ob
                     )
         if not found:
             came[str(way)] = {place: tuple(output.shape) for place, output in outputs.items()}
-            return None
+            return None, False
         *_, place, layout, V = min(found)
+        is_sure = V in (vocab_size, *rows) or not rows
         way = replace(way, place=place, layout=layout, vocab_size=V, num_ids=min(V, *rows, V))
         before = way(idx)
         if way.form == "ids" and idx.size(1) > 1:
@@ -353,24 +359,23 @@ def settle(way: Decoder, idx: Tensor, vocab_size: int | None, came: dict[str, ob
             moved = moved > 1e-4 * moved.max()
             alike = way(idx[:, :1].expand_as(idx).contiguous())
             if moved[1:, 0].any() and not moved[:, 1:].any() and torch.allclose(alike[:, 0], alike[:, 1]):
-                return replace(way, form="ids.T")
-        return way
+                way = replace(way, form="ids.T")
+        return way, is_sure
     except Exception as error:  # of whichever kind: the model's own
         came[str(way)] = error
-        return None
+        return None, False
 
 
 def explain(tried: dict[str, object]) -> str:
     """Return a sentence that says what was called, what came back, and what to write."""
+    returned = {text: result for text, result in tried.items() if isinstance(result, dict) and text[0] != "["}
     said = {}
-    for text, result in tried.items():
-        shapes = result if isinstance(result, dict) else {}
-        parts = [f"{place.lstrip('.') or 'a tensor'} {shape}" for place, shape in shapes.items()]
-        what = (
-            f"returned {', '.join(parts[:6]) or 'no tensors'}"
-            if isinstance(result, dict)
-            else (f"raised {' '.join(f'{type(result).__name__}: {result}'.split()):.200}")
-        )
+    for text, result in (returned or tried).items():
+        if isinstance(result, dict):
+            parts = [f"{place or 'a tensor'} {shape}" for place, shape in result.items()]
+            what = f"returned {', '.join(parts[:6]) or 'no tensors'}"
+        else:
+            what = f"raised {' '.join(f'{type(result).__name__}: {result}'.split()):.200}"
         said.setdefault(what, text)
     what = "; ".join(f"{text} {what}" for what, text in [*said.items()][:3])
     return f"no logits of all positions, (B, T, V), are found: {what}; pass call=lambda ids: model(ids, ...)"
