@@ -1,60 +1,130 @@
-"""Ask from the command line whether a position of a language model depends on a later token.
+"""Ask about a model from the command line, in any folder, which is on the path.
 
-    python -m model.check openai-community/gpt2        a name on the Hugging Face hub, or a model directory
-    python -m model.check path/to/file.py:factory      a callable in a file, which returns a model
+    python -m tril check mine.py:make                                   does a position depend on a later token?
+    python -m tril heads mine.py:make --ids "1 2 3" -o heads.html       what do its heads attend to?
+    python -m tril check OWNER/NAME                                     a model on the Hugging Face hub, or a directory
 
-Prints a sentence, and exits with 0 (none does), 1 (one does) or 2 (no answer, and why).
+mine.py:make is a function in a file, without arguments, that returns a model; or the model itself. `check` prints a
+sentence, and exits with 0 (no position does), 1 (one does) or 2 (no answer, and why).
 """
 
 import argparse
 import importlib
 import sys
-from functools import partial
 from pathlib import Path
 
-import torch
-from inspection.foreign import load_decoder
 from torch import nn
 
-from model import GPT
-from tril.causality import check_causality, logits_of
+import tril
+from tril.decoder import open_by_transformers
+from tril.errors import UserError, errors_as_user_error, visible
 
 
 def make_model(name: str) -> nn.Module:
-    """Return the model that the command line names."""
+    """Return the model that the command line names. Raises UserError if there is none."""
     place, _, factory = name.rpartition(":")
     if not place.endswith(".py"):
-        return load_decoder(name)
-    path = Path(place)
-    sys.path.insert(0, str(path.parent))
-    # The file and its neighbours may have names of ours, such as model.py.
-    for loaded in [module for module in sys.modules if module.partition(".")[0] in ("model", "errors", "files")]:
-        del sys.modules[loaded]
-    return getattr(importlib.import_module(path.stem), factory)()
+        if name.endswith(".py"):
+            raise UserError(f"say what makes the model: {name}:make, a function in it that returns one")
+        return open_by_transformers(name)
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise UserError(f"there is no file {place}")
+    found = getattr(load(path), factory, None)
+    if found is None:
+        raise UserError(f"{place} has no {factory}: write a function in it that returns a model, and name that")
+    if isinstance(found, nn.Module) or not callable(found):
+        return found
+    with errors_as_user_error(f"{place}:{factory}() does not return a model: name a function without arguments"):
+        return found()
 
 
-from training.certificate import read_in_parts
+def load(path: Path) -> object:
+    """Return a file as a module of its own project: of the first folder above it that is no package, or of one above.
+
+    The folder is the first on the path, as if a script in it were run; the others come last.
+    """
+    roots = [folder for folder in path.parents if not (folder / "__init__.py").exists()]
+    sys.path.insert(0, str(roots[0]))
+    sys.path += map(str, roots[1:3])
+    name = ".".join(path.relative_to(roots[0]).with_suffix("").parts)
+    with errors_as_user_error(f"{path} cannot be imported"):
+        module = importlib.import_module(name)
+    if Path(module.__file__ or "").resolve() != path:
+        raise UserError(f"{path} has the name of another module, {module.__file__}: rename it")
+    return module
+
+
+def open_tokenizer(name: str) -> object:
+    """Return a tokenizer: of a tokenizer.json, a name of tiktoken, or what transformers opens."""
+    with errors_as_user_error(
+        f"no tokenizer {name}: give a tokenizer.json, a name of tiktoken, a directory or OWNER/NAME"
+    ):
+        if name.endswith(".json"):
+            import tokenizers
+
+            return tokenizers.Tokenizer.from_file(name)
+        if not Path(name).exists() and "/" not in name:
+            import tiktoken
+
+            return tiktoken.get_encoding(name)
+        import transformers
+
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print the answer of the certificate and how the model was called; return the exit code."""
+    report = tril.check_causality(make_model(options.model), length=options.length, strict=options.strict)
+    print(visible(f"{report}; {report.call}"))
+    return not report.ok
+
+
+def heads(options: argparse.Namespace) -> int:
+    """Print the table of the heads, and save what else is asked for."""
+    if options.ids:
+        with errors_as_user_error("--ids are whole numbers, as in --ids '1 2 3'"):
+            text = [int(number) for number in options.ids.replace(",", " ").split()]
+        names = open_tokenizer(options.tokenizer) if options.tokenizer else None
+    else:
+        is_file = options.model.rpartition(":")[0].endswith(".py")
+        if is_file and not options.tokenizer:
+            raise UserError(
+                "--text needs a --tokenizer: a tokenizer.json, a name of tiktoken, a directory or OWNER/NAME"
+            )
+        text = options.text
+        names = open_tokenizer(options.tokenizer or options.model)
+    found = tril.inspect_heads(make_model(options.model), text, names)
+    print(found)
+    for path in options.out:
+        found.save(path)
+    return 0
 
 
 def main() -> None:
-    """Probe a model. Exits with 2 and a sentence if a factory or a model fails, however it does."""
-    parser = argparse.ArgumentParser(description="Check that no position of a language model depends on a later token.")
-    parser.add_argument("model", help="a directory, OWNER/NAME on the hub, or file.py:factory")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a text; default: %(default)s")
+    """Answer, and exit. A factory or a model that fails, however it does, is one sentence and 2."""
+    parser = argparse.ArgumentParser(prog="python -m tril", description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(required=True, metavar="check | heads")
+    of_check = commands.add_parser("check", help="does a position depend on a later token?")
+    of_check.set_defaults(run=check)
+    of_check.add_argument("--length", type=int, help="tokens of a text; default: the model's, of a large model 64")
+    of_check.add_argument("--strict", action="store_true", help="ask at more positions, as before a training")
+    of_heads = commands.add_parser("heads", help="what do its heads attend to?")
+    of_heads.set_defaults(run=heads)
+    given = of_heads.add_mutually_exclusive_group(required=True)
+    given.add_argument("--ids", help="the text as ids, as in '1 2 3'")
+    given.add_argument("--text", help="the text, of which --tokenizer makes ids")
+    of_heads.add_argument("--tokenizer", help="a tokenizer.json, a name of tiktoken, a directory or OWNER/NAME")
+    of_heads.add_argument("-o", "--out", action="append", default=[], help="a file to save: .html .png .svg .npz")
+    for command in (of_check, of_heads):
+        command.add_argument("model", help="file.py:function, a directory, or OWNER/NAME on the Hugging Face hub")
     options = parser.parse_args()
     try:
-        model = make_model(options.model)
-        with torch.no_grad():
-            logits = logits_of(model(torch.zeros(1, options.length, dtype=torch.int64)))
-        ours = {}
-        if isinstance(model, GPT):
-            ours = {"decode": partial(read_in_parts, model), "mask": model.receptive_field}
-        report = check_causality(model, logits.size(-1), options.length, **ours)
+        code = options.run(options)
     except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        parser.exit(2, f"{options.model}, reading {options.length} tokens (--length): {reason}\n")
-    print(report)
-    sys.exit(not report.ok)
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        parser.exit(2, visible(" ".join(f"{options.model}: {kind}{error}".split())) + "\n")
+    sys.exit(code)
 
 
 if __name__ == "__main__":

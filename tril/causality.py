@@ -20,7 +20,7 @@ initialised to zero hides every leak), and with huge ones (a mask of -10,000 lea
 weights, buffers and mode, and PyTorch's random states, are restored afterwards.
 
 This file needs PyTorch alone, and can be copied into any project. The suspect must not define what is right.
-From the command line: model/check.py.
+`python -m tril check` asks from a command line, and `tril.check_causality(model)` finds how a model is called.
 
 Shapes: B batch, T time (tokens), V vocabulary, C channels.
 """
@@ -28,6 +28,7 @@ Shapes: B batch, T time (tokens), V vocabulary, C channels.
 import itertools
 import os
 import re
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,8 @@ class Causality:
     """The position that sees a token it must not see, or misses one it must see."""
     key: int | None = None
     """The position of that token."""
+    call: str | None = None
+    """How the model was called, if that was found."""
 
     @property
     def ok(self) -> bool:
@@ -158,7 +161,7 @@ def logits_of(output: object, shape: tuple[int, ...] | None = None) -> Tensor:
         if tensor.shape == shape or shape is None and tensor.dim() == 3:
             return tensor
     got = [tuple(tensor.shape) for tensor in tensors]
-    wrap = "a module that returns others has to be wrapped, as nanoGPT's in docs/inspect.md"
+    wrap = "give a function of ids that returns them, lambda ids: model(ids, ...)"
     raise ValueError(f"expected logits of shape {shape or '(B, T, V)'}, got tensors of shapes {got}: {wrap}")
 
 
@@ -198,6 +201,7 @@ class Prober:
         self.many = 16 if self.strict else 12  # positions of a probe, at the least
         self.few = 6 if self.strict else 2
         self.is_extreme = False
+        self.has_backward = True
         self.where = "with the weights as they are"  # how the module is probed
         self.probed = set()
         self.remarks = set()
@@ -226,7 +230,10 @@ class Prober:
         gpus = [self.device] if self.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=gpus), torch.inference_mode(False), torch.enable_grad():
-                yield
+                with warnings.catch_warnings():
+                    # An operator without a derivative, as of int8, has none: it is not zero.
+                    warnings.filterwarnings("error", ".*autograd kernel was not registered")
+                    yield
         finally:
             self.rewind()
             for part, training, _ in self.parts:
@@ -239,8 +246,9 @@ class Prober:
     def rewind(self) -> None:
         """Restore each buffer's tensor and value, also if another tensor was assigned."""
         for part, _, buffers in self.parts:
-            part._buffers.clear()
-            part._buffers.update(buffers)
+            if isinstance(part._buffers, dict):  # not of a scripted module
+                part._buffers.clear()
+                part._buffers.update(buffers)
         for buffer, value in self.buffers:
             if not torch.equal(buffer, value.to(buffer.dtype)):  # an expanded buffer cannot be written to
                 buffer.copy_(value)
@@ -329,7 +337,7 @@ class Prober:
         if self.module.training:
             torch.manual_seed(0)
             self.rewind()
-        with torch.set_grad_enabled(self.module.training):
+        with torch.set_grad_enabled(self.module.training and self.has_backward):
             return function(self.ids(ranks), *rest)
 
     def logits(self, forward: Forward, ranks: Tensor) -> Tensor:
@@ -338,7 +346,8 @@ class Prober:
         try:
             with nothing:  # is kept for a gradient
                 output = self.call(forward, ranks)
-        except (RuntimeError, TypeError):  # the forward pass needs gradients of its own
+        except (RuntimeError, TypeError) as error:  # the forward pass needs gradients of its own, or is to have none
+            self.has_backward &= self.strict or not isinstance(error, NotImplementedError)
             output = self.call(forward, ranks)
         logits = logits_of(output, (*ranks.shape, self.vocab_size)).detach()
         if not self.is_extreme and not torch.stack(logits.aminmax()).isfinite().all():
@@ -518,8 +527,9 @@ class Prober:
                 of_query = logits[0, query]
                 score = (of_query * torch.randn_like(of_query)).sum()
                 gradients = torch.autograd.grad(score, embedded, retain_graph=True, materialize_grads=True)
-                found.append(sum(gradient[0].abs().amax(-1) for gradient in gradients))
-        except (RuntimeError, AssertionError):  # a checkpoint, a reversible layer, or a kernel without a derivative
+                found.append(sum(gradient.flatten(0, -2).abs().amax(-1) for gradient in gradients))
+        # A checkpoint, a reversible layer, or a kernel without a derivative.
+        except (RuntimeError, AssertionError, UserWarning):
             if self.strict:
                 raise
             return None
@@ -550,15 +560,18 @@ class Prober:
 
 @contextmanager
 def watched(module: nn.Module, idx: Tensor) -> Iterator[list[Tensor]]:
-    """Yield a list to which each output (B, T, C) of an nn.Embedding that reads idx, (B, T), is added as a leaf.
+    """Yield a list to which each output of an nn.Embedding that reads idx, (B, T), is added as a leaf.
 
-    One of positions may be given idx, or its shape, and read no more than its length: its output is (T, C).
+    It is (B, T, C); of a model that is given a single text without B, (T, C). One of positions may be given idx, or its
+    shape, and read no more than its length: its output is none of these.
     """
     embedded = []
 
     def watch(part: nn.Module, inputs: tuple, options: dict, output: Tensor) -> Tensor | None:
         read = (*inputs, *options.values())[0]
-        if not isinstance(read, Tensor) or not torch.equal(read, idx) or output.shape[:-1] != idx.shape:
+        if not isinstance(read, Tensor) or output.shape[:-1] != read.shape:
+            return None
+        if not torch.equal(read.flatten(), idx.flatten()):
             return None
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone()  # some models add to it in place

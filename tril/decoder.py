@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import product, zip_longest
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -27,9 +27,10 @@ from tril.causality import Causality, logits_of
 from tril.errors import UserError, errors_as_user_error
 
 POSITIONS = 1024  # logits are computed for so many positions of a sequence at a time: V numbers each
-CONTEXTS = (  # names of the number of tokens that a model can read
-    "context_length max_position_embeddings block_size n_positions n_ctx seq_len sequence_len max_seq_len max_seq_length"
-).split()
+# Names of the number of tokens that a model can read.
+CONTEXTS = (
+    "context_length max_position_embeddings block_size n_positions n_ctx seq_len sequence_len max_seq_len".split()
+)
 TEXTS = 3  # that are read to find the call: another number than that of their tokens
 LENGTHS = (59, 64, 128, 31, 13, 7)  # tokens of these texts; the first is hardly ever the size of a vocabulary
 USUAL = 64  # tokens that are probed where nothing says what a model can read
@@ -54,7 +55,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
-def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None)) -> Tensor:
+def read(model: "nn.Module | Decoder", idx: Tensor, positions: slice | Tensor = slice(None)) -> Tensor:
     """Return the logits of some positions of a text, (B, T) -> (B, positions, V). A known head computes no others.
 
     Raises UserError if the model cannot read the text, or returns no logits of all positions.
@@ -80,36 +81,14 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
     if was_cut:
         return logits
     if logits.size(1) != T:
-        wrap = "wrap it in a module whose forward does, as in docs/inspect.md"
-        raise UserError(f"of {T} tokens the model returns logits of {logits.size(1)}, not of all: {wrap}")
+        raise UserError(f"of {T} tokens the model returns logits of {logits.size(1)}, not of all")
     return logits[:, positions]
-
-
-def predict(model: nn.Module, idx: Tensor) -> tuple[Tensor, list[tuple[int, float, float | None]]]:
-    """Return what a model makes of a text (1, T): its loss, and its prediction at each token.
-
-    A prediction is the likeliest next token, its probability, and the cross-entropy of the token that does follow, in
-    nats; of the last token None. The loss is the mean of these, (), for T = 1 nan. For each part of the logits the
-    model runs again.
-    """
-    loss = 0.0
-    predictions = []
-    T = idx.size(1)
-    for start in range(0, T, POSITIONS):
-        part = slice(start, start + POSITIONS)
-        logits = read(model, idx, part)[0].float().log_softmax(-1)
-        targets = idx[0, 1:][part].to(logits.device)  # the last position has no next token
-        losses = F.nll_loss(logits[: len(targets)], targets, reduction="none")
-        loss += losses.sum().cpu()
-        values, tokens = logits.max(-1)
-        predictions += zip_longest(tokens.tolist(), values.exp().tolist(), losses.tolist())
-    return loss / (T - 1), predictions
 
 
 # How a model is called.
 
 FILL = {  # arguments beside the ids, as they are written, and made from the ids
-    **dict.fromkeys(("targets", "target", "labels", "y"), ("{}", lambda ids: ids)),
+    **dict.fromkeys(("targets", "target", "target_seq", "labels", "y"), ("{}", lambda ids: ids)),
     "attention_mask": ("ones_like({})", torch.ones_like),
     **dict.fromkeys(
         ("positions", "position_ids"),
@@ -121,17 +100,18 @@ FILL = {  # arguments beside the ids, as they are written, and made from the ids
 }
 FORMS = {  # what the model is given in turn, from (B, T), and (B, T, V) from what it returned
     "ids": (lambda idx: [idx], lambda parts: parts[0]),
-    "ids.T": (lambda idx: [idx.T], lambda parts: parts[0].transpose(0, 1)),
+    "ids.T": (lambda idx: [idx.T.contiguous()], lambda parts: parts[0].transpose(0, 1)),
     "text": (lambda idx: [*idx], torch.stack),
     "text[None]": (lambda idx: idx.split(1), torch.cat),
 }
 LAYOUTS = {  # how (*given.shape, V) is made of an output
     "": lambda x, given: x,
-    ".mT": lambda x, given: x.mT,
+    ".mT": lambda x, given: x.transpose(-1, -2),
     ".transpose(0, 1)": lambda x, given: x.transpose(0, 1),
     ".unflatten(0, ids.shape)": lambda x, given: x.unflatten(0, given.shape),
     "[0]": lambda x, given: x[0],
 }
+PLAIN = ("", "[0]", ".logits", "['logits']")  # places of logits where `logits_of` finds them
 OF_LOSS = ", logits as its cross_entropy got them"
 
 
@@ -182,12 +162,11 @@ class Decoder:
     """The number of tokens that the model can read, if it says so; else one that it did read."""
 
     def __str__(self) -> str:
-        given = "ids" if self.form == "ids.T" else self.form
         first = f"input_ids={self.form}" if self.keyword else self.form
         called = ", ".join([first, *(f"{name}={FILL[name][0].format(self.form)}" for name in self.filled)])
-        layout = "" if self.place == OF_LOSS else self.layout.replace("ids", given)
+        layout = "" if self.place == OF_LOSS else self.layout.replace("ids", self.form)
         text = f"{self.name}({called}){self.place}{layout}"
-        if given != "ids":
+        if self.form.startswith("text"):
             return f"[{text} for text in ids]"
         return text + ".transpose(0, 1)" * (self.form == "ids.T")
 
@@ -200,10 +179,8 @@ class Decoder:
 
     def as_module(self) -> nn.Module:
         """Return a module from ids to logits: the model itself, if it is called with ids alone and returns them."""
-        is_plain = (self.form, self.filled, self.layout, self.keyword) == ("ids", (), "", False)
-        if is_plain and self.function is self.module and self.place in ("", "[0]", ".logits", "['logits']"):
-            return self.module
-        return Called(self)
+        is_plain = self.function is self.module and str(self).removeprefix(f"{self.name}(ids)") in PLAIN
+        return self.module if is_plain else Called(self)
 
     def outputs(self, given: Tensor, watch: bool = False) -> tuple[dict[str, Tensor], list[int]]:
         """Call the function. Return all tensors by their places, and the rows of the embeddings of ids, if watched."""
@@ -223,6 +200,7 @@ class Called(nn.Module):
         self.decoder = decoder
 
     def forward(self, idx: Tensor) -> Tensor:
+        """Return the logits of all positions."""
         return self.decoder(idx)
 
 
@@ -279,7 +257,7 @@ def find_call(
         raise UserError(f"{model.__name__} is a class: give a model that it makes, {model.__name__}(...)")
     wrappers = [*unwrapped(model)]
     if not wrappers:
-        raise UserError(f"expected a model, an nn.Module, got {type(model).__name__}: {model!r:.60}")
+        raise UserError(f"expected a model, an nn.Module, got {type(model).__name__}")
     module = wrappers[-1]
     if device_of(module).type == "meta":
         raise UserError("the model is on the meta device, where it has no weights: put it on another, and load them")
@@ -293,13 +271,17 @@ def find_call(
         with evaluating(module), torch.no_grad():
             for T in lengths:
                 came = {}
+                found = None
                 for way in ways(inner, call or inner, name):
                     idx = torch.randint(2, (TEXTS, T), generator=torch.Generator().manual_seed(0))
                     idx[0, :2] = torch.arange(2)[:T]
-                    if found := settle(way, idx, vocab_size, came):
-                        return replace(
-                            found, context_length=context, length=context or max(T, USUAL if T == LENGTHS[0] else T)
-                        )
+                    settled, is_sure = settle(way, idx, vocab_size, came)
+                    found = settled if is_sure else found or settled
+                    if is_sure:
+                        break
+                if found:
+                    read = max(T, USUAL if T == LENGTHS[0] else T)
+                    return replace(found, context_length=context, length=context or read)
                 tried = tried or came
                 if not all(isinstance(result, Exception) for result in came.values()):
                     break
@@ -322,8 +304,9 @@ def ways(module: nn.Module, function: Callable, name: str) -> Iterator[Decoder]:
     needed = tuple(
         p.name for p in others if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     )
-    if unknown := ", ".join(f"{other}=..." for other in needed if other not in FILL):
-        raise UserError(f"{name} needs more than ids: pass call=lambda ids: {name}(ids, {unknown})")
+    if not FILL.keys() >= {*needed}:
+        passed = ", ".join(f"{other}={FILL[other][0].format('ids') if other in FILL else '...'}" for other in needed)
+        raise UserError(f"{name} needs more than ids: pass call=lambda ids: {name}(ids, {passed})")
     known = [other for other in parameters if other in FILL and other not in needed]
     targets = [(), *((other,) for other in known if FILL[other][0] == "{}")]
     helpers = [(other,) for other in known if FILL[other][0] != "{}"]
@@ -331,10 +314,11 @@ def ways(module: nn.Module, function: Callable, name: str) -> Iterator[Decoder]:
         yield Decoder(module, function, name, keyword, form, needed + target + helper)
 
 
-def settle(way: Decoder, idx: Tensor, vocab_size: int | None, came: dict[str, object]) -> Decoder | None:
-    """Return a way with the place and the axes of the logits in what it returns; if there are none, add that to `came`.
+def settle(way: Decoder, idx: Tensor, vocab_size: int | None, came: dict[str, object]) -> tuple[Decoder | None, bool]:
+    """Return a way with the place and the axes of the logits in what it returns, and whether they are of each id.
 
-    Texts (T, B) are told by which of the ids move which logits: those of a row, and of no other column.
+    If there are none, add what there is to `came`. Texts (T, B) are told by which of the ids move which logits: those
+    of a row, and of no other column.
     """
     idx = idx.to(device_of(way.module))
     given = FORMS[way.form][0](idx)[0]
@@ -347,11 +331,21 @@ def settle(way: Decoder, idx: Tensor, vocab_size: int | None, came: dict[str, ob
                 V = logits.size(-1)
                 fits = V == vocab_size if vocab_size else V > 1 and 2 * V >= max(rows, default=0)
                 if logits.shape[:-1] == given.shape and fits:
-                    found.append(("logits" not in place, abs(V - max(rows, default=V)), len(found), place, layout, V))
+                    found.append(
+                        (
+                            not place.strip("[]'").endswith("logits"),
+                            abs(V - max(rows, default=V)),
+                            len(found),
+                            place,
+                            layout,
+                            V,
+                        )
+                    )
         if not found:
             came[str(way)] = {place: tuple(output.shape) for place, output in outputs.items()}
-            return None
+            return None, False
         *_, place, layout, V = min(found)
+        is_sure = V in (vocab_size, *rows) or not rows
         way = replace(way, place=place, layout=layout, vocab_size=V, num_ids=min(V, *rows, V))
         before = way(idx)
         if way.form == "ids" and idx.size(1) > 1:
@@ -359,26 +353,25 @@ def settle(way: Decoder, idx: Tensor, vocab_size: int | None, came: dict[str, ob
             changed[0, 0] = 1
             moved = (way(changed) - before).abs().amax(-1)
             moved = moved > 1e-4 * moved.max()
-            alike = way(idx[:, :1].expand_as(idx))
+            alike = way(idx[:, :1].expand_as(idx).contiguous())
             if moved[1:, 0].any() and not moved[:, 1:].any() and torch.allclose(alike[:, 0], alike[:, 1]):
-                return replace(way, form="ids.T")
-        return way
+                way = replace(way, form="ids.T")
+        return way, is_sure
     except Exception as error:  # of whichever kind: the model's own
         came[str(way)] = error
-        return None
+        return None, False
 
 
 def explain(tried: dict[str, object]) -> str:
     """Return a sentence that says what was called, what came back, and what to write."""
+    returned = {text: result for text, result in tried.items() if isinstance(result, dict) and text[0] != "["}
     said = {}
-    for text, result in tried.items():
-        shapes = result if isinstance(result, dict) else {}
-        parts = [f"{place.lstrip('.') or 'a tensor'} {shape}" for place, shape in shapes.items()]
-        what = (
-            f"returned {', '.join(parts[:6]) or 'no tensors'}"
-            if isinstance(result, dict)
-            else (f"raised {' '.join(f'{type(result).__name__}: {result}'.split()):.200}")
-        )
+    for text, result in (returned or tried).items():
+        if isinstance(result, dict):
+            parts = [f"{place or 'a tensor'} {shape}" for place, shape in result.items()]
+            what = f"returned {', '.join(parts[:6]) or 'no tensors'}"
+        else:
+            what = f"raised {' '.join(f'{type(result).__name__}: {result}'.split()):.200}"
         said.setdefault(what, text)
     what = "; ".join(f"{text} {what}" for what, text in [*said.items()][:3])
     return f"no logits of all positions, (B, T, V), are found: {what}; pass call=lambda ids: model(ids, ...)"

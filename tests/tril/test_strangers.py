@@ -1,7 +1,6 @@
 """The certificate on models of others: no false alarm, no crash, and every leak is still found."""
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.conftest import make_gpt, run_python
 from tests.decoders import DECODERS, DENSE, LEFT_OUT, MIXTURES, TYPES, make_decoder
 from tests.decoders import T as LENGTH
 from tests.decoders import V as VOCABULARY
-from tril import __main__ as check
 from tril.causality import check_causality, logits_of
 
 V, T, C, H = 17, 11, 30, 3
@@ -275,7 +272,7 @@ def test_a_layer_that_selects_is_not_blind() -> None:
     assert judge(TopK(1e-6)).startswith(NO)
 
 
-# Our own mistakes, asked as a stranger asks; and decoders of all kinds.
+# Decoders of all kinds.
 
 
 QUICK = ("gpt2", "llama", "mixtral", "mamba", "openai-gpt", "prophetnet")
@@ -309,56 +306,3 @@ def test_decoders_of_transformers_pass_but_for_two_and_none_without_its_mask(nam
 def test_no_type_of_decoder_is_forgotten() -> None:
     """A name that this version of `transformers` has is in the table, or there is a reason."""
     assert set(TYPES) - DECODERS.keys() - LEFT_OUT.keys() == set() == DECODERS.keys() & LEFT_OUT.keys()
-
-
-# The command line.
-
-FACTORIES = """
-from torch import nn
-
-class Model(nn.Module):
-    def __init__(self, ahead=False):
-        super().__init__()
-        self.embedding, self.head, self.ahead = nn.Embedding(17, 15), nn.Linear(15, 17), ahead
-
-    def forward(self, idx):
-        if idx.size(1) > 31:
-            raise IndexError("index out of range")
-        x = self.embedding(idx).cumsum(1)
-        return self.head(x.roll(-1, 1) if self.ahead else x)
-
-def leaking():
-    return Model(ahead=True)
-"""
-
-
-@pytest.mark.long
-def test_the_command_line_judges_what_a_factory_makes_and_what_a_directory_has(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(FACTORIES)  # the name of a package of ours
-    (tmp_path / "make.py").write_text("from model import Model, leaking")
-    make_decoder("mistral").save_pretrained(tmp_path / "mistral")
-    for name, length, code, said in (
-        ("model.py:Model", 11, 0, f"{YES}\n"),
-        ("make.py:leaking", 11, 1, NO),
-        ("mistral", 64, 0, "yes, none of the "),
-        ("model.py:Model", 64, 2, "IndexError: index out of range"),
-        ("missing", 11, 2, "UserError: "),
-    ):
-        path = str(tmp_path / name)
-        done = run_python("-m", "model.check", path, "--length", str(length))
-        assert done.returncode == code, done.stderr
-        if code == 2:
-            sentence = f"{path}, reading {length} tokens (--length): {said}"
-            assert done.stderr.startswith(sentence) and done.stderr.count("\n") == 1 and not done.stdout
-        else:
-            assert done.stdout.startswith(said) and not done.stderr
-
-
-def test_the_command_line_asks_decoding_too(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_gpt(context_length=17).eval()
-    monkeypatch.setattr(check, "load_decoder", lambda name: model)
-    assert run(check, "a", "--length", 11).exit_code == 0
-    for block in model.blocks:
-        block.attention.causal_mask[:] = True  # which a whole text does not read
-    result = run(check, "a", "--length", 11)
-    assert result.exit_code == 1 and result.out.endswith("(in decoding)\n")
