@@ -33,14 +33,12 @@ from training.device import (
     record_loss,
     set_seed,
 )
-from training.distributed import Ranks
-from training.flops import flops_per_token, product_flops
+from training.distributed import Ranks, place_model
 from training.model import make_model
 from training.optimizer import FiniteGuard, clip_gradients, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config
-from training.progress import Interrupt, Interrupted, Progress
+from training.progress import Interrupt, Interrupted, Progress, flops_per_token, product_flops
 from training.run import RunDirectory
-from training.sharded import place_model
 from training.validation import Validation
 
 

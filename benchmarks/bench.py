@@ -53,9 +53,9 @@ from model.packed import packed
 from train import next_token_loss
 from training.config import TrainConfig
 from training.device import compile_loss, keep_freed_memory, set_seed
-from training.flops import flops_per_token, product_flops
 from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
 from training.options import read_config
+from training.progress import flops_per_token, product_flops
 
 # name: shape, and batch sizes
 Sizes = dict[str, tuple[nanogpt.Config, tuple[int, ...]]]

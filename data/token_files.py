@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.config import DataConfig
 from data.corpus import Corpus
 from data.encoding import Tokenizer
-from data.sources import find_files
+from data.sources import DataConfig, find_files
 from data.tokenizer import TOKENIZER_JSON, find_tokenizer, make_tokenizer
 from errors import UserError, errors_as_user_error
 

@@ -21,17 +21,14 @@ from data.tokenizer import GENERATION_CONFIG
 from errors import UserError, errors_as_user_error
 from files import expand, lock, make_directories, replace_file, sync
 from model import GPT
-from model.checkpoint import TRAINER, find_checkpoint, step_directories, to_json
+from model.checkpoint import TRAINER, find_checkpoint, remove, save_checkpoint, step_directories, to_json
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
 from training.config import MAY_CHANGE
-from training.distributed import Ranks
+from training.distributed import Ranks, gather
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
 from training.options import Config, tables, to_toml
 from training.progress import Progress
-from training.report import best_checkpoint, flat, next_commands, read_metrics, write_report
-from training.save import remove, save_checkpoint
-from training.sharded import gather
-from training.tracking import Tracker
+from training.report import Tracker, best_checkpoint, flat, next_commands, read_metrics, write_report
 from tril.experiments import PROBE_TOKENS
 
 BATCHES = 3  # the version of what a run depends on besides its configuration; raised when a step gets another batch
