@@ -141,10 +141,7 @@ class Ranks:
 
     def any_rank(self, condition: bool) -> bool:
         """Return whether the condition holds on at least one rank. Only the hosts talk; no device is waited for."""
-        answer = torch.tensor(condition, dtype=torch.uint8)
-        if self.world > 1:
-            dist.all_reduce(answer, dist.ReduceOp.MAX)
-        return bool(answer)
+        return bool(self.collect([torch.tensor(condition, dtype=torch.uint8)]).any())
 
     @contextlib.contextmanager
     def first_then_others(self) -> Iterator[None]:
