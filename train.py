@@ -34,11 +34,10 @@ from training.device import (
     set_seed,
 )
 from training.distributed import Ranks, place_model
-from training.model import make_model
 from training.optimizer import FiniteGuard, clip_gradients, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config
 from training.progress import Interrupt, Interrupted, Progress, flops_per_token, product_flops
-from training.run import RunDirectory
+from training.run import RunDirectory, make_model
 from training.validation import Validation
 
 

@@ -18,8 +18,8 @@ from cli.script import visible
 from data.batches import IGNORE, Batches
 from model import GPT, GPTConfig
 from tests.conftest import make_gpt, metrics, same_bits, tiny_run, weights
-from training.model import SHARP, SOFT
 from training.progress import Progress, flops_per_token
+from training.run import SHARP, SOFT
 
 
 def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> None:
