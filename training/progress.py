@@ -1,5 +1,4 @@
-"""The progress line of a run, its clock, the share of the device's speed that it makes use of, and the signals that
-stop it."""
+"""The progress line of a run, its clock, and the signals that stop it."""
 
 import os
 import signal
@@ -12,7 +11,6 @@ from types import FrameType
 import torch
 
 from cli.script import progress_bar
-from model import GPT
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # Slurm can be asked for the last two
 
@@ -31,8 +29,6 @@ class Progress:
     """Steps of the run."""
     device: torch.device
     """The device whose memory is reported."""
-    peak: float | None = None
-    """Tokens a second of all devices if they made nothing but matrix products; MFU is a share of it."""
 
     def __enter__(self) -> "Progress":
         if self.device.type == "cuda":
@@ -69,17 +65,13 @@ class Progress:
         self.line.update()
 
     def speed(self, loss: float) -> dict[str, float]:
-        """Return tokens so far and per second since the last call, MFU, and the most memory of a CUDA GPU so far."""
+        """Return tokens so far and per second since the last call, and the most memory of a CUDA GPU so far."""
         self.lap()
         speed = (self.tokens - self.logged_tokens) / (self.train_seconds - self.logged_seconds)
         self.logged_tokens = self.tokens
         self.logged_seconds = self.train_seconds
-        shown = f"loss {loss:.3f}, {speed:,.0f} tokens/s"
         record = {"tokens": self.tokens, "tokens_per_second": speed}
-        if self.peak:
-            record["mfu"] = speed / self.peak
-            shown += f", mfu {record['mfu']:.0%}"
-        self.line.set_postfix_str(shown, refresh=False)
+        self.line.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
         if self.device.type == "cuda":
             record["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         return record
@@ -107,27 +99,3 @@ class Interrupt:
             with suppress(OSError):  # no lock and no buffer: the program may just be using them
                 os.write(2, f"\n{name}: saving after this step; Ctrl-\\ stops at once\n".encode())
         self.received = True
-
-
-def flops_per_token(model: GPT) -> int:
-    """Return the FLOPs of training on a token: 6 N + 12 L H D T. N: the parameters of the blocks and the head.
-
-    Counted as for PaLM (Chowdhery et al. 2022, appendix B): what the model needs, not what computing it took. So
-    activations that are computed twice count once, and all T x T scores count, although a causal kernel leaves out
-    half. Each parameter takes 2 forward and 4 backward, and so does each product of two numbers in the scores and in
-    the sums of values.
-    """
-    c = model.config
-    N = sum(parameter.numel() for parameter in [*model.blocks.parameters(), model.lm_head.weight])
-    return 6 * N + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length
-
-
-def product_flops(device: torch.device, dtype: torch.dtype, n: int = 8192) -> float:
-    """Return the FLOP/s of products of (n, n) matrices. On an H100 they should take some 50 ms, by arithmetic."""
-    a = torch.randn(n, n, device=device, dtype=dtype)
-    for calls in (3, 30):  # the first calls load and choose a kernel, and leave the device idle
-        began = time.perf_counter()
-        for _ in range(calls):
-            a @ a
-        torch.get_device_module(device).synchronize()
-    return calls * 2 * n**3 / (time.perf_counter() - began)
