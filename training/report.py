@@ -30,8 +30,8 @@ TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: visib
 # The norm can show trouble before the loss does. The configuration determines the learning rate, one number the speed.
 LOSSES = {"Loss, nats a token": ("train_loss", "val_loss"), "Gradient norm": ("grad_norm",)}
 MOST_ABLATED = 50
-WAIT_SECONDS = 15  # for wandb, at the start and at the end of a session; `wandb sync` sends later what is left then
 HEADS = {f"{METRICS[kind][0]}: {KINDS[kind]}": (f"{kind}/",) for kind in METRICS if kind in KINDS}
+WAIT_SECONDS = 15  # for wandb, at the start and at the end of a session; `wandb sync` sends later what is left then
 
 
 def read_metrics(directory: Path) -> list[dict]:
