@@ -33,14 +33,11 @@ from training.device import (
     record_loss,
     set_seed,
 )
-from training.distributed import Ranks
-from training.flops import flops_per_token, product_flops
-from training.model import make_model
+from training.distributed import Ranks, place_model
 from training.optimizer import FiniteGuard, clip_gradients, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config
 from training.progress import Interrupt, Interrupted, Progress
-from training.run import RunDirectory
-from training.sharded import place_model
+from training.run import RunDirectory, make_model
 from training.validation import Validation
 
 
@@ -68,8 +65,7 @@ def train(config: Config, ranks: Ranks) -> None:
     model = place_model(make_model(config, corpus, run.base), c.parallel, device)
     keep_freed_memory(device)
     compiled = choose_compiled(c, device)
-    compiled_on_cuda = compiled and device.type == "cuda"
-    optimizer = make_optimizer(model, c, dtype, compiled_on_cuda)
+    optimizer = make_optimizer(model, c, dtype, compiled and device.type == "cuda")
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run.restore(model, optimizer, scaler)
 
@@ -83,8 +79,7 @@ def train(config: Config, ranks: Ranks) -> None:
     # 3. The steps.
     guard = FiniteGuard(device)
     interrupt = Interrupt()
-    peak = ranks.world * product_flops(device, dtype) / flops_per_token(model) if compiled_on_cuda else None
-    with Progress(run.step, run.tokens, run.train_seconds, c.max_steps, device, peak) as progress:
+    with Progress(run.step, run.tokens, run.train_seconds, c.max_steps, device) as progress:
         while True:
             # The step that a session resumes is not evaluated or saved a second time.
             step = progress.step

@@ -53,7 +53,6 @@ from model.packed import packed
 from train import next_token_loss
 from training.config import TrainConfig
 from training.device import compile_loss, keep_freed_memory, set_seed
-from training.flops import flops_per_token, product_flops
 from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
 from training.options import read_config
 
@@ -129,6 +128,30 @@ def make_gpt(family: str, shape: nanogpt.Config) -> GPT:
 def make_nanogpt(shape: nanogpt.Config) -> nanogpt.NanoGPT:
     """Make nanoGPT, which rounds GPT-2's vocabulary up, because matrix kernels are slow at odd sizes."""
     return nanogpt.NanoGPT(replace(shape, vocab_size=50304) if shape.vocab_size == 50257 else shape)
+
+
+def flops_per_token(model: GPT) -> int:
+    """Return the FLOPs of training on a token: 6 N + 12 L H D T. N: the parameters of the blocks and the head.
+
+    Counted as for PaLM (Chowdhery et al. 2022, appendix B): what the model needs, not what computing it took. So
+    activations that are computed twice count once, and all T x T scores count, although a causal kernel leaves out
+    half. Each parameter takes 2 forward and 4 backward, and so does each product of two numbers in the scores and in
+    the sums of values.
+    """
+    c = model.config
+    N = sum(parameter.numel() for parameter in [*model.blocks.parameters(), model.lm_head.weight])
+    return 6 * N + 12 * c.n_layer * c.n_head * c.head_dim * c.context_length
+
+
+def product_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
+    """Return the FLOP/s of products of (n, n) matrices."""
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    for calls in (3, 30):  # the first calls load and choose a kernel, and leave the device idle
+        began = time.perf_counter()
+        for _ in range(calls):
+            a @ a
+        torch.get_device_module(device).synchronize()
+    return calls * 2 * n**3 / (time.perf_counter() - began)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The front door of every script: exit codes, prompts, and text that is safe to print."""
+"""The front door of every script: exit codes, prompts, text that is safe to print, and progress bars."""
 
 import contextlib
 import io
@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from tqdm import tqdm
+
 from errors import visible
 from files import expand
+
+INTERVAL = 10  # seconds between two lines of a progress bar in a log file
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -95,3 +99,21 @@ def read_prompt(prompt: str) -> str:
     if prompt.startswith("@"):
         return expand(prompt[1:]).read_bytes().decode("utf-8-sig")
     return prompt
+
+
+def progress_bar(**options: object) -> tqdm:
+    """Return a progress bar on stderr: redrawn in place on a terminal, a new line every ten seconds in a log file.
+
+    The options are those of `tqdm`.
+    """
+    if not sys.stderr.isatty():
+        options |= {"mininterval": INTERVAL, "file": Lines()}
+    return tqdm(**options)
+
+
+class Lines:
+    """A stream that writes each state of a bar on a line of its own, on stderr."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            sys.stderr.write(f"{text.strip()}\n")

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -20,31 +21,33 @@ def seed_for(*place: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest()) >> 1
 
 
+@dataclass
 class Batches:
     """Batches of training sequences. A token is an input at most once in an epoch.
 
     Each epoch cuts the text at another offset, and draws the sequences in another order. The order of an epoch is kept,
     which takes 8 bytes a sequence.
 
-    Args:
-        tokens: (n,) ids, memory-mapped. They are read as a ring: the last sequence may end at the beginning.
-        batch_size, context_length: B and T of a batch.
-        seed: decides the offsets and the orders.
-
     Raises UserError if there are fewer than context_length + 1 tokens.
     """
 
-    def __init__(self, tokens: np.ndarray, batch_size: int, context_length: int, seed: int):
-        if len(tokens) < context_length + 1:
+    tokens: np.ndarray
+    """(n,) ids, memory-mapped. They are read as a ring: the last sequence may end at the beginning."""
+    batch_size: int
+    """B of a batch."""
+    context_length: int
+    """T of a batch."""
+    seed: int
+    """Decides the offsets and the orders."""
+
+    def __post_init__(self) -> None:
+        needed = self.context_length + 1
+        if len(self.tokens) < needed:
             raise UserError(
-                f"the training split has {len(tokens):,} tokens and needs context_length + 1 = {context_length + 1:,}: "
+                f"the training split has {len(self.tokens):,} tokens and needs context_length + 1 = {needed:,}: "
                 "use more text or a smaller --model.context_length"
             )
-        self.tokens = tokens
-        self.batch_size = batch_size
-        self.context_length = context_length
-        self.seed = seed
-        self.sequences_per_epoch = len(tokens) // context_length
+        self.sequences_per_epoch = len(self.tokens) // self.context_length
         self.order = lru_cache(maxsize=1)(self.draw_epoch)
 
     def draw_epoch(self, epoch: int) -> np.ndarray:

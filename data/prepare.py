@@ -16,12 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.config import DataConfig
-from data.corpus import Corpus, is_prepared, open_corpus
+from data.corpus import Corpus, is_prepared, open_corpus, write_corpus
 from data.encoding import Tokenizer
-from data.sources import find_files
+from data.sources import DataConfig, find_files
 from data.token_files import find_token_files, open_token_files
-from data.tokenise import write_corpus
 from data.tokenizer import find_tokenizer
 from errors import UserError
 from files import expand, lock, publish, read_small

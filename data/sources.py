@@ -1,4 +1,5 @@
-"""Where text comes from: the standard library, files, folders, globs, tables, and data sets of the Hugging Face hub.
+"""Where text comes from: the options of data, and the standard library, files, folders, globs, tables, and data sets of
+the Hugging Face hub, which they name.
 
 A corpus is a stream of documents, and a document is a stream of pieces of bounded size, so that neither a large corpus
 nor one long line ever has to fit in memory.
@@ -19,14 +20,14 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from textwrap import shorten
 from typing import BinaryIO, TextIO
 
-from data.config import DataConfig
-from errors import UserError, errors_as_user_error
+from errors import UserError, check_numbers, errors_as_user_error
 from files import refuse_pointer
 
 PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of stack
@@ -44,6 +45,36 @@ LONGEST = 1 << 26  # characters of a field of CSV, or a line or an array of JSON
 PATIENCE = 10  # seconds that the hub has for its first answer
 
 Document = str | Iterable[str]  # the text, or its parts one after the other, each of any size
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text to learn from."""
+
+    source: str = "stdlib"
+    """stdlib (the Python standard library); a file, folder or glob of text,
+    JSON, CSV, TSV or Parquet; hf:NAME[:CONFIG][@REVISION][#SPLIT] on the
+    hub of Hugging Face; a directory made by data.prepare; a folder or glob of
+    datatrove's token files (.ds); or bin:PATH, one of llm.c's shards (.bin)."""
+    tokenizer: str = "bpe:4096"
+    """bytes, chars, bpe:SIZE (trained on the source), a tiktoken name such as gpt2 or o200k_base,
+    the path of a tokenizer.json; or model: that of train.init_from."""
+    text_column: str = "text"
+    """The column that holds the text, in tables and hub data sets."""
+    max_tokens: int | None = None
+    """Stop at this many tokens in both splits, or a piece of text later. None: everything. chars and bpe may learn from
+    text beyond them. Where the text to validate on is not part of the source, as with val_source or llm.c's shards,
+    these are the tokens of training."""
+    val_fraction: float = 0.1
+    """Share of the documents that is kept for validation. Of a few documents, or of token files, it is the end.
+    Shards of llm.c have their own validation."""
+    val_source: str = ""
+    """A text of its own to validate on, of the same kinds. Left out: val_fraction of the source."""
+
+    def __post_init__(self) -> None:
+        for name in ("source", "val_source"):
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
+        check_numbers(self, max_tokens=(1, 1e30), val_fraction=(1e-9, 0.999999))
 
 
 def documents(config: DataConfig) -> Iterator[Iterator[str]]:

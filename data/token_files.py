@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.config import DataConfig
 from data.corpus import Corpus
 from data.encoding import Tokenizer
-from data.sources import find_files
+from data.sources import DataConfig, find_files
 from data.tokenizer import TOKENIZER_JSON, find_tokenizer, make_tokenizer
 from errors import UserError, errors_as_user_error
 
@@ -41,9 +40,9 @@ class TokenFile(NamedTuple):
     tokenizer: str
     token_size: int
     num_tokens: int
-    digest: str
-    """The hash of its metadata or split, and of samples of its content."""
-    split: str
+    described: bytes
+    """Its metadata; of a shard its split, which another name changes."""
+    split: str = ""
     """ "train" or "val" for a shard of llm.c; "" for a file of datatrove, which is part of both."""
 
 
@@ -57,7 +56,7 @@ class TokenArray:
         self.files = files
         self.vocab_size = vocab_size
         self.length = last - first
-        self.starts = np.cumsum([-first, *(file.num_tokens for file in files[:-1])])  # the place of a file's first id
+        self.ends = np.cumsum([file.num_tokens for file in files]) - first  # the place behind a file's last id
 
     def __len__(self) -> int:
         return self.length
@@ -66,12 +65,12 @@ class TokenArray:
         """Read the ids at these places, of any shape, or of a slice. Raises UserError for one beyond the vocabulary."""
         if isinstance(places, slice):
             places = np.arange(*places.indices(self.length))
-        numbers = np.searchsorted(self.starts, places, side="right") - 1  # of the files
+        numbers = np.searchsorted(self.ends, places, side="right")  # of the files
         ids = np.empty(places.shape, f"<u{self.files[0].token_size}")
         for number in np.unique(numbers):
             file = self.files[number]
             here = numbers == number
-            read = map_file(file)[places[here] - self.starts[number]]
+            read = map_file(file)[places[here] - self.ends[number]]  # counted from its end, so behind its header
             if read.max() >= self.vocab_size:
                 raise UserError(f"{file.path} holds id {read.max()}, and the vocabulary has {self.vocab_size}")
             ids[here] = read
@@ -80,8 +79,8 @@ class TokenArray:
 
 @lru_cache(MOST_OPEN)
 def map_file(file: TokenFile) -> np.ndarray:
-    """Return the ids of a file, memory-mapped. They are all that is behind its header."""
-    return np.asarray(np.memmap(file.path, f"<u{file.token_size}", mode="r")[-file.num_tokens :])
+    """Return a file as ids, memory-mapped; its header, if it has one, is before them."""
+    return np.asarray(np.memmap(file.path, f"<u{file.token_size}", mode="r"))
 
 
 def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Tokenizer | None) -> Corpus:
@@ -113,7 +112,7 @@ def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Toke
     }
     counted = splits["val"][:COUNTED_TOKENS].tolist()
     num_bytes = max(1, len(tokenizer.decode(counted).encode()))
-    identity = tokenizer.files[TOKENIZER_JSON] + "".join(file.digest for file in files).encode()
+    identity = tokenizer.files[TOKENIZER_JSON] + "".join(map(digest, files)).encode()
     fingerprint = hashlib.sha256(identity).hexdigest()
     meta = {"source": config.source, "tokenizer": tokenizer.name, "fingerprint": fingerprint}
     for split, ids in splits.items():
@@ -154,44 +153,41 @@ def find_token_files(source: str) -> list[TokenFile]:
     """
     paths = find_files(os.path.expanduser(source.removeprefix(SHARDS)))
     if source.startswith(SHARDS):  # llm.c's scripts leave the text beside them
-        return sorted([read_shard(path) for path in paths if path.suffix == ".bin"], key=lambda file: file.split)
-    stored = [path for path in paths if path.suffix == ".ds"]
-    others = [path for path in paths if ".ds" not in path.suffixes]
-    if stored and others:
-        raise UserError(f"{source} holds token files (.ds), and {others[0]}: give files of one kind, as by a glob")
-    return [read_described(path) for path in stored if path.stat().st_size]
+        files = [read_shard(path) for path in paths if path.suffix == ".bin"]
+    else:
+        stored = [path for path in paths if path.suffix == ".ds"]
+        others = [path for path in paths if ".ds" not in path.suffixes]
+        if stored and others:
+            raise UserError(f"{source} holds token files (.ds), and {others[0]}: give files of one kind, as by a glob")
+        files = [read_described(path) for path in stored if path.stat().st_size]
+    for file in files:
+        size = file.path.stat().st_size
+        if size != file.num_tokens * file.token_size + bool(file.split) * HEADER_BYTES:
+            expected = f"{file.num_tokens} tokens of {file.token_size} bytes"
+            raise UserError(f"{file.path} has {size} bytes, and should have {expected}")
+    return sorted(files, key=lambda file: file.split)
 
 
 def read_described(path: Path) -> TokenFile:
-    """Return a file of datatrove. Raises UserError if it is not what its metadata describe."""
+    """Return a file of datatrove. Raises UserError if there are no metadata that describe it."""
     with errors_as_user_error(f"{path}.metadata does not describe a token file"):
         metadata = Path(f"{path}.metadata").read_bytes()
         written_by, number, *_ = metadata.decode().splitlines()
         tokenizer, _, digit = written_by.rpartition("|")
-        token_size = {"2": 2, "4": 4}[digit]
-        num_tokens = int(number)
-    return sample(path, metadata, tokenizer, token_size, num_tokens)
+        return TokenFile(path, tokenizer, {"2": 2, "4": 4}[digit], int(number), metadata)
 
 
 def read_shard(path: Path) -> TokenFile:
-    """Return a shard of llm.c, by its name for training or validation. Raises UserError if it is not what it says."""
+    """Return a shard of llm.c, by its name for training or validation. Raises UserError for a file of another kind."""
     header = np.fromfile(path, "<u4", 3).tolist()
     if header[:-1] != MAGIC_AND_VERSION:
         raise UserError(f"{path} is no shard of llm.c for GPT-2: it begins with {header}, not {MAGIC_AND_VERSION}")
     split = "val" if "val" in path.stem.lower() else "train"
-    return sample(path, split.encode(), "gpt2", 2, header[-1], split)
+    return TokenFile(path, "gpt2", 2, header[-1], split.encode(), split)
 
 
-def sample(path: Path, metadata: bytes, tokenizer: str, token_size: int, num_tokens: int, split: str = "") -> TokenFile:
-    """Return a token file after a look at its beginning and its end. Raises UserError if its size is another.
-
-    metadata: what a resumed run compares, beside these samples: for a shard its split, which a new name changes.
-    """
-    size = path.stat().st_size
-    if size != num_tokens * token_size + bool(split) * HEADER_BYTES:
-        raise UserError(f"{path} has {size} bytes, and should have {num_tokens} tokens of {token_size} bytes")
-    with open(path, "rb") as file:
-        samples = metadata + file.read(SAMPLE_BYTES)
-        file.seek(max(0, size - SAMPLE_BYTES))
-        samples += file.read()
-    return TokenFile(path, tokenizer, token_size, num_tokens, hashlib.sha256(samples).hexdigest(), split)
+def digest(file: TokenFile) -> str:
+    """Return a hash of what is said about a file, and of its beginning and its end: a resumed run compares it."""
+    content = np.memmap(file.path, mode="r")
+    samples = file.described + content[:SAMPLE_BYTES].tobytes() + content[-SAMPLE_BYTES:].tobytes()
+    return hashlib.sha256(samples).hexdigest()

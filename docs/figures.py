@@ -15,8 +15,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from data.tokenizer import load_tokenizer
 from inspection.inputs import choose_inputs
+
+from data.tokenizer import load_tokenizer
 from model.checkpoint import find_checkpoint
 from model.load import load_model
 from training.report import read_metrics

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tril
-from cli.bars import progress_bar
+from cli.script import progress_bar
 from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.prepare import find_prepared
 from data.tokenizer import load_tokenizer

@@ -1,4 +1,4 @@
-"""Find a checkpoint and verify it: a directory without pickle, in the layout of a Hugging Face model.
+"""Write a checkpoint, find one and verify it: a directory without pickle, in the layout of a Hugging Face model.
 
 config.json  model.safetensors  tokenizer.json  tokenizer_config.json    the model, as `transformers` reads it
 optimizer.safetensors  trainer.json                                      the rest of a training run
@@ -9,15 +9,22 @@ Files that the manifest does not name, such as a README.md, are not looked at.
 
 import hashlib
 import json
+import os
 import re
+import shutil
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from tempfile import mkdtemp
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from errors import UserError, errors_as_user_error
-from files import expand, read_small, refuse_pointer, sha256
+from files import expand, publish, read_small, refuse_pointer, sha256
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -26,6 +33,7 @@ PROBE_TOKENS = "probe_tokens"  # in trainer.json: tokens to draw the probe of he
 STEP = "step-" + 8 * "[0-9]"  # a pattern of names
 HUB_NAME = re.compile(r"(hf:)?(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", re.ASCII)
 FETCHED = ("*.json", "tokenizer.model", "merges.txt", "model*.safetensors")  # never a pickle
+say_once = cache(print)  # a directory that is kept is met again by each save
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,46 @@ def verify(directory: Path) -> Checkpoint:
         if not path.is_file() or sha256(path) != expected["sha256"]:
             raise UserError(f"{path} is missing or damaged: its SHA-256 is not the one in the manifest")
     return Checkpoint(directory, manifest)
+
+
+def save_checkpoint(parent: Path, step: int, files: dict[str, bytes | dict[str, Tensor]], about: dict) -> None:
+    """Write parent/step-00000000, and return once it is on the disk.
+
+    files: the content of each file but the manifest; tensors become a file of safetensors. about: entries of the
+    manifest about the session.
+
+    Raises OSError or SafetensorError if it cannot be written. Nothing of it is left then.
+    """
+    temporary = parent / ".tmp"
+    final = parent / f"step-{step:08d}"
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed session
+    temporary.mkdir()
+    try:
+        entries = {}
+        for name, content in files.items():
+            path = temporary / name
+            if isinstance(content, bytes):
+                path.write_bytes(content)
+            else:
+                save_file({key: tensor.contiguous() for key, tensor in content.items()}, path, {"format": "pt"})
+                shutil.copymode(temporary / "config.json", path)  # the library lets only the owner read the file
+            entries[name] = {"size": path.stat().st_size, "sha256": sha256(path)}  # of the file, whatever wrote it
+        manifest = {"format": FORMAT, "step": step, **about, "files": entries}
+        (temporary / MANIFEST).write_bytes(with_own_hash(manifest))
+        remove(final, files)  # a damaged one
+        if final.exists():
+            os.replace(final, mkdtemp(prefix=f"damaged-{final.name}-", dir=parent))
+        publish(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # what is left of it
+
+
+def remove(directory: Path, names: Iterable[str]) -> None:
+    """Delete a checkpoint as far as that is possible. One that holds others than these files stays, with a note."""
+    if others := {path.name for path in directory.glob("*")} - {*names, MANIFEST}:
+        say_once(f"note: {directory} is kept, because of files that no run has written: {min(others)!r}")
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def tensor_files(directory: Path, stem: str) -> list[Path]:

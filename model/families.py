@@ -1,4 +1,4 @@
-"""The parts in which families of GPTs differ (norms, MLPs, positions), and the choice that each family makes.
+"""The parts of a GPT around its attention (norms, MLPs, positions, head), and the choice that each family makes.
 
     gpt2      LayerNorm, learned positions, GELU, dropout, a tied head    Radford et al. 2019
     llama     RMSNorm, rotary positions, SwiGLU, grouped heads            Touvron et al. 2023, Grattafiori et al. 2024
@@ -111,6 +111,32 @@ class RMSNorm(nn.RMSNorm):
                 return super().forward(x)
             # In bfloat16, weights near one would all round to one.
             return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class Head(nn.Linear):
+    """The linear layer to the logits. On CUDA it multiplies by a multiple of 64 rows, which is faster."""
+
+    pads_on = "cuda"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply: (..., C) -> (..., V). A compiler pads by itself; for single tokens the copy would cost more."""
+        missing = -self.out_features % 64
+        if missing and x.device.type == self.pads_on and x.dim() == 3 and not torch.compiler.is_compiling():
+            return F.linear(x, F.pad(self.weight, (0, 0, 0, missing)))[..., : self.out_features]
+        return super().forward(x)
+
+
+class Dropout(nn.Dropout):
+    """PyTorch's dropout, which a CPU draws faster: 16 bits an element (benchmarks/results/passes_cpu_2026-11-27.md)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop elements with probability p, on a CPU to 1 / 65,536, and divide the others by 1 - p, in training."""
+        if x.device.type != "cpu" or not self.training or self.p == 0:
+            return super().forward(x)
+        words = torch.randint(-(2**63), 2**63 - 1, (x.numel() // 4 + 1,))
+        bits = words.view(torch.int16)[: x.numel()].view(x.shape)
+        kept = bits >= round(self.p * 2**16) - 2**15
+        return x * kept.to(x.dtype).div_(1 - self.p)
 
 
 @dataclass(frozen=True)

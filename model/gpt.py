@@ -1,21 +1,19 @@
 """The GPT: token and position embeddings, a stack of blocks, and a head that predicts the next token.
 
-model/families.py has the parts in which families differ. Shapes are named as in model/attention.py.
+model/families.py has the parts around attention. Shapes are named as in model/attention.py.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import CausalSelfAttention, make_causal_mask
 from model.cache import LayerCache
 from model.config import GPTConfig
-from model.families import FAMILIES, Rotary, autocast_dtype
+from model.families import FAMILIES, Dropout, Head, Rotary, autocast_dtype
 from model.sampling import Sampler, stream
 
 
@@ -48,34 +46,11 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-class Head(nn.Linear):
-    """The linear layer to the logits. On CUDA it multiplies by a multiple of 64 rows, which is faster."""
-
-    pads_on = "cuda"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply: (..., C) -> (..., V). A compiler pads by itself; for single tokens the copy would cost more."""
-        missing = -self.out_features % 64
-        if missing and x.device.type == self.pads_on and x.dim() == 3 and not torch.compiler.is_compiling():
-            return F.linear(x, F.pad(self.weight, (0, 0, 0, missing)))[..., : self.out_features]
-        return super().forward(x)
-
-
-class Dropout(nn.Dropout):
-    """PyTorch's dropout, which a CPU draws faster: 16 bits an element (benchmarks/results/passes_cpu_2026-11-27.md)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Drop elements with probability p, on a CPU to 1 / 65,536, and divide the others by 1 - p, in training."""
-        if x.device.type != "cpu" or not self.training or self.p == 0:
-            return super().forward(x)
-        words = torch.randint(-(2**63), 2**63 - 1, (x.numel() // 4 + 1,))
-        bits = words.view(torch.int16)[: x.numel()].view(x.shape)
-        kept = bits >= round(self.p * 2**16) - 2**15
-        return x * kept.to(x.dtype).div_(1 - self.p)
-
-
 class GPT(nn.Module):
-    """A decoder-only transformer: token ids in, a score for every possible next token out."""
+    """A decoder-only transformer: token ids in, a score for every possible next token out.
+
+    `GPT.from_pretrained`, set in model/__init__.py, is `load_model` of model/load.py.
+    """
 
     receptive_field: Tensor | Callable[[Tensor], Tensor] | None = None
     """Which tokens a position may depend on, as `mask` of `check_causality`; None: itself and all before it."""
@@ -167,24 +142,11 @@ class GPT(nn.Module):
         draws from PyTorch's own generator. Raises UserError if idx is empty or an option out of its range.
         `model.sampling.stream` yields the tokens one by one, and says what happens beyond the context length.
         """
-        from model.packed import packed  # which imports this file
+        from model.packed import packed  # the model itself needs no packing
 
         with packed(self):
             new = stream(self, idx, max_new_tokens, Sampler(temperature, top_k, top_p), seed)
             return torch.cat((idx, *new), dim=1)
-
-    @classmethod
-    def from_pretrained(
-        cls, path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
-    ) -> "GPT":
-        """Return a stored model in eval mode. dtype None keeps that of the stored weights.
-
-        path: a checkpoint, a run directory (its newest intact checkpoint), a Hugging Face model directory of one of the
-        families, or the name OWNER/NAME of such a model on the hub. Raises UserError if there is none.
-        """
-        from model.load import load_model  # which imports this file
-
-        return load_model(path, device, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT":
         """Apply fn, as `to` and `to_empty` ask for: once to what layers share, and so that masks keep their values."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.device import has_bfloat16
-from model.gpt import Head
+from model.families import Head
 
 MOST_ROWS = 16  # of an input that is multiplied by packed weights; a prompt has more
 

@@ -29,9 +29,8 @@ import torch
 from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
-from model.checkpoint import sha256, to_json, with_own_hash
+from model.checkpoint import save_checkpoint, sha256, to_json, with_own_hash
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
-from training.save import save_checkpoint
 
 # Where temporary files are in memory, waiting for the disk costs nothing; a killed process loses as much, or as little.
 if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30:

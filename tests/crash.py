@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import save
 from tqdm import tqdm
 
-import training.save
+import model.checkpoint
 
 tqdm.monitor_interval = 0  # a thread of its own would not survive a fork
 
@@ -58,7 +58,7 @@ def watch(patch: pytest.MonkeyPatch, top: Path, before: Before) -> None:
         patch.setattr(os, name, effect(name, getattr(os, name)))
     for module in (builtins, io):
         patch.setattr(module, "open", open_watched)
-    patch.setattr(training.save, "save_file", lambda tensors, path, data: path.write_bytes(save(tensors, data)))
+    patch.setattr(model.checkpoint, "save_file", lambda tensors, path, data: path.write_bytes(save(tensors, data)))
 
 
 class Watched(io.FileIO):

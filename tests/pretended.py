@@ -99,7 +99,7 @@ def check(steps: list[Step], dtype: torch.dtype, *waits: str) -> None:
                 floating = {each for each in dtypes if each.is_floating_point}
                 expected = {dtype} | ({torch.float32} if name.startswith("attention") else set())  # a number of a row
                 if dtype == torch.float16 and name in ("bmm", "baddbmm"):
-                    expected = {torch.float32}  # Muon's iteration, to which float16 is too small (training/muon.py)
+                    expected = {torch.float32}  # Muon's iteration, to which float16 is too small
                 assert floating <= expected, f"a product in {floating}: {name}"
             if name in LOSS:
                 losses += 1

@@ -13,7 +13,7 @@ from errors import UserError
 from model import GPT
 from model.device import autocast, dtype_name
 from model.load import skip_parameter_init
-from training.sharded import gather, gather_tensor
+from training.distributed import gather, gather_tensor
 from tril.causality import check_causality, watched
 from tril.decoder import evaluating
 from tril.weights import exact_products

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from data.config import DataConfig
+from data.sources import DataConfig
 from errors import UserError, check_numbers
 from model import ModelConfig
 
@@ -162,7 +162,7 @@ class Config:
 
     Without a configuration:
         configs/quickstart.toml, whose values --help shows as defaults
-        training/fit.py changes it for a text of your own
+        training/options.py changes it for a text of your own
         configs/finetune.toml if there is a --train.init_from
     """
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-from cli.bars import progress_bar
+from cli.script import progress_bar
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # Slurm can be asked for the last two
 
@@ -29,8 +29,6 @@ class Progress:
     """Steps of the run."""
     device: torch.device
     """The device whose memory is reported."""
-    peak: float | None = None
-    """Tokens a second of all devices if they made nothing but matrix products; MFU is a share of it."""
 
     def __enter__(self) -> "Progress":
         if self.device.type == "cuda":
@@ -67,17 +65,13 @@ class Progress:
         self.line.update()
 
     def speed(self, loss: float) -> dict[str, float]:
-        """Return tokens so far and per second since the last call, MFU, and the most memory of a CUDA GPU so far."""
+        """Return tokens so far and per second since the last call, and the most memory of a CUDA GPU so far."""
         self.lap()
         speed = (self.tokens - self.logged_tokens) / (self.train_seconds - self.logged_seconds)
         self.logged_tokens = self.tokens
         self.logged_seconds = self.train_seconds
-        shown = f"loss {loss:.3f}, {speed:,.0f} tokens/s"
         record = {"tokens": self.tokens, "tokens_per_second": speed}
-        if self.peak:
-            record["mfu"] = speed / self.peak
-            shown += f", mfu {record['mfu']:.0%}"
-        self.line.set_postfix_str(shown, refresh=False)
+        self.line.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
         if self.device.type == "cuda":
             record["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         return record

@@ -1,4 +1,4 @@
-"""Read a run directory: its metrics, its best checkpoint, what to do next with it, and all of that as a page.
+"""Show a run: what to do next with it, a page of its metrics, and Weights & Biases for those who want it.
 
 Training writes report.html at its start, at each evaluation and checkpoint, and at its end. Nothing reads it back.
 
@@ -7,10 +7,13 @@ escapes markup and `visible` escapes hidden characters: samples, names and optio
 """
 
 import json
+import os
 import secrets
 import shlex
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jinja2
@@ -28,6 +31,7 @@ TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: visib
 LOSSES = {"Loss, nats a token": ("train_loss", "val_loss"), "Gradient norm": ("grad_norm",)}
 MOST_ABLATED = 50
 HEADS = {f"{METRICS[kind][0]}: {KINDS[kind]}": (f"{kind}/",) for kind in METRICS if kind in KINDS}
+WAIT_SECONDS = 15  # for wandb, at the start and at the end of a session; `wandb sync` sends later what is left then
 
 
 def read_metrics(directory: Path) -> list[dict]:
@@ -143,3 +147,70 @@ def draw_charts(curves: dict[str, list], charts: dict[str, tuple[str, ...]], *sc
             height = max(values) - low or abs(low) or 1
             drawn[title] = {"curves": found, "low": low, "height": height}
     return drawn
+
+
+class Tracker:
+    """A run in wandb. The first failure prints one line and turns it off: training goes on, with its own exit code.
+
+    Args:
+        mode: that of `train.wandb`: disabled, offline or online.
+        run_id: the id of the run in wandb, None for a new one.
+        directory: that of the run.
+        options: the configuration, by table.
+    """
+
+    run = None
+
+    def __init__(self, mode: str, run_id: str | None, directory: Path, options: dict[str, dict]):
+        self.run_id = run_id
+        mode = os.environ.get("WANDB_MODE", mode) if mode != "disabled" else mode
+        if mode == "disabled":
+            return
+        where = directory.absolute()
+        os.environ.setdefault("WANDB_DATA_DIR", str(where / "wandb"))  # instead of the user's home
+        with self.best_effort():
+            import wandb  # slow to import, and optional
+
+            # Nothing about the machine or the code is published: no host, user, paths, packages or uncommitted changes.
+            settings = wandb.Settings(
+                x_disable_machine_info=True,
+                x_save_requirements=False,
+                host="",
+                program="train.py",
+                init_timeout=WAIT_SECONDS,
+                login_timeout=WAIT_SECONDS,
+                finish_timeout=WAIT_SECONDS,
+                console="off",
+                silent=True,
+            )
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "tril"),
+                name=os.environ.get("WANDB_NAME", where.name),
+                id=run_id,
+                resume="allow",
+                dir=os.environ.get("WANDB_DIR", where),
+                mode=mode,
+                config=options,
+                settings=settings,
+            )
+            self.run.define_metric("*", step_metric="step")  # the x axis; wandb's own counts the lines of all sessions
+            self.run_id = self.run.id
+            print(f"wandb:  {self.run.url if mode == 'online' else self.run.sync_dir}")
+
+    @contextmanager
+    def best_effort(self) -> Iterator[None]:
+        """Turn wandb off if something inside fails."""
+        try:
+            yield
+        except Exception as error:
+            self.run = None
+            print(f"wandb is off, metrics.jsonl has everything: {error!r:.200}")
+
+    def call(self, method: str, value: object) -> None:
+        """Call a method of the run in wandb: log a line of metrics.jsonl, flat, or finish a session by its exit code.
+
+        wandb itself notices a session that ends in an exception or a signal.
+        """
+        if self.run:
+            with self.best_effort():
+                getattr(self.run, method)(value)

@@ -1,4 +1,4 @@
-"""The directory of a run: config.toml, metrics.jsonl, report.html, checkpoints/.
+"""The directory of a run (config.toml, metrics.jsonl, report.html, checkpoints/), and the model that it begins with.
 
 run = RunDirectory(config, ranks)              read what an earlier session has left: run.step is 0 for a new run
 model = make_model(config, corpus, run.base)   with the weights of a checkpoint, or random ones
@@ -10,31 +10,45 @@ run.finish(step)
 """
 
 import json
+from dataclasses import asdict
 
 import numpy as np
+import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from cli.script import visible
+from data.batches import seed_for
 from data.corpus import Corpus
 from data.tokenizer import GENERATION_CONFIG
 from errors import UserError, errors_as_user_error
 from files import expand, lock, make_directories, replace_file, sync
-from model import GPT
-from model.checkpoint import PROBE_TOKENS, TRAINER, find_checkpoint, step_directories, to_json
-from model.huggingface import config_to_huggingface, tensors_to_huggingface
-from training.config import MAY_CHANGE
-from training.distributed import Ranks
+from model import GPT, GPTConfig
+from model.checkpoint import (
+    PROBE_TOKENS,
+    TRAINER,
+    Checkpoint,
+    find_checkpoint,
+    remove,
+    save_checkpoint,
+    step_directories,
+    to_json,
+)
+from model.huggingface import config_from_huggingface, config_to_huggingface, tensors_to_huggingface
+from model.load import load_model
+from training.config import MAY_CHANGE, TrainConfig
+from training.distributed import Ranks, gather
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
 from training.options import Config, tables, to_toml
 from training.progress import Progress
-from training.report import best_checkpoint, flat, next_commands, read_metrics, write_report
-from training.save import remove, save_checkpoint
-from training.sharded import gather
-from training.tracking import Tracker
+from training.report import Tracker, best_checkpoint, flat, next_commands, read_metrics, write_report
 
 BATCHES = 3  # the version of what a run depends on besides its configuration; raised when a step gets another batch
 SAMPLE_WIDTH = 65  # characters of a sample that are printed; metrics.jsonl has all
+# First weights of the norms of queries and keys, in the first layer and in the others, for `sharp_first_layer`. With
+# equal ones, which layer learns to look at the token before is luck (benchmarks/results/first_run_cpu_2026-11-26.md).
+SHARP = 1.6
+SOFT = 0.6
 
 
 class RunDirectory:
@@ -216,3 +230,45 @@ class RunDirectory:
             saved = f"saved step {step}" if step else "there was nothing to save yet"
             return f"{saved}; continue with: {commands[0]}"
         return "\n  ".join([f"Next, with the model in {self.path}, where report.html shows how it went:", *commands])
+
+
+def make_model(config: Config, corpus: Corpus, base: Checkpoint | None) -> GPT:
+    """Return the model on the CPU, and print the text and the model.
+
+    base: where the weights come from; None for random ones.
+
+    Raises UserError for a configuration that no checkpoint could hold (now, not when it is to be saved), or if the
+    tokenizer has more tokens than the model.
+    """
+    print(visible(f"data:   {corpus}"))
+    shape = asdict(config.model)
+    if base:
+        model = load_model(base, dtype=torch.float32, **shape)
+    else:
+        torch.manual_seed(seed_for(config.train.seed, "weights"))
+        model = GPT(GPTConfig(**shape, vocab_size=corpus.tokenizer.vocab_size))
+        set_first_weights(model, config.train)
+    corpus.tokenizer.check_fits(model.config.vocab_size)
+    check_config(model.config)
+    print(f"model:  {model.config.family}, {sum(p.numel() for p in model.parameters()):,} parameters")
+    return model.train()
+
+
+def set_first_weights(model: GPT, config: TrainConfig) -> None:
+    """Begin as `sharp_first_layer` and `zero_outputs` say, where the model has such weights."""
+    for name, parameter in model.named_parameters():  # a tied head has the name of the embedding
+        if config.sharp_first_layer and name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.constant_(parameter, SHARP if name.startswith("blocks.0.") else SOFT)
+        if config.zero_outputs and name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
+            torch.nn.init.zeros_(parameter)
+
+
+def check_config(config: GPTConfig) -> None:
+    """Raise UserError unless a checkpoint would give back this configuration."""
+    given_back = config_from_huggingface(json.loads(json.dumps(config_to_huggingface(config))))
+    lost = [name for name, value in vars(config).items() if getattr(given_back, name) != value]
+    if lost:
+        raise UserError(
+            f"config.json would not give back {', '.join(lost)}: mend model/huggingface.py, or sampling and "
+            "inspection would open another model"
+        )

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import inspect_attention
 import train
 from data import prepare
-from data.config import DataConfig
 from data.prepare import prepare as prepare_corpus
+from data.sources import DataConfig
 from data.token_files import TokenArray, find_token_files, map_file
 from data.tokenizer import load_tokenizer, make_tokenizer, save_tokenizer
 from errors import UserError

@@ -23,7 +23,7 @@ from model.families import FAMILIES
 from tests.conftest import make_gpt, often, same_bits, tiny_run
 from training.certificate import certify, compare_with_cpu
 from training.config import TrainConfig
-from training.model import set_first_weights
+from training.run import set_first_weights
 from tril.causality import check_causality
 
 V, T = 17, 11

@@ -94,8 +94,8 @@ def measure_saving(directory: Path) -> None:
         for is_sharded in (False, True):
             with pytest.MonkeyPatch.context() as patch:
                 if is_sharded:  # which are copied when they meet
-                    patch.setattr("training.sharded.is_sharded", lambda tensor: True)
-                    patch.setattr("training.sharded.gather_tensor", torch.clone)
+                    patch.setattr("training.distributed.is_sharded", lambda tensor: True)
+                    patch.setattr("training.distributed.gather_tensor", torch.clone)
                 peak = peak_memory(lambda: save(self, step, *rest, **options))
             shares.append(peak / sum(path.stat().st_size for path in step_directories(self.path)[0].iterdir()))
 

@@ -19,7 +19,7 @@ from model.attention import CausalSelfAttention
 from model.families import FAMILIES
 from model.huggingface import CODECS
 from tests.conftest import run_python, save_gpt, tiny_run
-from training.model import check_config
+from training.run import check_config
 from tril import capture
 
 V, T = 263, 13

@@ -13,8 +13,8 @@ import inspect_attention
 import sample
 import train
 from cli.options import parse
-from data.config import DataConfig
 from data.prepare import prepare
+from data.sources import DataConfig
 from errors import UserError
 from model import GPT, GPTConfig
 from model.checkpoint import step_directories

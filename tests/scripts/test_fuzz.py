@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 import sample
 from cli.options import parse
 from cli.script import run_script
-from data.config import DataConfig
-from data.sources import COMPRESSED, TABLES, documents
+from data.sources import COMPRESSED, TABLES, DataConfig, documents
 from data.tokenizer import load_tokenizer
 from model import GPT
 from model.checkpoint import find_checkpoint

@@ -19,16 +19,14 @@ import data.prepare
 import files
 import train
 import training.run
-import training.save
 from cli.script import run_script
 from data.prepare import DataConfig
 from model import GPT
-from model.checkpoint import step_directories
+from model.checkpoint import remove, save_checkpoint, step_directories
 from tests.conftest import keeping_handlers, make_gpt, save_gpt, tiny_run
 from tests.crash import KILLED, Before, die_at, in_child, watch
 from training.options import read_config, to_toml
 from training.run import RunDirectory
-from training.save import remove, save_checkpoint
 
 STEPS = 6
 SHORT = {"max_steps": STEPS, "checkpoint_every": 2, "eval_every": 3, "keep_checkpoints": 1, "sample_tokens": 0}

@@ -15,7 +15,7 @@ from model import GPT, GPTConfig
 from model.attention import Attend
 from model.families import FAMILIES
 from model.sampling import Sampler
-from tests.conftest import metrics, same_bits, tiny_run, weights
+from tests.conftest import same_bits, tiny_run, weights
 from training.certificate import certify
 from training.config import TrainConfig
 from training.device import compile_loss, record_loss, set_seed
@@ -113,7 +113,6 @@ def test_no_step_waits_for_the_gpu(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert result.exit_code == 0, result.err
-    assert bool(metrics(tmp_path / "run", "mfu")) == (way == "compile")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

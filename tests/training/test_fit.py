@@ -11,9 +11,8 @@ from cli.options import parse
 from data.prepare import DataConfig, prepare
 from errors import UserError
 from model import GPT, GPTConfig
-from training.fit import EPOCHS, FEWEST_STEPS, SIZES, TOKENS_PER_PARAMETER, tokens_for
+from training.options import EPOCHS, FEWEST_STEPS, SIZES, TOKENS_PER_PARAMETER, Config, read_config, tokens_for
 from training.options import QUICKSTART as QUICKSTART_FILE
-from training.options import Config, read_config
 
 QUICKSTART = parse(Config, [], QUICKSTART_FILE)
 

@@ -10,9 +10,8 @@ from model import GPT, GPTConfig
 from model.families import FAMILIES
 from tests.conftest import ROOT
 from training.config import Config, TrainConfig
-from training.model import set_first_weights
-from training.muon import A, B, C, Muon, orthogonalize
-from training.optimizer import learning_rate_at, make_optimizer, set_schedule
+from training.optimizer import A, B, C, Muon, learning_rate_at, make_optimizer, orthogonalize, set_schedule
+from training.run import set_first_weights
 
 
 @settings(deadline=None, max_examples=20)

@@ -27,7 +27,7 @@ HEADS = {"induction": [[0.5, None, 0.25], [0.9, 0.0, 0.1]], "sink": [[None] * 3]
 
 
 EVALUATED = {"val_loss": 5.0, "val_bits_per_byte": 2.0, "train_seconds": 13.0}
-TRAINED = {"train_loss": 4.0, "grad_norm": 0.7, "tokens_per_second": 1234.5, "mfu": 0.614}
+TRAINED = {"train_loss": 4.0, "grad_norm": 0.7, "tokens_per_second": 1234.5}
 LINES = [{"step": 0, **EVALUATED, "heads": HEADS, "sample": HOSTILE}, {"step": 7, **TRAINED}, {"step": 11, **EVALUATED}]
 
 
@@ -87,7 +87,7 @@ def test_text_of_the_run_stays_text(tmp_path: Path) -> None:
     source = f"hf:{HOSTILE}".replace("\x00", "").replace("'", "")
     page = Page(make_run(tmp_path / "<b>&amp;", **{"data.source": source, "train.sample_prompt": "<b>"}))
     assert page.texts["h1"] == ["<b>&amp;"] and SEEN in page.entries.values()
-    assert page.entries["Latest MFU, share of the fastest product"] == "61%"
+    assert page.entries["Latest speed, tokens a second"] == "1,234"
     assert '"<b>"' in page.entries["config.toml"] and "\\x1b[31m" in page.summary[2]
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(map("".join, page.texts.values())))
     assert {tag for tag, _ in page.tags} == TAGS

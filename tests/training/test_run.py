@@ -192,7 +192,7 @@ def test_a_directory_with_a_file_of_somebody_is_not_deleted(run, straight: Path)
     again = ("--train.keep_checkpoints", 1, "--train.checkpoint_every", 1)  # what is kept is met again, and said once
     result = run(train, "--resume", straight, *again)
     assert result.exit_code == 0 and "resumed from " in result.out and "step-00000008\n" in result.out
-    assert result.out.count(" is kept, because of files that no run has written: mine.gguf\n") == 3
+    assert result.out.count(" is kept, because of files that no run has written: 'mine.gguf'\n") == 3
     first, *kept = sorted(path.parent.name for path in straight.rglob("mine.gguf"))
     assert first.startswith("damaged-step-00000012-") and kept == ["step-00000004", "step-00000008"]
 

@@ -13,8 +13,7 @@ import pytest
 
 import train
 from tests.conftest import metrics, tiny_run
-from training.report import flat
-from training.tracking import Tracker
+from training.report import Tracker, flat
 
 
 def test_lines_are_sent_flat_until_the_first_failure_which_costs_a_line(monkeypatch, tmp_path: Path, capsys) -> None:

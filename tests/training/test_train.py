@@ -14,13 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sample
 import train
+from benchmarks.bench import flops_per_token
 from cli.script import visible
 from data.batches import IGNORE, Batches
 from model import GPT, GPTConfig
 from tests.conftest import make_gpt, metrics, same_bits, tiny_run, weights
-from training.flops import flops_per_token
-from training.model import SHARP, SOFT
 from training.progress import Progress
+from training.run import SHARP, SOFT
 
 
 def test_a_run_from_text_to_sample(run, corpus_file: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_mistakes_get_one_sentence_and_leave_no_run(run, corpus_file, tmp_path, 
 def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("training.progress.time.perf_counter", lambda: now[0])
-    with Progress(0, 3, 5.0, 10, device=torch.device("cpu"), peak=7.0) as progress:
+    with Progress(0, 3, 5.0, 10, device=torch.device("cpu")) as progress:
         for tokens in (5, 7, 7, 9):
             now[0] += 2.0
             progress.made_step(tokens)
@@ -168,8 +168,8 @@ def test_speed_counts_training_time_only(monkeypatch: pytest.MonkeyPatch) -> Non
             now[0] += 50.0
         speed = progress.speed(loss=1.0)
     assert (progress.step, progress.train_seconds) == (4, 13.0)
-    assert speed == {"tokens": 31, "tokens_per_second": 3.5, "mfu": 0.5}
-    assert progress.line.postfix == "loss 1.000, 4 tokens/s, mfu 50%"
+    assert speed == {"tokens": 31, "tokens_per_second": 3.5}
+    assert progress.line.postfix == "loss 1.000, 4 tokens/s"
 
 
 @pytest.mark.parametrize("family, head_dim", [("gpt2", 14), ("llama", 22), ("qwen3", 10), ("nanochat", 14)])
