@@ -27,8 +27,10 @@ from tril.kinds import KINDS, Head, kind_of, name_of
 from tril.metrics import METRICS
 from tril.terminal import number
 
-SOURCE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-TEMPLATE = jinja2.Template(SOURCE, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+LOADER = jinja2.FileSystemLoader(Path(__file__).parent)
+ENVIRONMENT = jinja2.Environment(loader=LOADER, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+ENVIRONMENT.policies["json.dumps_kwargs"] = {}  # names keep their order
+TEMPLATE = ENVIRONMENT.get_template("page.html")  # with page.css and page.js in it
 MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
 
 
