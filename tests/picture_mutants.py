@@ -1,8 +1,8 @@
 """Small faults in the page and the pictures of heads. test_pictures.py proves that its checks notice each."""
 
-# file in inspection/ -> fault -> text that stands there once, and what the fault makes of it.
+# file in tril/ -> fault -> text that stands there once, and what the fault makes of it.
 FAULTS: dict[str, dict[str, tuple[str, str]]] = {
-    "page.html": {
+    "page.js": {
         "the column of a token is its row": ("who ? amount(i, shown) : amount(shown, i)", "amount(shown, i)"),
         "a transposed picture": (".floor(row / step) * n + Math.floor(key", ".floor(key / step) * n + Math.floor(row"),
         "pools show a mean": (
@@ -17,8 +17,8 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
         "small pictures in the opposite order": ("paint(canvas, i, width", "paint(canvas, heads.length - 1 - i, width"),
         "a tag of another head": ("tagOf(i).replaceAll", "tagOf(Math.max(0, i - 1)).replaceAll"),
         "score and chance change places": ("[score, even] = scores", "[even, score] = scores"),
-        "labels of tokens off by one": ('make("bdi", {}, labels[i])', 'make("bdi", {}, labels[i + 1])'),
-        "names on the axes off by one": ('[make("bdi", {}, label), ` ${i}`]', "[labels.at(i - 1), ` ${i}`]"),
+        "labels of tokens off by one": ('make("bdi", labels[i])', 'make("bdi", labels[i + 1])'),
+        "names on the axes off by one": ('[make("bdi", label), ` ${i}`]', "[labels.at(i - 1), ` ${i}`]"),
         "numbers at the edges of cells": ("(100 * (i + 0.5)) / across", "(100 * i) / across"),
         "axes end with the text, pictures with a pool": ("Math.ceil(T / step) * step;", "T;"),
         "the outline of the row, not of the column": (
@@ -27,11 +27,11 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "words around another token": ("beside(i, 1)", "beside(i + 1, 1)"),
         "shades of another head": (
-            "(loaded.triangles[state.head], row, key) *",
-            "(loaded.triangles.at(state.head - 1), row, key) *",
+            "triangle = loaded.triangles[state.head]",
+            "triangle = loaded.triangles.at(state.head - 1)",
         ),
         "shades against one, not the largest": (" * amounts[i]) / largest).toFixed", " * amounts[i]) / 1).toFixed"),
-        "attention stands for influence": ("weight(loaded.influence, shown, i", "weight(loaded.triangles[0], shown, i"),
+        "attention stands for influence": ("weight(shown, i, loaded.influence", "weight(shown, i, loaded.triangles[0]"),
         "the prediction before the token": (".predictions[shown]", ".predictions[Math.max(0, shown - 1)]"),
         "values without weights": ("lengths ? triangle[i] * lengths[key]", "lengths ? 65535 * lengths[key]"),
         "lengths of the first head": ("subarray(head * T)", "subarray(0)"),
@@ -43,7 +43,7 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
         "the pointer names the corner of a pool": ("if (!found || amount", "if (!found || 0 > amount"),
         "the pointer takes keys for queries": (" = place(event.clientY - box.top", " = place(event.clientX - box.left"),
         "a press chooses the key": ("cell[state.who ? 1 : 0]", "cell[1]"),
-        "a button chooses the head before": ("onclick: () => show({ head: i }", "onclick: () => show({ head: i - 1 }"),
+        "a button chooses the head before": ("() => show({ head: i }", "() => show({ head: i - 1 }"),
         "the right arrow goes two tokens on": ("state.token + 1)", "state.token + 2)"),
         "the slider counts from the end": ('checkpoint: Number($("slider").', 'checkpoint: last - Number($("slider").'),
         "the slider changes the words only": ("load(state.checkpoint)", "load(last)"),

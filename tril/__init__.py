@@ -15,7 +15,6 @@ OFFERED = {
     "inspect_heads": "inspection",
     "Captured": "look",
     "capture": "look",
-    "look": "look",
     "NotTheKernels": "weights",
 }
 

@@ -24,7 +24,6 @@ from tril.errors import UserError
 from tril.kinds import KINDS
 from tril.metrics import METRICS
 
-SOURCE = Path(__file__).with_name("page.html")
 MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
 
 
@@ -54,12 +53,14 @@ def check_room(num_heads: int, T: int, num_checkpoints: int = 1) -> None:
 
 
 @cache
-def template() -> object:
-    """Return the template of the page."""
+def environment() -> object:
+    """Return what reads the template page.html, with page.css and page.js in it."""
     import jinja2  # comes with torch
 
-    source = SOURCE.read_text(encoding="utf-8")
-    return jinja2.Template(source, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    found = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    found.policies["json.dumps_kwargs"] = {}  # names keep their order
+    return found
 
 
 def render(checkpoints: Sequence[Described], live: str | None = None) -> str:
@@ -72,15 +73,19 @@ def render(checkpoints: Sequence[Described], live: str | None = None) -> str:
     last = checkpoints[-1]
     check_room(len(last.heads), len(last.labels), len(checkpoints))
     stored = {f"{place}/{name}": each.stored[name] for place, each in enumerate(checkpoints) for name in each.stored}
-    return template().render(
-        nonce=secrets.token_urlsafe(),
-        inputs=last,
-        kinds=KINDS,
-        metrics=METRICS,
-        heads=last.heads,
-        checkpoints=[each.texts for each in checkpoints],
-        stored=stored,
-        live=live,
+    return (
+        environment()
+        .get_template("page.html")
+        .render(
+            nonce=secrets.token_urlsafe(),
+            inputs=last,
+            kinds=KINDS,
+            metrics=METRICS,
+            heads=last.heads,
+            checkpoints=[each.texts for each in checkpoints],
+            stored=stored,
+            live=live,
+        )
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import jinja2
 import matplotlib
 import numpy as np
 import pytest
@@ -330,15 +331,17 @@ def check_png(path: Path, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def mutated(file: str, old: str, new: str) -> Iterator[None]:
-    """Replace text of a file of inspection/, in memory, and restore it."""
+    """Replace text of a file of tril/, in memory, and restore it."""
     path = Path(page.__file__).with_name(file)
     source = path.read_text(encoding="utf-8")
     assert source.count(old) == 1
     changed = source.replace(old, new)
     module = importlib.import_module(f"tril.{path.stem}")
     try:
-        if path.suffix == ".html":
-            module.TEMPLATE = module.TEMPLATE.environment.from_string(changed)
+        if path.suffix == ".js":
+            whole = module.environment()
+            loader = jinja2.ChoiceLoader([jinja2.DictLoader({file: changed}), whole.loader])
+            module.environment = lambda: whole.overlay(loader=loader)
         else:
             exec(compile(changed, path, "exec"), module.__dict__)
         yield

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import repeat_kv
 from tests.tril.test_capture import B, H, T, V, run_captured
-from tril import Captured, UserError, capture, inspect_heads, look
-from tril.look import UNMASKED
+from tril import Captured, UserError, capture, inspect_heads
+from tril.look import UNMASKED, look
 
 C, D, MANY = 21, 7, 15  # MANY heads share H heads of keys and values
 TRIANGLE = torch.ones(T, T, dtype=torch.bool).tril()

@@ -1,0 +1,749 @@
+"use strict";
+const $ = (id) => document.getElementById(id);
+const { heads, labels, kinds, metrics, given, checkpoints } = JSON.parse($("page").textContent);
+const T = labels.length;
+const VIEWS = {
+  weights: "How much of its attention a query gives to each key (Vaswani et al. 2017).",
+  values: `Weights times the length of what each key moves, |v W|: a key that carries nothing gives nothing
+    (Kobayashi et al. 2020).`,
+  says: `Weights, and the next tokens that the head's output alone makes likeliest, through the final norm and the
+    output matrix (Elhage et al. 2021).`,
+};
+const large = $("picture").querySelector("canvas");
+let loaded;  // what is stored of the checkpoint that is shown
+let rows = 5;  // how many of the largest amounts are shown in figures
+let across;  // tokens along a side of the large picture; more than T if its last pixel reaches beyond the text
+let alsoDraw;  // what a page that is served draws besides
+
+// ---- What is shown. The address says it: #HEAD/TOKEN, and what is not as the page opens, of /who, the view and the
+// checkpoint, as in #1.3/17/who/values/step-00000400. The last word of a checkpoint's name stands for it, or its whole
+// name if others share that word.
+
+const names = checkpoints.map((each) => each.name);
+const lastWords = names.map((name) => name.split(" ").at(-1));
+const places = (new Set(lastWords).size === names.length ? lastWords : names).map(encodeURIComponent);
+const last = checkpoints.length - 1;
+// The first head to look at is the best of the first kind. The first token, its clearest example, is found once loaded.
+const ranks = checkpoints[last].heads.map(({ kind: [name, score] }) => Object.keys(kinds).indexOf(name) - score / 2);
+const best = ranks.indexOf(Math.min(...ranks));
+const opening = { checkpoint: last, head: best, token: undefined, who: false, view: "weights" };
+const state = { ...opening };
+let pointed = {};  // what the mouse points at: a token, or a cell [query, key] of the large picture
+
+const stored = (checkpoint, name) => $(`${checkpoint}/${name}`);
+const has = (view, checkpoint = state.checkpoint) => view === "weights" || stored(checkpoint, view) !== null;
+const inValues = () => state.view === "values";
+
+function address() {
+  const { head, token, who, view, checkpoint } = state;
+  const rest = [who && "who", view !== "weights" && view, checkpoint !== last && places[checkpoint]];
+  return `#${[heads[head], token, ...rest.filter(Boolean)].join("/")}`;
+}
+
+// Reads an address; one that does not fit is as the page opens.
+function stateOf(hash) {
+  const [head, token, ...rest] = hash.slice(1).split("/");
+  const found = { ...opening, head: heads.indexOf(head), token: /^\d+$/.test(token) ? Number(token) : -1 };
+  for (const word of rest) {
+    if (word === "who") found.who = true;
+    else if (word in VIEWS) found.view = word;
+    else found.checkpoint = places.indexOf(word);
+  }
+  const fits = found.head >= 0 && found.token in labels && found.checkpoint >= 0 && has(found.view, found.checkpoint);
+  return fits ? found : opening;
+}
+
+let writing;  // a browser refuses an address that changes many times a second
+function writeAddress() {
+  clearTimeout(writing);
+  if (location.protocol === "about:") return;  // a frame in a notebook
+  writing = setTimeout(() => history.replaceState(null, "", address()), 300);
+}
+
+// ---- What is stored: of a head its weights row by row in 65535ths.
+
+// Returns undefined if there is nothing of this name.
+async function decode(checkpoint, name, Numbers) {
+  const text = stored(checkpoint, name)?.textContent;
+  if (!text) return;
+  const packed = atob(text);
+  const bytes = new Uint8Array(packed.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = packed.charCodeAt(i);
+  const plain = new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate")));
+  return new Numbers(await plain.arrayBuffer());
+}
+
+async function load(number) {
+  const [lengths, said, logits, influence, ...triangles] = await Promise.all([
+    decode(number, "values", Float32Array),  // head by head, T of each
+    decode(number, "says", Int32Array),
+    decode(number, "logits", Float32Array),
+    ...["influence", ...heads].map((name) => decode(number, name, Uint16Array)),
+  ]);
+  const found = { number, lengths, said, logits, influence, triangles, largest: 0 };
+  if (!lengths) return found;
+  for (let head = 0; head < heads.length; head++) {
+    for (let row = 0, i = 0; row < T; row++) {
+      for (let key = 0; key <= row; key++, i++) {
+        found.largest = Math.max(found.largest, (triangles[head][i] / 65535) * lengths[head * T + key]);
+      }
+    }
+  }
+  return found;
+}
+
+// The weight of a query and a key, of the chosen head or in another triangle.
+const weight = (row, key, triangle = loaded.triangles[state.head]) => triangle[(row * (row + 1)) / 2 + key] / 65535;
+const lengthOf = (key) => loaded.lengths[state.head * T + key];
+// What the view shows of a query and a key; 0 if the key is later.
+const amount = (row, key) => (key > row ? 0 : weight(row, key) * (inValues() ? lengthOf(key) : 1));
+
+// ---- Colours: one scale for every picture, even in the square root of the amount, because most are small.
+
+const STOPS = [[45, 30, 92], [48, 78, 140], [32, 127, 143], [52, 171, 117], [160, 211, 72], [254, 236, 110]];
+const SHADES = Uint32Array.from({ length: 65536 }, (_, value) => {
+  const place = Math.sqrt(value / 65535) * (STOPS.length - 1);
+  const stop = Math.min(Math.floor(place), STOPS.length - 2);
+  const [r, g, b] = STOPS[stop].map((low, c) => Math.round(low + (STOPS[stop + 1][c] - low) * (place - stop)));
+  return (255 << 24) | (b << 16) | (g << 8) | r;  // the bytes of an RGBA pixel, little-endian
+});
+const scaleEnd = () => (inValues() ? loaded.largest : 1);
+const tint = (colour, percent) => `color-mix(in srgb, var(--${colour}) ${percent}%, transparent)`;
+
+// Paints a head, a pixel for each cell, but no more than the screen has in this width. Where cells share a pixel, it
+// shows the largest: a mean would hide sharp heads. Returns how many tokens a side of a pixel stands for.
+function paint(canvas, head, width) {
+  const triangle = loaded.triangles[head];
+  const lengths = inValues() ? loaded.lengths.subarray(head * T) : null;
+  const step = Math.ceil(T / Math.max(1, Math.floor(width * devicePixelRatio)));
+  const n = Math.ceil(T / step);
+  const largest = new Float32Array(n * n).fill(-1);  // -1 stays blank: a query cannot see that key
+  for (let row = 0, i = 0; row < T; row++) {
+    for (let key = 0; key <= row; key++, i++) {
+      const value = lengths ? triangle[i] * lengths[key] : triangle[i];
+      const pixel = Math.floor(row / step) * n + Math.floor(key / step);
+      if (value > largest[pixel]) largest[pixel] = value;
+    }
+  }
+  canvas.width = canvas.height = n;
+  const context = canvas.getContext("2d", { willReadFrequently: true });  // small, and kept from the GPU
+  const image = context.createImageData(n, n);
+  const end = scaleEnd() || 1;
+  const pixels = new Uint32Array(image.data.buffer);
+  largest.forEach((value, i) => (pixels[i] = value < 0 ? 0 : SHADES[Math.round(value / end)]));
+  context.putImageData(image, 0, 0);
+  return step;
+}
+
+const poolNote = (step) => {
+  const what = inValues() ? "values" : "weights";
+  return step > 1 ? `a point is the largest of ${step} × ${step} ${what}` : "";
+};
+
+// ---- What a head is named for.
+
+const kindOf = (head) => checkpoints[state.checkpoint].heads[head].kind;  // its name, the score, and that of an even head
+const short = (score) => score.toFixed(2).replace(/^0/, "");
+const SHOWS = {  // whether a query that looks at an earlier key does what a head of this kind is named for
+  induction: (query, key) => labels[key - 1] === labels[query],
+  duplicate: (query, key) => labels[key] === labels[query],
+  previous: (query, key) => key === query - 1,
+  sink: (query, key) => key === 0,
+};
+let example;  // the token at which the head does most clearly what it is named for
+
+function tagOf(head) {
+  const [name, score] = kindOf(head);
+  return name in metrics ? `${metrics[name][0]} ${short(score)}` : "";
+}
+
+// The query with the largest weight of that kind, less that of an even head, which is large where there are few keys.
+function findExample() {
+  const [name] = kindOf(state.head);
+  let most = 0;
+  let found;
+  for (let row = 1; row < T; row++) {
+    for (let key = 0; key <= row; key++) {
+      if (key === row ? name !== "current" : !SHOWS[name]?.(row, key)) continue;
+      const excess = weight(row, key) - 1 / (row + 1);
+      if (excess > most) [most, found] = [excess, row];
+    }
+  }
+  return found;
+}
+
+// ---- Parts of the page. What they hold is text, elements, or lists of these.
+
+// Makes an element, named as in a style sheet: "td.figure".
+function make(name, ...content) {
+  const [tag, ...classes] = name.split(".");
+  const element = document.createElement(tag);
+  element.classList.add(...classes);
+  element.append(...content.flat(Infinity));
+  return element;
+}
+
+const clickable = (name, onclick, ...content) => Object.assign(make(name, ...content), { onclick });
+const fill = (id, ...content) => $(id).replaceChildren(...content.flat(Infinity));
+// Text in an element of its own: no token is read as markup, and right-to-left text ends with it.
+const token = (i) => make("bdi", labels[i]);
+const named = (i) => [token(i), ` (${i})`];
+const endOf = (label) => make(label.endsWith("↵") ? "br" : "wbr");
+const figure = (number) => (inValues() ? number.toPrecision(3) : number.toFixed(3));
+
+const [tokens, influenced] = [["text", "button"], ["influence", "bdi"]].map(([id, tag]) => {
+  const parts = labels.map((label, i) => clickable(`${tag}.token`, () => choose(i), label));
+  fill(id, parts.map((part, i) => [part, endOf(labels[i])]));
+  return parts;
+});
+// Names without a mark between them, as numbers are, stand apart.
+const gap = labels.some((label) => /[␣↵]/.test(label)) ? "" : " ";
+if (gap) document.body.classList.add("apart");
+
+let group;  // the heads of a layer, which follow each other
+const buttons = heads.map((name, i) => {
+  const [layer] = name.split(".");
+  if (group?.dataset.layer !== layer) {
+    group = make("div.layer");
+    group.dataset.layer = layer;
+    $("heads").append(group);
+  }
+  const button = clickable("button", () => show({ head: i }), make("canvas"), make("span"));
+  button.ariaLabel = `head ${name}`;
+  group.append(button);
+  return button;
+});
+
+// ---- Drawing: everything, one head, or one token of it.
+
+async function show(change) {
+  const sameHead = ["checkpoint", "head", "view"].every((name) => !(name in change) || change[name] === state[name]);
+  Object.assign(state, change);
+  if (!has(state.view)) state.view = "weights";
+  pointed = {};
+  $("slider").value = state.checkpoint;
+  if (loaded?.number !== state.checkpoint) {
+    const found = await load(state.checkpoint);
+    if (found.number !== state.checkpoint) return;  // another one was chosen meanwhile
+    loaded = found;
+    drawHeads();
+  } else if ("view" in change) drawHeads();
+  if (!sameHead || !across) {
+    example = findExample();
+    drawHead();
+  }
+  state.token ??= example ?? T - 1;
+  writeAddress();
+  drawToken();
+}
+
+function drawHeads() {
+  const { name, summary } = checkpoints[state.checkpoint];
+  fill("checkpoint", last === 0 ? summary.slice(name.length + 3) : summary);  // the title has the name
+  for (const input of $("views").querySelectorAll("input")) {
+    input.checked = input.value === state.view;
+    input.disabled = !has(input.value);
+  }
+  const missing = Object.keys(VIEWS).filter((view) => !has(view)).join(" and ");
+  fill("meaning", VIEWS[state.view] + (missing && ` Unknown for this type of model: ${missing}.`));
+  const width = buttons[0].querySelector("canvas").getBoundingClientRect().width;
+  const steps = buttons.map((button, i) => {
+    const [canvas, caption] = button.children;
+    const tag = tagOf(i).replaceAll(" ", "\u00a0");  // a tag that does not fit is hidden whole
+    caption.textContent = button.title = `${heads[i]} ${tag}`;
+    return paint(canvas, i, width);
+  });
+  const byLayer = heads.every((name, i) => i === 0 || parseInt(heads[i - 1]) <= parseInt(name));
+  const count = heads.length === 1 ? "1 head" : `${heads.length} heads${byLayer ? ", by layer" : ""}`;
+  fill("strip-note", [count, poolNote(steps[0])].filter(Boolean).join(" · "));
+  const end = scaleEnd();
+  fill("ticks", [0, 0.2, 0.4, 0.6, 0.8, 1].map((place) => {
+    const mark = make("span", Number((place ** 2 * end).toPrecision(2)));
+    mark.style.left = `${100 * place}%`;
+    return mark;
+  }));
+}
+
+function drawHead() {
+  const { scores } = checkpoints[state.checkpoint].heads[state.head];
+  const [kind, , even] = kindOf(state.head);
+  const name = heads[state.head];
+  const tag = tagOf(state.head);
+  buttons.forEach((button, i) => (button.ariaPressed = i === state.head));
+  keepInView($("heads"), buttons[state.head]);
+  fill("head", `Head ${name}`);
+  fill("kind", `looks ${tag && "at "}${kinds[kind]}`);
+  const isUnclear = example === undefined;
+  $("clearest").hidden = !tag;
+  $("clearest").disabled = isUnclear;
+  fill("clearest", isUnclear ? "no example in this text" : `clearest for ${name}`);
+  drawFed();
+  fill("of-scores", `Scores of head ${name}${tag && `: ${tag} (${short(even)} if it attended evenly)`}`);
+  const meaning = "if even: of a head that attends evenly to all it may see; A_ij: the weight of query i for key j";
+  const titles = ["", "score", "if even", meaning].map((title) => make("th.quiet", title));
+  const lines = Object.entries(metrics).filter(([metric]) => scores[metric][0]).map(([metric, [title, , meaning]]) => {
+    const [score, even] = scores[metric];
+    return make("tr", make("td", title), make("td", score), make("td.quiet", even), make("td.quiet", meaning));
+  });
+  fill("scores", make("tr", titles), lines);
+  drawPlaces();
+  drawLarge();
+}
+
+// What feeds the head, and what it feeds: each head that is named is a button that goes there. Scores have no digit
+// before the point, or two after it.
+function drawFed() {
+  const fedBy = checkpoints[state.checkpoint].heads.map((head) => head.fed);
+  const fed = fedBy[state.head] && `score ${fedBy[state.head]}`;
+  const others = heads.filter((_, i) => fedBy[i].includes(` ${heads[state.head]} `)).join(", ");
+  const words = [fed, others && `feeds ${others}`].filter(Boolean).join("; ").split(/(\d+\.\d+)/);
+  fill("fed", words.map((word) => {
+    const place = heads.indexOf(word);
+    return place < 0 ? word : clickable("button", () => show({ head: place }), word);
+  }));
+}
+
+const hasNames = () => T <= Math.min(32, innerWidth / 16);
+
+// Draws the large picture, numbers its axes, and names their tokens where there is room.
+function drawLarge() {
+  const width = large.getBoundingClientRect().width;
+  const step = paint(large, state.head, width);
+  across = Math.ceil(T / step) * step;
+  fill("pooled", poolNote(step));
+  const withNames = hasNames();
+  const pitch = width / T;
+  const every = withNames ? 1 : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000].find((count) => count * pitch > 34);
+  $("large").style.setProperty("--size", `${withNames ? Math.min(12, 0.95 * pitch) : 11}px`);
+  for (const [axis, side] of [["queries", "top"], ["keys", "left"]]) {
+    fill(axis, labels.map((label, i) => {
+      if (i % every) return [];
+      const mark = make("span", withNames ? [make("bdi", label), ` ${i}`] : i);
+      mark.style[side] = `${(100 * (i + 0.5)) / across}%`;
+      return mark;
+    }));
+  }
+}
+
+function drawToken() {
+  const [query, key] = pointed.cell ?? [];
+  const { who, view } = state;
+  const shown = pointed.token ?? (who ? key : query) ?? state.token;
+  const verbs = inValues() ? ["takes from", "gives to"] : ["looks at", "is looked at by"];
+  fill("sentence", named(shown), ` ${verbs[Number(who)]}`);
+  fill("who", `⇄ ${verbs[Number(!who)]}`);
+  $("clearest").ariaPressed = state.token === example && !who;
+  const amounts = labels.map((_, i) => (who ? amount(i, shown) : amount(shown, i)));
+  const unseen = (i) => (who ? i < shown : i > shown);
+  const largest = shade(tokens, amounts, "attention", shown, unseen, who ? query : key);
+  tokens.forEach((part, i) => {
+    part.tabIndex = i === state.token ? 0 : -1;
+    part.ariaPressed = i === state.token;
+  });
+  if (pointed.token === undefined) keepInView($("text"), tokens[shown]);
+  fill("shade", `this shade = ${figure(largest)}`);
+  const percent = (count) => `${(100 * count) / across}%`;
+  Object.assign($("outline").style, who
+    ? { left: percent(shown), top: percent(shown), width: percent(1), height: percent(T - shown) }
+    : { left: 0, top: percent(shown), width: percent(shown + 1), height: percent(1) });
+  drawReadout(query, key);
+  fill("most", view === "says" ? saidTable(shown) : mostTable(amounts, unseen));
+  drawPrediction(shown);
+  alsoDraw?.(shown);
+}
+
+// Shades tokens by their amounts, and marks the one that is shown, another one, and those that are unseen. Returns the
+// largest amount, which is shaded in full.
+function shade(parts, amounts, colour, shown, unseen, other) {
+  const largest = Math.max(...amounts);
+  parts.forEach((part, i) => {
+    const mark = i === shown ? "shown" : i === other ? "other" : unseen(i) ? "unseen" : "";
+    const percent = ((100 * amounts[i]) / largest).toFixed(1);
+    part.style.backgroundColor = amounts[i] > 0 ? tint(colour, percent) : "";
+    part.className = `token ${mark}${i < given ? "" : " written"}`.trim();
+  });
+  return largest;
+}
+
+function drawReadout(query, key) {
+  if (query === undefined) return fill("readout");
+  const lines = ["query ", named(query), "\nkey ", named(key), `\nweight ${weight(query, key).toFixed(5)}`];
+  if (inValues()) {
+    lines.push(` × length ${lengthOf(key).toPrecision(4)}\nvalue ${amount(query, key).toPrecision(4)}`);
+  }
+  const influence = weight(query, key, loaded.influence);
+  if (influence > 0) lines.push(`\ninfluence ${influence.toFixed(5)}`);
+  fill("readout", lines);
+}
+
+const whole = (label) => Object.assign(make("bdi.token", label), { title: label });
+
+// The largest amounts, in figures, as many as there is room for. Those that round to 0 would crowd a short text.
+function mostTable(amounts, unseen) {
+  const seen = [...labels.keys()].filter((i) => !unseen(i));
+  const largest = seen.sort((a, b) => amounts[b] - amounts[a]).slice(0, rows);
+  const order = largest.filter((i, place) => place === 0 || Number(figure(amounts[i])) > 0);
+  return make("table", order.map((i) => {
+    const bar = make("span.bar");
+    bar.style.width = `${(100 * amounts[i]) / (amounts[order[0]] || 1)}%`;
+    const words = [make("td.figure.before", beside(i, -1)), make("td.name", whole(labels[i]), beside(i, 1))];
+    return make("tr", make("td.figure.quiet", i), words, make("td.figure", figure(amounts[i])), make("td", bar));
+  }));
+}
+
+// The tokens before or after one, as many as fit ten letters.
+function beside(i, step) {
+  let text = "";
+  for (let at = i + step; at in labels && text.length + labels[at].length <= 10; at += step) {
+    text = step < 0 ? labels[at] + gap + text : text + gap + labels[at];
+  }
+  return make("bdi.quiet", text);
+}
+
+// What the head makes likeliest and unlikeliest after a token.
+function saidTable(shown) {
+  const count = loaded.said.length / heads.length / T;  // first the likeliest, then as many unlikeliest
+  const start = (at) => (state.head * T + at) * count;
+  const isKnown = (at) => !isNaN(loaded.logits[start(at)]);
+  if (!isKnown(shown)) {
+    const distance = (at) => Math.abs(at - shown);
+    const [next] = [...labels.keys()].filter(isKnown).sort((a, b) => distance(a) - distance(b));
+    const unit = distance(next) === 1 ? "token" : "tokens";
+    const where = `, ${distance(next)} ${unit} ${next > shown ? "later" : "earlier"}. `;
+    const go = clickable("button.go", () => show({ token: next }), "go there");
+    return make("p", "Not computed at this token. The nearest that was is ", named(next), where, go);
+  }
+  const column = (first, ...title) => {
+    const lines = Array.from({ length: count / 2 }, (_, i) => {
+      const place = start(shown) + first + i;
+      const logit = loaded.logits[place];
+      const label = checkpoints[state.checkpoint].said[loaded.said[place]];
+      const figures = `${logit < 0 ? "−" : "+"}${Math.abs(logit).toFixed(2)}`;
+      return make("tr", make("td.name", whole(label)), make("td.figure", figures), make("td"));
+    });
+    return make("div", make("p.quiet", title), make("table", lines));
+  };
+  const likeliest = column(0, "makes likeliest after ", named(shown));
+  return Object.assign(make("div", likeliest, column(count / 2, "makes unlikeliest (logits)")), { id: "said" });
+}
+
+function drawPrediction(shown) {
+  const [next, chance] = checkpoints[state.checkpoint].predictions[shown];
+  fill("last", named(shown));
+  fill("next", next);
+  fill("chance", chance);
+  const amounts = labels.map((_, i) => (i <= shown ? weight(shown, i, loaded.influence) : 0));
+  const largest = shade(influenced, amounts, "influence", shown, (i) => i > shown);
+  $("influence-shade").className = largest ? "shade" : "";
+  fill("influence-shade", largest ? `this shade = ${largest.toFixed(3)}` : "Not computed for this token.");
+  keepInView($("influence"), influenced[shown]);
+}
+
+// ---- Where the chosen head looks most in a long text: a line for each place, which opens to all that was read with it.
+
+const NEAR = 8;  // tokens on both sides of query and key, in a line
+
+async function drawPlaces() {
+  const { checkpoint, head } = state;
+  fill("of-places", `Strongest places of head ${heads[head]}`);
+  if (!has("places", last)) return;  // the page says why
+  const [texts, found] = JSON.parse(new TextDecoder().decode(await decode(last, "places", Uint8Array)));
+  if (head !== state.head || checkpoint !== state.checkpoint) return;  // another one was chosen meanwhile
+  const [strongest, from, at, note] = found[head];
+  $("found").hidden = checkpoint !== last;
+  fill("read", checkpoint !== last ? "Only the last checkpoint has places." : `In ${note}. The weight, the
+    number of the token that looks (framed), and what it looks at (filled). A line opens to its text.`);
+  const percent = (share) => `${(100 * share).toFixed(1)}%`;
+  const words = (verb, list) => make("p", verb, list.map(([word, share, ofText]) => {
+    return [make("bdi.token", word), ` ${percent(share)} `, make("span", `(text ${percent(ofText)})`), " "];
+  }));
+  const lines = strongest.map((place) => drawPlace(texts[place[1]], ...place));
+  fill("found", words("looks from ", from), words("looks at ", at), lines);
+}
+
+function drawPlace(text, weight, start, query, key) {
+  const word = (i) => make(`bdi.token${i === query ? ".shown" : ""}${i === key ? ".key" : ""}`, text[i]);
+  const distance = (i) => Math.min(Math.abs(i - query), Math.abs(i - key));
+  const part = (i) => (distance(i) <= NEAR ? word(i) : i > key && i === query - NEAR - 1 ? " … " : []);
+  const line = make("span.text", text.map((_, i) => part(i)));
+  const whole = make("div.text");
+  const number = (start + query).toLocaleString("en");
+  const details = make("details", make("summary", make("span", weight.toFixed(2)), make("span", number), line), whole);
+  details.ontoggle = () => {
+    if (!details.open || whole.firstChild) return;
+    whole.append(...text.flatMap((label, i) => [word(i), endOf(label)]));
+    if (labels.every((label, i) => label === text[i]) && query < T) {
+      const go = () => show({ token: query, who: false }).then(() => $("reading").scrollIntoView());
+      whole.prepend(clickable("button.go", go, "see it above"), make("br"));
+    }
+    keepInView(whole, whole.querySelector(".shown"));
+  };
+  return details;
+}
+
+// Scrolls a box, never the page, until a part of it is seen.
+function keepInView(box, part) {
+  const top = part.offsetTop;
+  if (top >= box.scrollTop && top + part.offsetHeight <= box.scrollTop + box.clientHeight) return;
+  const line = parseFloat(getComputedStyle(box).lineHeight);
+  box.scrollTop = top - 1 - line * Math.floor(box.clientHeight / line / 2);  // whole lines
+}
+
+// ---- Room: the largest tiles and letters with which everything is seen without scrolling.
+
+// Calls set with the largest size, from least to most, with which a box shows all that it holds.
+function enlarge(box, least, most, set) {
+  let low = least;
+  for (let high = most; low < high;) {
+    const middle = Math.ceil((low + high) / 2);
+    set(middle);
+    if (box.scrollHeight <= box.clientHeight) low = middle;
+    else high = middle - 1;
+  }
+  set(low);
+}
+
+function fit() {
+  const strip = $("heads");
+  const isNarrow = matchMedia("(max-width: 60rem)").matches;
+  const least = isNarrow ? 30 : 20;  // for a finger no smaller than 30
+  $("looking").classList.toggle("named", hasNames());
+  const resizeHeads = (size) => {
+    strip.style.setProperty("--tile", `${size}px`);
+    strip.classList.toggle("captions", size >= 64);
+  };
+  strip.classList.remove("many");
+  enlarge(strip, least, isNarrow ? 80 : 132, resizeHeads);
+  if (!strip.matches(".captions")) {  // they have the room that a high window has left
+    strip.classList.add("many");
+    enlarge(strip, least, 64, resizeHeads);
+  }
+  enlarge($("text"), isNarrow ? 15 : 12, isNarrow ? 15 : 32, (size) => ($("text").style.fontSize = `${size}px`));
+  const room = $("most").clientHeight - 10;
+  rows = Math.max(5, Math.min(T, Math.floor(room / 20)));
+  $("most").style.setProperty("--row", `${Math.min(52, Math.floor(room / rows))}px`);
+}
+
+function resize() {
+  fit();
+  drawHeads();
+  drawLarge();
+  drawToken();
+}
+
+// ---- What a person does.
+
+const choose = (i) => show(i === state.token ? { who: !state.who } : { token: i });
+const point = (change) => {
+  pointed = change;
+  drawToken();
+};
+
+// The cell under the pointer; of a pool the largest.
+function cellAt(event) {
+  const box = large.getBoundingClientRect();
+  const step = across / large.width;
+  const place = (offset) => Math.floor((offset / box.width) * large.width) * step;
+  const top = place(event.clientY - box.top);
+  const left = place(event.clientX - box.left);
+  let found;
+  for (let row = top; row < Math.min(T, top + step); row++) {
+    for (let key = left; key <= Math.min(row, left + step - 1); key++) {
+      if (!found || amount(row, key) > amount(...found)) found = [row, key];
+    }
+  }
+  return found;
+}
+
+const within = (list, i) => Math.max(0, Math.min(list.length - 1, i));
+const KEYS = {
+  ArrowLeft: () => show({ token: within(labels, state.token - 1) }),
+  ArrowRight: () => show({ token: within(labels, state.token + 1) }),
+  Home: () => show({ token: 0 }),
+  End: () => show({ token: T - 1 }),
+  ArrowUp: () => show({ head: within(heads, state.head - 1) }),
+  ArrowDown: () => show({ head: within(heads, state.head + 1) }),
+  Enter: () => show({ who: !state.who }),
+  c: () => example !== undefined && show({ token: example, who: false }),
+};
+KEYS[" "] = KEYS.Enter;
+Object.keys(VIEWS).forEach((view, i) => (KEYS[i + 1] = () => has(view) && show({ view })));
+
+function press(event) {
+  const { target, key } = event;
+  if (!KEYS[key] || event.ctrlKey || event.altKey || event.metaKey) return;
+  if (target.type === "range" && !/\d/.test(key)) return;  // its own
+  if (target.type === "radio" && /Left|Right/.test(key)) return;
+  const pressesAnother = target.matches?.("button, summary") && target !== buttons[state.head];
+  if (KEYS[key] === KEYS.Enter && pressesAnother) return;
+  event.preventDefault();
+  KEYS[key]();
+  if (target.parentNode === $("text")) tokens[state.token].focus({ preventScroll: true });
+}
+
+function listen() {
+  document.onkeydown = press;
+  $("slider").oninput = () => show({ checkpoint: Number($("slider").value) });
+  $("views").onchange = (event) => show({ view: event.target.value });
+  $("views").onclick = (event) => event.detail && document.activeElement.blur();  // the arrows are for tokens again
+  $("before").onclick = KEYS.ArrowLeft;
+  $("after").onclick = KEYS.ArrowRight;
+  $("who").onclick = KEYS.Enter;
+  $("clearest").onclick = KEYS.c;
+  tokens.forEach((part, i) => {
+    part.onpointerenter = (event) => event.pointerType === "mouse" && point({ token: i });
+  });
+  $("text").onpointerleave = () => point({});
+  large.onpointermove = (event) => point({ cell: cellAt(event) });
+  large.onpointerleave = (event) => event.pointerType === "mouse" && point({});
+  large.onclick = async (event) => {
+    const cell = pointed.cell ?? cellAt(event);
+    if (!cell) return;
+    await show({ token: cell[state.who ? 1 : 0] });
+    point({ cell });
+  };
+  onhashchange = () => show(stateOf(location.hash));
+  onresize = resize;
+}
+
+$("scale").style.background = `linear-gradient(to right, ${STOPS.map((stop) => `rgb(${stop})`)})`;
+$("looking").classList.toggle("fed", checkpoints.some((checkpoint) => checkpoint.heads.some((head) => head.fed)));
+fit();
+// A frame that is still written to keeps the page loading until it is drawn: so that a screenshot is never blank.
+const frame = make("iframe");
+frame.hidden = true;
+document.body.append(frame);
+frame.contentDocument?.open();
+show(stateOf(location.hash)).then(listen).finally(() => frame.remove());
+
+/* ---- Live: only a page that is served has what follows. What is asked stands in the address before the #, as
+   ?text=...&other=...&zero=0.1 1.2&mean=...&patch=... */
+
+const asked = new URLSearchParams(location.search);
+const form = $("asked");
+const ways = [...form.querySelectorAll("[type=button]")];  // in which a head can be changed
+const changes = new Map(ways.flatMap(({ name }) => {
+  return (asked.get(name) ?? "").split(" ").filter(Boolean).map((head) => [head, name]);
+}));
+
+// Returns what a page says of a text. Throws the sentence that says why it cannot be read.
+async function fetchPage(query) {
+  const response = await fetch(`?${query}`);
+  const text = await response.text();
+  if (!response.ok) throw Error(new DOMParser().parseFromString(text, "text/html").body.textContent);
+  return JSON.parse(text.match(/ id="page">(.*?)<\/script>/s)[1]);
+}
+
+// Waits while the form takes nothing more, and shows the reason if it fails.
+async function wait(promise) {
+  const focused = document.activeElement;
+  fill("problem", "reading ...");
+  form.inert = true;
+  try {
+    const found = await promise;
+    fill("problem");
+    return found;
+  } catch (error) {
+    fill("problem", error.message);
+  } finally {
+    form.inert = false;
+    focused.focus();
+  }
+}
+
+// Goes to the page of what is in the form. It is fetched before, so that what cannot be read is said here.
+async function ask(changed = changes) {
+  const query = new URLSearchParams(new FormData(form));
+  if (!asked.has("text") && query.get("text") === form.elements.text.defaultValue) query.delete("text");
+  for (const [head, way] of changed) query.set(way, [query.get(way), head].filter(Boolean).join(" "));
+  for (const [name, value] of [...query]) if (!value) query.delete(name);
+  const found = await wait(fetchPage(query));
+  if (!found) return;
+  state.token = within(found.labels, state.token);
+  location.assign(`?${query}${address()}`);
+}
+
+// Changes a head in this way, or no longer.
+function change(head, way) {
+  const others = [...changes].filter(([name]) => name !== head);
+  ask(changes.get(head) === way ? others : [...others, [head, way]]);
+}
+
+// The predictions after each token side by side: as the model is, with heads changed, and on the other text.
+async function compare() {
+  const fetchOf = (text) => fetchPage(new URLSearchParams(text ? { text } : {}));
+  const page = { labels, checkpoints };
+  const columns = [["as it is", changes.size ? await fetchOf(asked.get("text")) : page]];
+  if (changes.size) columns.push(["changed", page]);
+  drawPredicted(columns);  // before the other text, which may be none
+  if (asked.get("other")) columns.push(["other", await fetchOf(asked.get("other"))]);
+  drawPredicted(columns);
+}
+
+function drawPredicted(columns) {
+  const predictionsOf = ([, page]) => page.checkpoints[0].predictions;
+  const titles = columns.map((column) => {
+    const [name] = column;
+    const losses = predictionsOf(column).slice(0, -1).map(([, , loss]) => loss);  // none after the last
+    const mean = losses.reduce((sum, loss) => sum + loss, 0) / losses.length;
+    const own = name === "other" ? make("th", "after") : [];
+    return [own, make("th", `next, ${name}`), make("th.figure", `loss ${mean.toFixed(3)}`)];
+  });
+  const length = Math.max(...columns.map(([, page]) => page.labels.length));
+  const lines = Array.from({ length }, (_, i) => {
+    const cells = columns.map((column) => {
+      const [name, page] = column;
+      const [next, chance, loss] = predictionsOf(column)[i] ?? ["", "", null];
+      const figure = make("td.figure", loss?.toFixed(2) ?? "");
+      if (name === "changed" && loss !== null) {  // red for a loss that rose by a nat
+        const rise = loss - predictionsOf(columns[0])[i][2];
+        const percent = Math.min(100, 100 * Math.abs(rise));
+        figure.style.backgroundColor = tint(rise > 0 ? "influence" : "attention", percent);
+      }
+      const own = name === "other" ? make("td.name", make("bdi", page.labels[i] ?? "")) : [];
+      return [own, make("td", make("bdi", next), ` ${chance}`), figure];
+    });
+    const first = make("td.name", i < T ? token(i) : []);
+    return clickable("tr", () => i < T && show({ token: i }), first, cells);
+  });
+  const head = make("thead", make("tr", make("th", "after"), titles));
+  $("predicted").firstElementChild.replaceChildren(head, make("tbody", lines));
+  drawLive(state.token);
+}
+
+function drawLive(shown) {
+  const name = heads[state.head];
+  fill("chosen", name);
+  for (const button of ways) {
+    button.ariaPressed = changes.get(name) === button.name;
+    button.disabled = button.name === "patch" && !form.elements.other.value;
+  }
+  const lines = [...$("predicted").querySelectorAll("tbody tr")];
+  lines.forEach((line, i) => (line.ariaCurrent = i === shown));
+  if (pointed.token === undefined && lines[shown]) {
+    $("predicted").scrollTop = lines[shown].offsetTop - $("predicted").clientHeight / 2;
+  }
+}
+
+onpageshow = () => {  // also of a page that one comes back to
+  for (const field of form.querySelectorAll("textarea")) field.value = asked.get(field.name) ?? field.defaultValue;
+};
+form.onsubmit = (event) => {
+  event.preventDefault();
+  ask();
+};
+form.onkeydown = (event) => {
+  if (!event.target.matches("textarea")) return;
+  event.stopPropagation();  // other keys are for the text
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) form.onsubmit(event);
+};
+form.oninput = () => drawLive(state.token);
+for (const button of ways) button.onclick = () => change(heads[state.head], button.name);
+fill("changes", [...changes].map(([head, way]) => {
+  const button = clickable("button.go", () => change(head, way), `${head} ${way}`);
+  button.type = "button";
+  return button;
+}));
+buttons.forEach((button, i) => button.classList.toggle("changed", changes.has(heads[i])));
+alsoDraw = drawLive;
+wait(compare());
