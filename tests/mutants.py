@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import data.batches
 import model.attention
-import tril.look
 from errors import UserError
 from model import GPT
 from model.attention import Attend, CausalSelfAttention
@@ -278,7 +277,7 @@ def formula_without_mask(q: Tensor, k: Tensor, *_: object, **__: object) -> Tens
 
 
 def unmask_the_formula(patch: pytest.MonkeyPatch) -> None:
-    for user in (model.attention, tril.look, test_attention, test_leakage):
+    for user in (model.attention, test_attention, test_leakage):
         patch.setattr(user, "attention_weights", formula_without_mask)
 
 

@@ -305,7 +305,7 @@ def inspect_heads(
         len(found.heads)  # raises now if nothing can be shown
     except UserError as error:
         report = check_causality(model, call=call) if UNMASKED in str(error) else None
-        if report is None or report.ok:
+        if report is None or " sees " not in (report.finding or ""):
             raise
         raise UserError(f"the model attends without a causal mask: {report.finding}") from None
     return found

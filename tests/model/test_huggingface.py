@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from inspection.foreign import load_decoder
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import train
 from data.tokenizer import make_tokenizer
 from errors import UserError
+from inspection.checkpoints import load_decoder
 from model import GPT, GPTConfig
 from model.attention import CausalSelfAttention
 from model.families import FAMILIES

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from inspection.foreign import load_decoder
 from safetensors.torch import load_file, save_file
 from tokenizers import models, pre_tokenizers
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import inspect_attention
 from errors import UserError
+from inspection.checkpoints import load_decoder
 from model import GPT
 from model.attention import make_causal_mask
 from tests.conftest import make_gpt
