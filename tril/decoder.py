@@ -11,6 +11,7 @@ Shapes: B texts, T time (tokens), V vocabulary, C channels.
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -26,7 +27,6 @@ from tril import causality
 from tril.causality import Causality, logits_of
 from tril.errors import UserError, errors_as_user_error
 
-POSITIONS = 1024  # logits are computed for so many positions of a sequence at a time: V numbers each
 # Names of the number of tokens that a model can read.
 CONTEXTS = (
     "context_length max_position_embeddings block_size n_positions n_ctx seq_len sequence_len max_seq_len".split()
@@ -35,7 +35,6 @@ TEXTS = 3  # that are read to find the call: another number than that of their t
 LENGTHS = (59, 64, 128, 31, 13, 7)  # tokens of these texts; the first is hardly ever the size of a vocabulary
 USUAL = 64  # tokens that are probed where nothing says what a model can read
 LARGE = 4e9  # weights times tokens: a larger model is probed in as many tokens as that
-INNER = ("model", "net", "module")  # where a module that returns a loss has the decoder
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -55,7 +54,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
-def read(model: "nn.Module | Decoder", idx: Tensor, positions: slice | Tensor = slice(None)) -> Tensor:
+def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None)) -> Tensor:
     """Return the logits of some positions of a text, (B, T) -> (B, positions, V). A known head computes no others.
 
     Raises UserError if the model cannot read the text, or returns no logits of all positions.
@@ -87,46 +86,40 @@ def read(model: "nn.Module | Decoder", idx: Tensor, positions: slice | Tensor = 
 
 # How a model is called.
 
-FILL = {  # arguments beside the ids, as they are written, and made from the ids
-    **dict.fromkeys(("targets", "target", "target_seq", "labels", "y"), ("{}", lambda ids: ids)),
-    "attention_mask": ("ones_like({})", torch.ones_like),
-    **dict.fromkeys(
-        ("positions", "position_ids"),
-        ("arange(T).expand_as({})", lambda ids: torch.arange(ids.size(-1), device=ids.device).expand_as(ids)),
-    ),
-    **dict.fromkeys(
-        ("input_pos", "cache_position"), ("arange(T)", lambda ids: torch.arange(ids.size(-1), device=ids.device))
-    ),
+FILL = {  # arguments of these names are passed so
+    "input_ids": "ids",
+    **dict.fromkeys(("targets", "target", "target_seq", "labels", "y"), "ids"),
+    "attention_mask": "ones_like(ids)",
+    **dict.fromkeys(("positions", "position_ids", "input_pos", "cache_position"), "arange(T).expand_as(ids)"),
 }
-FORMS = {  # what the model is given in turn, from (B, T), and (B, T, V) from what it returned
-    "ids": (lambda idx: [idx], lambda parts: parts[0]),
-    "ids.T": (lambda idx: [idx.T.contiguous()], lambda parts: parts[0].transpose(0, 1)),
-    "text": (lambda idx: [*idx], torch.stack),
-    "text[None]": (lambda idx: idx.split(1), torch.cat),
+MAKE = {
+    "ids": lambda ids: ids,
+    "ones_like(ids)": torch.ones_like,
+    "arange(T).expand_as(ids)": lambda ids: torch.arange(ids.size(-1), device=ids.device).expand_as(ids),
 }
-LAYOUTS = {  # how (*given.shape, V) is made of an output
-    "": lambda x, given: x,
-    ".mT": lambda x, given: x.transpose(-1, -2),
-    ".transpose(0, 1)": lambda x, given: x.transpose(0, 1),
-    ".unflatten(0, ids.shape)": lambda x, given: x.unflatten(0, given.shape),
-    "[0]": lambda x, given: x[0],
+LAYOUTS = {  # how an output becomes (*ids.shape, V)
+    "": lambda x, ids: x,
+    ".mT": lambda x, ids: x.transpose(-1, -2),
+    ".transpose(0, 1)": lambda x, ids: x.transpose(0, 1),
+    ".unflatten(0, ids.shape)": lambda x, ids: x.unflatten(0, ids.shape),
+    "[0]": lambda x, ids: x[0],
 }
 PLAIN = ("", "[0]", ".logits", "['logits']")  # places of logits where `logits_of` finds them
 OF_LOSS = ", logits as its cross_entropy got them"
 
 
 class Seen(TorchFunctionMode):
-    """Sees the logits that cross-entropies are given, and the sizes of embeddings that read these ids."""
+    """Sees the logits that a cross-entropy is given, and the number of rows of an embedding that reads these ids."""
 
     def __init__(self, ids: Tensor) -> None:
         super().__init__()
         self.ids = ids.flatten().sort().values
         self.logits = {}
-        self.rows = []
+        self.rows = 0
 
     def __torch_function__(self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None):
         if function is F.embedding and torch.equal(args[0].flatten().sort().values, self.ids):
-            self.rows.append(len(args[1]))
+            self.rows = len(args[1])
         if function in (F.cross_entropy, F.nll_loss):
             self.logits[OF_LOSS] = args[0]
         return function(*args, **kwargs or {})
@@ -142,12 +135,10 @@ class Decoder:
     """What is called: the module, or a function that calls it."""
     name: str
     """How that is written."""
-    keyword: bool
-    """Whether the ids are passed as `input_ids`."""
     form: str = "ids"
-    """How the ids are given: a key of FORMS."""
-    filled: tuple[str, ...] = ()
-    """What else is passed: keys of FILL."""
+    """What is given: ids (B, T); ids.T; or each text (T,) by itself."""
+    passed: tuple[str, ...] = ()
+    """Arguments that are passed by name: keys of FILL."""
     place: str = ""
     """Where the logits are in what is returned, as `leaves` names it."""
     layout: str = ""
@@ -155,40 +146,43 @@ class Decoder:
     vocab_size: int = 0
     """V, the size of the logits."""
     num_ids: int = 0
-    """How many ids there are: less than V, if the embedding has no more rows."""
+    """How many ids there are: less than V, if the embedding has fewer rows."""
     context_length: int | None = None
-    """The most tokens that the model can read, if it says so."""
+    """The most tokens that the model can read, if its config says so."""
     length: int = USUAL
-    """The number of tokens that the model can read, if it says so; else one that it did read."""
+    """How many tokens the model can read, if its config says so; else a number that it did read."""
 
     def __str__(self) -> str:
-        first = f"input_ids={self.form}" if self.keyword else self.form
-        called = ", ".join([first, *(f"{name}={FILL[name][0].format(self.form)}" for name in self.filled)])
-        layout = "" if self.place == OF_LOSS else self.layout.replace("ids", self.form)
-        text = f"{self.name}({called}){self.place}{layout}"
-        if self.form.startswith("text"):
-            return f"[{text} for text in ids]"
-        return text + ".transpose(0, 1)" * (self.form == "ids.T")
+        given = ["ids"] * ("input_ids" not in self.passed) + [f"{name}={FILL[name]}" for name in self.passed]
+        layout = self.layout * (self.place != OF_LOSS) + ".transpose(0, 1)" * (self.form == "ids.T")
+        text = re.sub(r"\bids\b", self.form, f"{self.name}({', '.join(given)}){self.place}{layout}")
+        return f"[{text} for text in ids]" if self.form == "text" else text
 
     def __call__(self, idx: Tensor) -> Tensor:
         """Return the logits of all positions."""
-        split, join = FORMS[self.form]
-        order = LAYOUTS[self.layout]
-        texts = split(idx.to(device_of(self.module)))
-        return join([order(self.outputs(given)[0][self.place], given) for given in texts])
+        idx = idx.to(device_of(self.module))
+        if self.form == "text":
+            return torch.stack([self.logits(text) for text in idx])
+        if self.form == "ids.T":
+            return self.logits(idx.T.contiguous()).transpose(0, 1)
+        return self.logits(idx)
 
     def as_module(self) -> nn.Module:
         """Return a module from ids to logits: the model itself, if it is called with ids alone and returns them."""
         is_plain = self.function is self.module and str(self).removeprefix(f"{self.name}(ids)") in PLAIN
         return self.module if is_plain else Called(self)
 
-    def outputs(self, given: Tensor, watch: bool = False) -> tuple[dict[str, Tensor], list[int]]:
-        """Call the function. Return all tensors by their places, and the rows of the embeddings of ids, if watched."""
-        options = {name: FILL[name][1](given) for name in self.filled}
-        seen = Seen(given)
-        with seen if watch or self.place == OF_LOSS else nullcontext():
-            output = self.function(input_ids=given, **options) if self.keyword else self.function(given, **options)
-        return dict(leaves(output)) | seen.logits, seen.rows
+    def logits(self, ids: Tensor) -> Tensor:
+        """Return the logits of what the model is given as it is, (*ids.shape, V)."""
+        outputs = self.outputs(ids, Seen(ids) if self.place == OF_LOSS else None)
+        return LAYOUTS[self.layout](outputs[self.place], ids)
+
+    def outputs(self, ids: Tensor, seen: Seen | None) -> dict[str, Tensor]:
+        """Call the function, seen or not. Return each tensor of numbers in what it returns, by its place."""
+        options = {name: MAKE[FILL[name]](ids) for name in self.passed}
+        with seen or nullcontext():
+            output = self.function(*(() if "input_ids" in options else (ids,)), **options)
+        return dict(leaves(output)) | (seen.logits if seen else {})
 
 
 class Called(nn.Module):
@@ -235,10 +229,10 @@ def context_of(*models: object) -> int | None:
     for model in models:
         config = getattr(model, "config", getattr(model, "cfg", None))
         for owner in (config, getattr(config, "text_config", None), model):
-            values = owner if isinstance(owner, Mapping) else {name: getattr(owner, name, None) for name in CONTEXTS}
             for name in CONTEXTS:
-                if isinstance(values.get(name), int):
-                    return values[name]
+                found = owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None)
+                if isinstance(found, int):
+                    return found
 
 
 def find_call(
@@ -246,135 +240,97 @@ def find_call(
 ) -> Decoder:
     """Find how a model is called, and where the logits of all positions, (B, T, V), are in what it returns.
 
-    The ids are given as (B, T); as (T, B), if texts influence each other in that way alone; as (T,) or (1, T), if
-    several cannot be read. Where these are not enough, targets, a mask of ones and positions are passed, by the names
-    that `forward` has. vocab_size, length: V and the most tokens, if they are known. call: a function of ids, to be
-    called in place of the model.
+    The ids are given as (B, T); as (T, B), if texts influence each other in that way alone; as (T,), if several cannot
+    be read. Where these are not enough, targets, a mask of ones and positions are passed, by the names that `forward`
+    has. vocab_size, length: V and the most tokens, if they are known. call: a function of ids, to be called in place of
+    the model.
 
     Raises UserError, which says what was tried and what came back, if no logits are found.
     """
     if isinstance(model, type):
         raise UserError(f"{model.__name__} is a class: give a model that it makes, {model.__name__}(...)")
-    wrappers = [*unwrapped(model)]
-    if not wrappers:
+    if not isinstance(model, nn.Module):
         raise UserError(f"expected a model, an nn.Module, got {type(model).__name__}")
-    module = wrappers[-1]
+    *wrappers, module = unwrapped(model)
     if device_of(module).type == "meta":
         raise UserError("the model is on the meta device, where it has no weights: put it on another, and load them")
-    tried = {}
-    for name in ["call"] if call else ["model", *(f"model.{name}" for name in INNER)]:
-        inner = getattr(module, name.removeprefix("model."), None) if "." in name else module
-        if not isinstance(inner, nn.Module):
-            continue
-        context = length or context_of(inner, *wrappers[::-1])
-        lengths = dict.fromkeys([min(LENGTHS[0], context), context]) if context else LENGTHS
-        with evaluating(module), torch.no_grad():
-            for T in lengths:
-                came = {}
-                found = None
-                for way in ways(inner, call or inner, name):
-                    idx = torch.randint(2, (TEXTS, T), generator=torch.Generator().manual_seed(0))
-                    idx[0, :2] = torch.arange(2)[:T]
-                    settled, is_sure = settle(way, idx, vocab_size, came)
-                    found = settled if is_sure else found or settled
-                    if is_sure:
-                        break
-                if found:
-                    read = max(T, USUAL if T == LENGTHS[0] else T)
-                    return replace(found, context_length=context, length=context or read)
-                tried = tried or came
-                if not all(isinstance(result, Exception) for result in came.values()):
-                    break
-        # A loss alone, or no forward: the decoder may be inside.
-        if not any(
-            isinstance(result, NotImplementedError) or isinstance(result, dict) and () in result.values()
-            for result in came.values()
+    said = {}
+    for name in ("model", "model.model", "model.net"):
+        inner = getattr(module, name.partition(".")[2], None) if said else module
+        # Inside is the decoder of one that has no forward, or returns a loss.
+        if (
+            not isinstance(inner, nn.Module)
+            or said
+            and not any("NotImplemented" in what or " ()" in what for what in said)
         ):
-            break
-    raise UserError(explain(tried))
+            continue
+        context = length or context_of(inner, module, *wrappers)
+        for T in dict.fromkeys([min(LENGTHS[0], context), context]) if context else LENGTHS:
+            idx = torch.randint(2, (TEXTS, T), generator=torch.Generator().manual_seed(0))
+            for way in ways(Decoder(inner, call or inner, "call" if call else name)):
+                with evaluating(module), torch.no_grad():
+                    found = settle(way, idx.to(device_of(inner)), vocab_size)
+                if isinstance(found, Decoder):
+                    read = USUAL if T == LENGTHS[0] else T
+                    return replace(found, context_length=context, length=context or read)
+                said.setdefault(found, way)
+            if any(what.startswith("returned") for what in said):
+                break
+    tried = "; ".join(f"{way} {what}" for what, way in [*said.items()][:3])
+    raise UserError(f"no logits of all positions, (B, T, V), are found: {tried}; pass call=lambda ids: model(ids, ...)")
 
 
-def ways(module: nn.Module, function: Callable, name: str) -> Iterator[Decoder]:
-    """Yield the ways to call a module, the simplest first, or a function in its place, by its ids alone."""
+def ways(way: Decoder) -> Iterator[Decoder]:
+    """Yield the ways to call a function, the simplest first, by the names of its arguments."""
     parameters = {}
     with suppress(TypeError, ValueError):  # of a scripted module
-        parameters = inspect.signature(getattr(function, "forward", function)).parameters
-    ids, *others = parameters.values() or [None]
-    keyword = "input_ids" in parameters and (ids.name != "input_ids" or ids.kind == ids.KEYWORD_ONLY)
-    needed = tuple(
-        p.name for p in others if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    )
+        parameters = inspect.signature(getattr(way.function, "forward", way.function)).parameters
+    named = [p for p in [*parameters.values()][1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed = [p.name for p in named if p.default is p.empty]
     if not FILL.keys() >= {*needed}:
-        passed = ", ".join(f"{other}={FILL[other][0].format('ids') if other in FILL else '...'}" for other in needed)
-        raise UserError(f"{name} needs more than ids: pass call=lambda ids: {name}(ids, {passed})")
-    known = [other for other in parameters if other in FILL and other not in needed]
-    targets = [(), *((other,) for other in known if FILL[other][0] == "{}")]
-    helpers = [(other,) for other in known if FILL[other][0] != "{}"]
-    for form, helper, target in product(("ids", "text", "text[None]"), [(), *helpers, sum(helpers, ())], targets):
-        yield Decoder(module, function, name, keyword, form, needed + target + helper)
+        passed = ", ".join(f"{name}={FILL.get(name, '...')}" for name in needed)
+        raise UserError(f"{way.name} needs more than ids: pass call=lambda ids: {way.name}(ids, {passed})")
+    needed = ["input_ids"] * ("input_ids" in parameters) + [name for name in needed if name != "input_ids"]
+    known = [p.name for p in named if p.name in FILL and p.name not in needed]
+    targets = [name for name in known if FILL[name] == "ids"]
+    helpers = [name for name in known if name not in targets]
+    helped = [[], *([name] for name in helpers), helpers]
+    for form, helper, target in product(("ids", "text"), helped, [[], *([name] for name in targets)]):
+        yield replace(way, form=form, passed=(*needed, *target, *helper))
 
 
-def settle(way: Decoder, idx: Tensor, vocab_size: int | None, came: dict[str, object]) -> tuple[Decoder | None, bool]:
-    """Return a way with the place and the axes of the logits in what it returns, and whether they are of each id.
+def settle(way: Decoder, idx: Tensor, vocab_size: int | None) -> Decoder | str:
+    """Return a way with the place and the axes of the logits in what it returns; if there are none, what came back.
 
-    If there are none, add what there is to `came`. Texts (T, B) are told by which of the ids move which logits: those
-    of a row, and of no other column.
+    Texts (T, B) are told by which logits a token moves: those of its column, and of no other, wherever that is.
     """
-    idx = idx.to(device_of(way.module))
-    given = FORMS[way.form][0](idx)[0]
+    ids = idx[0] if way.form == "text" else idx
+    seen = Seen(ids)
+    found = []
     try:
-        outputs, rows = way.outputs(given, watch=True)
-        found = []
+        outputs = way.outputs(ids, seen)
         for (place, output), (layout, order) in product(outputs.items(), LAYOUTS.items()):
-            with suppress(RuntimeError, IndexError):
-                logits = order(output, given)
-                V = logits.size(-1)
-                fits = V == vocab_size if vocab_size else V > 1 and 2 * V >= max(rows, default=0)
-                if logits.shape[:-1] == given.shape and fits:
-                    found.append(
-                        (
-                            not place.strip("[]'").endswith("logits"),
-                            abs(V - max(rows, default=V)),
-                            len(found),
-                            place,
-                            layout,
-                            V,
-                        )
-                    )
+            with suppress(RuntimeError, IndexError, ValueError):
+                *shape, V = order(output, ids).shape
+                if shape == [*ids.shape] and (V == vocab_size if vocab_size else V > 1 and 2 * V >= seen.rows):
+                    is_other = not place.strip("[]'").endswith("logits")
+                    found.append((is_other, abs(V - (seen.rows or V)), len(found), place, layout, V))
         if not found:
-            came[str(way)] = {place: tuple(output.shape) for place, output in outputs.items()}
-            return None, False
+            shapes = ", ".join(f"{place or 'a tensor'} {tuple(output.shape)}" for place, output in outputs.items())
+            return f"returned {shapes or 'no tensor'}"
         *_, place, layout, V = min(found)
-        is_sure = V in (vocab_size, *rows) or not rows
-        way = replace(way, place=place, layout=layout, vocab_size=V, num_ids=min(V, *rows, V))
-        before = way(idx)
+        way = replace(way, place=place, layout=layout, vocab_size=V, num_ids=min(V, seen.rows or V))
         if way.form == "ids" and idx.size(1) > 1:
             changed = idx.clone()
-            changed[0, 0] = 1
-            moved = (way(changed) - before).abs().amax(-1)
+            changed[0, 0] = 1 - idx[0, 0]
+            moved = (way(changed) - way(idx)).abs().amax(-1)
             moved = moved > 1e-4 * moved.max()
-            alike = way(idx[:, :1].expand_as(idx).contiguous())
+            alike = way(idx[:, :1].repeat(1, idx.size(1)))
             if moved[1:, 0].any() and not moved[:, 1:].any() and torch.allclose(alike[:, 0], alike[:, 1]):
-                way = replace(way, form="ids.T")
-        return way, is_sure
+                return replace(way, form="ids.T")
+        return way
     except Exception as error:  # of whichever kind: the model's own
-        came[str(way)] = error
-        return None, False
-
-
-def explain(tried: dict[str, object]) -> str:
-    """Return a sentence that says what was called, what came back, and what to write."""
-    returned = {text: result for text, result in tried.items() if isinstance(result, dict) and text[0] != "["}
-    said = {}
-    for text, result in (returned or tried).items():
-        if isinstance(result, dict):
-            parts = [f"{place or 'a tensor'} {shape}" for place, shape in result.items()]
-            what = f"returned {', '.join(parts[:6]) or 'no tensors'}"
-        else:
-            what = f"raised {' '.join(f'{type(result).__name__}: {result}'.split()):.200}"
-        said.setdefault(what, text)
-    what = "; ".join(f"{text} {what}" for what, text in [*said.items()][:3])
-    return f"no logits of all positions, (B, T, V), are found: {what}; pass call=lambda ids: model(ids, ...)"
+        return f"raised {' '.join(f'{type(error).__name__}: {error}'.split()):.200}"
 
 
 # What is asked of a model.
