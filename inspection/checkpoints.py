@@ -168,7 +168,10 @@ def load_decoder(path: str | Path | Checkpoint, device: str | torch.device = "cp
         tensor_files(directory, "model")  # an index would make `transformers` open what it names
         with errors_as_user_error(f"{ours}; for all other decoders: pip install -e '.[any]'"):
             import transformers  # noqa: F401  an extra, and slow to import
-        return open_by_transformers(directory).to(device)
+        try:
+            return open_by_transformers(directory).to(device)
+        except UserError as theirs:
+            raise UserError(f"{theirs}; {ours}") from theirs
     return load_model(checkpoint, device)
 
 

@@ -12,6 +12,7 @@ Shapes: B texts, T time (tokens), V vocabulary, C channels.
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -412,4 +413,6 @@ def open_by_transformers(name: str | Path) -> nn.Module:
             model.set_attn_implementation("sdpa")
     if found["missing_keys"]:
         raise UserError(f"{name} has no tensor {min(found['missing_keys'])}, which its config.json asks for")
+    if unused := found["unexpected_keys"]:
+        print(f"note: {name} has tensors that are not used, as {min(unused)!r:.60}", file=sys.stderr)
     return model.eval()

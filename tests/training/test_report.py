@@ -10,8 +10,8 @@ from pathlib import Path
 import torch.nn.functional as F
 
 import train
+import tril.weights
 from cli.script import visible
-from model import attention
 from model.checkpoint import step_directories
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.options import to_toml
@@ -124,8 +124,10 @@ def test_heads_that_are_not_the_kernels_are_left_out_and_the_run_goes_on(
     proofs = Page(straight).texts["p"][3:]
     assert proofs == [f"step {step}: {said}" for step, said in metrics(straight, "heads_proof").items()][::-1]
     assert all(re.fullmatch(r"step \d+: weights match the fused kernel: max row error \d.\de-0\d", p) for p in proofs)
-    formula = attention.attention_scores
-    monkeypatch.setattr(attention, "attention_scores", lambda q, *others: formula(10 * F.normalize(q, dim=-1), *others))
+    formula = tril.weights.attention_weights
+    monkeypatch.setattr(
+        tril.weights, "attention_weights", lambda q, *others: formula(10 * F.normalize(q, dim=-1), *others)
+    )
     asked, verify = [], Captured.verify
     monkeypatch.setattr(Captured, "verify", lambda self: asked.append(self) or verify(self))
     result = run(train, *tiny_run(corpus_file, tmp_path / "run"))

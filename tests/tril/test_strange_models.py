@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import inspect_attention
 from errors import UserError
+from inspection import inspect_heads
 from inspection.checkpoints import load_decoder
 from model import GPT
 from model.attention import make_causal_mask
@@ -24,8 +25,7 @@ from tests.conftest import make_gpt
 from tests.decoders import make_decoder
 from tests.model.test_huggingface import save_foreign
 from tests.tril.test_page import data_of
-from tests.tril.test_strangers import LastOnly
-from tril import capture, inspect_heads
+from tril import capture
 from tril.causality import check_causality
 
 disable_progress_bar()
@@ -101,7 +101,7 @@ def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     """A module that nobody knows, and ids; then a tokenizer of `transformers`; then our own model."""
     found = inspect_heads(Book().eval(), IDS, list(TEXT))
     assert found.name == "Book" and found.labels == list(TEXT) and len(found.scores.predictions) == 12
-    assert all(0.99 < proof.least <= proof.most < 1.01 for proof in found.scores.proofs)
+    assert all(proof.error < 1e-5 for proof in found.scores.proofs)
     assert found.pattern(1, 2).shape == (12, 12) and not found.influence.isnan().any()
     assert len(found.lengths) == 6 and found.lengths[1, 2].shape == (12,) and not found.said
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
@@ -142,9 +142,16 @@ def mistral_module() -> nn.Module:
 @pytest.mark.parametrize(
     "model, text, tokenizer, message",
     [
-        (make_gpt, "abc", None, "a text needs a tokenizer: give one, or the ids of the tokens"),
-        (mistral_module, IDS, ["a"], "expected a label for each token, got 1 for 12"),
-        (LastOnly, [3, 5], None, "of 3 tokens the model returns logits of 1, not of all: wrap it"),
+        (make_gpt, "abc", None, "a text needs a tokenizer: give one of tiktoken, transformers or tokenizers, or ids"),
+        (mistral_module, IDS, ["a"], "expected a name for each token, got 1 for 12"),
+        (
+            lambda: nn.Embedding(V, 1),
+            IDS,
+            None,
+            "no logits of all positions, (B, T, V), are found: ",
+        ),
+        (make_gpt, torch.ones(2, 5).long(), None, "a text is ids, (T,) whole numbers, got torch.int64 of shape (2, 5)"),
+        (make_gpt, [0.5, 1.0], None, "a text is ids, (T,) whole numbers, got torch.float32 of shape (1, 2)"),
         (make_gpt, [3], None, "attention is between tokens: give a text of two or more"),
         (mistral_module, [3, 99], None, "expected tokens from 0 to 60, got"),
         (lambda: make_decoder("mamba"), IDS, None, "no attention of a text to itself and its past was seen"),
