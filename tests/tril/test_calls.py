@@ -210,6 +210,14 @@ def test_a_layer_that_takes_the_batch_for_time_is_no_model_of_texts_by_columns()
     assert report.call == "called as model(ids)" and "a sequence changes when the others" in str(report)
 
 
+def test_texts_that_mix_are_not_read_by_columns_where_no_position_tells_them_apart() -> None:
+    for mix in (1.0, 0.1):
+        model = Plain(mix=mix)
+        model.places.data.zero_()
+        report = tril.check_causality(model, length=T)
+        assert report.call == "called as model(ids)" and "a sequence changes when the others" in str(report)
+
+
 def test_texts_of_columns_are_found_to_see_each_other_and_the_future() -> None:
     for options in ({"mix": 0.1}, {"mix": 1e-5}, {"leak": 1e-9}):
         assert not tril.check_causality(TimeFirst(**options), length=T).ok
