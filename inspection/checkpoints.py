@@ -12,7 +12,6 @@ import tokenizers
 import torch
 from torch import nn
 
-import tril
 from cli.script import progress_bar
 from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.prepare import find_prepared
@@ -53,26 +52,20 @@ class OurNames(Names):
 
 
 def inspect_heads(
-    model: nn.Module | str | Path | Checkpoint,
+    place: str | Path | Checkpoint,
     text: Text | None = None,
-    names: object = None,
     heads: str | Sequence[str] = (),
     ablate: Ablation | None = None,
     device: str = "auto",
     corpus: Text | None = None,
 ) -> Inspection:
-    """Inspect a module, a run, a checkpoint, a Hugging Face model directory, or a model OWNER/NAME of the hub.
+    """Inspect a run, a checkpoint, a Hugging Face model directory, or a model OWNER/NAME of the hub.
 
-    As `tril.inspect_heads`, whose arguments these are, with what a checkpoint has of its own: text None is its
-    validation text, names None its tokenizer, corpus None its validation text, if that is on this machine. device: of
-    what is opened, as for `find_device`; a module stays where it is.
+    As `tril.inspect_heads`, with what a checkpoint has of its own: its tokenizer, and its validation text, which text
+    or corpus None stands for, if it is on this machine. device: as for `find_device`.
     """
-    names = OurNames(names) if isinstance(names, Tokenizer) else names
-    if isinstance(model, nn.Module):
-        return tril.inspect_heads(model, text, names, heads, ablate, corpus)
-    found = inspect_checkpoint(
-        find_checkpoint(model), find_device(device), text, corpus, names, asked=heads, ablation=ablate
-    )
+    options = {"asked": heads, "ablation": ablate}
+    found = inspect_checkpoint(find_checkpoint(place), find_device(device), text, corpus, **options)
     len(found.heads)  # raises now if nothing can be shown
     return found
 
@@ -83,7 +76,6 @@ def inspect_checkpoint(
     device: torch.device,
     text: Text | None = None,
     corpus: Text | None = None,
-    names: object = None,
     num_tokens: int = 0,
     sampler: Sampler | None = None,
     **options: object,
@@ -96,9 +88,8 @@ def inspect_checkpoint(
     Raises UserError if there is no text, or if the tokenizer has more tokens than the model.
     """
     decoder = find_call(open_model(checkpoint, device))
-    names = OurNames(tokenizer_of(checkpoint)) if names is None else names if isinstance(names, Names) else Names(names)
-    if isinstance(names, OurNames):
-        names.tokenizer.check_fits(decoder.num_ids)
+    names = OurNames(tokenizer_of(checkpoint))
+    names.tokenizer.check_fits(decoder.num_ids)
     seen = checkpoint.trainer.get(PROBE_TOKENS, [])
     long = validation_text(checkpoint) if corpus is None else names.ids(corpus)
     options |= {"name": name_of_model(checkpoint.directory), "corpus": long}

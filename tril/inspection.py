@@ -235,10 +235,8 @@ class Inspection:
             shown = [([place[:4] for place in first], *rest) for first, *rest in found]
             stored["places"] = page.pack_json([read, shown])
         names = [name_of(head) for head in self.heads]
-        has_probe = self.probe is not None
-        return page.Described(
-            self.name, self.note, self.labels, self.num_written, names, has_probe, bool(strongest), texts, stored
-        )
+        described = (self.name, self.note, self.labels, self.num_written, names)
+        return page.Described(*described, self.probe is not None, bool(strongest), texts, stored)
 
     def describe_head(self, head: Head) -> dict:
         """Return the texts about one head: its kind, its feeders, and its scores beside those of an even head."""

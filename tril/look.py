@@ -64,20 +64,18 @@ class Captured(TorchFunctionMode):
     def begin(self, text: tuple[int, int] | None) -> None:
         """Forget the forward pass before. text: B and T of the token ids."""
         self.text = text
-        self.rows = 0  # of the last linear layer: tokens of all texts, or of one
+        self.text_of_call = text  # B = 1 if the last linear layer has read one text
         self.has_dropout = False
-        self.residual: Tensor | None = None  # what the last norm was given; in a model of ours the stream, (B, T, C)
-        self.projections: dict[int, Tensor] = {}  # layer -> weight of the nn.Linear that reads its output as it is
+        self.residual = None  # what the last norm was given; in a model of ours the stream, (B, T, C)
+        self.projections = {}  # layer -> weight of the nn.Linear that reads its output as it is
         self.layers: list[list[Call]] = []  # of each its calls, of several heads or of one each
-        self.outputs: list[
-            tuple[Tensor, Tensor]
-        ] = []  # of the last layer, and those by head; until a linear reads them
+        self.outputs = []  # of the last layer, each and that by head, (B, H, T, D), until a linear layer reads them
         self.is_open = False  # whether nothing has read these
-        self.flat: list[Tensor] = []  # outputs since the last linear layer whose heads have an axis with the texts
-        self.exponentials: dict[int, Tensor] = {}  # id -> what was made of them, and not divided by their sum
-        self.doubtful: dict[int, list[Call]] = {}  # id of what was made of its output -> layer, perhaps of numerators
-        self.left_out: list[str] = []  # what is not attention of a text to itself and its past, in words
-        self.edited: set[Head] = set()
+        self.flat = []  # those since the last linear layer whose heads have an axis with the texts
+        self.exponentials = {}  # id -> what was made of them, and not divided by their sum
+        self.doubtful = {}  # id of what was made of its output -> layer, perhaps of numerators
+        self.left_out = []  # what is not attention of a text to itself and its past, in words
+        self.edited = set()  # heads
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Begin with the ids that a model, or its embedding alone, is given, as a hook. Positions may be among them."""
@@ -125,7 +123,7 @@ class Captured(TorchFunctionMode):
         elif func in (F.layer_norm, F.rms_norm):
             self.residual = args[0]
         elif func is F.dropout:
-            self.see_dropout(*args, **kwargs)
+            self.has_dropout |= output is not args[0]  # rows of weights may sum to more than one
         return output
 
     def follow(self, name: str, args: tuple, kwargs: dict, output: object) -> None:
@@ -193,7 +191,7 @@ class Captured(TorchFunctionMode):
             return output
         if is_flat and mask.size(1) > 1:
             mask = mask.reshape(B, -1, T_query, T_key)
-        for layer in self.layers:
+        for layer in filter(None, self.layers):
             if isinstance(layer[0], Computed) and mask.equal(layer[0].mask):
                 mask = layer[0].mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
@@ -259,7 +257,9 @@ class Captured(TorchFunctionMode):
 
     def see_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """Store the weight if it reads the output of the last layer as it is. Join texts that attended one by one."""
-        self.rows = input.numel() // input.size(-1)
+        if self.text:
+            is_one = input.numel() == self.text[1] * input.size(-1)
+            self.text_of_call = (1, self.text[1]) if is_one else self.text
         heads = [heads for _, heads in self.outputs]
         if self.text and len(self.flat) == self.text[0] > 1:
             texts = torch.stack([x.flatten(0, 1) for x in self.flat])  # (B, H, T, D)
@@ -273,15 +273,6 @@ class Captured(TorchFunctionMode):
             self.projections[sum(map(bool, self.layers)) - 1] = weight
         self.flat = []
         self.outputs = []
-
-    def see_dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
-        """Note that rows of weights may sum to more than one."""
-        self.has_dropout |= training and p > 0
-
-    @property
-    def text_of_call(self) -> tuple[int, int] | None:
-        """B and T of what attends: a linear layer before it has read one text, or all."""
-        return (1, self.text[1]) if self.text and self.rows == self.text[1] else self.text
 
     def keep(self, call: Call, output: Tensor, order: str = "...->...", is_flat: bool = False) -> Tensor:
         """Store a call. Return its output, perhaps with heads changed.

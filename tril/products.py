@@ -9,22 +9,12 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 from string import ascii_letters
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 PRODUCTS = ("matmul", "__matmul__", "linalg_matmul", "bmm", "mm", "baddbmm", "einsum")  # the names of their functions
-
-
-class Candidate(NamedTuple):
-    """A way to read a product as attention."""
-
-    weights: Tensor  # (B, H, T_query, T_key)
-    values: Tensor  # (B, H, T_key, D)
-    order: str  # an equation that orders the axes of the output: batch and heads, queries, width
-    is_flat: bool  # whether several texts have no axis of their own, beside that of the heads
 
 
 def is_plain(x: Tensor) -> bool:
@@ -59,8 +49,11 @@ def axes_of(name: str, arguments: Sequence, output: Tensor) -> list[tuple[Tensor
     return [*zip(tensors, axes, strict=True)] if [*map(len, axes)] == [x.dim() for x in tensors] else []
 
 
-def find_attention(name: str, arguments: Sequence, output: Tensor, text: tuple[int, int] | None) -> Iterator[Candidate]:
+def find_attention(name: str, arguments: Sequence, output: Tensor, text: tuple[int, int] | None) -> Iterator[tuple]:
     """Yield how the factors of a product may be weights and values, the likeliest way first.
+
+    Each way is the weights (B, H, T_query, T_key), the values (B, H, T_key, D), an equation that orders the axes of the
+    output as batch and heads, queries, width, and whether batch and heads are one axis.
 
     name, arguments: as for `axes_of`; text: B and T of the token ids, if known. Without them the first axis of the
     weights is the batch. Of batch and heads in one axis the batch comes first.
@@ -91,4 +84,4 @@ def find_attention(name: str, arguments: Sequence, output: Tensor, text: tuple[i
             w = torch.einsum(f"{of_weights}->{heads}{query}{key}", weights)
             v = torch.einsum(f"{of_values},{heads}->{heads}{key}{width}", values.squeeze(repeated), ones)
             w, v = (x.reshape(B, -1, *x.shape[-2:]) for x in (w, v))
-            yield Candidate(w, v, f"{of_output}->{heads}{query}{width}", len(heads) == 1)
+            yield w, v, f"{of_output}->{heads}{query}{width}", len(heads) == 1

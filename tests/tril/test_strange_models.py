@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 import inspect_attention
+import inspection
 from errors import UserError
-from inspection import inspect_heads
 from inspection.checkpoints import load_decoder
 from model import GPT
 from model.attention import make_causal_mask
@@ -25,7 +25,7 @@ from tests.conftest import make_gpt
 from tests.decoders import make_decoder
 from tests.model.test_huggingface import save_foreign
 from tests.tril.test_page import data_of
-from tril import capture
+from tril import capture, inspect_heads
 from tril.causality import check_causality
 
 disable_progress_bar()
@@ -82,7 +82,7 @@ def test_a_directory_of_another_type_is_inspected(run, mistral: Path, tmp_path: 
         assert arrays["heads"].tolist() == [[1, 0], [1, 1], [1, 2], [0, 2]] and arrays["tokens"].tolist() == list(TEXT)
         assert np.abs(arrays["weights"][1] - att.pattern(1, 1)[0].numpy()).max() < 1e-6
         assert arrays["ablation"].shape == (2, 3) and arrays["losses"].shape == (1,)
-    in_python = inspect_heads(mistral, TEXT, heads=["1.*", "0.2"], ablate="mean")
+    in_python = inspection.inspect_heads(mistral, TEXT, heads=["1.*", "0.2"], ablate="mean")
     assert in_python.table() in result.out
     assert torch.equal(in_python.pattern(1, 1), att.pattern(1, 1)[0])
 
@@ -209,4 +209,4 @@ def test_tensors_that_are_not_used_are_named_and_recurrent_models_open_too(mistr
     make_decoder("mamba").save_pretrained(mistral)
     assert check_causality(load_decoder(mistral), V, T).ok
     with pytest.raises(UserError, match="no attention of a text to itself and its past was seen"):
-        inspect_heads(mistral, TEXT)
+        inspection.inspect_heads(mistral, TEXT)
