@@ -15,14 +15,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from inspection.inputs import choose_inputs
-
 from data.tokenizer import load_tokenizer
+from inspection import inspect_heads
 from model.checkpoint import find_checkpoint
-from model.load import load_model
 from training.report import read_metrics
-from tril import capture, head_scores
 from tril.kinds import KINDS, kind_of, name_of
+from tril.look import look
 from tril.plots import pool
 
 DOCS = Path(__file__).parent
@@ -57,17 +55,12 @@ def draw_attention() -> None:
     figure.savefig(DOCS / "learned.svg", metadata={"Date": None})
 
 
-@torch.no_grad()
 def draw_run(run: Path) -> None:
     """Draw first_run.png: the losses of a run, and the attention of its heads in TEXT."""
-    checkpoint = find_checkpoint(run)
-    model = load_model(checkpoint).float()
-    tokenizer = load_tokenizer(checkpoint.directory)
-    inputs = choose_inputs(model, None, tokenizer, (), checkpoint)
-    scores = head_scores(model, inputs.measured, inputs.probe)
-    ids = tokenizer.document_start + tokenizer.encode(TEXT).tolist()
-    with capture(model) as att:
-        model(torch.tensor([ids]))
+    found = inspect_heads(run, device="cpu")
+    scores = found.scores
+    tokenizer = load_tokenizer(find_checkpoint(run).directory)
+    att, _ = look(found.model, torch.tensor([tokenizer.document_start + tokenizer.encode(TEXT).tolist()]))
     num_layers, num_heads = scores.mean["entropy"].shape
 
     figure = plt.figure(figsize=(12, 5.6))

