@@ -58,7 +58,7 @@ def load(path: Path) -> object:
 def open_tokenizer(name: str) -> object:
     """Return a tokenizer: of a tokenizer.json, a name of tiktoken, or what transformers opens."""
     with errors_as_user_error(
-        f"no tokenizer {name}: give a tokenizer.json, a name of tiktoken, a directory or OWNER/NAME"
+        f"no tokenizer {name}: give --tokenizer, a tokenizer.json, a name of tiktoken, a directory or OWNER/NAME"
     ):
         if name.endswith(".json"):
             import tokenizers
@@ -73,6 +73,11 @@ def open_tokenizer(name: str) -> object:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
+def ids(text: str) -> list[int]:
+    """Return the ids that the command line names."""
+    return [int(number) for number in text.replace(",", " ").split()]
+
+
 def check(options: argparse.Namespace) -> int:
     """Print the answer of the certificate and how the model was called; return the exit code."""
     report = tril.check_causality(make_model(options.model), length=options.length, strict=options.strict)
@@ -82,18 +87,9 @@ def check(options: argparse.Namespace) -> int:
 
 def heads(options: argparse.Namespace) -> int:
     """Print the table of the heads, and save what else is asked for."""
-    if options.ids:
-        with errors_as_user_error("--ids are whole numbers, as in --ids '1 2 3'"):
-            text = [int(number) for number in options.ids.replace(",", " ").split()]
-        names = open_tokenizer(options.tokenizer) if options.tokenizer else None
-    else:
-        is_file = options.model.rpartition(":")[0].endswith(".py")
-        if is_file and not options.tokenizer:
-            raise UserError(
-                "--text needs a --tokenizer: a tokenizer.json, a name of tiktoken, a directory or OWNER/NAME"
-            )
-        text = options.text
-        names = open_tokenizer(options.tokenizer or options.model)
+    text = options.text if options.ids is None else options.ids
+    tokenizer = options.tokenizer or (options.text and options.model)
+    names = open_tokenizer(tokenizer) if tokenizer else None
     found = tril.inspect_heads(make_model(options.model), text, names)
     print(found)
     for path in options.out:
@@ -112,7 +108,7 @@ def main() -> None:
     of_heads = commands.add_parser("heads", help="what do its heads attend to?")
     of_heads.set_defaults(run=heads)
     given = of_heads.add_mutually_exclusive_group(required=True)
-    given.add_argument("--ids", help="the text as ids, as in '1 2 3'")
+    given.add_argument("--ids", type=ids, help="the text as ids, as in '1 2 3'")
     given.add_argument("--text", help="the text, of which --tokenizer makes ids")
     of_heads.add_argument("--tokenizer", help="a tokenizer.json, a name of tiktoken, a directory or OWNER/NAME")
     of_heads.add_argument("-o", "--out", action="append", default=[], help="a file to save: .html .png .svg .npz")

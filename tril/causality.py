@@ -31,7 +31,7 @@ import re
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -169,8 +169,7 @@ def logits_of(output: object, shape: tuple[int, ...] | None = None) -> Tensor:
 class Prober:
     """Tokens, positions and weights to probe with. Each probe raises `Finding` if it finds a fault.
 
-    A text, (B, T), is given in ranks: a token of rank r has the id pool[r % len(pool)], and the first `num_special` of
-    the pool are special. Adding 1 to a rank replaces the token by another one.
+    Texts are drawn in ranks: a token of rank r has the id pool[r], and the first `num_special` of the pool are special.
     """
 
     vocab_size: int
@@ -194,7 +193,7 @@ class Prober:
         self.pool = self.shuffled(self.pool)
         is_special = self.find_special()
         self.num_special = int(is_special.sum())
-        self.pool = self.pool[is_special.argsort(descending=True)].to(self.device)
+        self.pool = self.pool[is_special.argsort(descending=True)]
         hides = (~self.masks(self.text(1))[0]).any(1)
         self.hiding = self.shuffled(hides.nonzero().flatten()).tolist()  # positions that may not see all
         self.next_position = itertools.cycle(self.hiding)
@@ -202,7 +201,6 @@ class Prober:
         self.few = 6 if self.strict else 2
         self.is_extreme = False
         self.has_backward = True
-        self.where = "with the weights as they are"  # how the module is probed
         self.probed = set()
         self.remarks = set()
         self.parts = [(part, part.training, dict(part._buffers)) for part in self.module.modules()]
@@ -215,7 +213,7 @@ class Prober:
             special = () if self.mask_depends or len(self.pool) > SMALL else self.pool
         texts = self.pool[:1].repeat(len(self.pool), min(self.length, SHORT))
         texts[:, texts.size(1) // 2] = self.pool
-        masks = self.mask(texts.to(self.device)).cpu()
+        masks = self.masks(texts)
         moves = (masks != masks.mode(0).values).flatten(1).any(1)
         return moves | torch.isin(self.pool, torch.tensor([*special], dtype=torch.int64))
 
@@ -256,36 +254,27 @@ class Prober:
     def probe(self, forward: Forward, decode: Forward | None, loss_fn: Loss | None, extreme: Sequence[Forward]) -> None:
         """Run all probes."""
         exact = extreme[0]
+        B = self.batch_size
         # In float32 half of the batch needs less memory than a training step in half precision.
-        small = (self.batch_size + 1) // 2 if self.strict else self.batch_size
-        self.module.eval()
-        self.hidden(forward, 2 * self.few)
+        small = (B + 1) // 2 if self.strict else B
+        self.hidden(forward, 2 * self.few, B, "with the weights as they are")
         self.randomize()
-        self.where = "in evaluation"
-        self.hidden(forward, self.many)
+        self.hidden(forward, self.many, B, "in evaluation")
         if loss_fn:
             self.hidden_from_loss(loss_fn)
         if decode:
-            self.where = "in decoding"
-            self.hidden(decode, self.many, small)
+            self.hidden(decode, self.many, small, "in decoding")
             self.agrees(exact, decode)
         self.gradient(exact)
-        self.module.train()
-        self.where = "in training"
-        self.hidden(forward, self.many)
+        self.hidden(forward, self.many, B, "in training")
         if loss_fn:
             self.hidden_from_loss(loss_fn)
-
         self.enlarge()
-        self.where = "in training, with extreme weights"
         for function in extreme:
-            self.hidden(function, self.few, small)
-        self.module.eval()
-        self.where = "in evaluation, with extreme weights"
-        self.hidden(exact, self.few, small)
+            self.hidden(function, self.few, small, "in training, with extreme weights")
+        self.hidden(exact, self.few, small, "in evaluation, with extreme weights")
         if decode:
-            self.where = "in decoding, with extreme weights"
-            self.hidden(decode, self.few, small)
+            self.hidden(decode, self.few, small, "in decoding, with extreme weights")
 
     @torch.no_grad()
     def randomize(self) -> None:
@@ -316,40 +305,40 @@ class Prober:
         self.probed |= chosen
         return sorted(chosen)
 
-    def text(self, B: int) -> Tensor:
-        """Return a random text, (B, T). Half of the sequences repeat one token; the others hold special ones."""
+    def ranks(self, B: int) -> Tensor:
+        """Return a random text in ranks, (B, T): half of the sequences repeat one token, others hold special ones."""
         ranks = torch.randint(len(self.pool), (B, self.length), generator=self.random)
         ranks[: B // 2] = self.num_special % len(self.pool)
         special = self.shuffled(torch.arange(self.num_special))[: 1 + self.length // 4]
         ranks[B // 2 :, self.shuffled(torch.arange(self.length))[: len(special)]] = special
         return ranks
 
-    def ids(self, ranks: Tensor) -> Tensor:
-        """Return the tokens of a text, on the device."""
-        return self.pool[(ranks % len(self.pool)).to(self.device)]
+    def text(self, B: int) -> Tensor:
+        """Return a random text, (B, T), as `ranks` draws it."""
+        return self.pool[self.ranks(B)]
 
-    def masks(self, ranks: Tensor) -> Tensor:
+    def masks(self, idx: Tensor) -> Tensor:
         """Return what each position of a text may see, on the CPU: (B, T) -> (B or 1, T, T) bool."""
-        return self.mask(self.ids(ranks)).cpu()
+        return self.mask(idx.to(self.device)).cpu()
 
-    def call(self, function: Callable, ranks: Tensor, *rest: Tensor) -> object:
+    def call(self, function: Callable, idx: Tensor, *rest: Tensor) -> object:
         """Call a function with a text; in training mode with autograd, and the same dropout and buffers each time."""
         if self.module.training:
             torch.manual_seed(0)
             self.rewind()
         with torch.set_grad_enabled(self.module.training and self.has_backward):
-            return function(self.ids(ranks), *rest)
+            return function(idx.to(self.device), *rest)
 
-    def logits(self, forward: Forward, ranks: Tensor) -> Tensor:
+    def logits(self, forward: Forward, idx: Tensor) -> Tensor:
         """Call `forward`: (B, T) -> (B, T, V)."""
         nothing = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None)
         try:
             with nothing:  # is kept for a gradient
-                output = self.call(forward, ranks)
+                output = self.call(forward, idx)
         except (RuntimeError, TypeError) as error:  # the forward pass needs gradients of its own, or is to have none
             self.has_backward &= self.strict or not isinstance(error, NotImplementedError)
-            output = self.call(forward, ranks)
-        logits = logits_of(output, (*ranks.shape, self.vocab_size)).detach()
+            output = self.call(forward, idx)
+        logits = logits_of(output, (*idx.shape, self.vocab_size)).detach()
         if not self.is_extreme and not torch.stack(logits.aminmax()).isfinite().all():
             raise Finding(f"its logits are not finite numbers ({self.where})")
         return logits.nan_to_num()
@@ -365,50 +354,52 @@ class Prober:
         count += -count % B  # the last batch is as large: kernels may differ by that
         positions = sorted(itertools.islice(itertools.cycle(self.positions(count)), count))
         V = len(self.pool)
-        ranks = self.text(B)
-        yield ranks
+        ranks = self.ranks(B)
+        yield self.pool[ranks]
         for number, batch in enumerate(torch.tensor(positions, dtype=torch.int64).view(-1, B)):
-            hides = ~self.masks(ranks).expand(B, -1, -1)[range(B), batch]
+            hides = ~self.masks(self.pool[ranks]).expand(B, -1, -1)[range(B), batch]
             ahead = (torch.arange(self.length) - batch[:, None] - 1) % self.length
             first = ahead == torch.where(hides, ahead, self.length).amin(1, keepdim=True)
             turn = (number * B + torch.arange(B)[:, None]) % (2 * self.num_special or V) % V
             stays = self.mask_depends & (ranks < self.num_special)
             ranks = torch.where(first, turn + (turn == ranks), ranks + (hides & ~stays)) % V
-            yield ranks
+            yield self.pool[ranks]
         for row in range(min(B, 2) if alone else 0):
-            ranks = ranks + (torch.arange(B) != row)[:, None]
-            yield ranks
+            ranks = (ranks + (torch.arange(B) != row)[:, None]) % V
+            yield self.pool[ranks]
 
-    def may_differ(self, ranks: Tensor, changed: Tensor) -> Tensor:
+    def may_differ(self, idx: Tensor, changed: Tensor) -> Tensor:
         """Return which positions of two texts see a token that differs, or see by another mask: (B, T)."""
-        masks = self.masks(ranks)
+        masks = self.masks(idx)
         moved = (masks != self.masks(changed)).any(-1)
-        differs = moved | (ranks != changed)
+        differs = moved | (idx != changed)
         return moved | (masks & differs[:, None]).any(-1)
 
-    def hidden(self, forward: Forward, count: int, batch_size: int | None = None) -> None:
-        """Run the probe "hidden" at `count` positions or more.
+    def hidden(self, forward: Forward, count: int, batch_size: int, where: str) -> None:
+        """Run the probe "hidden" at `count` positions or more. where: how the module is probed, and the next ones are.
 
         Each position has a sequence of a batch to itself. If there are `many`, each special token has its turn, and the
         probe "alone" follows.
         """
+        self.where = where
+        self.module.train("training" in where)
         alone = count >= self.many
         if alone:
             count = max(count, min(self.num_special, SMALL))
-        texts = self.texts(count, batch_size or self.batch_size, alone)
-        ranks = next(texts)
-        before = self.logits(forward, ranks)
+        texts = self.texts(count, batch_size, alone)
+        idx = next(texts)
+        before = self.logits(forward, idx)
         for changed in texts:
             after = self.logits(forward, changed)
-            self.compare(forward, ranks, before, changed, after)
-            ranks = changed
+            self.compare(forward, idx, before, changed, after)
+            idx = changed
             before = after
 
-    def compare(self, forward: Forward, ranks: Tensor, before: Tensor, changed: Tensor, after: Tensor) -> None:
+    def compare(self, forward: Forward, idx: Tensor, before: Tensor, changed: Tensor, after: Tensor) -> None:
         """Raise the fault if logits of a position differ that sees none of the tokens that were changed."""
         # One sequence at a time needs less memory.
         same = torch.stack([(first == second).all(-1) for first, second in zip(before, after, strict=True)])
-        fine = self.may_differ(ranks, changed) | same.cpu()
+        fine = self.may_differ(idx, changed) | same.cpu()
         if fine.all():
             return
 
@@ -420,14 +411,14 @@ class Prober:
 
         if self.vanishes(
             difference(before, after),
-            lambda: difference(self.logits(forward, ranks), self.logits(forward, changed)),
+            lambda: difference(self.logits(forward, idx), self.logits(forward, changed)),
         ):
             return
         query, row = (~fine.T).nonzero()[0].tolist()
 
         def read(key: int) -> Tensor:
             """Return the logits where the tokens up to this one are replaced, and none of another sequence."""
-            text = ranks.clone()
+            text = idx.clone()
             text[row, : key + 1] = changed[row, : key + 1]
             return self.logits(forward, text)[row, query]
 
@@ -468,9 +459,9 @@ class Prober:
 
     def agrees(self, exact: Forward, decode: Forward) -> None:
         """Run the probe "agrees". Half precision rounds too much for it to say no."""
-        ranks = self.text(min(2, self.batch_size))
-        expected = self.logits(exact, ranks)
-        found = (self.logits(decode, ranks) - expected).norm() / expected.norm()
+        idx = self.text(min(2, self.batch_size))
+        expected = self.logits(exact, idx)
+        found = (self.logits(decode, idx) - expected).norm() / expected.norm()
         if not found <= ROUNDED * torch.finfo(expected.dtype).eps:
             raise Finding(f"read part by part with a cache, a text gets other logits: off by {found:.2g} of their size")
 
@@ -484,9 +475,9 @@ class Prober:
         self.probed.add(last)
         blind = seen = torch.tensor(False)
         for _ in range(NUM_DRAWS):
-            ranks = self.text(1)
-            may_see = self.masks(ranks)[0, queries]
-            influence = self.influence(exact, ranks, queries)
+            idx = self.text(1)
+            may_see = self.masks(idx)[0, queries]
+            influence = self.influence(exact, idx, queries)
             if influence is None:
                 self.remarks.add(
                     "derivatives not asked for: no nn.Embedding reads the tokens, or autograd is off or fails"
@@ -494,8 +485,8 @@ class Prober:
                 return
             leaks = influence.masked_fill(may_see, 0)
 
-            def largest_leak(ranks: Tensor = ranks, may_see: Tensor = may_see) -> Tensor:
-                influence = self.influence(exact, ranks, queries)
+            def largest_leak(idx: Tensor = idx, may_see: Tensor = may_see) -> Tensor:
+                influence = self.influence(exact, idx, queries)
                 return influence.masked_fill(may_see, 0).max() / influence.max()
 
             if leaks.any() and not self.vanishes(leaks.max() / influence.max(), largest_leak, True):
@@ -510,12 +501,12 @@ class Prober:
         row, key = blind.nonzero()[0].tolist()
         raise Finding(f"position {queries[row]} is blind to token {key}, which it may see", queries[row], key)
 
-    def influence(self, function: Forward, ranks: Tensor, queries: list[int]) -> Tensor | None:
+    def influence(self, function: Forward, idx: Tensor, queries: list[int]) -> Tensor | None:
         """Return how large the derivatives of N queries' logits to each token of a text, (1, T), are: (N, T).
 
         None if there are none.
         """
-        idx = self.ids(ranks)
+        idx = idx.to(self.device)
         found = []
         try:
             # On a GPU a training step of so few sequences, in half precision, would need less memory.
@@ -540,14 +531,14 @@ class Prober:
 
         In each sequence one target is counted, because a small sum shows small changes.
         """
-        for ranks, changed in itertools.pairwise(self.texts(self.many, self.batch_size)):
-            same = ~self.may_differ(ranks, changed)
+        for idx, changed in itertools.pairwise(self.texts(self.many, self.batch_size)):
+            same = ~self.may_differ(idx, changed)
             counted = same & (same.cumsum(1) == same.sum(1, keepdim=True))  # the last one
-            targets = torch.where(counted, self.ids(ranks).cpu(), IGNORE).to(self.device)
+            targets = torch.where(counted, idx, IGNORE).to(self.device)
 
-            def moves(ranks: Tensor = ranks, changed: Tensor = changed, targets: Tensor = targets) -> Tensor:
+            def moves(idx: Tensor = idx, changed: Tensor = changed, targets: Tensor = targets) -> Tensor:
                 """Return how much the loss differs for two texts, as a part of it."""
-                before = self.call(loss_fn, ranks, targets).detach()
+                before = self.call(loss_fn, idx, targets).detach()
                 return (self.call(loss_fn, changed, targets).detach() - before).abs() / before.abs().clamp_min(TINY)
 
             moved = moves()
@@ -569,20 +560,13 @@ def watched(module: nn.Module, idx: Tensor) -> Iterator[list[Tensor]]:
 
     def watch(part: nn.Module, inputs: tuple, options: dict, output: Tensor) -> Tensor | None:
         read = (*inputs, *options.values())[0]
-        if not isinstance(read, Tensor) or output.shape[:-1] != read.shape:
-            return None
-        if not torch.equal(read.flatten(), idx.flatten()):
-            return None
-        embedded.append(output.detach().requires_grad_())
-        return embedded[-1].clone()  # some models add to it in place
+        is_per_token = isinstance(read, Tensor) and output.shape[:-1] == read.shape
+        if is_per_token and torch.equal(read.flatten(), idx.flatten()):
+            embedded.append(output.detach().requires_grad_())
+            return embedded[-1].clone()  # some models add to it in place
 
-    handles = [
-        part.register_forward_hook(watch, prepend=True, with_kwargs=True)  # before others
-        for part in module.modules()
-        if isinstance(part, nn.Embedding)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for part in module.modules():
+            if isinstance(part, nn.Embedding):
+                hooks.enter_context(part.register_forward_hook(watch, prepend=True, with_kwargs=True))  # before others
         yield embedded
-    finally:
-        for handle in handles:
-            handle.remove()
