@@ -157,8 +157,7 @@ def make_model(family: str, n_kv_head: int, dtype: torch.dtype = torch.float32, 
 
 
 @pytest.mark.parametrize(
-    "family, dtype, n_kv_head",
-    often(("llama", "bfloat16", 2), ("gpt2", "float32", 6), ("qwen3", "float16", 3)),
+    "family, dtype, n_kv_head", often(("llama", "bfloat16", 2), ("gpt2", "float32", 6), ("qwen3", "float16", 3))
 )
 def test_certificate(family: str, dtype: str, n_kv_head: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden_from_loss = Prober.hidden_from_loss

@@ -209,9 +209,7 @@ def test_an_end_behind_each_text_is_no_start(tmp_path: Path) -> None:
     assert ours.document_start == [1] and ours.vocab_size == 2
 
 
-def test_a_document_has_the_ids_of_the_whole(
-    kind: str, ours: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_has_the_ids_of_the_whole(kind: str, ours: Tokenizer, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sources, "PIECE", 23)  # characters, at which documents are cut for others
     text = KNOWN.lstrip() * 3
     (tmp_path / "a.txt").write_text(text)

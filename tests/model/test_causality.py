@@ -173,9 +173,7 @@ def test_a_leak_that_one_token_of_a_small_vocabulary_opens_is_found(length: int)
 
 @pytest.mark.parametrize("length, block", [(64, 32), (256, 32), (256, 64), (256, 128)])
 @pytest.mark.parametrize("with_autograd", [True, False])
-def test_a_leak_at_the_border_of_blocks_is_found(
-    monkeypatch: pytest.MonkeyPatch, length: int, block: int, with_autograd: bool
-) -> None:
+def test_a_leak_at_the_border_of_blocks_is_found(monkeypatch, length: int, block: int, with_autograd: bool) -> None:
     mask = make_causal_mask(length)
     ends = torch.arange(block - 1, length - 1, block)
     mask[ends, ends + 1] = True

@@ -100,9 +100,7 @@ def test_commands(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rate_of_nothing_learns_nothing(
-    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_rate_of_nothing_learns_nothing(corpus_file: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "tiny.toml").write_text("[train]\nseed = 1\n")
     way = f"{tmp_path / 'tiny.toml'} {' '.join(tiny_run(corpus_file, tmp_path / 'unused', train__max_steps=8))}"
     monkeypatch.setattr(sys, "argv", ["compare.py", way, f"{way} --train.learning_rate 1e-9", "--ranks", "0", "2"])

@@ -128,9 +128,7 @@ def test_no_number_is_negative_or_endless_or_out_of_its_range(table: type, name:
             table(**TABLES[table] | {name: value})
 
 
-def test_a_path_may_begin_in_the_home_folder(
-    run, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_path_may_begin_in_the_home_folder(run, straight: Path, corpus_file: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     tokenizer = "~/straight/checkpoints/step-00000012/tokenizer.json"
     assert prepare(DataConfig("~/corpus.txt", tokenizer), "~/corpus").directory == tmp_path / "corpus"

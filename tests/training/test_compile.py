@@ -82,8 +82,7 @@ def test_a_long_run_on_a_gpu_is_compiled_by_default(gpu: torch.device, capsys: p
 
 
 @pytest.mark.parametrize(
-    "changes, is_graph",
-    [({}, True), ({"grad_accum_steps": 2}, False), ({"parallel": "fsdp"}, False)],
+    "changes, is_graph", [({}, True), ({"grad_accum_steps": 2}, False), ({"parallel": "fsdp"}, False)]
 )
 def test_the_loss_is_a_cuda_graph_if_a_step_is_one_micro_batch(monkeypatch, changes: dict, is_graph: bool) -> None:
     memory = torch.zeros(())  # into which a graph writes each result

@@ -43,10 +43,7 @@ def test_a_cpu_gets_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     "megabytes, name, tokenizer, steps, every",
-    [
-        (0.01, "a.txt", "bytes", FEWEST_STEPS, FEWEST_STEPS),
-        (0.1, "a.txt.gz", "bpe:512", 279, 140),
-    ],
+    [(0.01, "a.txt", "bytes", FEWEST_STEPS, FEWEST_STEPS), (0.1, "a.txt.gz", "bpe:512", 279, 140)],
 )
 def test_a_small_text_is_not_read_for_ever(
     tmp_path: Path, megabytes: float, name: str, tokenizer: str, steps: int, every: int

@@ -36,9 +36,12 @@ class Plain(nn.Module):
 
     def logits(self, idx: Tensor) -> Tensor:
         """(B, T) -> (B, T, V)"""
-        x = self.embedding(idx) + self.places[: idx.size(1)]
+        x = self.embed(idx)
         x = x + self.leak * F.pad(x[:, 1:], (0, 0, 0, 1)) + self.mix * x.roll(1, 0)
         return self.head(x + self.attend(x))
+
+    def embed(self, idx: Tensor) -> Tensor:
+        return self.embedding(idx) + self.places[: idx.size(1)]
 
     def attend(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (H, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
@@ -202,7 +205,7 @@ class BatchSecond(Plain):
     """The slip of a user: positions by the second axis, but a layer that takes the first one for time."""
 
     def forward(self, idx: Tensor) -> Tensor:
-        x = self.embedding(idx) + self.places[: idx.size(1)]
+        x = self.embed(idx)
         return self.head(x + self.attend(x.transpose(0, 1)).transpose(0, 1))
 
 

@@ -10,57 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, einsum, nn
 
+from tests.tril.zoo import Attend, B, Decoder, H, Layer, T, V, attend, causal, drawn, flat, score, seen_as, weigh
 from tril import UserError, capture, inspect_heads
 
-B, T, V, H, D = 2, 11, 23, 3, 13  # a head is wider than a text is long, so that no other weights would do
-C, MOST = H * D, 37  # PyTorch's own layer divides C by its heads
-drawn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+D = 13  # a head is wider than a text is long, so that no other weights would do
+C = H * D  # PyTorch's own layer divides C by its heads
 PREFIX, MEMORY, UP, MIX = drawn(2, D), drawn(T, C), drawn(H, D, D), drawn(H, H).softmax(-1)
 IDS = torch.randint(V, (5, T), generator=torch.Generator().manual_seed(0))
-ROTATION = torch.polar(torch.ones(MOST, 7), torch.arange(MOST)[:, None] / torch.arange(1, 8))
-# q, (B, H, T, D), k and v, (B, KV, T, D) -> output, (B, H, T, D), and weights, (B, H, T, T); then the output and values
-# of the product, if these are others. One text may have no axis B.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:There is a performance|None of the inputs|The .grad|Converting|.*nested"
-)
-Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+ROTATION = torch.polar(torch.ones(T, 7), torch.arange(T)[:, None] / torch.arange(1, 8))
+pytestmark = pytest.mark.filterwarnings("ignore:There is a perf|None of the inputs|The .grad|Converting|.*nested")
 nested = torch.nested.as_nested_tensor
-
-
-class Layer(nn.Module):
-    """(B, T, C) -> (B, T, C). memory: returns what the keys are made of in place of the text."""
-
-    def __init__(self, attend: Attend, heads: int = H, kv: int = 0, memory: Callable[[Tensor], Tensor] | None = None):
-        super().__init__()
-        self.attend, self.memory, self.sizes = attend, memory, [heads, kv or heads, kv or heads]
-        self.qkv, self.out = nn.Linear(C, sum(self.sizes) * D), nn.Linear(heads * D, C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        of_q, of_k = (self.qkv(y) for y in (x, self.memory(x) if self.memory else x))
-        q, *_ = of_q.unflatten(-1, (-1, D)).transpose(-3, -2).split(self.sizes, -3)
-        _, k, v = of_k.unflatten(-1, (-1, D)).transpose(-3, -2).split(self.sizes, -3)
-        output, weights, *met = self.attend(q, k, v)
-        self.kept = None if self.memory else (weights, *(met or (output, v)))
-        return x + self.out(output.transpose(-3, -2).flatten(-2))
-
-
-class Decoder(nn.Module):
-    """A model of such layers: ids, (B, T) or (T,) -> logits. reentrant: layers are computed again for gradients."""
-
-    def __init__(self, *layers: Layer, reentrant: bool = False):
-        super().__init__()
-        self.layers, self.reentrant = nn.ModuleList(layers), reentrant
-        self.tokens, self.places, self.head = nn.Embedding(V, C), nn.Embedding(MOST, C), nn.Linear(C, V)
-        for parameter in filter(lambda x: x.dim() > 1, self.parameters()):
-            nn.init.normal_(parameter, std=C**-0.5)  # for attention that is not even
-        self.eval()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.places.weight[: ids.size(-1)]
-        for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
-        self.kept = [layer.kept for layer in self.layers if layer.kept]
-        return self.head(x)
 
 
 def by_page(model: Decoder, ids: Tensor) -> tuple[list[Tensor], str]:
@@ -88,12 +47,13 @@ def judge(model: Decoder, ids: Tensor, reason: str = "", captured: bool = False)
         except UserError as refused:
             shown, note = [], str(refused)
             model(ids)
-        for weights, output, values in model.kept:
+        met = [layer.kept for layer in model.layers if layer.kept]
+        for weights, output, values in met:
             values = values.repeat_interleave(weights.size(-3) // values.size(-3), -3)
             torch.testing.assert_close(
                 output, (weights[..., None] * values[..., None, :, :]).sum(-2), rtol=0, atol=1e-5
             )
-        true = [weights.reshape(-1, *weights.shape[-3:]) for weights, *_ in model.kept]
+        true = [weights.reshape(-1, *weights.shape[-3:]) for weights, *_ in met]
         if len(shown) > len(true):  # a loop over the texts may be shown as a layer for each
             true = [text[None] for weights in true for text in weights]
         sizes = f"{way.__name__} of {[(*x.shape,) for x in true]}, shown {[(*x.shape,) for x in shown]}: {note}"
@@ -105,34 +65,16 @@ def judge(model: Decoder, ids: Tensor, reason: str = "", captured: bool = False)
     return shown
 
 
-def score(q: Tensor, k: Tensor, hidden: float = -torch.inf) -> Tensor:
-    x = D**-0.5 * q @ k.repeat_interleave(q.size(-3) // k.size(-3), -3).mT
-    return x.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool).triu(1 + x.size(-1) - x.size(-2)), hidden)
-
-
-def weigh(q: Tensor, k: Tensor) -> Tensor:
-    return score(q, k).softmax(-1)
-
-
-def attend(product: Callable = torch.matmul, weights: Callable = weigh, change: Callable = lambda x, q: x) -> Attend:
-    return lambda q, k, v: (change(o := product(w := weights(q, k), v), q), w, o, v)
-
-
-def seen_as(call: Callable[[Tensor, Tensor, Tensor], Tensor], weights: Callable = weigh) -> Attend:
-    return lambda q, k, v: (call(q, k, v), weights(q, k))
-
-
 def one_by_one(attend: Attend) -> Attend:
     return lambda *qkv: tuple(torch.stack(x) for x in zip(*map(attend, *qkv), strict=True))
 
 
-def flat(call: Callable) -> Callable:  # of texts and heads in one axis
-    return lambda *given: call(*(x.flatten(0, 1) for x in given)).unflatten(0, given[0].shape[:2])
-
-
-causal = partial(F.scaled_dot_product_attention, is_causal=True)
-WRITTEN, KERNEL, FIRST, SECOND = attend(), seen_as(causal), (2, 0, 1, 3), (0, 2, 1, 3)  # the axis of tokens
-ALONE = {"matmul": WRITTEN, "einsum": attend(partial(einsum, "hst,htd->hsd")), "kernel": KERNEL}  # of one text
+FIRST, SECOND = (2, 0, 1, 3), (0, 2, 1, 3)  # the axis of tokens
+ALONE = {
+    "matmul": attend(),
+    "einsum": attend(partial(einsum, "hst,htd->hsd")),
+    "kernel": seen_as(causal),
+}  # of one text
 ORDERS: dict[str, tuple[Attend, int]] = {  # name -> a way to attend, and how many heads have keys (0: all)
     **{f"text by text, {name}": (one_by_one(way), 0) for name, way in ALONE.items()},
     "bsht": (attend(lambda w, v: einsum("bsht,bthd->bshd", w.permute(SECOND), v.permute(SECOND)).permute(SECOND)), 0),
@@ -250,7 +192,7 @@ NUMERATORS |= {f"blocks of {n}, {m}": seen_as(partial(online, size=n, most=m)) f
 @pytest.mark.parametrize("numerators", NUMERATORS)
 def test_numerators_are_not_shown_as_weights(numerators: str, training: bool) -> None:
     """Neither alone nor beside a layer of weights, which is shown."""
-    for others in ([], [Layer(WRITTEN)]):
+    for others in ([], [Layer(attend())]):
         model = Decoder(Layer(NUMERATORS[numerators]), *others).train(training)
         reason = "rows sum to|divided?|normal|numerator|goes? on|blocks? of|fewer keys"
         assert len(judge(model, IDS[:B], reason, training)) >= len(others)
@@ -278,7 +220,7 @@ ALARM = re.compile("^(?!.*(memory|cross|perhaps|may be|unless)).*without a causa
 def test_a_memory_as_long_as_the_text_is_no_leak_but_the_future_of_a_text_is(name: str) -> None:
     memories = (lambda x: MEMORY.expand(len(x), -1, -1), lambda x: MEMORY[: x.size(1)].expand(len(x), -1, -1))
     cross = [Layer(UNMASKED[name], memory=memory) for memory in memories]
-    for model in (Decoder(Layer(WRITTEN), cross[0]), Decoder(cross[1], Layer(WRITTEN))):
+    for model in (Decoder(Layer(attend()), cross[0]), Decoder(cross[1], Layer(attend()))):
         judge(model, IDS[:B])
         assert not any(ALARM.search(way(model, IDS[:B])[1]) for way in (by_page, by_capture))
     for layer, is_leak in ((cross[0], False), (cross[1], False), (Layer(UNMASKED[name]), True)):
@@ -307,7 +249,7 @@ ODD: dict[str, tuple[Attend, str]] = {  # name -> a way to attend, and what is s
 @pytest.mark.parametrize("name", ODD)
 def test_what_cannot_be_shown_is_refused_for_its_own_reason(name: str) -> None:
     way, reason = ODD[name]
-    for others in ([], [Layer(WRITTEN)]):
+    for others in ([], [Layer(attend())]):
         model = Decoder(Layer(way, H, 1 if name == "tensordot" else H), *others)
         assert len(judge(model, IDS[:B], reason)) >= len(others)
 
@@ -319,7 +261,7 @@ def test_a_graph_is_refused_in_a_sentence() -> None:
             inspect_heads(model, IDS[0].tolist())
 
 
-@pytest.mark.parametrize("way", [WRITTEN, KERNEL], ids=["written out", "kernel"])
+@pytest.mark.parametrize("way", [attend(), seen_as(causal)], ids=["written out", "kernel"])
 def test_a_reentrant_checkpoint_has_no_influence_or_the_right_one(way: Attend, tmp_path: Path) -> None:
     model, ids = Decoder(Layer(way), Layer(way)), IDS[:B]
     expected = inspect_heads(model, ids[0].tolist()).influence

@@ -1,6 +1,5 @@
 """inspect_attention.py --live: who is answered, what is answered, and what a person does with it in a browser."""
 
-import json
 import math
 import os
 import queue
@@ -27,6 +26,7 @@ from errors import UserError
 from model import GPT
 from model.checkpoint import find_checkpoint
 from tests.conftest import ROOT
+from tests.tril.test_page import content
 from tril import live, page
 
 TEXT, OTHER = "12 is even.", "13 is odd.\n"  # as many tokens as the model reads
@@ -58,8 +58,7 @@ def answer(run, straight: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     """What the script serves."""
     answers = []
     monkeypatch.setattr(inspect_attention, "serve", answers.append)
-    result = run(inspect_attention, straight, "--live")
-    assert result.exit_code == 0, result.err
+    run(inspect_attention, straight, "--live").ok()
     return answers[0]
 
 
@@ -74,10 +73,6 @@ def ask(address: str, method: str = "GET", path: str | None = None, **headers: s
     connection.endheaders()
     response = connection.getresponse()
     return response, response.read().decode()
-
-
-def content(text: str) -> dict:
-    return json.loads(re.search(r'id="page">(.*?)</script>', text, re.DOTALL)[1])
 
 
 def losses(text: str) -> torch.Tensor:

@@ -369,9 +369,7 @@ def test_a_png_shows_what_was_measured(tmp_path: Path, length: int, monkeypatch:
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", MUTANTS)
-def test_a_fault_is_noticed(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_a_fault_is_noticed(fault: str, tmp_path: Path, monkeypatch, request: pytest.FixtureRequest) -> None:
     file, old, new = MUTANTS[fault]
     with mutated(file, old, new), pytest.raises(AssertionError):
         if file == "plots.py" or fault.startswith("tags"):

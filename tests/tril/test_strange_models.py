@@ -144,12 +144,7 @@ def mistral_module() -> nn.Module:
     [
         (make_gpt, "abc", None, "a text needs a tokenizer: give one of tiktoken, transformers or tokenizers, or ids"),
         (mistral_module, IDS, ["a"], "expected a name for each token, got 1 for 12"),
-        (
-            lambda: nn.Embedding(V, 1),
-            IDS,
-            None,
-            "no logits of all positions, (B, T, V), are found: ",
-        ),
+        (lambda: nn.Embedding(V, 1), IDS, None, "no logits of all positions, (B, T, V), are found: "),
         (make_gpt, torch.ones(2, 5).long(), None, "a text is ids, (T,) whole numbers, got torch.int64 of shape (2, 5)"),
         (make_gpt, [0.5, 1.0], None, "a text is ids, (T,) whole numbers, got torch.float32 of shape (1, 2)"),
         (make_gpt, [3], None, "attention is between tokens: give a text of two or more"),

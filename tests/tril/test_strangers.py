@@ -11,31 +11,8 @@ from torch import Tensor, nn
 from tests.decoders import DECODERS, DENSE, LEFT_OUT, MIXTURES, TYPES, make_decoder
 from tests.decoders import T as LENGTH
 from tests.decoders import V as VOCABULARY
+from tests.tril.test_calls import NO_DERIVATIVES, C, Last, Plain, T, V
 from tril.causality import check_causality, logits_of
-
-V, T, C, H = 17, 11, 30, 3
-
-
-class Stranger(nn.Module):
-    """A small decoder of another house: a fused layer between an embedding and a head."""
-
-    def __init__(self, leak: float = 0.0) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(V, C), nn.Linear(C, V, bias=False)
-        self.qkv = nn.Linear(C, 3 * C)
-        self.leak = leak
-
-    def embed(self, idx: Tensor) -> Tensor:
-        return self.embedding(idx)
-
-    def mix(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (H, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-
-    def forward(self, idx: Tensor) -> object:
-        x = self.embed(idx)
-        x = x + self.leak * F.pad(x[:, 1:], (0, 0, 0, 1))  # of the next token
-        return self.head(x + self.mix(x))
 
 
 def judge(model: Callable, **options: object) -> str:
@@ -44,15 +21,14 @@ def judge(model: Callable, **options: object) -> str:
 
 
 YES = f"yes, none of the {T} probed positions (of {T}) depends on a later one"
-NO_DERIVATIVES = "derivatives not asked for: no nn.Embedding reads the tokens, or autograd is off or fails"
 NO = "no, position 0 sees token 1, which it must not see"
 
 
 def test_a_stranger_passes_and_its_leak_is_found() -> None:
     """From gross to below rounding, where only the derivative has it."""
-    assert judge(Stranger()) == YES
+    assert judge(Plain()) == YES
     for leak in (1e-2, 1e-5, 1e-7, 1e-12):
-        assert judge(Stranger(leak)).startswith(NO)
+        assert judge(Plain(leak)).startswith(NO)
 
 
 # What a model returns.
@@ -69,7 +45,7 @@ OUTPUTS = (
 def test_logits_are_found_in_what_a_model_returns() -> None:
     for wrap in OUTPUTS:
         for leak in (0.0, 0.1):
-            model = Stranger(leak)
+            model = Plain(leak)
             answer = judge(lambda idx, model=model, wrap=wrap: wrap(model(idx)), module=model)
             assert answer.startswith(NO) if leak else answer == YES
     logits = torch.randn(2, T, V)
@@ -77,21 +53,8 @@ def test_logits_are_found_in_what_a_model_returns() -> None:
     for output in (None, {"loss": logits}, SimpleNamespace(last_hidden_state=logits), (logits.long(), [])):
         with pytest.raises(ValueError, match=r"expected logits of shape \(B, T, V\), got tensors of shapes \[\]"):
             logits_of(output)
-
-
-class LastOnly(Stranger):
-    """As nanoGPT: without targets the logits of the last position alone."""
-
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        logits = super().forward(idx)
-        return (logits[:, [-1]], None) if targets is None else (logits, logits.mean())
-
-
-def test_logits_of_the_last_position_alone_are_no_answer_and_a_function_of_all_is() -> None:
     with pytest.raises(ValueError, match=rf"expected logits of shape \(2, {T}, {V}\), got .* \[\(2, 1, {V}\)\]"):
-        judge(LastOnly())
-    model = LastOnly(1e-12)
-    assert judge(lambda idx: model(idx, idx)[0], module=model).startswith(NO)
+        judge(Last())
 
 
 # Embeddings.
@@ -105,7 +68,7 @@ class ByLength(nn.Embedding):
         return super().forward(torch.arange(shape[1]))
 
 
-class Positions(Stranger):
+class Positions(Plain):
     """Learned positions in the shape of tokens, and what else an nn.Embedding is used for; tokens changed in place."""
 
     def __init__(self, leak: float = 0.0) -> None:
@@ -130,7 +93,7 @@ def test_other_embeddings_are_no_tokens(length: int) -> None:
 # Where there is no derivative.
 
 
-class OneHot(Stranger):
+class OneHot(Plain):
     """Reads tokens without an nn.Embedding."""
 
     def embed(self, idx: Tensor) -> Tensor:
@@ -145,7 +108,7 @@ def test_without_derivatives_the_answer_says_so_and_bits_decide() -> None:
 # Rounding that depends on the company.
 
 
-class Experts(Stranger):
+class Experts(Plain):
     """Each token goes to one expert of five, which multiplies as many rows as come."""
 
     def __init__(self, leak: float = 0.0, kernel: Callable = F.linear) -> None:
@@ -154,8 +117,8 @@ class Experts(Stranger):
         nn.init.normal_(self.experts, std=C**-0.5)
         self.kernel = kernel
 
-    def mix(self, x: Tensor) -> Tensor:
-        x = x + super().mix(x)
+    def attend(self, x: Tensor) -> Tensor:
+        x = x + super().attend(x)
         chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             rows = chosen == number
@@ -164,14 +127,14 @@ class Experts(Stranger):
         return y
 
 
-class Fourier(Stranger):
+class Fourier(Plain):
     """A convolution with a causal filter, by Fourier transforms of all tokens."""
 
     def __init__(self, leak: float = 0.0) -> None:
         super().__init__(leak)
         self.filter = nn.Parameter(torch.randn(T, C))
 
-    def mix(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
         size = 2 * x.size(1)
         product = torch.fft.rfft(x, size, dim=1) * torch.fft.rfft(self.filter[: x.size(1)], size, dim=0)
         return torch.fft.irfft(product, size, dim=1)[:, : x.size(1)]
@@ -209,7 +172,7 @@ def test_rounding_is_no_leak_and_a_leak_is_no_rounding(make: Callable, how: str)
         assert not outcome.ok and outcome.key > outcome.query, leak
 
 
-class Padded(Stranger):
+class Padded(Plain):
     """Logits of padding are the least number, as in models with a padded vocabulary."""
 
     amount = 0.0
@@ -220,12 +183,12 @@ class Padded(Stranger):
         return (logits + self.amount * ahead).index_fill(-1, torch.arange(13, V), torch.finfo(logits.dtype).min)
 
 
-class Weak(Stranger):
+class Weak(Plain):
     """A mask that is weak in float32 alone."""
 
     amount = float("-inf")
 
-    def mix(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(F.layer_norm(x, (C,))).chunk(3, dim=-1)
         least = self.amount if x.dtype == torch.float32 else float("-inf")
         return F.scaled_dot_product_attention(q, k, v, torch.full((x.size(1), x.size(1)), least).to(x).triu(1))
@@ -241,7 +204,7 @@ def test_nothing_large_hides_a_leak(kind: type, leak: float) -> None:
 
 
 def test_an_error_in_the_backward_is_no_answer_of_a_strict_check() -> None:
-    class Failing(Stranger):
+    class Failing(Plain):
         def embed(self, idx: Tensor) -> Tensor:
             x = super().embed(idx)
             if x.requires_grad:
@@ -256,10 +219,13 @@ def test_an_error_in_the_backward_is_no_answer_of_a_strict_check() -> None:
 # Layers that do not see each token of each text.
 
 
-class TopK(Stranger):
-    """Each query sees the keys of its four largest scores, and itself."""
+class TopK(Plain):
+    """Each query sees the keys of its four largest scores, and itself. Positions would choose for all."""
 
-    def mix(self, x: Tensor) -> Tensor:
+    def embed(self, idx: Tensor) -> Tensor:
+        return self.embedding(idx)
+
+    def attend(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         mask = torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril()
         scores = (q @ k.mT / C**0.5).masked_fill(~mask, -torch.inf)
