@@ -11,7 +11,9 @@ sentence, and exits with 0 (no position does), 1 (one does) or 2 (no answer, and
 import argparse
 import importlib
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 from torch import nn
 
@@ -39,19 +41,23 @@ def make_model(name: str) -> nn.Module:
         return found()
 
 
-def load(path: Path) -> object:
+def load(path: Path) -> ModuleType:
     """Return a file as a module of its own project: of the first folder above it that is no package, or of one above.
 
-    The folder is the first on the path, as if a script in it were run; the others come last.
+    The folder is the first on the path, as if a script in it were run; the others come last. The file may have the name
+    of another module, as copy.py.
     """
     roots = [folder for folder in path.parents if not (folder / "__init__.py").exists()]
     sys.path.insert(0, str(roots[0]))
     sys.path += map(str, roots[1:3])
-    name = ".".join(path.relative_to(roots[0]).with_suffix("").parts)
+    package, _, name = ".".join(path.relative_to(roots[0]).with_suffix("").parts).rpartition(".")
     with errors_as_user_error(f"{path} cannot be imported"):
-        module = importlib.import_module(name)
-    if Path(module.__file__ or "").resolve() != path:
-        raise UserError(f"{path} has the name of another module, {module.__file__}: rename it")
+        if package:
+            importlib.import_module(package)
+        spec = spec_from_file_location(f"{package}.{name}".strip("."), path)
+        module = module_from_spec(spec)
+        sys.modules.setdefault(spec.name, module)
+        spec.loader.exec_module(module)
     return module
 
 

@@ -13,10 +13,9 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -34,8 +33,8 @@ CONTEXTS = (
     "context_length max_position_embeddings block_size n_positions n_ctx seq_len sequence_len max_seq_len".split()
 )
 TEXTS = 3  # that are read to find the call: another number than that of their tokens
+LENGTHS = (59, 64, 128, 31, 13, 7)  # tokens of these texts; the first is hardly ever the size of a vocabulary
 USUAL = 64  # tokens that are probed where nothing says what a model can read
-LENGTHS = (USUAL, 128, 31, 13, 7)  # tokens that are tried there
 LARGE = 4e9  # weights times tokens: a larger model is probed in as many tokens as that
 
 
@@ -71,7 +70,8 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
             was_cut.append(True)
             return (inputs[0][:, positions], *inputs[1:])
 
-    head = getattr(model, "get_output_embeddings", lambda: getattr(model, "lm_head", None))()
+    named = getattr(model, "get_output_embeddings", None)
+    head = named() if named else getattr(model, "lm_head", None)
     can_cut = isinstance(head, nn.Linear)  # another may mix the positions
     with errors_as_user_error(f"the model cannot read {T} tokens, given as model(idx)"):
         with head.register_forward_pre_hook(cut) if can_cut else nullcontext():
@@ -87,13 +87,26 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
 
 # How a model is called.
 
-TARGETS = ("targets", "target", "target_seq", "labels", "y")
-POSITIONS = ("positions", "position_ids", "input_pos", "cache_position")
-HELPERS = {"attention_mask": "ones_like(ids)", **dict.fromkeys(POSITIONS, "arange(T).expand_as(ids)")}
-FILL = dict.fromkeys(TARGETS, "ids") | HELPERS  # what arguments of these names are given
-IDS = r"\bids\b"
-LAYOUTS = ("", ".mT", ".transpose(0, 1)", ".unflatten(0, ids.shape)")  # how an output becomes (*ids.shape, V)
-PLAIN = re.compile(r"model(\.\w+)?\((input_ids=)?ids\)(\[0\]|\.logits|\['logits'\])?")  # as `logits_of` finds logits
+FILL = {  # arguments of these names are passed so
+    "input_ids": "ids",
+    **dict.fromkeys(("targets", "target", "target_seq", "labels", "y"), "ids"),
+    "attention_mask": "ones_like(ids)",
+    **dict.fromkeys(("positions", "position_ids", "input_pos", "cache_position"), "arange(T).expand_as(ids)"),
+}
+MAKE = {
+    "ids": lambda ids: ids,
+    "ones_like(ids)": torch.ones_like,
+    "arange(T).expand_as(ids)": lambda ids: torch.arange(ids.size(-1), device=ids.device).expand_as(ids),
+}
+LAYOUTS = {  # how an output becomes (*ids.shape, V)
+    "": lambda x, ids: x,
+    ".mT": lambda x, ids: x.transpose(-1, -2),
+    ".transpose(0, 1)": lambda x, ids: x.transpose(0, 1),
+    ".unflatten(0, ids.shape)": lambda x, ids: x.unflatten(0, ids.shape),
+    "[0]": lambda x, ids: x[0],
+}
+PLAIN = ("", "[0]", ".logits", "['logits']")  # places of logits where `logits_of` finds them
+OF_LOSS = ", logits as its cross_entropy got them"
 
 
 class Seen(TorchFunctionMode):
@@ -102,34 +115,15 @@ class Seen(TorchFunctionMode):
     def __init__(self, ids: Tensor) -> None:
         super().__init__()
         self.ids = ids.flatten().sort().values
+        self.logits = {}
         self.rows = 0
 
     def __torch_function__(self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None):
         if function is F.embedding and torch.equal(args[0].flatten().sort().values, self.ids):
             self.rows = len(args[1])
-        if function is F.cross_entropy:
-            self.logits = args[0]
+        if function in (F.cross_entropy, F.nll_loss):
+            self.logits[OF_LOSS] = args[0]
         return function(*args, **kwargs or {})
-
-
-def of_loss(function: Callable) -> Callable:
-    """Return a function that returns the logits, (*ids.shape, V), of which a model computes its loss."""
-
-    def call(*inputs: Tensor, **options: Tensor) -> Tensor:
-        ids = (*inputs, *options.values())[0]
-        with Seen(ids) as seen:
-            function(*inputs, **options)
-        return seen.logits.mT if seen.logits.dim() > 2 else seen.logits.unflatten(0, ids.shape)
-
-    return call
-
-
-def joined(function: Callable) -> Callable:
-    """Return a function that joins the chunks of logits that a model returns."""
-    return lambda *inputs, **options: torch.cat(function(*inputs, **options), -2)
-
-
-NOTES = {"": lambda function: function, ", joined": joined, ", logits as its cross_entropy got them": of_loss}
 
 
 @dataclass(frozen=True)
@@ -139,9 +133,17 @@ class Decoder:
     module: nn.Module
     """The module that has the weights, without what wraps it."""
     function: Callable
-    """What is called: the module, one that holds it, or a function that calls it."""
-    line: str
-    """How: the expression that is evaluated, where `model` or `call` is the function. It may have one of NOTES."""
+    """What is called: the module, or a function that calls it."""
+    name: str
+    """How that is written."""
+    form: str = "ids"
+    """What is given: ids (B, T); ids.T; or each text (T,) by itself."""
+    passed: tuple[str, ...] = ()
+    """Arguments that are passed by name: keys of FILL."""
+    place: str = ""
+    """Where the logits are in what is returned, as `leaves` names it."""
+    layout: str = ""
+    """How their axes are put in order: a key of LAYOUTS."""
     vocab_size: int = 0
     """V, the size of the logits."""
     num_ids: int = 0
@@ -152,28 +154,36 @@ class Decoder:
     """How many tokens the model can read, if its config says so; else a number that it did read."""
 
     def __str__(self) -> str:
-        return self.line
+        given = ["ids"] * ("input_ids" not in self.passed) + [f"{name}={FILL[name]}" for name in self.passed]
+        layout = self.layout * (self.place != OF_LOSS) + ".transpose(0, 1)" * (self.form == "ids.T")
+        text = re.sub(r"\bids\b", self.form, f"{self.name}({', '.join(given)}){self.place}{layout}")
+        return f"[{text} for text in ids]" if self.form == "text" else text
 
     def __call__(self, idx: Tensor) -> Tensor:
         """Return the logits of all positions."""
-        output = self.evaluate(idx.to(device_of(self.module)))
-        return torch.stack(output) if isinstance(output, list) else output
-
-    def evaluate(self, ids: Tensor) -> object:
-        """Evaluate the line, so that what is said is what is done."""
-        line = self.line
-        function = self.function
-        for note, change in NOTES.items():
-            if note in line:
-                line = line.replace(note, "")
-                function = change(function)
-        arange = partial(torch.arange, device=ids.device)
-        names = {"ids": ids, "T": ids.size(-1), "ones_like": torch.ones_like, "arange": arange}
-        return eval(line, names | {"model": function, "call": function})
+        idx = idx.to(device_of(self.module))
+        if self.form == "text":
+            return torch.stack([self.logits(text) for text in idx])
+        if self.form == "ids.T":
+            return self.logits(idx.T.contiguous()).transpose(0, 1)
+        return self.logits(idx)
 
     def as_module(self) -> nn.Module:
         """Return a module from ids to logits: the model itself, if it is called with ids alone and returns them."""
-        return self.module if PLAIN.fullmatch(self.line) else Called(self)
+        takes_ids = self.form == "ids" and self.passed in ((), ("input_ids",)) and self.function is self.module
+        return self.module if takes_ids and self.place + self.layout in PLAIN else Called(self)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Return the logits of what the model is given as it is, (*ids.shape, V)."""
+        outputs = self.outputs(ids, Seen(ids) if self.place == OF_LOSS else None)
+        return LAYOUTS[self.layout](outputs[self.place], ids)
+
+    def outputs(self, ids: Tensor, seen: Seen | None) -> dict[str, Tensor]:
+        """Call the function, seen or not. Return each tensor of numbers in what it returns, by its place."""
+        options = {name: MAKE[FILL[name]](ids) for name in self.passed}
+        with seen or nullcontext():
+            output = self.function(*(() if "input_ids" in options else (ids,)), **options)
+        return dict(leaves(output)) | (seen.logits if seen else {})
 
 
 class Called(nn.Module):
@@ -189,15 +199,22 @@ class Called(nn.Module):
         return self.decoder(idx)
 
 
-def parts(output: object) -> dict[str, object]:
-    """Return what a model returns, or what is in it, by the expression that takes it out."""
+def leaves(output: object, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor of numbers in what a model returns, and its place in it; chunks of logits also joined."""
     if isinstance(output, Tensor):
-        return {"": output}
-    if isinstance(output, list | tuple):
-        output = dict(enumerate(output))
-    if isinstance(output, Mapping):
-        return {f"[{key!r}]": value for key, value in output.items()}
-    return {f".{name}": value for name, value in getattr(output, "__dict__", {}).items()}
+        if output.is_floating_point():
+            yield place, output
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            yield from leaves(value, f"{place}[{key!r}]")
+    elif isinstance(output, list | tuple):
+        for number, value in enumerate(output):
+            yield from leaves(value, f"{place}[{number}]")
+        with suppress(RuntimeError, TypeError):
+            yield f"{place}, joined", torch.cat(output, -2)
+    elif place.count(".") < 2:
+        for key, value in getattr(output, "__dict__", {}).items():
+            yield from leaves(value, f"{place}.{key}")
 
 
 def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
@@ -205,17 +222,18 @@ def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
     while isinstance(model, nn.Module):
         yield model
         of_torch = type(model).__module__.startswith(("torch.", "lightning"))
-        model = of_torch and getattr(model, "_orig_mod", getattr(model, "module", None))
+        model = of_torch and (getattr(model, "_orig_mod", None) or getattr(model, "module", None))
 
 
 def context_of(*models: object) -> int | None:
     """Return how many tokens a model can read, if it, its config, or one that wraps it has a name of CONTEXTS."""
     for model in models:
         config = getattr(model, "config", getattr(model, "cfg", None))
-        for owner, name in product((config, getattr(config, "text_config", None), model), CONTEXTS):
-            found = owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None)
-            if isinstance(found, int):
-                return found
+        for owner in (config, getattr(config, "text_config", None), model):
+            for name in CONTEXTS:
+                found = owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None)
+                if isinstance(found, int):
+                    return found
 
 
 def find_call(
@@ -237,81 +255,80 @@ def find_call(
     *wrappers, module = unwrapped(model)
     if device_of(module).type == "meta":
         raise UserError("the model is on the meta device, where it has no weights: put it on another, and load them")
-    inside = {"model": module, "model.model": getattr(module, "model", None), "model.net": getattr(module, "net", None)}
-    context = length or context_of(*inside.values(), *wrappers)
     said = {}
-    for (name, inner), T in product(inside.items(), (min(USUAL, context), context) if context else LENGTHS):
+    for name in ("model", "model.model", "model.net"):
+        inner = getattr(module, name.partition(".")[2], None) if said else module
         # Inside is the decoder of one that has no forward, or returns a loss.
-        needs_inside = isinstance(inner, nn.Module) and re.search(r"NotImplemented| \(\)", str(said))
-        if inner is not module and not needs_inside:
+        if (
+            not isinstance(inner, nn.Module)
+            or said
+            and not any("NotImplemented" in what or " ()" in what for what in said)
+        ):
             continue
-        idx = torch.randint(2, (TEXTS, T), generator=torch.Generator().manual_seed(0)).to(device_of(inner))
-        calls = calls_of(call or inner, "call" if call else name)
-        for note, ids, line in product(NOTES, (idx, idx[0]), calls):
-            way = Decoder(inner, call or module, line + note, context_length=context, length=context or T)
-            with evaluating(module), torch.no_grad():
-                found = settle(way, ids, vocab_size)
-            if isinstance(found, Decoder):
-                return found
-            said.setdefault(found, way if ids is idx else by_text(way))
+        context = length or context_of(inner, module, *wrappers)
+        for T in dict.fromkeys([min(LENGTHS[0], context), context]) if context else LENGTHS:
+            idx = torch.randint(2, (TEXTS, T), generator=torch.Generator().manual_seed(0))
+            for way in ways(Decoder(inner, call or inner, "call" if call else name)):
+                with evaluating(module), torch.no_grad():
+                    found = settle(way, idx.to(device_of(inner)), vocab_size)
+                if isinstance(found, Decoder):
+                    read = USUAL if T == LENGTHS[0] else T
+                    return replace(found, context_length=context, length=context or read)
+                said.setdefault(found, way)
+            if any(what.startswith("returned") for what in said):
+                break
     tried = "; ".join(f"{way} {what}" for what, way in [*said.items()][:3])
     raise UserError(f"no logits of all positions, (B, T, V), are found: {tried}; pass call=lambda ids: model(ids, ...)")
 
 
-def calls_of(function: Callable, name: str) -> list[str]:
-    """Return the ways to call a function, the simplest first, by the names of its arguments."""
+def ways(way: Decoder) -> Iterator[Decoder]:
+    """Yield the ways to call a function, the simplest first, by the names of its arguments."""
     parameters = {}
     with suppress(TypeError, ValueError):  # of a scripted module
-        parameters = inspect.signature(getattr(function, "forward", function)).parameters
-    ids = "input_ids=ids" if "input_ids" in parameters else "ids"
-
-    def write(names: Iterable[str]) -> str:
-        given = [f"{key}={FILL.get(key, '...')}" for key in names]
-        return f"{name}({', '.join([ids, *given])})"
-
-    needed = [p.name for p in [*parameters.values()][1:] if p.default is p.empty and not str(p).startswith("*")]
+        parameters = inspect.signature(getattr(way.function, "forward", way.function)).parameters
+    named = [p for p in [*parameters.values()][1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed = [p.name for p in named if p.default is p.empty]
     if not FILL.keys() >= {*needed}:
-        raise UserError(f"{name} needs more than ids: pass call=lambda ids: {write(needed)}")
-    targets, helpers = ([key for key in parameters if key in known] for known in (TARGETS, HELPERS))
-    return [*dict.fromkeys(map(write, ([], targets, helpers, targets + helpers)))]
+        passed = ", ".join(f"{name}={FILL.get(name, '...')}" for name in needed)
+        raise UserError(f"{way.name} needs more than ids: pass call=lambda ids: {way.name}(ids, {passed})")
+    needed = ["input_ids"] * ("input_ids" in parameters) + [name for name in needed if name != "input_ids"]
+    known = [p.name for p in named if p.name in FILL and p.name not in needed]
+    targets = [name for name in known if FILL[name] == "ids"]
+    helpers = [name for name in known if name not in targets]
+    helped = [[], *([name] for name in helpers), helpers]
+    for form, helper, target in product(("ids", "text"), helped, [[], *([name] for name in targets)]):
+        yield replace(way, form=form, passed=(*needed, *target, *helper))
 
 
-def by_text(way: Decoder) -> Decoder:
-    """Return the way to call what reads one text, (T,), with several."""
-    return replace(way, line=f"[{re.sub(IDS, 'text', way.line)} for text in ids]")
-
-
-def settle(way: Decoder, ids: Tensor, vocab_size: int | None) -> Decoder | str:
+def settle(way: Decoder, idx: Tensor, vocab_size: int | None) -> Decoder | str:
     """Return a way with the place and the axes of the logits in what it returns; if there are none, what came back.
 
     Texts (T, B) are told by which logits a token moves: those of its column, and of no other, wherever that is.
     """
+    ids = idx[0] if way.form == "text" else idx
+    seen = Seen(ids)
     found = []
     try:
-        with Seen(ids) as seen:
-            outputs = parts(way.evaluate(ids))
-        tensors = {place: x for place, x in outputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
-        for (place, x), layout in product(tensors.items(), LAYOUTS):
-            if x.dim() < 2:
-                continue
-            with suppress(RuntimeError):
-                *shape, V = eval(f"x{layout}", {"x": x, "ids": ids}).shape
-                if shape == [*ids.shape] and (V == vocab_size if vocab_size else 2 * V >= seen.rows):
-                    line = f"{way.line}{place}{layout}"
-                    found.append(replace(way, line=line, vocab_size=V, num_ids=min(V, seen.rows or V)))
+        outputs = way.outputs(ids, seen)
+        for (place, output), (layout, order) in product(outputs.items(), LAYOUTS.items()):
+            with suppress(RuntimeError, IndexError, ValueError):
+                *shape, V = order(output, ids).shape
+                if shape == [*ids.shape] and (V == vocab_size if vocab_size else V > 1 and 2 * V >= seen.rows):
+                    is_other = not place.strip("[]'").endswith("logits")
+                    found.append((is_other, abs(V - (seen.rows or V)), len(found), place, layout, V))
         if not found:
-            shapes = ", ".join(f"{place or 'a tensor'} {tuple(x.shape)}" for place, x in tensors.items())
+            shapes = ", ".join(f"{place or 'a tensor'} {tuple(output.shape)}" for place, output in outputs.items())
             return f"returned {shapes or 'no tensor'}"
-        way = min(found, key=lambda way: abs(way.vocab_size - (seen.rows or way.vocab_size)))
-        if ids.dim() == 1:
-            return by_text(way)
-        changed = ids.clone()
-        changed[0, 0] = 1 - ids[0, 0]
-        moved = (way(changed) - way(ids)).abs().amax(-1)
-        moved = moved > 1e-4 * moved.max()
-        alike = way(ids[:, :1].expand_as(ids))
-        if moved[1:, 0].any() and not moved[:, 1:].any() and torch.allclose(alike[:, 0], alike[:, -1]):
-            return replace(way, line=f"{re.sub(IDS, 'ids.T', way.line)}.transpose(0, 1)")
+        *_, place, layout, V = min(found)
+        way = replace(way, place=place, layout=layout, vocab_size=V, num_ids=min(V, seen.rows or V))
+        if way.form == "ids" and idx.size(1) > 1:
+            changed = idx.clone()
+            changed[0, 0] = 1 - idx[0, 0]
+            moved = (way(changed) - way(idx)).abs().amax(-1)
+            moved = moved > 1e-4 * moved.max()
+            alike = way(idx[:, :1].repeat(1, idx.size(1)))
+            if moved[1:, 0].any() and not moved[:, 1:].any() and torch.allclose(alike[:, 0], alike[:, 1]):
+                return replace(way, form="ids.T")
         return way
     except Exception as error:  # of whichever kind: the model's own
         return f"raised {' '.join(f'{type(error).__name__}: {error}'.split()):.200}"
@@ -351,8 +368,8 @@ def check_causality(
     for name in ("tokens", "special"):
         if (largest := max(map(int, options.get(name) or ()), default=0)) >= decoder.num_ids:
             raise UserError(f"{name} has the id {largest}, beyond the vocabulary of {decoder.num_ids}")
-    is_compiled = hasattr(model, "_orig_mod") and not call
-    forward = replace(decoder, function=model) if is_compiled else decoder  # which is probed itself
+    is_compiled = decoder.function is not model and hasattr(model, "_orig_mod")
+    forward = replace(decoder, function=model) if is_compiled and not call else decoder
     options.setdefault("extreme", [decoder])
     with errors_as_user_error(f"{decoder} fails while {T} tokens are probed"):
         report = causality.check_causality(forward, decoder.vocab_size, T, module=decoder.module, **options)

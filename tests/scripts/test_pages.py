@@ -23,7 +23,7 @@ from torch import nn
 import train
 from model import GPT
 from tests.conftest import ROOT, hold, make_gpt, metrics, write_corpus
-from tests.tril.test_strangers import LastOnly
+from tests.tril.test_calls import Last
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
@@ -51,7 +51,7 @@ def test_the_code_of_a_page_prints_what_it_shows(page: str) -> None:
 
 def read_inspect(names: dict[str, object], shown: list[str]) -> None:
     assert len(shown) == 1 and "<iframe srcdoc=" in shown[0]
-    found = names["tril"].inspect_heads(LastOnly(), [5, 3, 5, 3], ["to", "be", "to", "be"])
+    found = names["tril"].inspect_heads(Last(), [5, 3, 5, 3], ["to", "be", "to", "be"])
     assert len(found.heads) == 3 and found.labels == ["to", "be", "to", "be"]
     assert str(found.decoder) == "model(ids, targets=ids)[0]"  # as the page says of nanoGPT's
     assert Path("heads.html").stat().st_size

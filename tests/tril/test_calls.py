@@ -384,7 +384,7 @@ MISTAKES = {
     "more arguments": (Needs, "model needs more than ids: pass call=lambda ids: model(ids, target=ids, window=...)"),
     "no logits": (
         Nothing,
-        "model(ids) returned ['hidden'] (3, 64, 5), ['loss'] (); [model(text) for text in ids] returned",
+        "model(ids) returned ['hidden'] (3, 59, 5), ['loss'] (); [model(text) for text in ids] returned",
     ),
     "an error": (Fails, "model(ids) raised IndexError: the cache is empty; pass call=lambda ids: model(ids, ...)"),
 }
