@@ -360,7 +360,7 @@ def test_places_are_lines_that_open_to_their_text(show: Callable) -> None:
 def test_hostile_tokens_are_text_on_any_screen(show: Callable) -> None:
     colours = {}
     for width, scheme in ((375, "light"), (500, "light"), (1600, "dark")):
-        hostile = {"name": HOSTILE[0], "labels": HOSTILE, "note": HOSTILE[0], "known": False}
+        hostile = {"name": HOSTILE[0], "labels": HOSTILE, "text_note": HOSTILE[0], "known": False}
         page = show(inspected(400, **hostile), inspected(800, **hostile), width=width, color_scheme=scheme)
         assert page.locator("h1").inner_text() == f"Heads of {HOSTILE[0]}"
         assert [part.text_content() for part in page.locator("#text .token").all()] == HOSTILE
