@@ -73,7 +73,7 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
     named = getattr(model, "get_output_embeddings", None)
     head = named() if named else getattr(model, "lm_head", None)
     can_cut = isinstance(head, nn.Linear)  # another may mix the positions
-    with errors_as_user_error(f"the model cannot read {T} tokens, given as model(idx)"):
+    with errors_as_user_error(f"the model cannot read {T} tokens"):
         with head.register_forward_pre_hook(cut) if can_cut else nullcontext():
             output = model(idx)
     with errors_as_user_error("the model has to return logits"):

@@ -117,6 +117,15 @@ def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     assert len(ours.heads) == 6 and not ours.att.left_out
 
 
+def test_a_model_of_certain_lengths_has_no_probe_of_another(tmp_path: Path) -> None:
+    model = Book().eval()
+    forward = model.forward
+    model.forward = lambda idx: forward(idx) if idx.size(1) % 4 == 0 else 1 / 0
+    found = inspect_heads(model, IDS)
+    found.save(tmp_path / "a.html")
+    assert found.probe is None and "induction" not in found.scores.mean and found.pattern(1, 2).shape == (12, 12)
+
+
 def test_a_model_without_gradients_has_no_influence(tmp_path: Path) -> None:
     model = Book().eval()
     model.forward = torch.no_grad()(model.forward)
