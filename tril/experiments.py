@@ -9,6 +9,7 @@ number of sequences.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
@@ -21,9 +22,9 @@ from tqdm import tqdm
 from tril.causality import watched
 from tril.decoder import device_of, evaluating, read
 from tril.errors import UserError
-from tril.kinds import LEAST, Fed, kind_of, name_of
+from tril.kinds import LEAST, Fed, kind_of
 from tril.look import Captured, Edits, capture, look
-from tril.metrics import Head, Heads, HeadScores, Metrics
+from tril.metrics import Head, Heads, HeadScores, Metrics, Prediction
 from tril.weights import NotTheKernels
 
 POSITIONS = 1024  # logits are computed for so many positions of a sequence at a time: V numbers each
@@ -37,7 +38,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "zero": torch.zeros_like,
     "mean": lambda output: output.mean((0, 1)).expand_as(output),
 }
-Prediction = tuple[int, float, float | None]  # see `predict`
+progress = partial(tqdm, leave=False, delay=1, disable=None)  # a bar on a terminal, if it takes longer than a second
 
 
 class RepeatProbe(NamedTuple):
@@ -59,8 +60,8 @@ def repeat_probe(tokens: Tensor, start: int, context_length: int, num: int = 8) 
     generator = torch.Generator().manual_seed(0)
     drawn = [tokens[torch.randperm(len(tokens), generator=generator)[: 2 * L]] for _ in range(num)]
     r, other = torch.stack(drawn).split(L, dim=1)
-    first = torch.full((num, 1), start)
-    return RepeatProbe(torch.cat((first, r, r), dim=1), torch.cat((first, r, other), dim=1))
+    first = F.pad(r, (1, 0), value=start)
+    return RepeatProbe(torch.cat((first, r), dim=1), torch.cat((first, other), dim=1))
 
 
 def make_probe(
@@ -109,45 +110,48 @@ def head_scores(
     Raises NotTheKernels if the weights are not those that the kernel used, and UserError if the model cannot be read.
     All ranks of a sharded model have to call this together.
     """
-    proofs = []
-    wrong = []
+    N, T = text.shape
+    rows = {"previous": N * (T - 2), "current": N * (T - 1), "sink": N * (T - 1)}
+    repeated = torch.cat(probe).split(1) if probe else ()
+    repeat = None  # on the text
     losses = []
     predictions = []
-
-    def scores_of(att: Captured, idx: Tensor, repeat: int | None = None) -> tuple[Metrics, Metrics]:
-        """Return the scores of the heads and of even ones on a text; store proofs."""
+    proofs = []
+    wrong = []
+    parts = []
+    # One by one, so that their order cannot be taken for that of the heads.
+    for number, idx in enumerate(text.split(1) + repeated):
+        if number < N:
+            att, loss, predicted = predict(model, idx, edits)
+            losses.append(loss)
+            predictions.append(predicted)
+        else:
+            att, _ = look(model, idx)
+            repeat = idx.size(1) // 2
         if (shown := att.shape[1::2]) != tuple(idx.shape):
             raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
         try:
-            proofs.extend(att.verify().values())
+            proofs += att.verify().values()
         except NotTheKernels as error:
             wrong.append(error)
-        return att.scores_and_chance(repeat)
-
-    def joined(parts: list[tuple[Metrics, Metrics]]) -> list[Metrics]:
-        """Return metric -> (N, L, H), of the heads and of even ones."""
-        return [{name: torch.cat([part[name] for part in of]) for name in of[0]} for of in zip(*parts, strict=True)]
-
-    N, T = text.shape
-    rows = {"previous": N * (T - 2), "current": N * (T - 1), "sink": N * (T - 1)}
-    parts = []
-    for idx in text.split(1):  # one by one, so that their order cannot be taken for that of the heads
-        att, loss, predicted = predict(model, idx, edits)
-        parts.append(scores_of(att, idx))
-        losses.append(loss)
-        predictions.append(predicted)
-    samples, even = joined(parts)
-    if probe is not None:
-        repeat = probe.repeated.size(1) // 2
-        found, even_found = joined([scores_of(look(model, idx)[0], idx, repeat) for idx in torch.cat(probe).split(1)])
-        for name in ON_REPEATS:
-            samples[name], samples[f"{name}_control"] = found[name].chunk(2)
-            even[name] = even_found[name]
-            rows[name] = len(probe.repeated) * repeat
+        parts.append(att.scores_and_chance(repeat))
     if wrong:  # not before: the ranks read all texts together
         raise wrong[0]
+    of_heads, of_even = zip(*parts, strict=True)
+    samples = joined(of_heads[:N], of_heads[0])
+    even = joined(of_even[:N], of_even[0])
+    if probe:
+        even |= joined(of_even[N:], ON_REPEATS)
+        for name, found in joined(of_heads[N:], ON_REPEATS).items():
+            samples[name], samples[f"{name}_control"] = found.chunk(2)
+            rows[name] = len(probe.repeated) * repeat
     chance = {name: values.mean(0) for name, values in even.items()}
     return HeadScores(samples, torch.stack(losses), predictions[0], proofs, chance, rows)
+
+
+def joined(parts: Sequence[Metrics], names: Iterable[str]) -> Metrics:
+    """Return these metrics of texts that were measured one by one: metric -> (N, L, H)."""
+    return {name: torch.cat([part[name] for part in parts]) for name in names}
 
 
 def change_of(mode: str) -> Callable[[Tensor], Tensor]:
@@ -168,17 +172,12 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
     change = change_of(mode)
     texts = text.split(1)
     found = [predict(model, idx) for idx in texts]
-    att = found[0][0]
-    before = torch.stack([loss for _, loss, _ in found])
-    L, _, H, _ = att.shape
-    needed = []  # rise of the loss, and name of the head
-    rises = torch.full((len(text), L, H), torch.nan, dtype=torch.float64)
-    bar = tqdm(heads, unit=" heads", leave=False, delay=1, disable=None)
-    for head in bar:
-        losses = [predict(model, idx, {head: change})[1] for idx in texts]
-        rises[:, *head] = torch.stack(losses) - before
-        needed.append((rises[:, *head].mean().item(), name_of(head)))
-        bar.set_postfix_str("most without {1}: {0:+.4f}".format(*max(needed)), refresh=False)
+    L, _, H, _ = found[0][0].shape
+    rises = torch.full((len(texts), L, H), torch.nan, dtype=torch.float64)
+    for head in progress(heads, unit=" heads"):
+        for rise, idx, (_, before, _) in zip(rises, texts, found, strict=True):
+            _, loss, _ = predict(model, idx, {head: change})
+            rise[head] = loss - before
     return rises
 
 
@@ -201,17 +200,15 @@ def feeders(
         return {}
     change = change_of(mode or "mean")
     texts = probe.repeated[: 2 if are_many else None].split(1)
-    found = []
-    for ablated in tqdm(earlier, unit=" heads", leave=False, delay=1, disable=None):
-        for idx in texts:
-            att, _ = look(model, idx, {ablated: change})
-            metrics = att.scores(idx.size(1) // 2)
-            found.append([metrics[name][0, *head] for head, name in kinds.items()])
-    left = torch.tensor(found).view(len(earlier), len(texts), -1)
+    repeat = probe.repeated.size(1) // 2
+    left = []  # the scores without each of the earlier heads
+    for ablated in progress(earlier, unit=" heads"):
+        found = [look(model, idx, {ablated: change})[0].scores(repeat) for idx in texts]
+        left.append(joined(found, ON_REPEATS))
     fed = {}
-    for column, (head, name) in enumerate(kinds.items()):
+    for head, name in kinds.items():
         score = scores.samples[name][: len(texts), *head]
-        without = left[: head[0] * H, :, column]
+        without = torch.stack([metrics[name][:, *head] for metrics in left[: head[0] * H]])
         is_fed = (without < (1 - LEAST) * score).all(1)
         means = without.mean(1)
         lowest = {earlier[i]: means[i].item() for i in means.argsort()[:MOST_FEEDERS].tolist() if is_fed[i]}
@@ -241,19 +238,19 @@ def influence(model: nn.Module, idx: Tensor, effort: float = 1.0, edits: Edits |
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
     rows = affordable_rows(T, flops_per_row, idx.device, effort)
     seen = capture(model, edits, tuple(idx.shape))
-    with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded, seen:
-        with suppress(NotImplementedError, UserError):  # a kernel without a derivative
-            logits = read(model, idx, rows.to(idx.device))
-            if not embedded or not logits.requires_grad:
-                return shares
-            likeliest = logits[0].float().log_softmax(-1).amax(-1)
-            for row, log_probability in zip(rows.tolist(), likeliest, strict=True):
-                try:
-                    gradients = torch.autograd.grad(log_probability, embedded, retain_graph=True)
-                except RuntimeError as error:
-                    if "checkpoint" in str(error):  # of a reentrant one there is no gradient by an embedding
-                        break
-                    raise
-                norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
-                shares[row] = (norms / norms.sum()).cpu()
+    no_derivative = suppress(NotImplementedError, UserError)  # a kernel may have none
+    with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded, seen, no_derivative:
+        logits = read(model, idx, rows.to(idx.device))
+        if not embedded or not logits.requires_grad:
+            return shares
+        likeliest = logits[0].float().log_softmax(-1).amax(-1)
+        for row, log_probability in zip(rows.tolist(), likeliest, strict=True):
+            try:
+                gradients = torch.autograd.grad(log_probability, embedded, retain_graph=True)
+            except RuntimeError as error:
+                if "checkpoint" in str(error):  # of a reentrant one there is no gradient by an embedding
+                    break
+                raise
+            norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
+            shares[row] = (norms / norms.sum()).cpu()
     return shares

@@ -21,6 +21,7 @@ from tril.weights import Proof
 Head = tuple[int, int]  # layer and head, both from zero
 Heads = Sequence[Head]
 Metrics = dict[str, Tensor]  # the name of a metric -> its values, one for each head and often for each sequence
+Prediction = tuple[int, float, float | None]  # see `predict`
 METRICS = {  # name -> title and format in a table, and definition; A_ij is the weight of query i for key j
     "entropy": ("entropy", ".2f", "evenness of a row: -sum_j A_ij ln A_ij over its maximum ln(i + 1), for i >= 1"),
     "distance": ("distance", ".1f", "mean distance in tokens: sum_j A_ij (i - j)"),
@@ -40,7 +41,7 @@ class HeadScores:
 
     samples: Metrics  # metric -> (N, L, H) float64
     losses: Tensor  # (N,) mean cross-entropy of each text, in nats a token
-    predictions: Sequence[tuple[int, float, float | None]]  # of the first text, see `predict`
+    predictions: Sequence[Prediction]  # of the first text
     proofs: list[Proof]  # of the layers, for each text and probe
     chance: Metrics  # metric -> (L, H), the score of a head that attends evenly to all it may see
     rows: dict[str, int]  # metric -> the number of queries that it is a mean over

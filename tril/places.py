@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from tril.experiments import progress
 from tril.kinds import LEAST
 from tril.look import look
 from tril.metrics import Head, Heads
@@ -20,6 +20,7 @@ MOST_PLACES = 12  # of a head
 MOST_WORDS = 5  # that it looks from, and at
 MINUTE = 1.2e12  # tokens times parameters that a CPU core reads in about a minute
 LEAST_SIZE = 5e6  # parameters that are added for the attention, most of the work of a small model
+WORDS = "{:17.17} {:9.1%} {:7.1%}   {:17.17} {:9.1%} {:7.1%}"  # that a head looks from and at, with their shares
 
 Word = tuple[str, float, float]  # a token, its share of a head's attention, and its share of the text
 
@@ -50,8 +51,7 @@ class Places(NamedTuple):
     note: str  # says what was read, and how much of the attention the words have
 
     def __repr__(self) -> str:
-        sides = zip(self.looks_from, self.looks_at, strict=True)
-        words = ["   ".join(f"{word:17.17} {a:9.1%} {b:7.1%}" for word, a, b in side) for side in sides]
+        words = [WORDS.format(*both[0], *both[1]) for both in zip(self.looks_from, self.looks_at, strict=True)]
         of_words = "looks from        attention    text   looks at          attention    text"
         of_places = "  w.   query           «what looks»                       at «what»"
         return "\n".join([self.note, "", of_words, *words, "", of_places, *map(repr, self.strongest)])
@@ -70,7 +70,7 @@ def find_places(
     size = LEAST_SIZE + sum(parameter.numel() for parameter in model.parameters())
     starts, texts = draw_texts(corpus, T, int(MINUTE / size / T))
     seen = {head: [] for head in heads}
-    for text in tqdm(texts, unit=" texts", leave=False, delay=1, disable=None):
+    for text in progress(texts, unit=" texts"):
         att, _ = look(model, text[None])
         att.verify()
         for head, rows in seen.items():
@@ -95,12 +95,11 @@ def describe(starts: list[int], texts: Tensor, seen: Tensor, label: Callable[[in
         elsewhere, and what the token gets there as a key. read: how much of the corpus this is.
     """
     seen[:4, :, : texts.size(1) // 8] = 0.0
-    *best, given, got = seen
-    weights, keys = best[:2] if best[0].max() >= LEAST else best[2:]
-    words = texts.flatten()
-    of_text = words.bincount() / len(words)
-    present = words.unique()
-    pairs = texts * len(of_text) + texts.gather(1, keys.long())
+    elsewhere, anywhere, attention = seen.split(2)
+    weights, keys = elsewhere if elsewhere[0].max() >= LEAST else anywhere
+    present, words, counts = texts.unique(return_inverse=True, return_counts=True)
+    of_text = counts / words.numel()
+    pairs = words * len(present) + words.gather(1, keys.long())
     strongest = []
     while len(strongest) < MOST_PLACES and weights.any():
         n, query = divmod(weights.argmax().item(), texts.size(1))
@@ -108,10 +107,9 @@ def describe(starts: list[int], texts: Tensor, seen: Tensor, label: Callable[[in
         strongest.append(Place(weights[n, query].item(), starts[n], query, int(keys[n, query]), labels))
         weights[pairs == pairs[n, query]] = 0.0
     looks = []
-    for attention in (given, got):
-        shares = (words.bincount(attention.flatten()) / attention.sum()).nan_to_num()
-        most = (shares - of_text)[present].argsort(descending=True)[:MOST_WORDS]
-        tokens = present[most].tolist()
-        looks.append([(label(token), shares[token].item(), of_text[token].item()) for token in tokens])
-    beyond = f"{given.mean():.1%} of its attention goes beyond the first token and itself"
+    for amounts in attention.flatten(1):
+        shares = (words.flatten().bincount(amounts) / amounts.sum()).nan_to_num()
+        most = (shares - of_text).argsort(descending=True)[:MOST_WORDS].tolist()
+        looks.append([(label(present[i].item()), shares[i].item(), of_text[i].item()) for i in most])
+    beyond = f"{attention[0].mean():.1%} of its attention goes beyond the first token and itself"
     return Places(strongest, *looks, f"{read}; {beyond}")

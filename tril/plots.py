@@ -26,7 +26,7 @@ def pool(pattern: Tensor, step: int) -> Tensor:
     Cells above the diagonal become nan, which is not drawn.
     """
     pooled = F.max_pool2d(pattern[None], step, ceil_mode=True)[0]
-    return pooled.masked_fill(torch.ones_like(pooled, dtype=torch.bool).triu(1), math.nan)
+    return pooled + torch.full_like(pooled, math.nan).triu(1)
 
 
 def draw_heads(
@@ -43,16 +43,15 @@ def draw_heads(
     step = math.ceil(T / (0.8 * DPI * side))  # tokens that share a pixel
     size = math.ceil(T / step)  # pixels of a tile
     pitch = size + max(1, size // 16)  # from one tile to the next
-    mosaic = torch.full((rows * pitch, columns * pitch), math.nan)
+    mosaic = torch.full((rows, pitch, columns, pitch), math.nan)
     figure = Figure(figsize=(columns * side + 1.5, rows * side + 1.5), dpi=DPI, layout="constrained")
     ax = figure.subplots()
     for number, (name, weights) in enumerate(tiles.items()):
         row, column = divmod(number, columns)
-        top = row * pitch
-        left = column * pitch
-        mosaic[top : top + size, left : left + size] = pool(weights, step)
-        ax.text(left + size, top, name, ha="right", va="top", fontsize=8)
-    image = ax.imshow(mosaic.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis", interpolation="nearest")
+        mosaic[row, :size, column, :size] = pool(weights, step)
+        ax.text(column * pitch + size, row * pitch, name, ha="right", va="top", fontsize=8)
+    pixels = mosaic.flatten(2).flatten(0, 1)
+    image = ax.imshow(pixels, norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis", interpolation="nearest")
     figure.colorbar(image, ax=ax, shrink=0.6, label="weight")
     named = range(0, T, math.ceil(T * LABEL_HEIGHT / side))
     names = [f"{labels[i]} {i}" for i in named]

@@ -4,7 +4,6 @@ Shapes are named as in tril/weights.py.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tril.experiments import affordable_rows
@@ -27,7 +26,7 @@ def moved(att: Captured, head: Head) -> Tensor:
     """
     layer, number = head
     call = att.calls[layer]
-    weight = att.projections[layer].unflatten(1, (call.shape[1], -1))[:, number]
+    weight = att.projections[layer].chunk(call.shape[1], dim=1)[number]
     values = call.of_head(number).values[0, 0]
     with exact_products(values.device):
         return values.to(call.dtype) @ weight.T.to(call.dtype)
@@ -47,9 +46,9 @@ def say(model: nn.Module, att: Captured, heads: Heads, effort: float = 1.0) -> d
     wide = att.calls[0].dtype  # also of `moved`
     residual = att.residual[0].to(wide)
     unembedding = model.lm_head.weight.to(wide)
-    V, C = unembedding.shape
-    n = min(MOST_SAID, V // 2)
-    rows = affordable_rows(len(residual), 2 * V * C * len(heads), residual.device, effort).to(residual.device)
+    n = min(MOST_SAID, len(unembedding) // 2)
+    flops_per_row = 2 * unembedding.numel() * len(heads)
+    rows = affordable_rows(len(residual), flops_per_row, residual.device, effort).to(residual.device)
 
     def centred(x: Tensor) -> Tensor:
         """Subtract the mean, as a LayerNorm does."""
@@ -64,7 +63,7 @@ def say(model: nn.Module, att: Captured, heads: Heads, effort: float = 1.0) -> d
         tokens = torch.zeros_like(logits, dtype=torch.long)
         with exact_products(residual.device):
             direct = scale * centred(att.pattern(*head)[0, rows] @ moved(att, head))
-            shares = F.linear(direct, unembedding)
+            shares = direct @ unembedding.T
         ends = shares.topk(n), shares.topk(n, largest=False)
         logits[rows], tokens[rows] = (torch.cat(each, dim=1) for each in zip(*ends, strict=True))
         found[head] = tokens.cpu(), logits.cpu()
