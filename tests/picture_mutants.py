@@ -70,8 +70,8 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
         "tiles without the square root": ("PowerNorm(0.5", "PowerNorm(1.0"),
         "tiles on a scale of their own": ("vmin=0, vmax=1", "vmin=0, vmax=0.5"),
         "tiles paint the future": (
-            "pooled.masked_fill(torch.ones_like(pooled, dtype=torch.bool).triu(1), math.nan)",
-            "pooled",
+            "return pooled + torch.full_like(pooled, math.nan).triu(1)",
+            "return pooled",
         ),
         "names shift from tile to tile": ("start * pitch +", "start * size +"),
         "a picture does not say that it pools": ("if step > 1 else", "if step > 99 else"),
