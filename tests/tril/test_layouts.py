@@ -88,7 +88,10 @@ ORDERS: dict[str, tuple[Attend, int]] = {  # name -> a way to attend, and how ma
 SIZES = [(H, B, T), (4, B, T), (H, H, T), (7, B, 7), (3, B, 3), (H, 5, 5), (5, 5, 5)]
 
 
-@pytest.mark.parametrize("heads, num, length", SIZES)
+@pytest.mark.parametrize(
+    "heads, num, length",
+    [pytest.param(*size, marks=[pytest.mark.long] * (place > 2)) for place, size in enumerate(SIZES)],
+)
 @pytest.mark.parametrize("order", ORDERS)
 def test_axes_are_told_apart_also_where_their_sizes_coincide(order: str, heads: int, num: int, length: int) -> None:
     way, kv = ORDERS[order]
@@ -188,7 +191,7 @@ NUMERATORS = {f"{d}, {e}": seen_as(partial(numerators, DIVIDE[d], EXPONENTS[e]))
 NUMERATORS |= {f"blocks of {n}, {m}": seen_as(partial(online, size=n, most=m)) for n in (4, 8, T) for m in (-1e4, 5.0)}
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("numerators", NUMERATORS)
 def test_numerators_are_not_shown_as_weights(numerators: str, training: bool) -> None:
     """Neither alone nor beside a layer of weights, which is shown."""
