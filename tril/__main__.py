@@ -20,6 +20,7 @@ from torch import nn
 import tril
 from tril.decoder import open_by_transformers
 from tril.errors import UserError, errors_as_user_error, visible
+from tril.inspection import check_output
 
 
 def make_model(name: str) -> nn.Module:
@@ -93,6 +94,8 @@ def check(options: argparse.Namespace) -> int:
 
 def heads(options: argparse.Namespace) -> int:
     """Print the table of the heads, and save what else is asked for."""
+    for path in options.out:  # check now, not after the work
+        check_output(path)
     text = options.text if options.ids is None else options.ids
     tokenizer = options.tokenizer or (options.text and options.model)
     names = open_tokenizer(tokenizer) if tokenizer else None
@@ -117,7 +120,7 @@ def main() -> None:
     given.add_argument("--ids", type=ids, help="the text as ids, as in '1 2 3'")
     given.add_argument("--text", help="the text, of which --tokenizer makes ids")
     of_heads.add_argument("--tokenizer", help="a tokenizer.json, a name of tiktoken, a directory or OWNER/NAME")
-    of_heads.add_argument("-o", "--out", action="append", default=[], help="a file to save: .html .png .svg .npz")
+    of_heads.add_argument("-o", "--out", action="append", default=[], type=Path, help="a file: .html .png .svg .npz")
     for command in (of_check, of_heads):
         command.add_argument("model", help="file.py:function, a directory, or OWNER/NAME on the Hugging Face hub")
     options = parser.parse_args()

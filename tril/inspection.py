@@ -306,10 +306,11 @@ def inspect_heads(
         if report is None or " sees " not in (report.finding or ""):
             raise
         raise UserError(f"the model attends without a causal mask: {report.finding}") from None
-    try:
-        look(found.model, found.probe.repeated[:1] if found.probe else found.shown)
-    except UserError:  # some models read texts of certain lengths only
-        found.probe = None
+    if found.probe:
+        try:
+            look(found.model, found.probe.repeated[:1])
+        except UserError:  # some models read texts of certain lengths only
+            found.probe = None
     return found
 
 

@@ -48,16 +48,16 @@ class Handler(BaseHTTPRequestHandler):
         if not is_known or self.headers["Sec-Fetch-Site"] == "cross-site":
             return self.send_error(403)
         try:
-            page = self.server.answer(**dict(parse_qsl(query))).encode()
+            content = self.server.answer(**dict(parse_qsl(query))).encode()
         except (UserError, NotTheKernels) as error:
             return self.send_error(400, explain=str(error))
         self.connection.settimeout(30)
         self.send_response(200)
-        for name, value in {**HEADERS, "Content-Length": len(page)}.items():
+        for name, value in {**HEADERS, "Content-Length": len(content)}.items():
             self.send_header(name, value)
         with suppress(ConnectionError):  # who asked may be gone
             self.end_headers()
-            self.wfile.write(page)
+            self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
         """Print nothing: an address has the token."""

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tril.decoder import evaluating, read
 from tril.errors import UserError
@@ -72,8 +73,7 @@ class Captured(TorchFunctionMode):
         self.outputs = []  # of the last layer, each and that by head, (B, H, T, D), until a linear layer reads them
         self.is_open = False  # whether nothing has read these
         self.flat = []  # those since the last linear layer whose heads have an axis with the texts
-        self.exponentials = {}  # id -> what was made of them, and not divided by their sum
-        self.doubtful = {}  # id of what was made of its output -> layer, perhaps of numerators
+        self.exponentials = WeakIdKeyDictionary()  # what was made of them, not divided -> layers, perhaps of numerators
         self.left_out = []  # what is not attention of a text to itself and its past, in words
         self.edited = set()  # heads
 
@@ -133,22 +133,23 @@ class Captured(TorchFunctionMode):
         if made or output is None:  # else it was asked for a size
             self.is_open &= not {id(x) for x in given} & {id(x) for x, _ in self.outputs}
         if name != "exp":
-            given = [x for x in given if id(x) in self.exponentials]
-        layers = [self.doubtful[id(x)] for x in given if id(x) in self.doubtful]
+            given = [x for x in given if x in self.exponentials]
+        layers = [layer for x in given for layer in self.exponentials.get(x, [])]
         if name.rstrip("_") in ("div", "mul") and len(given) > 1:
-            for layer in layers:
+            for layer in filter(None, layers):
                 self.leave_out(layer, "numerators, which are divided by their sums after the product with the values")
         elif given and "softmax" not in name and name not in ("linear", "addmm"):
-            self.exponentials |= {id(x): x for x in made}
-            self.doubtful |= {id(x): layer for x in made for layer in layers}
+            for x in made:
+                self.exponentials[x] = layers
 
     def leave_out(self, layer: list[Call], reason: str) -> None:
-        """Leave out a layer that was kept. Raises UserError if its heads have been changed."""
+        """Leave out a layer that was kept. Raises UserError if heads are changed: they would be those of the next."""
         if self.edits:
             raise UserError(f"heads of this model cannot be changed: it has {reason}")
-        if layer:
-            layer.clear()
-            self.left_out.append(reason)
+        layer.clear()
+        self.outputs = []
+        self.flat = []
+        self.left_out.append(reason)
 
     def note(self, reason: str, arguments: object) -> None:
         """Note what may be attention and cannot be looked into, if anything in it has two axes as long as the text."""
@@ -206,8 +207,11 @@ class Captured(TorchFunctionMode):
         identity = torch.eye(key.size(2)).to(value).expand(*value.shape[:2], -1, -1)
         weights, *_ = func(query, key, identity, *args)
         call = Read(value.detach(), weights.detach())
-        self.judge(call)
-        return self.keep(call, output), *others
+        reason = self.judge(call)
+        if reason is None:
+            output = self.keep(call, output)
+        self.left_out += [reason] * bool(reason)
+        return output, *others
 
     def see_product(self, name: str, arguments: tuple, output: Tensor) -> Tensor:
         """Look for weights and values among the factors of a product. Return its output, perhaps with heads changed.
@@ -220,15 +224,15 @@ class Captured(TorchFunctionMode):
             return output
         if len(given) > 2 and name == "einsum":
             self.note("an einsum of three factors cannot be looked into", given)
-        is_doubtful = any(id(x) in self.exponentials for x in given)
+        is_doubtful = any(x in self.exponentials for x in given)
         reasons = []
-        for weights, values, order, is_flat in find_attention(name, arguments, output, self.text_of_call):
+        for weights, values, order, is_flat in find_attention(name, arguments, output, self.text, self.text_of_call):
             call = Read(values, weights.clone())
             reason = self.judge(call, is_doubtful)
             if reason is None:
                 output = self.keep(call, output, order, is_flat)
-                if is_doubtful:
-                    self.doubtful[id(output)] = self.layers[-1]
+                if is_doubtful and not call.sums_to_one:  # else it is normalised, whatever is made of it
+                    self.exponentials[output] = [self.layers[-1]]
                 return output
             reasons += [reason] * bool(reason)
         self.left_out += reasons[:1]
@@ -245,13 +249,12 @@ class Captured(TorchFunctionMode):
             return ""
         least, most, later = call.prove(len(self.layers))
         rounding = TOLERANCE[call.source.dtype]
-        is_one = max(1 - least, most - 1) <= rounding
         is_past = later <= LEAK
         if T_query != T_key:  # the queries belong to the last keys: behind these is no empty buffer
             is_past = T_query < T_key and later == 0 and call.source[..., -1].any()
         if is_past and 0 < most <= (MOST_SUM if self.has_dropout else 1 + rounding):
             return None
-        if is_one and not is_past:
+        if call.sums_to_one and not is_past:
             return UNMASKED if T_query == T_key else shape
         return f"{shape} whose rows sum to {least:.2f} to {most:.2f}" if (is_past and most) or is_doubtful else ""
 

@@ -49,14 +49,16 @@ def axes_of(name: str, arguments: Sequence, output: Tensor) -> list[tuple[Tensor
     return [*zip(tensors, axes, strict=True)] if [*map(len, axes)] == [x.dim() for x in tensors] else []
 
 
-def find_attention(name: str, arguments: Sequence, output: Tensor, text: tuple[int, int] | None) -> Iterator[tuple]:
+def find_attention(
+    name: str, arguments: Sequence, output: Tensor, text: tuple[int, int] | None, flat: tuple[int, int] | None
+) -> Iterator[tuple]:
     """Yield how the factors of a product may be weights and values, the likeliest way first.
 
     Each way is the weights (B, H, T_query, T_key), the values (B, H, T_key, D), an equation that orders the axes of the
     output as batch and heads, queries, width, and whether batch and heads are one axis.
 
     name, arguments: as for `axes_of`; text: B and T of the token ids, if known. Without them the first axis of the
-    weights is the batch. Of batch and heads in one axis the batch comes first.
+    weights is the batch. Of batch and heads in one axis the batch comes first. flat: B and T where these are one axis.
     """
     pairs = axes_of(name, arguments, output)
     # The sizes of the output count last: an axis of a factor may be one that is repeated.
@@ -74,7 +76,7 @@ def find_attention(name: str, arguments: Sequence, output: Tensor, text: tuple[i
         for query in reversed(of_weights):
             heads = "".join(axis for axis in of_weights if axis not in key + query)
             num = math.prod(sizes[axis] for axis in heads)
-            B = num_texts(text, num) if text else sizes.get(heads[:1], 1)
+            B = num_texts(flat if len(heads) == 1 else text, num) if text else sizes.get(heads[:1], 1)
             is_whole = text is None or sizes[query] == text[1]
             if query in of_values or not is_whole or (heads and not {*heads} & {*of_values}):
                 continue

@@ -228,6 +228,12 @@ class Read(Call):
         """Yield all weights, as `Computed` does in blocks, and the keys to which any head of the layer gives some."""
         yield self.source.to(self.dtype), (self.source > 0).any(1, keepdim=True)
 
+    @property
+    def sums_to_one(self) -> bool:
+        """Whether all rows do, but for rounding."""
+        sums = self.source.to(self.dtype).sum(-1)
+        return bool(((sums - 1).abs() <= TOLERANCE[self.source.dtype]).all())
+
     def output(self) -> Tensor:
         """Return the weighted sums of the values, (B, H, T_query, D)."""
         return self.source @ repeat_heads(self.values, self.shape[1])
@@ -243,5 +249,7 @@ class Read(Call):
 
 def join(calls: Sequence[Call], axis: int = 1) -> Call:
     """Return one call with the heads of all, or with axis 0 their texts; they have one mask and scale."""
-    names = vars(calls[0]).keys() & {"values", "q", "k", "source"} if len(calls) > 1 else ()
+    if len(calls) == 1:
+        return calls[0]
+    names = vars(calls[0]).keys() & {"values", "q", "k", "source"}
     return replace(calls[0], **{name: torch.cat([vars(call)[name] for call in calls], dim=axis) for name in names})

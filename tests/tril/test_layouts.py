@@ -136,6 +136,16 @@ def prefixed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return (output := (w := weigh(q, k)) @ v), w, output, v
 
 
+def of_exponentials(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    output = (w := weigh(q, k)) @ v.exp()
+    return output / output.norm(dim=-1, keepdim=True), w, output, v.exp()
+
+
+def by_places(q: Tensor, k: Tensor) -> Tensor:
+    """Read as many rows as one text has, between the texts and the product."""
+    return (score(q, k) + F.linear(MEMORY[: q.size(2)], MEMORY[: q.size(2)])).softmax(-1)
+
+
 RIGHT: dict[str, tuple] = {  # name -> a way to attend, and how many heads have queries and keys
     "reshape": (attend(flat(torch.matmul)),),
     "baddbmm": (attend(flat(lambda w, v: torch.baddbmm(v, w, v, beta=0))),),
@@ -152,6 +162,8 @@ RIGHT: dict[str, tuple] = {  # name -> a way to attend, and how many heads have 
     "another class": (attend(lambda w, v: (w @ (v * OWN)).as_subclass(Tensor)),),
     "gate": (attend(change=lambda x, q: x * q.sigmoid()),),
     "norm": (attend(weights=lambda q, k: weigh(q, k) / 2, change=lambda x, q: x / x.norm(dim=-1, keepdim=True)),),
+    "norm of exponentials": (of_exponentials,),
+    "projected places": (attend(weights=by_places),),
     "dropout": (attend(weights=lambda q, k: F.dropout(weigh(q, k), 0.4)),),
     "kernel, groups": (seen_as(partial(causal, enable_gqa=True)), 10, 5),
     "PyTorch's, text by text": (one_by_one(seen_as(pytorchs)),),

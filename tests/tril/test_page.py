@@ -95,7 +95,7 @@ def write(path: Path, *inspections: Inspection) -> None:
 
 
 def stored(path: Path, name: str) -> np.ndarray:
-    """Return the triangle of this name, decoded as inspection/page.py says: (T, T), 0 above the diagonal."""
+    """Return the triangle of this name, decoded as tril/page.py says: (T, T), 0 above the diagonal."""
     packed = re.search(rf'id="{re.escape(name)}">([^<]*)</script>', path.read_text())[1]
     square = np.zeros((T, T))
     square[np.tril_indices(T)] = np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype="<u2") / 65535

@@ -290,3 +290,6 @@ def test_flex_attention_is_asked_for_its_weights() -> None:
         doubled = flex_attention(q, k, v, **options, enable_gqa=True)
     torch.testing.assert_close(att.calls[0].weights(), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(doubled, 2 * expected @ repeat_kv(att.calls[0].values, q), rtol=0, atol=1e-5)
+    with capture(nn.Module()) as att:
+        flex_attention(q, k, v, enable_gqa=True)
+    assert att.left_out == [UNMASKED] and not att.layers
