@@ -50,16 +50,17 @@ def next_token_loss(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dt
 
 def train(config: Config, ranks: Ranks) -> None:
     """Train as one of `ranks`, from the beginning or from the last checkpoint."""
+    device, dtype = choose_device(config.train, config.model.n_embd, ranks.local_rank)
+
+    # 1. What an earlier session left, the text, the model that fits it, and its optimizer.
+    run = RunDirectory(config, ranks)
+    with ranks.first_then_others():
+        corpus = prepare(config.data, fingerprint=run.fingerprint, model=run.base and run.base.directory)
+    config = run.fit(corpus, device)
     c = config.train
     T = config.model.context_length
     tokens_per_batch = c.batch_size * T
-    device, dtype = choose_device(c, config.model.n_embd, ranks.local_rank)
-
-    # 1. What an earlier session left, the text, the model and its optimizer.
-    run = RunDirectory(config, ranks)
     ranks.check(c, run.step, dtype)
-    with ranks.first_then_others():
-        corpus = prepare(config.data, fingerprint=run.fingerprint, model=run.base and run.base.directory)
     batches = Batches(corpus.tokens["train"], c.batch_size, T, c.seed)
     validation = Validation(corpus, c, T, dtype, ranks)
     model = place_model(make_model(config, corpus, run.base), c.parallel, device)

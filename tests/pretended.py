@@ -59,7 +59,6 @@ def take_steps(directory: Path, *options: str, num: int = 4) -> list[Step]:
     run |= {"batch_size": 5, "grad_accum_steps": 2, "out_dir": directory / "run"}
     argv = ["configs/quickstart.toml", f"--data.source={source}", "--data.tokenizer=bytes", "--model.tied=true", *shape]
     argv += [f"--train.{name}={value}" for name, value in run.items()]
-    config = read_config([*argv, *options])
     steps = []
 
     def begin(*arguments: object) -> None:
@@ -81,7 +80,7 @@ def take_steps(directory: Path, *options: str, num: int = 4) -> list[Step]:
         pretended_gpu() as gpu,
         Ranks() as ranks,
     ):
-        train.train(config, ranks)
+        train.train(read_config([*argv, *options]), ranks)
     return steps[:-1]
 
 

@@ -173,3 +173,5 @@ class Config:
     model: Table[ModelConfig] = ModelConfig()
     data: Table[DataConfig] = DataConfig()
     train: Table[TrainConfig] = TrainConfig()
+    given: tyro.conf.Suppress[frozenset[str] | None] = None
+    """The options that the user gave, as "train.max_steps", where the others are to be fitted to the text."""

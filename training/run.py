@@ -39,7 +39,7 @@ from model.load import load_model
 from training.config import MAY_CHANGE, TrainConfig
 from training.distributed import Ranks, gather
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
-from training.options import Config, tables, to_toml
+from training.options import Config, fit_to_text, tables, to_toml
 from training.progress import Progress
 from training.report import Tracker, best_checkpoint, flat, next_commands, read_metrics, write_report
 
@@ -59,6 +59,7 @@ class RunDirectory:
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config = config
+        self.ranks = ranks
         self.writes = ranks.is_first
         self.path = expand(config.train.out_dir)
         self.metrics = self.path / "metrics.jsonl"
@@ -75,7 +76,6 @@ class RunDirectory:
                 )
             self.base = find_checkpoint(self.path)
             self.state = self.base.trainer
-            self.refuse_changes()
             print(f"resumed from {self.base.directory}")
         elif config.train.init_from:
             self.base = find_checkpoint(config.train.init_from)
@@ -84,11 +84,19 @@ class RunDirectory:
         """The fingerprint of the corpus that the run began with."""
         self.step = self.state.get("step", 0)
         """The step that is resumed; 0 for a new run."""
-        tokens_per_step = config.train.batch_size * config.train.grad_accum_steps * config.model.context_length
-        self.tokens = self.state.get("tokens", self.step * tokens_per_step)
-        """Tokens of training so far, which checkpoints of 3.1 and before do not say."""
         self.train_seconds = self.state.get("train_seconds", 0.0)
         """Seconds of training so far."""
+
+    def fit(self, corpus: Corpus, device: torch.device) -> Config:
+        """Return the configuration, fitted to the text. Raises UserError if the run began with another one."""
+        num_tokens = corpus.meta["train"]["tokens"]
+        self.config = fit_to_text(self.config, num_tokens, device.type == "cuda", self.ranks.world)
+        if self.state:
+            self.refuse_changes()
+        c = self.config.train
+        self.tokens = self.state.get("tokens", self.step * c.batch_size * c.grad_accum_steps * self.config.model.context_length)
+        """Tokens of training so far, which checkpoints of 3.1 and before do not say."""
+        return self.config
 
     def refuse_changes(self) -> None:
         """Raise UserError if the resumed run is asked to become a different one."""

@@ -45,10 +45,11 @@ class Validation:
         self.tokenizer = corpus.tokenizer
         val = corpus.meta["val"]
         self.bits_per_byte_per_nat = val["tokens"] / val["bytes"] / math.log(2)
+        text = []
         try:
             text = self.tokenizer.encode(config.sample_prompt).tolist()
-        except UserError as error:
-            raise UserError(f'train.sample_prompt: {error}; --train.sample_prompt "" begins a document') from error
+        except UserError as error:  # a configuration may have the prompt of another text
+            print(f"note: samples begin a document, since train.sample_prompt cannot: {error}")
         # A tokenizer need not have a token that begins a text.
         self.prompt = [*self.tokenizer.document_start, *text] or self.tokens[:1].tolist()
         text = self.tokens[:context_length][:MOST_SCORED]

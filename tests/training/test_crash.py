@@ -43,7 +43,7 @@ class Setting:
         corpus.write_text(" ".join(f"{i} is {'even' if i % 2 == 0 else 'odd'}.\n" for i in range(100)))
         options = {f"train__{name}": value for name, value in SHORT.items()}
         # Read once for all runs: reading takes as long as training.
-        self.config = read_config(tiny_run(corpus, directory / "unused", **options))
+        self.config = replace(read_config(tiny_run(corpus, directory / "unused", **options)), given=None)
         self.notes, self.said = directory / "notes", directory / "said"
         with keeping_handlers():
             self.train(directory / "straight")  # in this process: the others inherit what is imported at first use
