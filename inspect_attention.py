@@ -40,16 +40,12 @@ from tril.experiments import Ablation
 from tril.inspection import check_output
 from tril.kinds import name_of
 from tril.live import answers, serve
-from tril.metrics import METRICS
 from tril.page import check_room
 
 
 @dataclass(frozen=True)
 class Options:
-    __doc__ = f"{__doc__}\nColumns and metrics; A_ij is the weight of query i for key j:\n" + "\n".join(
-        textwrap.fill(f"{title:8} {name}: {meaning}", 80, initial_indent=" " * 4, subsequent_indent=" " * 13)
-        for name, (title, _, meaning) in METRICS.items()
-    )
+    __doc__ = f"{__doc__}\n{terminal.COLUMNS}"
 
     checkpoints: tyro.conf.Positional[tuple[str, ...]]
     """A run (its newest checkpoint), a checkpoint, a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on

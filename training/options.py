@@ -25,7 +25,7 @@ from model import GPTConfig, ModelConfig
 from model.checkpoint import find_checkpoint
 from model.device import find_device
 from model.load import load_config
-from training.config import Config, TrainConfig
+from training.config import Config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKSTART = CONFIGS / "quickstart.toml"

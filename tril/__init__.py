@@ -22,7 +22,7 @@ In place of mine.py:make both take a directory or OWNER/NAME of the Hugging Face
 The model is an nn.Module that reads token ids. How it is called is found by calling it: vocabulary, length, further
 arguments, and where the logits are. If it is not found, one sentence gives the line to write, call=lambda ids: ...
 
-    report.ok           whether no position depends on a later token; str(report) says which one does
+    report.ok           whether each position sees all tokens up to itself, and none after; str(report) says which not
     report.call         how the model was called, as "called as model(ids, targets=ids)[0]"
 
     found.table()       a line for each head and for each kind of head; print(found) also says how it was verified

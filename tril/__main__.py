@@ -21,14 +21,17 @@ import tril
 from tril.decoder import open_by_transformers
 from tril.errors import UserError, errors_as_user_error, visible
 from tril.inspection import check_output
+from tril.terminal import COLUMNS
 
 
 def make_model(name: str) -> nn.Module:
-    """Return the model that the command line names. Raises UserError if there is none."""
+    """Return the model, or the tokenizer in a file, that the command line names. Raises UserError if there is none."""
     place, _, factory = name.rpartition(":")
     if not place.endswith(".py"):
         if name.endswith(".py"):
             raise UserError(f"say what makes the model: {name}:make, a function in it that returns one")
+        if ":" in name or Path(name).is_file():
+            raise UserError("expected a function in a file, as mine.py:make, a directory, or OWNER/NAME")
         return open_by_transformers(name)
     path = Path(place).resolve()
     if not path.is_file():
@@ -62,11 +65,14 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+TOKENIZER = "a tokenizer.json, a name of tiktoken, a directory, OWNER/NAME, or an object in a file, mine.py:tokenizer"
+
+
 def open_tokenizer(name: str) -> object:
-    """Return a tokenizer: of a tokenizer.json, a name of tiktoken, or what transformers opens."""
-    with errors_as_user_error(
-        f"no tokenizer {name}: give --tokenizer, a tokenizer.json, a name of tiktoken, a directory or OWNER/NAME"
-    ):
+    """Return a tokenizer: a name in a file, a tokenizer.json, a name of tiktoken, or what transformers opens."""
+    if ".py:" in name:
+        return make_model(name)
+    with errors_as_user_error(f"{name!r} cannot be opened as a tokenizer ({TOKENIZER}; pip install what reads it)"):
         if name.endswith(".json"):
             import tokenizers
 
@@ -97,12 +103,13 @@ def heads(options: argparse.Namespace) -> int:
     for path in options.out:  # check now, not after the work
         check_output(path)
     text = options.text if options.ids is None else options.ids
-    tokenizer = options.tokenizer or (options.text and options.model)
+    tokenizer = options.tokenizer or (options.text and ".py:" not in options.model and options.model)
     names = open_tokenizer(tokenizer) if tokenizer else None
     found = tril.inspect_heads(make_model(options.model), text, names)
     print(found)
     for path in options.out:
         found.save(path)
+        print(f"wrote {path}")
     return 0
 
 
@@ -114,12 +121,13 @@ def main() -> None:
     of_check.set_defaults(run=check)
     of_check.add_argument("--length", type=int, help="tokens of a text; default: the model's, of a large model 64")
     of_check.add_argument("--strict", action="store_true", help="ask at more positions, as before a training")
-    of_heads = commands.add_parser("heads", help="what do its heads attend to?")
+    raw = argparse.RawDescriptionHelpFormatter
+    of_heads = commands.add_parser("heads", help="what do its heads attend to?", epilog=COLUMNS, formatter_class=raw)
     of_heads.set_defaults(run=heads)
     given = of_heads.add_mutually_exclusive_group(required=True)
     given.add_argument("--ids", type=ids, help="the text as ids, as in '1 2 3'")
     given.add_argument("--text", help="the text, of which --tokenizer makes ids")
-    of_heads.add_argument("--tokenizer", help="a tokenizer.json, a name of tiktoken, a directory or OWNER/NAME")
+    of_heads.add_argument("--tokenizer", help=TOKENIZER)
     of_heads.add_argument("-o", "--out", action="append", default=[], type=Path, help="a file: .html .png .svg .npz")
     for command in (of_check, of_heads):
         command.add_argument("model", help="file.py:function, a directory, or OWNER/NAME on the Hugging Face hub")

@@ -191,7 +191,14 @@ class Prober:
         self.strict |= not self.weights  # a function has no float64 to ask in
         self.random = torch.Generator().manual_seed(0)  # for tokens and positions
         self.pool = self.shuffled(self.pool)
-        is_special = self.find_special()
+        special = self.special  # those of the options, and those that move the mask
+        if special is None:
+            special = () if self.mask_depends or len(self.pool) > SMALL else self.pool
+        texts = self.pool[:1].repeat(len(self.pool), min(self.length, SHORT))
+        texts[:, texts.size(1) // 2] = self.pool
+        masks = self.masks(texts)
+        moves = (masks != masks.mode(0).values).flatten(1).any(1)
+        is_special = moves | torch.isin(self.pool, torch.tensor([*special], dtype=torch.int64))
         self.num_special = int(is_special.sum())
         self.pool = self.pool[is_special.argsort(descending=True)]
         hides = (~self.masks(self.text(1))[0]).any(1)
@@ -205,17 +212,6 @@ class Prober:
         self.remarks = set()
         self.parts = [(part, part.training, dict(part._buffers)) for part in self.module.modules()]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
-
-    def find_special(self) -> Tensor:
-        """Return which ids of the pool are special, as `check_causality` says: (V,) bool."""
-        special = self.special
-        if special is None:
-            special = () if self.mask_depends or len(self.pool) > SMALL else self.pool
-        texts = self.pool[:1].repeat(len(self.pool), min(self.length, SHORT))
-        texts[:, texts.size(1) // 2] = self.pool
-        masks = self.masks(texts)
-        moves = (masks != masks.mode(0).values).flatten(1).any(1)
-        return moves | torch.isin(self.pool, torch.tensor([*special], dtype=torch.int64))
 
     def shuffled(self, numbers: Tensor) -> Tensor:
         """Return numbers, (N,), in random order."""
@@ -339,7 +335,7 @@ class Prober:
             self.has_backward &= self.strict or not isinstance(error, NotImplementedError)
             output = self.call(forward, idx)
         logits = logits_of(output, (*idx.shape, self.vocab_size)).detach()
-        if not self.is_extreme and not torch.stack(logits.aminmax()).isfinite().all():
+        if not self.is_extreme and not logits.max().isfinite():  # those of padding may be -inf
             raise Finding(f"its logits are not finite numbers ({self.where})")
         return logits.nan_to_num()
 

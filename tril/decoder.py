@@ -72,14 +72,13 @@ def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None))
 
     named = getattr(model, "get_output_embeddings", None)
     head = named() if named else getattr(model, "lm_head", None)
-    can_cut = isinstance(head, nn.Linear)  # another may mix the positions
+    if isinstance(head, nn.Linear):  # another may mix the positions
+        with head.register_forward_pre_hook(cut), suppress(Exception):  # the model may need all logits, as for a loss
+            logits = logits_of(model(idx))
+            if was_cut:
+                return logits
     with errors_as_user_error(f"the model cannot read {T} tokens"):
-        with head.register_forward_pre_hook(cut) if can_cut else nullcontext():
-            output = model(idx)
-    with errors_as_user_error("the model has to return logits"):
-        logits = logits_of(output)
-    if was_cut:
-        return logits
+        logits = logits_of(model(idx))
     if logits.size(1) != T:
         raise UserError(f"of {T} tokens the model returns logits of {logits.size(1)}, not of all")
     return logits[:, positions]
@@ -176,6 +175,8 @@ class Decoder:
     def logits(self, ids: Tensor) -> Tensor:
         """Return the logits of what the model is given as it is, (*ids.shape, V)."""
         outputs = self.outputs(ids, Seen(ids) if self.place == OF_LOSS else None)
+        if self.place not in outputs:  # in training a model may return a loss beside them, or none
+            return next(x for x in outputs.values() if x.shape == (*ids.shape, self.vocab_size))
         return LAYOUTS[self.layout](outputs[self.place], ids)
 
     def outputs(self, ids: Tensor, seen: Seen | None) -> dict[str, Tensor]:
@@ -359,20 +360,25 @@ def check_causality(
 
     Raises UserError if the model cannot be called, or fails while it is probed.
     """
+    if length is not None and length < 1:
+        raise UserError(f"a text has a length of 1 or more, got {length}")
     if not isinstance(model, nn.Module | type) and callable(model):
         model, call = module or nn.Module(), call or model
     decoder = find_call(model, vocab_size, length, call)
     size = sum(weight.numel() for weight in decoder.module.parameters())
-    T = length or (decoder.length if size * decoder.length <= LARGE else min(USUAL, decoder.length))
+    T = int(length or (decoder.length if size * decoder.length <= LARGE else min(USUAL, decoder.length)))
     options.setdefault("tokens", range(decoder.num_ids))
-    for name in ("tokens", "special"):
-        if (largest := max(map(int, options.get(name) or ()), default=0)) >= decoder.num_ids:
+    for name in {"tokens", "special"} & {name for name, value in options.items() if value is not None}:
+        options[name] = [*map(int, options[name])]
+        if (largest := max(options[name], default=0)) >= decoder.num_ids:
             raise UserError(f"{name} has the id {largest}, beyond the vocabulary of {decoder.num_ids}")
-    is_compiled = decoder.function is not model and hasattr(model, "_orig_mod")
-    forward = replace(decoder, function=model) if is_compiled and not call else decoder
+    is_compiled = hasattr(model, "_orig_mod") and not call
+    forward = replace(decoder, function=model) if is_compiled else decoder
     options.setdefault("extreme", [decoder])
     with errors_as_user_error(f"{decoder} fails while {T} tokens are probed"):
         report = causality.check_causality(forward, decoder.vocab_size, T, module=decoder.module, **options)
+    if "blind" in (report.finding or ""):
+        report = replace(report, finding=f"{report.finding} (if that is meant, as of a window, pass mask=)")
     return replace(report, call=f"called as {decoder}")
 
 

@@ -157,7 +157,7 @@ def joined(parts: Sequence[Metrics], names: Iterable[str]) -> Metrics:
 def change_of(mode: str) -> Callable[[Tensor], Tensor]:
     """Return the function of a head's output that takes its place. Raises UserError for an unknown mode."""
     if mode not in CHANGES:
-        raise UserError(f"a head becomes zero, mean or patch, not {mode!r}")
+        raise UserError(f"a head becomes {' or '.join(CHANGES)}, not {mode!r}")
     return CHANGES[mode]
 
 

@@ -10,11 +10,12 @@ Shapes are named as in tril/weights.py.
 """
 
 import html
+import json
 import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from tril import page
 from tril.decoder import Decoder, check_causality, find_call
 from tril.errors import UserError
-from tril.experiments import Ablation, RepeatProbe, ablate, feeders, head_scores, influence, make_probe
+from tril.experiments import Ablation, RepeatProbe, ablate, change_of, feeders, head_scores, influence, make_probe
 from tril.kinds import Fed, choose_heads, kind_of, name_of, tag
 from tril.look import UNMASKED, Captured, Edits, look
 from tril.metrics import METRICS, Head, Heads, HeadScores
@@ -98,7 +99,11 @@ class Inspection:
         scores = head_scores(self.model, self.measured, self.probe, self.edits)
         if self.ablation:
             scores.samples["ablation"] = ablate(self.model, self.measured, self.heads, self.ablation)
-        return scores.beside(self.plain.scores) if self.plain else scores
+        if self.plain is None:
+            return scores
+        beside = self.plain.scores  # with those on the probe
+        samples = beside.samples | scores.samples
+        return replace(scores, samples=samples, chance=beside.chance | scores.chance, rows=beside.rows | scores.rows)
 
     @cached_property
     def verified(self) -> str:
@@ -209,10 +214,18 @@ class Inspection:
         """Return what a page shows, without the model; places: also the strongest places."""
         page.check_room(len(self.heads), len(self.labels))
         predictions = self.scores.predictions[: len(self.labels)]  # the first text may be shown in part
+        both = (self.scores.mean, self.scores.chance)
         texts = {
             "name": self.name,
             "summary": f"{self.name} · loss {self.loss:.4f} · {self.verified}",
-            "heads": [self.describe_head(head) for head in self.heads],
+            "heads": [  # the scores beside those of an even head
+                {
+                    "kind": kind_of(self.scores, head),
+                    "fed": str(self.fed.get(head, "")),
+                    "scores": {name: [number(of, name, head) for of in both] for name in METRICS},
+                }
+                for head in self.heads
+            ],
             # JSON has no infinity, and no nan. The last token is followed by none.
             "predictions": [
                 (self.label(token), f"{chance:.1%}", loss if loss is not None and math.isfinite(loss) else None)
@@ -233,22 +246,13 @@ class Inspection:
             found = strongest.values()
             read = {place.start: place.labels for places in found for place in places.strongest}
             shown = [([place[:4] for place in first], *rest) for first, *rest in found]
-            stored["places"] = page.pack_json([read, shown])
+            stored["places"] = page.deflate(json.dumps([read, shown]).encode())
         names = [name_of(head) for head in self.heads]
         described = (self.name, self.note, self.labels, self.num_written, names)
         return page.Described(*described, self.probe is not None, bool(strongest), texts, stored)
 
-    def describe_head(self, head: Head) -> dict:
-        """Return the texts about one head: its kind, its feeders, and its scores beside those of an even head."""
-        both = (self.scores.mean, self.scores.chance)
-        return {
-            "kind": kind_of(self.scores, head),
-            "fed": str(self.fed.get(head, "")),
-            "scores": {name: [number(of, name, head) for of in both] for name in METRICS},
-        }
-
     def __repr__(self) -> str:
-        return f"{self.verified}\n{self.table()}"
+        return f"{self.note}\n{self.verified}\n{self.table()}"
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""
@@ -288,6 +292,8 @@ def inspect_heads(
     Raises UserError if the model, text or names cannot be used, and NotTheKernels if the weights computed are not those
     that the kernel used.
     """
+    if ablate:
+        change_of(ablate)
     decoder = find_call(model, call=call)
     names = names if isinstance(names, Names) else Names(names)
     found = inspection_of(
@@ -300,16 +306,18 @@ def inspect_heads(
         corpus=None if corpus is None else names.ids(corpus),
     )
     try:
-        len(found.heads)  # raises now if nothing can be shown
+        left_out = found.att.left_out
     except UserError as error:
-        report = check_causality(model, call=call) if UNMASKED in str(error) else None
-        if report is None or " sees " not in (report.finding or ""):
-            raise
-        raise UserError(f"the model attends without a causal mask: {report.finding}") from None
+        left_out = [str(error)]
+    if any(UNMASKED in reason for reason in left_out):
+        finding = check_causality(model, call=call).finding or ""
+        if " sees " in finding:
+            raise UserError(f"the model attends without a causal mask: {finding}")
+    len(found.heads)  # raises now if nothing can be shown
     if found.probe:
         try:
-            look(found.model, found.probe.repeated[:1])
-        except UserError:  # some models read texts of certain lengths only
+            look(found.model, found.probe.repeated[:1])[0].scores()
+        except UserError:  # some models read texts of certain lengths only, or an id as padding
             found.probe = None
     return found
 

@@ -104,6 +104,7 @@ def choose_heads(patterns: str | Sequence[str], L: int, H: int) -> list[Head]:
     heads = {f"{layer}.{head}": (layer % L, head) for layer in range(-L, L) for head in range(H)}
     chosen = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns or ["*"]:
+        pattern = pattern if isinstance(pattern, str) else name_of(pattern)
         found = sorted(map(heads.get, fnmatch.filter(heads, pattern)))
         if not found:
             shape = f"{L} layers of {H} heads, written as 0.1 0.* -1.*"

@@ -40,7 +40,8 @@ MOST_REASONS = 3  # in a sentence
 UNSEEN = "no attention of a text to itself and its past was seen"
 NOWHERE = "nor a product: a compiled or scripted graph, and a kernel of another library, cannot be looked into"
 NOT_PLAIN = "what is nested or sparse, or inside torch.vmap, cannot be looked into"
-UNMASKED = "attention to all of as many tokens as the text has: its own, or those of a memory"
+NUMERATORS = "numerators, which are divided by their sums after the product with the values"
+UNMASKED = "attention without a causal mask, to the text itself or to a memory as long"
 
 Edits = Mapping[Head, Callable[[Tensor], Tensor]]  # head -> function of its output, (B, T, D) -> what goes on
 
@@ -118,6 +119,11 @@ class Captured(TorchFunctionMode):
             return self.see_product(name, (args, kwargs), output)
         if name == "tensordot":
             self.note("torch.tensordot cannot be looked into", args)
+        elif name in ("mul", "__mul__"):  # weights (..., T, T, 1)
+            self.note(
+                "a sum of products cannot be looked into",
+                [x for x in args if isinstance(x, Tensor) and x.shape[3:] == (1,)],
+            )
         elif func is F.linear:
             self.see_linear(*args, **kwargs)
         elif func in (F.layer_norm, F.rms_norm):
@@ -137,19 +143,15 @@ class Captured(TorchFunctionMode):
         layers = [layer for x in given for layer in self.exponentials.get(x, [])]
         if name.rstrip("_") in ("div", "mul") and len(given) > 1:
             for layer in filter(None, layers):
-                self.leave_out(layer, "numerators, which are divided by their sums after the product with the values")
+                if self.edits:  # they would be those of the next layer
+                    raise UserError(f"heads of this model cannot be changed: it has {NUMERATORS}")
+                layer.clear()
+                self.outputs = []
+                self.flat = []
+                self.left_out.append(NUMERATORS)
         elif given and "softmax" not in name and name not in ("linear", "addmm"):
             for x in made:
                 self.exponentials[x] = layers
-
-    def leave_out(self, layer: list[Call], reason: str) -> None:
-        """Leave out a layer that was kept. Raises UserError if heads are changed: they would be those of the next."""
-        if self.edits:
-            raise UserError(f"heads of this model cannot be changed: it has {reason}")
-        layer.clear()
-        self.outputs = []
-        self.flat = []
-        self.left_out.append(reason)
 
     def note(self, reason: str, arguments: object) -> None:
         """Note what may be attention and cannot be looked into, if anything in it has two axes as long as the text."""
@@ -167,7 +169,7 @@ class Captured(TorchFunctionMode):
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        enable_gqa: bool = False,
+        **_: object,
     ) -> Tensor:
         """Store a call of the fused kernel. Return its output, perhaps with heads changed."""
         if not all(map(is_plain, (query, key, value))):
@@ -209,8 +211,8 @@ class Captured(TorchFunctionMode):
         call = Read(value.detach(), weights.detach())
         reason = self.judge(call)
         if reason is None:
-            output = self.keep(call, output)
-        self.left_out += [reason] * bool(reason)
+            return self.keep(call, output), *others
+        self.left_out += filter(None, [reason])
         return output, *others
 
     def see_product(self, name: str, arguments: tuple, output: Tensor) -> Tensor:
@@ -275,7 +277,8 @@ class Captured(TorchFunctionMode):
         if heads and is_same(torch.cat(heads, dim=1), input):
             self.projections[sum(map(bool, self.layers)) - 1] = weight
         self.flat = []
-        self.outputs = []
+        if not self.is_open:  # else this may be a projection of the next of several heads
+            self.outputs = []
 
     def keep(self, call: Call, output: Tensor, order: str = "...->...", is_flat: bool = False) -> Tensor:
         """Store a call. Return its output, perhaps with heads changed.

@@ -9,7 +9,7 @@ tril/weights.py.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -50,11 +50,6 @@ class HeadScores:
     def mean(self) -> Metrics:
         """Mean over the sequences: metric -> (L, H)."""
         return {name: samples.mean(0) for name, samples in self.samples.items()}
-
-    def beside(self, others: "HeadScores") -> "HeadScores":
-        """Return these scores, and those of the others that these lack."""
-        samples = others.samples | self.samples
-        return replace(self, samples=samples, chance=others.chance | self.chance, rows=others.rows | self.rows)
 
 
 def measure(blocks: Iterable[tuple[Tensor, Tensor]], repeat: int | None = None) -> Metrics:

@@ -9,7 +9,6 @@ to two bytes a weight.
 """
 
 import base64
-import json
 import secrets
 import zlib
 from collections.abc import Sequence
@@ -73,20 +72,9 @@ def render(checkpoints: Sequence[Described], live: str | None = None) -> str:
     last = checkpoints[-1]
     check_room(len(last.heads), len(last.labels), len(checkpoints))
     stored = {f"{place}/{name}": each.stored[name] for place, each in enumerate(checkpoints) for name in each.stored}
-    return (
-        environment()
-        .get_template("page.html")
-        .render(
-            nonce=secrets.token_urlsafe(),
-            inputs=last,
-            kinds=KINDS,
-            metrics=METRICS,
-            heads=last.heads,
-            checkpoints=[each.texts for each in checkpoints],
-            stored=stored,
-            live=live,
-        )
-    )
+    shown = {"inputs": last, "heads": last.heads, "checkpoints": [each.texts for each in checkpoints]}
+    known = {"kinds": KINDS, "metrics": METRICS, "nonce": secrets.token_urlsafe()}
+    return environment().get_template("page.html").render(stored=stored, live=live, **shown, **known)
 
 
 def deflate(content: bytes) -> str:
@@ -97,11 +85,6 @@ def deflate(content: bytes) -> str:
 def pack(numbers: Tensor, dtype: str) -> str:
     """Return numbers as the page stores them."""
     return deflate(numbers.numpy().astype(dtype).tobytes())
-
-
-def pack_json(content: object) -> str:
-    """Return an object as the page stores it."""
-    return deflate(json.dumps(content).encode())
 
 
 def encode(pattern: Tensor) -> str:

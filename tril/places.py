@@ -70,7 +70,7 @@ def find_places(
     size = LEAST_SIZE + sum(parameter.numel() for parameter in model.parameters())
     starts, texts = draw_texts(corpus, T, int(MINUTE / size / T))
     seen = {head: [] for head in heads}
-    for text in progress(texts, unit=" texts"):
+    for text in progress(texts, desc="strongest places", unit=" texts"):
         att, _ = look(model, text[None])
         att.verify()
         for head, rows in seen.items():

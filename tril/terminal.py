@@ -1,6 +1,7 @@
 """Show heads in a terminal: token labels, tables, and one head drawn in characters."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
@@ -11,6 +12,10 @@ from tril.metrics import METRICS, Head, Heads, HeadScores, Metrics
 
 GREY = " .:-=+*#%@"  # darker for a larger weight, in tenths
 SHOWN = str.maketrans(" \n\t", "␣↵⇥")
+COLUMNS = "Columns and metrics; A_ij is the weight of query i for key j:\n" + "\n".join(
+    textwrap.fill(f"{title:8} {name}: {meaning}", 80, initial_indent=" " * 4, subsequent_indent=" " * 13)
+    for name, (title, _, meaning) in METRICS.items()
+)
 MOST_ROWS = 16  # heads in a table, unless more are asked for
 MOST_NAMED = 2  # heads of a kind that fit a line of 80 columns
 
@@ -51,7 +56,7 @@ def table(scores: HeadScores, heads: Heads) -> str:
     rows += dict.fromkeys(("even", *(number(scores.chance, name, head) for name in columns)) for head in heads)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, "even: attends evenly; (ctrl): ind where nothing repeats; --help defines columns"])
+    return "\n".join([*lines, "even: attends evenly; (ctrl): ind where nothing repeats; columns: tril heads -h"])
 
 
 def best(scores: HeadScores, heads: Heads) -> list[Head]:

@@ -1,6 +1,7 @@
 """Texts for a model: their ids, a name for each token, and parts as long as a model reads."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -26,11 +27,17 @@ class Names:
     vocab_size = 0
 
     def __init__(self, given: object = None):
-        self.listed = list(given) if isinstance(given, list | tuple) else []
-        self.tokenizer = None if self.listed else given
+        is_list = isinstance(given, list | tuple)
+        if not (given is None or is_list or hasattr(given, "decode")):
+            raise UserError(f"names are a list, or a tokenizer, not {type(given).__name__}")
+        self.listed = [*map(visible_label, given)] if is_list else None
+        self.tokenizer = None if is_list else given
         self.known: dict[int, str] = {}  # names so far
         self.special = getattr(given, "all_special_ids", [])
-        ends = [getattr(given, name, None) for name in ("eot_token", "eos_token_id", "bos_token_id")]
+        ends = []
+        for name in ("eot_token", "eos_token_id", "bos_token_id"):
+            with suppress(KeyError):  # of an encoding without it
+                ends.append(getattr(given, name, None))
         self.start = [token for token in ends if token is not None] or [0]
 
     def ids(self, text: Text) -> list[int]:
@@ -55,16 +62,21 @@ class Names:
         """Return the text of an id by the tokenizer; empty if it has none, or a part of a character."""
         if self.tokenizer is None:
             return ""
-        with errors_as_user_error(f"names have to be a list or a tokenizer, which has no name for {token}"):
-            text = self.tokenizer.decode([token])
+        try:
+            with errors_as_user_error("a model may have more ids than its tokenizer"):
+                text = self.tokenizer.decode([token])
+        except UserError:
+            return ""
         return "" if "\ufffd" in text else text
 
     def labels(self, ids: Sequence[int]) -> list[str]:
         """Return names of the tokens of a text. Raises UserError if names were given, of another number."""
-        if self.listed and len(self.listed) != len(ids):
+        if self.listed is None:
+            return [*map(self.label, ids)]
+        if len(self.listed) != len(ids):
             raise UserError(f"expected a name for each token, got {len(self.listed)} for {len(ids)}")
-        self.known |= zip(ids, self.listed, strict=False)
-        return self.listed or [*map(self.label, ids)]
+        self.known |= zip(ids, self.listed, strict=True)
+        return self.listed
 
     def label(self, token: int) -> str:
         """Return the name of an id with every character visible; in brackets special ones, and ids without a name."""

@@ -96,9 +96,3 @@ def test_a_sample_of_a_training_commands_no_terminal(run, corpus_file: Path, tmp
     result = run(train, *tiny_run(corpus_file, tmp_path / "out", train__max_steps=1))
     assert result.out.count("a\\x1b[2Jb") == 3 and "\x1b" not in result.out
     assert metrics(tmp_path / "out", "sample") == {0: "a\x1b[2Jb", 1: "a\x1b[2Jb"}
-
-
-def test_a_prompt_that_cannot_be_read_is_refused_before_the_training(run, corpus_file: Path, tmp_path: Path) -> None:
-    words = tiny_run(corpus_file, tmp_path / "out", train__sample_prompt="1 is ß", data__tokenizer="chars")
-    run(train, *words).refused("the chars tokenizer never saw the character 'ß'")
-    assert not list(tmp_path.glob("out/checkpoints/*"))

@@ -14,9 +14,18 @@ from data.prepare import DataConfig, prepare
 from errors import UserError
 from model import GPT, GPTConfig
 from tests.conftest import ROOT
-from training.options import EPOCHS, FEWEST_STEPS, SIZES, TOKENS_PER_PARAMETER, Config, fit_to_text, read_config
+from training.options import (
+    EPOCHS,
+    FEWEST_STEPS,
+    SIZES,
+    TOKENS_PER_PARAMETER,
+    Config,
+    fit_to_text,
+    read_config,
+    tables,
+    tokens_for,
+)
 from training.options import QUICKSTART as QUICKSTART_FILE
-from training.options import tables, tokens_for
 
 QUICKSTART = parse(Config, [], QUICKSTART_FILE)
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.toml")) if path.stem != "finetune"]
@@ -148,6 +157,8 @@ def test_a_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_prompt_that_the_tokenizer_cannot_write_is_left_out(run, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "text.txt").write_text("abc cab\n" * 999)
     monkeypatch.chdir(tmp_path)
-    sizes = "--train.max_steps=1 --train.out_dir=run --model.n_embd=32 --train.device=cpu --train.sample_tokens=5".split()
+    sizes = (
+        "--train.max_steps=1 --train.out_dir=run --model.n_embd=32 --train.device=cpu --train.sample_tokens=5".split()
+    )
     result = run(train, QUICKSTART_FILE, "--data.source=text.txt", "--data.tokenizer=chars", *sizes).ok()
     assert "note: samples begin a document, since train.sample_prompt cannot" in result.out

@@ -341,6 +341,72 @@ def test_functions_and_explicit_arguments_go_on() -> None:
     assert not tril.check_causality(Plain(), length=T, decode=lambda idx: Plain().logits(idx)).ok
 
 
+class SeesSeven(nn.Module):
+    """Sees whether the next token is 7, of more ids than are tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(2003, C), nn.Linear(C, 2003)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        return self.head(self.embedding(idx).cumsum(1)) + F.pad(idx[:, 1:] == 7, (0, 1))[..., None]
+
+
+def test_ids_may_be_any_numbers_and_padding_has_no_logit() -> None:
+    for ids in ([2, 3, 5], torch.tensor([2, 3, 5]), range(2, 6), iter([2, 3, 5])):
+        assert tril.check_causality(Plain(), length=T, tokens=ids).ok
+    for special in ([7], iter([7]), torch.tensor([7])):
+        assert not tril.check_causality(SeesSeven(), length=T, special=special).ok
+    padded = Outputs(lambda logits: logits.index_fill(-1, torch.tensor([3]), -torch.inf))
+    assert tril.check_causality(padded, length=T).ok
+    for length in (0, -3):
+        with pytest.raises(tril.UserError, match=f"a text has a length of 1 or more, got {length}"):
+            tril.check_causality(Plain(), length=length)
+
+
+class Auxiliary(Plain):
+    """Returns a loss beside the logits, in training alone or but in training."""
+
+    def __init__(self, in_training: bool, **options: object) -> None:
+        super().__init__(**options)
+        self.in_training = in_training
+
+    def forward(self, idx: Tensor) -> object:
+        logits = self.logits(idx)
+        return (logits, logits.mean()) if self.training == self.in_training else logits
+
+
+@pytest.mark.parametrize("in_training", [False, True])
+def test_what_is_returned_may_be_another_in_training(in_training: bool) -> None:
+    assert tril.check_causality(Auxiliary(in_training), length=T).ok
+    assert not tril.check_causality(Auxiliary(in_training, leak=1e-5), length=T).ok
+
+
+class Headed(Plain):
+    """Has the name by which a head is known, and needs the logits of all positions."""
+
+    def __init__(self, wrap: Callable) -> None:
+        super().__init__()
+        self.wrap, self.lm_head = wrap, self.head
+
+    def forward(self, idx: Tensor) -> object:
+        x = self.embed(idx)
+        return self.wrap(self.lm_head(x + self.attend(x)), idx)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda logits, idx: logits.view(*idx.shape, V),
+        lambda logits, idx: {"logits": logits, "loss": loss_of(logits[:, :-1], idx[:, 1:])},
+    ],
+    ids=["view", "loss"],
+)
+def test_a_model_that_needs_all_logits_is_read(wrap: Callable) -> None:
+    found = tril.inspect_heads(Headed(wrap).eval(), [5, 3, 8, 5, 3])
+    assert found.loss > 0 and len(found.heads) == H
+
+
 def test_a_test_of_theirs_fails_with_the_sentence() -> None:
     tril.assert_causal(Plain(), length=T)
     with pytest.raises(AssertionError, match=r"no, position 0 sees token 1, .*; called as model\(ids\)$"):
@@ -473,6 +539,8 @@ COMMANDS = {
     "model.py": (2, "say what makes the model: model.py:make"),
     "absent.py:make": (2, "there is no file absent.py"),
     "apart/random.py:make": (0, "yes, none of the "),
+    "model:make": (2, "expected a function in a file, as mine.py:make, a directory, or OWNER/NAME"),
+    "errors.py:HERE": (2, "expected a model, an nn.Module, got bool"),
     "absent/": (2, "absent/ cannot be opened by transformers: "),
 }
 
@@ -509,6 +577,34 @@ def test_the_command_line_opens_a_directory_by_transformers_and_no_other_file(pr
     (project / "mistral" / "model.safetensors.index.json").unlink()
     (project / "mistral" / "adapter_config.json").write_text("{}")
     assert "merge the adapter" in run_python("-m", "tril", "check", "mistral", cwd=project).stderr
+
+
+TOKENIZER = """
+
+class Letters:
+    def encode(self, text):
+        return [ord(letter) - 97 for letter in text]
+
+    def decode(self, ids):
+        return "".join(chr(97 + token) for token in ids)
+
+letters = Letters()
+"""
+
+
+def test_heads_of_a_model_with_characters_of_its_own_from_the_command_line(project: Path) -> None:
+    with open(project / "model.py", "a") as file:
+        file.write(TOKENIZER)
+    words = "heads model.py:make --text abcab --tokenizer model.py:letters -o a.html".split()
+    done = run_python("-m", "tril", *words, cwd=project)
+    assert done.returncode == 0 and done.stdout.endswith("\nwrote a.html\n"), done.stderr
+    assert (
+        done.stdout.startswith("text:   5 tokens\n") and '["a", "b", "c", "a", "b"]' in (project / "a.html").read_text()
+    )
+    done = run_python("-m", "tril", "heads", "model.py:make", "--text", "abcab", cwd=project)
+    assert done.returncode == 2 and "a text needs a tokenizer" in done.stderr
+    done = run_python("-m", "tril", *words[:5], "absent.json", cwd=project)
+    assert done.returncode == 2 and "'absent.json' cannot be opened as a tokenizer (a tokenizer.json," in done.stderr
 
 
 IMPORTS = """

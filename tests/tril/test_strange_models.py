@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
@@ -115,6 +116,30 @@ def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     assert torch.equal(by_text.scores.losses, by_ids.scores.losses)
     ours = inspect_heads(make_gpt(), [3, 5, 7, 3, 5, 7])
     assert len(ours.heads) == 6 and not ours.att.left_out
+    assert inspect_heads(make_gpt(), [3, 5, 7], heads=ours.heads[4:]).heads == ours.heads[4:]
+
+
+def test_names_are_visible_and_need_not_be_enough_for_all_ids(tmp_path: Path) -> None:
+    found = inspect_heads(make_gpt(), [3, 5, 7], ["a b", "\n", b"\xe2"])
+    assert found.labels == ["a␣b", "↵", "\\xe2"]
+    few = tiktoken.Encoding("few", pat_str=".", mergeable_ranks={b"a": 0, b"b": 1}, special_tokens={})
+    found = inspect_heads(make_gpt(), "abba", few)  # predicts others, and has no token that ends a text
+    found.save(tmp_path / "a.html")
+    assert found.labels == list("abba") and found.label(5) == "⟦5⟧"
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"names": np.array(list("abc"))}, "names are a list, or a tokenizer, not ndarray"),
+        ({"names": dict.fromkeys("abc")}, "names are a list, or a tokenizer, not dict"),
+        ({"names": []}, "expected a name for each token, got 0 for 3"),
+        ({"ablate": "zeros"}, "a head becomes zero or mean, not 'zeros'"),
+    ],
+)
+def test_a_slip_is_one_sentence(options: dict, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        inspect_heads(make_gpt(), [3, 5, 7], **options)
 
 
 def test_a_model_of_certain_lengths_has_no_probe_of_another(tmp_path: Path) -> None:
@@ -124,6 +149,56 @@ def test_a_model_of_certain_lengths_has_no_probe_of_another(tmp_path: Path) -> N
     found = inspect_heads(model, IDS)
     found.save(tmp_path / "a.html")
     assert found.probe is None and "induction" not in found.scores.mean and found.pattern(1, 2).shape == (12, 12)
+
+
+def test_a_probe_that_has_an_id_of_padding_is_left_out() -> None:
+    model = Book().eval()
+
+    def forward(idx: Tensor) -> Tensor:
+        x = model.tokens(idx) + model.places.weight[: idx.size(1)]
+        for layer in model.layers:
+            x = layer(x, ~make_causal_mask(idx.size(1)), idx == 0)
+        return model.out(x)
+
+    model.forward = forward
+    found = inspect_heads(model, IDS)
+    assert found.probe is None and found.pattern(1, 2).shape == (12, 12) and found.verified
+
+
+class OneByOne(nn.Module):
+    """Heads that are modules, each with projections of its own, as in Karpathy's lecture."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.out, self.proj = nn.Embedding(V, 21), nn.Linear(21, V), nn.Linear(21, 21)
+        self.heads = nn.ModuleList(nn.ModuleList(nn.Linear(21, 7, bias=False) for _ in "qkv") for _ in range(3))
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.tokens(idx)
+        hidden = ~make_causal_mask(idx.size(1))
+        heads = []
+        for query, key, value in self.heads:
+            scores = query(x) @ key(x).mT
+            heads.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value(x))
+        return self.out(x + self.proj(torch.cat(heads, -1)))
+
+
+def test_the_projection_of_heads_that_are_modules_is_found() -> None:
+    model = OneByOne().eval()
+    found = inspect_heads(model, IDS)
+    assert found.heads == [(0, 0), (0, 1), (0, 2)]
+    values = model.heads[1][2](model.tokens(torch.tensor(IDS)))
+    torch.testing.assert_close(found.lengths[0, 1], (values @ model.proj.weight[:, 7:14].T).norm(dim=-1).detach())
+
+
+def test_attention_by_sums_of_products_is_said_to_be_left_out() -> None:
+    class Summed(OneByOne):
+        def forward(self, idx: Tensor) -> Tensor:
+            x = self.tokens(idx)
+            weights = torch.ones(idx.size(1), idx.size(1)).tril().log().softmax(-1)[None, :, :, None]
+            return super().forward(idx) + self.out((weights * x[:, None]).sum(2))
+
+    assert "not shown: 1 x a sum of products cannot be looked into" in inspect_heads(Summed().eval(), IDS).verified
 
 
 def test_a_model_without_gradients_has_no_influence(tmp_path: Path) -> None:

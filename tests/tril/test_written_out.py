@@ -277,6 +277,8 @@ def test_a_forgotten_mask_is_seen_in_short_texts(num: int) -> None:
         assert len(att.calls) == 1 and UNMASKED in att.left_out
     with pytest.raises(UserError, match="attends without a causal mask: position"):
         inspect_heads(Decoder(unmasked), [5, 3, 5][:num])
+    with pytest.raises(UserError, match="attends without a causal mask: position"):  # also of one layer of two
+        inspect_heads(Decoder(unmasked, Written(attend(), 1, 1)), [5, 3, 5][:num])
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
