@@ -94,9 +94,8 @@ class RunDirectory:
         if self.state:
             self.refuse_changes()
         c = self.config.train
-        self.tokens = self.state.get(
-            "tokens", self.step * c.batch_size * c.grad_accum_steps * self.config.model.context_length
-        )
+        tokens_per_step = c.batch_size * c.grad_accum_steps * self.config.model.context_length
+        self.tokens = self.state.get("tokens", self.step * tokens_per_step)
         """Tokens of training so far, which checkpoints of 3.1 and before do not say."""
         return self.config
 

@@ -119,11 +119,9 @@ class Captured(TorchFunctionMode):
             return self.see_product(name, (args, kwargs), output)
         if name == "tensordot":
             self.note("torch.tensordot cannot be looked into", args)
-        elif name in ("mul", "__mul__"):  # weights (..., T, T, 1)
-            self.note(
-                "a sum of products cannot be looked into",
-                [x for x in args if isinstance(x, Tensor) and x.shape[3:] == (1,)],
-            )
+        elif name in ("mul", "__mul__"):
+            weights = [x for x in args if isinstance(x, Tensor) and x.dim() > 3 and x.size(-1) == 1]  # (..., T, T, 1)
+            self.note("a sum of products cannot be looked into", weights)
         elif func is F.linear:
             self.see_linear(*args, **kwargs)
         elif func in (F.layer_norm, F.rms_norm):
