@@ -8,8 +8,8 @@ __all__ = ["UserError", "check_numbers", "errors_as_user_error", "visible"]
 
 
 def check_numbers(options: object, **ranges: tuple[float, float]) -> None:
-    """Raise UserError unless every number in a dataclass is in its range, from 0 to 1e30 by default."""
+    """Raise UserError unless every number in a dataclass is in its range, from 0 to what 64 bits hold by default."""
     for name, value in vars(options).items():
-        least, most = ranges.get(name, (0, 1e30))
+        least, most = ranges.get(name, (0, 2**63 - 1 if isinstance(value, int) else 1e30))
         if isinstance(value, Real) and not least <= value <= most:
             raise UserError(f"{name} must be a number from {least:,} to {most:,}, got {value}")

@@ -51,7 +51,7 @@ class Options:
     """A run (its newest checkpoint), a checkpoint, a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on
     their hub; several checkpoints of one run make a timeline."""
     text: str = ""
-    """Text to read; @FILE reads a file, - standard input. Left out: the model's validation text."""
+    """Text to read; @FILE reads a file, - standard input, @@ is an @. Left out: the model's validation text."""
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""

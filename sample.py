@@ -46,8 +46,8 @@ class Options:
     """A checkpoint, a run (its newest checkpoint), a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on
     their hub."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to continue, any number of times; @FILE reads a file, - standard input. None or an empty one begins a
-    document. Names of special tokens are ordinary text."""
+    """Text to continue, any number of times; @FILE reads a file, - standard input, @@ is an @. None or an empty one
+    begins a document. Names of special tokens are ordinary text."""
     max_new_tokens: int = 256
     """The most tokens to generate; may be more than the context length."""
     sampler: Annotated[Sampler, tyro.conf.arg(name="")] = Sampler(0.8)
@@ -66,7 +66,7 @@ class Options:
     memory for both: it keeps bfloat16 weights a second time, in the order in which it reads them fastest."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, num_samples=(1, 1e30), seed=(0, 2**63 - 1))
+        check_numbers(self, num_samples=(1, 10**6))
 
 
 class Text:

@@ -89,13 +89,15 @@ class Lasting:
 
 
 def read_prompt(prompt: str) -> str:
-    """Return the prompt itself, the text in a file (@FILE), or standard input (-).
+    """Return the prompt itself, the text in a file (@FILE), or standard input (-). A text that begins with @ has two.
 
     It has no byte order mark, and keeps its line ends, as in training. Raises OSError if there is no such file, and
     UnicodeError if the text is not UTF-8.
     """
     if prompt == "-":
         return sys.stdin.buffer.read().decode("utf-8-sig")
+    if prompt.startswith("@@"):
+        return prompt[1:]
     if prompt.startswith("@"):
         return expand(prompt[1:]).read_bytes().decode("utf-8-sig")
     return prompt

@@ -90,4 +90,4 @@ def to_device(sequences: np.ndarray, device: torch.device) -> Batch:
     if device.type == "cuda":
         ids = ids.pin_memory()
     ids = ids.to(device, non_blocking=True).long()
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else a compiled loss is compiled again for these strides
+    return ids[:, :-1].clone(), ids[:, 1:].clone()  # of memory and strides of their own, for which a loss is compiled

@@ -18,9 +18,12 @@ class LayerCache:
         return slice(self.length, self.length + T)
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, n_kv_head, T, D) after the earlier positions; return views of all positions."""
+        """Store (B, n_kv_head, T, D) after the earlier positions; return views of all positions.
+
+        What is stored of one sequence is stored for all of them.
+        """
         end = self.length + k.size(2)
         self.keys[:, :, self.length : end] = k
         self.values[:, :, self.length : end] = v
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys[: len(k), :, :end], self.values[: len(k), :, :end]

@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 PROBE_TOKENS = "probe_tokens"  # in trainer.json: tokens to draw the probe of heads from
 STEP = "step-" + 8 * "[0-9]"  # a pattern of names
-HUB_NAME = re.compile(r"(hf:)?(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", re.ASCII)
+HUB_NAME = re.compile(r"(hf:)?((?!out/)\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", re.ASCII)  # out/ has our runs
 FETCHED = ("*.json", "tokenizer.model", "merges.txt", "model*.safetensors")  # never a pickle
 say_once = cache(print)  # a directory that is kept is met again by each save
 
@@ -56,7 +56,7 @@ def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
 
     `place` is a checkpoint, a run directory (its newest intact checkpoint is taken), a Hugging Face model directory, or
     the name OWNER/NAME or OWNER/NAME@REVISION of a model on the Hugging Face hub. A directory OWNER takes precedence,
-    but never with hf: before the name. A `Checkpoint` is returned as it is.
+    but never with hf: before the name; and out/NAME is never asked for. A `Checkpoint` is returned as it is.
 
     Raises UserError if there is none.
     """

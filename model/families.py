@@ -113,6 +113,16 @@ class RMSNorm(nn.RMSNorm):
             return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
 
+def layer_norm(width: int, config: GPTConfig) -> nn.Module:
+    """Return PyTorch's LayerNorm."""
+    return nn.LayerNorm(width, config.norm_eps, bias=config.bias)
+
+
+def rms_norm(width: int, config: GPTConfig) -> nn.Module:
+    """Return an RMSNorm, of nanochat one without weights."""
+    return RMSNorm(width, config.norm_eps, elementwise_affine=config.family != "nanochat")
+
+
 class Head(nn.Linear):
     """The linear layer to the logits. On CUDA it multiplies by a multiple of 64 rows, which is faster."""
 
@@ -152,18 +162,10 @@ class Family:
     logit_cap: float | None = None  # logits stay between -cap and cap (Bello et al. 2016)
 
 
-LLAMA = Family(lambda width, c: RMSNorm(width, c.norm_eps), SwiGLU)
+LLAMA = Family(rms_norm, SwiGLU)
 FAMILIES = {
-    "gpt2": Family(
-        lambda width, c: nn.LayerNorm(width, c.norm_eps, bias=c.bias), MLP, rotary=False, weight_dropout=True
-    ),
+    "gpt2": Family(layer_norm, MLP, rotary=False, weight_dropout=True),
     "llama": LLAMA,
     "qwen3": replace(LLAMA, query_key_norm=True),
-    "nanochat": Family(
-        lambda width, c: RMSNorm(width, c.norm_eps, elementwise_affine=False),
-        ReLUSquared,
-        query_key_norm=True,
-        embedding_norm=True,
-        logit_cap=15.0,
-    ),
+    "nanochat": Family(rms_norm, ReLUSquared, query_key_norm=True, embedding_norm=True, logit_cap=15.0),
 }

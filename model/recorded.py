@@ -26,18 +26,21 @@ def reader(model: nn.Module, caches: list[LayerCache]) -> Read:
     def read(idx: Tensor) -> Tensor:
         return model.logits(model.hidden(idx, caches)[:, -1])
 
-    read_one = None
+    def prefill(idx: Tensor) -> Tensor:
+        """Read several tokens; a prompt that all rows have is read once."""
+        rows = idx[:1] if (idx == idx[:1]).all() else idx
+        return read(rows).expand(len(idx), -1)
 
-    def read_next(idx: Tensor) -> Tensor:
-        nonlocal read_one
-        if idx.size(1) > 1:
-            return read(idx)
-        if read_one is None:
-            logits, read_one = record_step(model, caches, idx, read)
+    replay = None
+
+    def decode_one_token(token: Tensor) -> Tensor:
+        nonlocal replay
+        if replay is None:
+            logits, replay = record_step(model, caches, token, read)
             return logits
-        return read_one(idx)
+        return replay(token)
 
-    return read_next
+    return lambda idx: decode_one_token(idx) if idx.size(1) == 1 else prefill(idx)
 
 
 def can_record(model: nn.Module, token: Tensor) -> bool:

@@ -66,7 +66,7 @@ def stream(model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, see
     context = idx[:, -context_length:]
     caches = model.new_cache(len(idx), min(context_length, context.size(1) + num_tokens))
     read = reader(model, caches)
-    was_training = model.training
+    modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
         for _ in range(num_tokens):
@@ -78,4 +78,5 @@ def stream(model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, see
             context = torch.cat((context, token), dim=1)
             yield token
     finally:
-        model.train(was_training)
+        for part, was_training in modes:
+            part.training = was_training

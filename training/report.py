@@ -7,13 +7,14 @@ escapes markup and `visible` escapes hidden characters: samples, names and optio
 """
 
 import json
+import math
 import os
 import secrets
 import shlex
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import jinja2
@@ -22,6 +23,7 @@ import numpy as np
 from cli.script import visible
 from files import replace_file
 from model.checkpoint import step_directories
+from training.options import Config, to_toml
 from tril.kinds import KINDS, name_of
 from tril.metrics import METRICS
 
@@ -30,6 +32,7 @@ TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: visib
 # The norm can show trouble before the loss does. The configuration determines the learning rate, one number the speed.
 LOSSES = {"Loss, nats a token": ("train_loss", "val_loss"), "Gradient norm": ("grad_norm",)}
 MOST_ABLATED = 50
+MOST_POINTS = 100  # of a curve: a page is written at each evaluation
 HEADS = {f"{METRICS[kind][0]}: {KINDS[kind]}": (f"{kind}/",) for kind in METRICS if kind in KINDS}
 WAIT_SECONDS = 15  # for wandb, at the start and at the end of a session; `wandb sync` sends later what is left then
 
@@ -51,9 +54,11 @@ def read_metrics(directory: Path) -> list[dict]:
     return lines
 
 
-def best_checkpoint(directory: Path) -> Path | None:
-    """Return the checkpoint of a run with the lowest validation loss, the first one of equal losses, or None."""
-    lines = read_metrics(directory)
+def best_checkpoint(directory: Path, lines: list[dict]) -> Path | None:
+    """Return the checkpoint of a run with the lowest validation loss, the first one of equal losses, or None.
+
+    lines: those of its metrics.jsonl.
+    """
     losses = {f"step-{line['step']:08d}": line["val_loss"] for line in lines if line.get("val_loss") is not None}
     measured = [path for path in step_directories(directory) if path.name in losses]
     return min(reversed(measured), key=lambda path: losses[path.name], default=None)
@@ -85,50 +90,57 @@ def flat(record: dict) -> dict[str, object]:
     return values
 
 
-def write_report(directory: Path, about: dict) -> None:
+def write_report(directory: Path, config: Config, lines: list[dict], about: dict) -> None:
     """Write report.html into a run directory, as a whole or not at all. A failure prints a line, and the run goes on.
 
-    about: the certificate and the environment of a session.
+    lines: those of metrics.jsonl; about: the certificate and the environment of a session.
     """
     try:
-        page = TEMPLATE.render(read_run(directory, about), nonce=secrets.token_urlsafe())
+        page = TEMPLATE.render(read_run(directory, config, lines, about), nonce=secrets.token_urlsafe())
         replace_file(directory / "report.html", page.encode(errors="replace"))  # a name need not be valid UTF-8
     except Exception as error:
         print(f"there is no new report.html: {error!r:.200}")
 
 
-def read_run(directory: Path, about: dict) -> dict[str, object]:
+def read_run(directory: Path, config: Config, lines: list[dict], about: dict) -> dict[str, object]:
     """Return the variables of the template; see `write_report`."""
-    config = (directory / "config.toml").read_text(encoding="utf-8")
-    options = tomllib.loads(config)
-    newest_first = read_metrics(directory)[::-1]
+    newest_first = lines[::-1]
+    latest = {key: value for line in lines for key, value in line.items() if value is not None}
     checkpoints = step_directories(directory)
     saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
-    finished = saved >= options["train"]["max_steps"]  # which is evaluated before it is saved
-    curves = defaultdict(list)
-    for line in newest_first:
-        for key, value in flat(line).items():
-            if value is not None:
-                curves[key].append((line["step"], value))
-    latest = {key: points[0][1] for key, points in curves.items()}
-    best = best_checkpoint(directory)
+    finished = saved >= config.train.max_steps  # which is evaluated before it is saved
+    curves = {
+        key: thinned([(line["step"], line[key]) for line in newest_first if line.get(key) is not None])
+        for key in (*chain(*LOSSES.values()), "heads_proof", "heads")
+    }
+    of_heads = defaultdict(list)
+    for step, metrics in curves["heads"]:
+        for name, score in flat({"heads": {kind: metrics[kind] for kind in KINDS if kind in metrics}}).items():
+            if score is not None:
+                of_heads[name].append((step, score))
+    best = best_checkpoint(directory, lines)
     if best:
         latest["best"] = best.name
     return {
         "directory": directory,
-        "options": options,
+        "options": config,
         "session": about["certificate"] | about["environment"],
         "step": latest.get("step", saved),
         "saved": saved,
         "finished": finished,
         "latest": latest,
         "charts": draw_charts(curves, LOSSES),
-        "heads": draw_charts(curves, HEADS, 0, 1),
+        "heads": draw_charts(of_heads, HEADS, 0, 1),
         "proofs": curves["heads_proof"],
-        "commands": next_commands(directory, best, finished, options["model"]),
+        "commands": next_commands(directory, best, finished, vars(config.model)),
         "newest_first": newest_first,
-        "config": config,
+        "config": to_toml(config),
     }
+
+
+def thinned(points: list) -> list:
+    """Return at most MOST_POINTS of these, evenly spread, the first among them."""
+    return points[:: math.ceil(len(points) / MOST_POINTS) or 1]
 
 
 def draw_charts(curves: dict[str, list], charts: dict[str, tuple[str, ...]], *scale: float) -> dict[str, dict]:
@@ -140,7 +152,7 @@ def draw_charts(curves: dict[str, list], charts: dict[str, tuple[str, ...]], *sc
     """
     drawn = {}
     for title, names in charts.items():
-        found = {name: points for name, points in curves.items() if name.startswith(names)}
+        found = {name: points for name, points in curves.items() if points and name.startswith(names)}
         if found:
             values = scale or [value for points in found.values() for _, value in points]
             low = min(values)

@@ -63,6 +63,8 @@ class RunDirectory:
         self.writes = ranks.is_first
         self.path = expand(config.train.out_dir)
         self.metrics = self.path / "metrics.jsonl"
+        self.lines = []
+        """Those of metrics.jsonl."""
         self.found = step_directories(self.path)
         self.base = None
         """The checkpoint that the weights come from: the newest of this run, or train.init_from."""
@@ -156,10 +158,10 @@ class RunDirectory:
             raise UserError(f"another training process has written to {self.path} meanwhile")
         replace_file(self.path / "config.toml", to_toml(self.config).encode())
         # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
-        lines = [line for line in read_metrics(self.path) if line["step"] <= (self.step or -1)]
-        replace_file(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        self.lines = [line for line in read_metrics(self.path) if line["step"] <= (self.step or -1)]
+        replace_file(self.metrics, "".join(json.dumps(line) + "\n" for line in self.lines).encode())
         self.tracker = Tracker(self.config.train.wandb, self.state.get("wandb_id"), self.path, tables(self.config))
-        write_report(self.path, self.about)
+        self.report()
         print(f"report: {self.path / 'report.html'}")
 
     def log(self, step: int, **values: object) -> None:
@@ -169,13 +171,14 @@ class RunDirectory:
             record = json.loads(json.dumps({"step": step, **values}), parse_constant=lambda name: None)
             with open(self.metrics, "a") as file:
                 file.write(json.dumps(record) + "\n")
+            self.lines.append(record)
             self.tracker.call("log", flat(record))
 
     def log_validation(self, progress: Progress, record: dict) -> str:
         """Log a record of `Validation.evaluate`, and return lines to print."""
         self.log(progress.step, **record, tokens=progress.tokens, train_seconds=progress.train_seconds)
         if self.writes:
-            write_report(self.path, self.about)
+            self.report()
         text = f"step {progress.step:7d} | val loss {record['val_loss']:7.4f}"
         text += f" | bits/byte {record['val_bits_per_byte']:6.4f} | trained {progress.train_seconds:8.1f} s"
         if "heads" not in record:
@@ -218,13 +221,17 @@ class RunDirectory:
         with errors_as_user_error(f"cannot save step {step} in {self.path}, older steps are untouched"):
             sync(self.metrics)
             save_checkpoint(self.path / "checkpoints", step, files | tokenizer.files, self.about)
-        best = best_checkpoint(self.path)
+        best = best_checkpoint(self.path, self.lines)
         # Checkpoints of later steps stay: they are damaged, or the run would have resumed from them.
         past = [path for path in step_directories(self.path) if path.name <= f"step-{step:08d}"]
         for path in past[self.config.train.keep_checkpoints :]:
             if path != best:
                 remove(path, files | tokenizer.files)
-        write_report(self.path, self.about)
+        self.report()
+
+    def report(self) -> None:
+        """Write report.html anew."""
+        write_report(self.path, self.config, self.lines, self.about)
 
     def finish(self, step: int, exit_code: int = 0) -> str:
         """End the session: tell wandb its exit code, and unlock the directory.
@@ -234,7 +241,9 @@ class RunDirectory:
         if self.writes:
             self.tracker.call("finish", exit_code)
             self.held.lock.release()
-        commands = next_commands(self.path, best_checkpoint(self.path), not exit_code, vars(self.config.model))
+        commands = next_commands(
+            self.path, best_checkpoint(self.path, self.lines), not exit_code, vars(self.config.model)
+        )
         if exit_code:
             saved = f"saved step {step}" if step else "there was nothing to save yet"
             return f"{saved}; continue with: {commands[0]}"

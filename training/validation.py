@@ -15,6 +15,7 @@ from model.device import autocast
 from training.certificate import LossFn
 from training.config import TrainConfig
 from training.distributed import Ranks
+from tril.decoder import evaluating
 from tril.experiments import head_scores, make_probe
 from tril.weights import NotTheKernels, summarise
 
@@ -83,9 +84,8 @@ class Validation:
         """Return the mean loss over all validation tokens, in nats a token."""
         ranks = self.ranks
         batches = validation_batches(self.tokens, self.config.batch_size, self.T, model.device, ranks.rank, ranks.world)
-        model.eval()
-        losses = [loss_fn(model, inputs, targets) for inputs, targets in batches]
-        model.train()
+        with evaluating(model):
+            losses = [loss_fn(model, inputs, targets) for inputs, targets in batches]
         # fsum is exact, so the sum does not depend on which rank has computed which batch.
         return math.fsum(ranks.collect(losses).tolist()) / (len(self.tokens) - 1)
 

@@ -1,6 +1,7 @@
 """Batches: a pure function of their number, nothing twice in an epoch, targets one ahead, validation complete."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,14 @@ def test_an_epoch_reads_no_token_twice(num_tokens: int, batch_size: int, seed: i
 def test_targets_are_the_next_tokens() -> None:
     inputs, targets = Batches(np.arange(100, dtype=np.uint16), 3, 7, seed=5)(4, CPU)
     assert inputs.shape == (3, 7) and torch.equal((inputs + 1) % 100, targets)
+
+
+@pytest.mark.parametrize("batch_size, length", [(1, 7), (1, 1), (3, 7)])
+def test_what_is_done_to_inputs_leaves_the_targets(batch_size: int, length: int) -> None:
+    inputs, targets = Batches(np.arange(40, dtype=np.uint16), batch_size, length, 0)(0, CPU)
+    expected = targets.clone()
+    inputs.fill_(-1)
+    assert torch.equal(targets, expected) and inputs.is_contiguous() and targets.is_contiguous()
 
 
 def test_a_batch_depends_on_its_number_and_the_seed_only() -> None:

@@ -70,7 +70,10 @@ def test_what_is_no_model_is_named(run, here: Path, monkeypatch, files: dict, me
         ("hf:a/b", ("a/b", None)),
         ("hf:theirs/b@v1/x", ("theirs/b", "v1/x")),
         ("a/b@v1", ("a/b", "v1")),
-        *[(place, None) for place in ("./a/b", "a/b/", "/a/b", "~/a", "a\\b", "a/b/c", "hf:a", "theirs/b", "é/b", "")],
+        *[
+            (place, None)
+            for place in ("./a/b", "a/b/", "/a/b", "~/a", "a\\b", "a/b/c", "hf:a", "theirs/b", "é/b", "out/b", "")
+        ],
     ],
 )
 def test_the_hub_is_asked_only_for_its_names(here: Path, monkeypatch, place: str, asked: tuple | None) -> None:

@@ -40,6 +40,25 @@ def test_with_a_cache_each_token_is_read_once(monkeypatch: pytest.MonkeyPatch, l
     assert read == expected  # and half a window again when it was full
 
 
+def test_a_prompt_is_read_once_for_all_of_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = make_gpt(), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda idx, caches: read.append(tuple(idx.shape)) or hidden(idx, caches))
+    prompt = torch.randint(V, (1, 5)).repeat(3, 1)
+    text = model.generate(prompt, 3, seed=1)
+    assert read == [(1, 5), (3, 1), (3, 1)] and len(text.unique(dim=0)) == 3
+    prompt[2, 3] = (prompt[2, 3] + 1) % V
+    model.generate(prompt, 1)
+    assert read[3:] == [(3, 5)]
+
+
+def test_each_part_of_a_model_keeps_its_mode() -> None:
+    model = make_gpt().train()
+    model.blocks[1].eval()
+    model.generate(torch.zeros(1, 1, dtype=torch.int64), 2)
+    assert model.training and model.blocks[0].training and not model.blocks[1].mlp.training
+
+
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
 @pytest.mark.parametrize("length", [1, 5, 11, 25])
 def test_a_seed_draws_what_multinomial_draws_from_the_whole_model(changes: dict, length: int) -> None:

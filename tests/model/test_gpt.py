@@ -1,6 +1,7 @@
 """The model around the layer: sizes, first weights, the one mask, and the edges of the vocabulary."""
 
 import copy
+import pickle
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -125,3 +126,9 @@ def test_a_padded_head_changes_no_logit_and_no_gradient(V: int, family: str, mon
     with torch.no_grad():
         model.generate(idx, 3)  # of single tokens, where copying the rows would cost more
     assert len(multiply.call_args.args[1]) == V
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_can_be_sent_to_another_process(family: str) -> None:
+    model, idx = make_gpt(family=family, n_embd=18).eval(), torch.tensor([[3, 5, 2]])
+    assert torch.equal(pickle.loads(pickle.dumps(model))(idx), model(idx))

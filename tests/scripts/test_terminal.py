@@ -91,6 +91,7 @@ def test_a_prompt_is_read_as_a_text_to_train_on(run: Callable, monkeypatch, tmp_
     content = b"\xef\xbb\xbfa\r\nb\r"  # a byte order mark, and line ends of Windows and of old Macs
     (tmp_path / "p.txt").write_bytes(content)
     assert read_prompt("@~/p.txt") == "a\r\nb\r" and read_prompt("a\r\n") == "a\r\n"
+    assert read_prompt("@@property") == "@property" and read_prompt("a@b") == "a@b"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     assert read_prompt("-") == "a\r\nb\r"
     (tmp_path / "p.txt").write_bytes(b"\xff\xfea\0")

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 
 import train
 import tril.weights
+from cli.options import parse
 from cli.script import visible
 from model.checkpoint import step_directories
 from tests.conftest import metrics, same_bits, tiny_run, weights
-from training.options import to_toml
+from training.options import Config, to_toml
 from training.report import HEADS as CHARTS
-from training.report import Tracker, flat, read_run, write_report
+from training.report import MOST_POINTS, Tracker, flat, read_metrics, read_run, write_report
 from tril import Captured
 
 HOSTILE = "</pre><script>alert(1)</script><img onerror=alert(1) src=x><!--\x1b[31m\x00\u202e{{ name }}{% %}'\"\\&lt;"
@@ -56,7 +57,7 @@ class Page(HTMLParser):
         about = {"certificate": {}, "environment": {}}
         for checkpoint in step_directories(directory)[:1]:
             about = json.loads((checkpoint / "manifest.json").read_text())
-        write_report(directory, about)
+        write_report(directory, parse(Config, [], directory / "config.toml"), read_metrics(directory), about)
         self.feed((directory / "report.html").read_text(encoding="utf-8"))
         self.summary = self.texts["p"][0].split(" · ")
         self.entries = dict(zip(self.texts["dt"], [*filter(None, self.texts["dd"]), *self.texts["pre"]], strict=True))
@@ -125,6 +126,14 @@ def test_curves_and_labels_are_where_their_values_are(tmp_path: Path) -> None:
     assert points["grad_norm dot"].endswith(f",{bottom}.0 ") and labels[-6:] == ["0", "1", "2", "3", "4", "grad_norm"]
 
 
+def test_a_long_run_is_shown_by_so_many_points_the_newest_among_them(tmp_path: Path) -> None:
+    of_step = lambda step: {"heads": {"sink": [[step / 1000, 0.5]]}, "val_loss": 1000.0 - step}  # noqa: E731
+    page = Page(make_run(tmp_path / "run", [{"step": step, **of_step(step)} for step in range(0, 1000, 3)]))
+    points = [given["points"].split() for tag, given in page.tags if tag == "polyline"]
+    assert len(points) == 3 and all(MOST_POINTS / 2 < len(places) <= MOST_POINTS for places in points)
+    assert all(float(places[0].split(",")[0]) == edge for places, edge in zip(points, (460, 158, 158), strict=True))
+
+
 def test_heads_that_are_not_the_kernels_are_left_out_and_the_run_goes_on(
     run, straight: Path, corpus_file: Path, tmp_path: Path, monkeypatch
 ) -> None:
@@ -154,8 +163,8 @@ def test_it_is_written_when_something_is_new_and_its_failure_costs_a_line(
 ) -> None:
     seen = []
 
-    def failing(directory: Path, about: dict) -> None:
-        seen.append(read_run(directory, about)["step"])
+    def failing(*rest: object) -> None:
+        seen.append(read_run(*rest)["step"])
         raise RuntimeError("a\nbug\x1b")
 
     monkeypatch.setattr("training.report.read_run", failing)

@@ -18,7 +18,7 @@ from training.config import MAY_CHANGE
 from training.device import environment
 from training.distributed import Ranks
 from training.options import read_config, tables
-from training.report import best_checkpoint, next_commands
+from training.report import best_checkpoint, next_commands, read_metrics
 from training.run import RunDirectory
 
 
@@ -212,7 +212,10 @@ def test_what_to_do_next(
     monkeypatch.chdir(tmp_path)
     leave(Path("a run"), losses, filter(None, losses))
     commands = next_commands(
-        Path("a run"), best_checkpoint(Path("a run")), finished, {"n_layer": 1, "n_head": num_heads}
+        Path("a run"),
+        best_checkpoint(Path("a run"), read_metrics(Path("a run"))),
+        finished,
+        {"n_layer": 1, "n_head": num_heads},
     )
     looks = [f'python sample.py {looked_at} --prompt "..."']
     looks += [f"python inspect_attention.py {looked_at} --ablate zero"] * (num_heads <= 50)
