@@ -244,7 +244,8 @@ def read_parquet(path: str, file: TextIO, text_column: str) -> Iterator[str]:
     """Yield the texts of a Parquet file."""
     import pyarrow.parquet  # slow to import
 
-    table = pyarrow.parquet.ParquetFile(file.buffer)
+    # By default it keeps what it has read of a column.
+    table = pyarrow.parquet.ParquetFile(file.buffer, pre_buffer=False, buffer_size=1 << 20)
     check_column(path, text_column, table.schema_arrow.names)
     batches = table.iter_batches(BATCH, columns=[text_column])
     for number, value in enumerate(chain.from_iterable(batch[0].to_pylist() for batch in batches), start=1):

@@ -51,8 +51,8 @@ class Checkpoint:
         return read_json(path) if path.is_file() else {}
 
 
-def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
-    """Find a checkpoint and verify it.
+def find_checkpoint(place: str | Path | Checkpoint, to_resume: bool = False) -> Checkpoint:
+    """Find a checkpoint and verify it: what is read of it, so the optimizer only to resume a run.
 
     `place` is a checkpoint, a run directory (its newest intact checkpoint is taken), a Hugging Face model directory, or
     the name OWNER/NAME or OWNER/NAME@REVISION of a model on the Hugging Face hub. A directory OWNER takes precedence,
@@ -71,10 +71,10 @@ def find_checkpoint(place: str | Path | Checkpoint) -> Checkpoint:
         raise UserError(f"there is no folder {name!r} of a run or model; one of the Hugging Face hub is hf:OWNER/NAME")
     for directory in step_directories(path):
         try:
-            return verify(directory)
+            return verify(directory, to_resume)
         except (UserError, OSError) as error:
             print(f"skipping a damaged checkpoint: {str(error)!r}", file=sys.stderr)  # with names that it holds
-    return verify(path)
+    return verify(path, to_resume)
 
 
 def step_directories(run: Path) -> list[Path]:
@@ -102,7 +102,7 @@ def download(name: str, revision: str | None) -> Path:
             raise
 
 
-def verify(directory: Path) -> Checkpoint:
+def verify(directory: Path, to_resume: bool = False) -> Checkpoint:
     """Compare a checkpoint with its manifest. A model from elsewhere has none: it needs a config.json and weights.
 
     Raises UserError naming the first file that is missing or differs.
@@ -123,7 +123,8 @@ def verify(directory: Path) -> Checkpoint:
         raise UserError(f"{path} is damaged: its SHA-256 is not the one in it")
     for name, expected in manifest["files"].items():
         path = directory / name
-        if not path.is_file() or sha256(path) != expected["sha256"]:
+        is_read = to_resume or not name.startswith("optimizer")
+        if is_read and (not path.is_file() or sha256(path) != expected["sha256"]):
             raise UserError(f"{path} is missing or damaged: its SHA-256 is not the one in the manifest")
     return Checkpoint(directory, manifest)
 

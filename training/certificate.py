@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cli.script import progress_bar
 from errors import UserError
 from model import GPT
 from model.device import autocast, dtype_name
@@ -38,26 +39,26 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, sp
 
     exact = exact_products(model.device)(model.__call__)  # in this context
     decode = exact_products(model.device)(partial(read_in_parts, model))
-    print("causal: ", end="", flush=True)  # large models take a minute
     began = time.perf_counter()
-    outcome = check_causality(
-        forward,
-        model.config.vocab_size,
-        model.config.context_length,
-        module=model,
-        decode=decode,
-        loss_fn=partial(loss_fn, model),
-        strict=True,
-        extreme=[exact, forward] if dtype == torch.bfloat16 else [exact],
-        batch_size=batch_size,
-        mask=model.receptive_field,
-        special=special,
-    )
+    with progress_bar(desc="asking whether the model sees the future", unit=" texts", leave=False, delay=1) as bar:
+        outcome = check_causality(
+            forward,
+            model.config.vocab_size,
+            model.config.context_length,
+            module=model,
+            decode=decode,
+            loss_fn=partial(loss_fn, model),
+            strict=True,
+            extreme=[exact, forward] if dtype == torch.bfloat16 else [exact],
+            batch_size=batch_size,
+            mask=model.receptive_field,
+            special=special,
+            progress=bar.update,
+        )
     if not outcome.ok:
-        print("no")
         meant = "; if that is meant, say so in `GPT.receptive_field`" if "blind" in outcome.finding else ""
         raise UserError(f"refusing to train: {outcome.finding}{meant}")
-    print(f"{outcome}, {time.perf_counter() - began:.1f} s")
+    print(f"causal: {outcome}, {time.perf_counter() - began:.1f} s")
     record = {"causal": str(outcome)}
     return record if model.device.type == "cpu" else record | compare_with_cpu(model, dtype)
 

@@ -76,7 +76,7 @@ class RunDirectory:
                     f"{self.path} already holds a run: continue it with --resume {self.path}, or give another "
                     "--train.out_dir"
                 )
-            self.base = find_checkpoint(self.path)
+            self.base = find_checkpoint(self.path, to_resume=True)
             self.state = self.base.trainer
             print(f"resumed from {self.base.directory}")
         elif config.train.init_from:
@@ -241,9 +241,8 @@ class RunDirectory:
         if self.writes:
             self.tracker.call("finish", exit_code)
             self.held.lock.release()
-        commands = next_commands(
-            self.path, best_checkpoint(self.path, self.lines), not exit_code, vars(self.config.model)
-        )
+        best = best_checkpoint(self.path, self.lines)
+        commands = next_commands(self.path, best, not exit_code, vars(self.config.model))
         if exit_code:
             saved = f"saved step {step}" if step else "there was nothing to save yet"
             return f"{saved}; continue with: {commands[0]}"

@@ -101,6 +101,7 @@ def check_causality(
     tokens: Sequence[int] | Tensor | None = None,
     special: Iterable[int] | None = None,
     strict: bool = False,
+    progress: Callable[[], object] = lambda: None,
 ) -> Causality:
     """Check that each position of `forward` sees exactly the tokens that it may see.
 
@@ -129,6 +130,7 @@ def check_causality(
             vocabulary of at most SMALL, if the mask is no function.
         strict: probe more positions, and take a difference for one of rounding only if float64 shows it, as before a
             training.
+        progress: called before each call of a function, as of a bar.
 
     Raises ValueError if length, vocab_size, mask or tokens are impossible.
     """
@@ -138,7 +140,7 @@ def check_causality(
     shape = (length, length) if mask is None or callable(mask) else tuple(mask.shape)
     if len(pool) < 2 or length < 1 or shape != (length, length):
         raise ValueError(f"nothing to ask: {length} tokens of a vocabulary of {len(pool)}, with a mask of {shape}")
-    prober = Prober(vocab_size, length, mask, pool, special, batch_size, module, strict)
+    prober = Prober(vocab_size, length, mask, pool, special, batch_size, module, strict, progress)
     finding = ()
     try:
         with prober.restoring():
@@ -180,6 +182,7 @@ class Prober:
     batch_size: int
     module: nn.Module
     strict: bool
+    progress: Callable[[], object]
 
     def __post_init__(self) -> None:
         self.mask_depends = callable(self.mask)  # on the text
@@ -319,6 +322,7 @@ class Prober:
 
     def call(self, function: Callable, idx: Tensor, *rest: Tensor) -> object:
         """Call a function with a text; in training mode with autograd, and the same dropout and buffers each time."""
+        self.progress()
         if self.module.training:
             torch.manual_seed(0)
             self.rewind()

@@ -71,10 +71,10 @@ def test_no_damage_is_loaded(save, tmp_path: Path, number: int) -> None:
             if damage == "missing":
                 path.unlink()
             if damaged != content:  # there may have been zeros
-                found = find_checkpoint(tmp_path / "run").directory.name
+                found = find_checkpoint(tmp_path / "run", to_resume=True).directory.name
                 assert found == "step-00000005", f"{damage} in {path.name} at {place}"
             path.write_bytes(content)
-    assert find_checkpoint(tmp_path / "run").directory == directory
+    assert find_checkpoint(tmp_path / "run", to_resume=True).directory == directory
 
 
 def peak_memory(work: Callable[[], object]) -> int:
