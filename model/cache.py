@@ -18,10 +18,7 @@ class LayerCache:
         return slice(self.length, self.length + T)
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, n_kv_head, T, D) after the earlier positions; return views of all positions.
-
-        What is stored of one sequence is stored for all of them.
-        """
+        """Store (B or 1 for all, n_kv_head, T, D) after the earlier positions; return views of all positions."""
         end = self.length + k.size(2)
         self.keys[:, :, self.length : end] = k
         self.values[:, :, self.length : end] = v
