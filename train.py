@@ -23,7 +23,7 @@ from data.batches import IGNORE, Batches, seed_for
 from data.prepare import prepare
 from model import GPT
 from model.device import autocast
-from training.certificate import certify
+from training.certificate import certify, prove_loss
 from training.device import (
     choose_compiled,
     choose_device,
@@ -70,11 +70,14 @@ def train(config: Config, ranks: Ranks) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run.restore(model, optimizer, scaler)
 
-    # 2. Compile the loss, not the model, which stays a plain GPT to save. Train nothing that sees the future.
-    loss_fn = partial(compile_loss(next_token_loss, c, device) if compiled else next_token_loss, dtype=dtype)
+    # 2. Compile the loss, not the model, which stays a plain GPT to save. Train nothing that sees the future, and no
+    # other loss than this one.
+    eager = partial(next_token_loss, dtype=dtype)
+    loss_fn = partial(compile_loss(next_token_loss, c, device), dtype=dtype) if compiled else eager
     certificate = certify(model, loss_fn, dtype, c.batch_size, corpus.tokenizer.special_tokens.values())
     if not compiled:
         loss_fn = record_loss(loss_fn, model, c, T)
+    certificate |= prove_loss(model, loss_fn, eager, dtype, c.batch_size)
     run.begin(corpus, validation.probe_tokens, certificate, environment(device, dtype, compiled))
 
     # 3. The steps.

@@ -23,7 +23,7 @@ from model.attention import make_causal_mask
 from model.gpt import Block
 from model.sampling import Sampler, stream
 from tests.conftest import often, write_corpus
-from training.certificate import certify
+from training.certificate import certify, prove_loss
 from training.distributed import Ranks
 from training.optimizer import FiniteGuard, set_schedule
 from training.options import read_config
@@ -77,6 +77,7 @@ def take_steps(directory: Path, *options: str, num: int = 4) -> list[Step]:
         mock.patch.object(FiniteGuard, "check"),
         mock.patch.object(Validation, "evaluate", lambda *_, **__: measured),
         mock.patch("train.certify", lambda *_, **__: {"causal": "not asked"}),
+        mock.patch("train.prove_loss", lambda *_, **__: {}),
         pretended_gpu() as gpu,
         Ranks() as ranks,
     ):
@@ -171,7 +172,9 @@ def test_certificate(family: str, dtype: str, n_kv_head: int, monkeypatch: pytes
     dtype = DTYPES[dtype]
     with pretended_gpu() as gpu:
         model = make_model(family, n_kv_head, n_layer=1, context_length=7)
-        record = certify(model, partial(train.next_token_loss, dtype=dtype), dtype, 4, special=())
+        loss_fn = partial(train.next_token_loss, dtype=dtype)
+        record = certify(model, loss_fn, dtype, 4, special=())
+        record |= prove_loss(model, loss_fn, loss_fn, dtype, 4)
     assert record["causal"].startswith("yes") and not gpu.mixed
     assert record["agrees_with_cpu"].startswith("to 0.0e+00 ")
 

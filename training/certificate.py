@@ -1,32 +1,40 @@
-"""The certificate of a run: proofs that the model, as it will be trained, does not see the future, and that its device
-computes what a CPU does."""
+"""The certificate of a run: proofs that the model, as it will be trained, does not see the future, and that what is
+trained is the loss that train.py has."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cli.script import progress_bar
 from errors import UserError
 from model import GPT
-from model.device import autocast, dtype_name
+from model.device import autocast
 from model.load import skip_parameter_init
-from training.distributed import gather, gather_tensor
-from tril.causality import check_causality, watched
+from training.distributed import gather, gather_tensor, is_sharded
+from tril.causality import check_causality
 from tril.decoder import evaluating
 from tril.weights import exact_products
 
-COMPARED_TOKENS = 200  # more than a tile of a kernel
-LEAST_LIMIT = 0.02  # of the size of all numbers together
+COMPARED_TOKENS = 200  # of a sequence: more than a tile of a kernel
+LEAST_LIMIT = 0.02  # of the size of what is compared
+SMALL = 0.001  # of the size of all gradients together
 TINY = torch.finfo(torch.float32).tiny
+MOST_NOISE = 0.5  # of the size of a gradient, with dropout
+MOST_LESS = 0.05  # of a cross-entropy
+ROUNDED = 1e-3
+Limits = list[float]  # of losses, and of gradients
 LossFn = Callable[[GPT, Tensor, Tensor], Tensor]  # (model, inputs, targets) -> the summed loss
 
 
 def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, special: Iterable[int]) -> dict:
-    """Probe the loss as it will be trained, the logits in `dtype`, and decoding with a cache; print the outcome.
+    """Probe the loss as it will be compiled, the logits in `dtype`, and decoding with a cache; print the outcome.
 
     loss_fn: the loss of inputs and targets, both (batch_size, T). special: ids that a model may treat apart. Returns a
     record for checkpoints. Raises UserError if a position sees a token that it may not see, or misses one that it may
@@ -59,8 +67,7 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, sp
         meant = "; if that is meant, say so in `GPT.receptive_field`" if "blind" in outcome.finding else ""
         raise UserError(f"refusing to train: {outcome.finding}{meant}")
     print(f"causal: {outcome}, {time.perf_counter() - began:.1f} s")
-    record = {"causal": str(outcome)}
-    return record if model.device.type == "cpu" else record | compare_with_cpu(model, dtype)
+    return {"causal": str(outcome)}
 
 
 def read_in_parts(model: nn.Module, idx: Tensor) -> Tensor:
@@ -71,49 +78,139 @@ def read_in_parts(model: nn.Module, idx: Tensor) -> Tensor:
     return model.logits(torch.cat([model.hidden(part, caches) for part in parts if part.size(1)], dim=1))
 
 
-def compare_with_cpu(model: GPT, dtype: torch.dtype) -> dict[str, str]:
-    """Compare logits and gradients of the device with those of a CPU in float32, and print the difference.
+def prove_loss(model: GPT, loss_fn: LossFn, eager: partial, dtype: torch.dtype, batch_size: int) -> dict[str, str]:
+    """Compare the loss as it is trained with its source, its source with a CPU, and its value with a cross-entropy.
 
-    Backends have had kernels that were wrong (PyTorch issue 195910). The limit is ten times what the CPU is off by
-    itself in `dtype`, which in trained models may be much. Returns a record for checkpoints. Raises UserError beyond
-    the limit.
+    Compilers and backends have had kernels that were wrong (PyTorch issues 191976 and 195910). While they are compared,
+    matrices of zeros are random: they would hide what is behind them.
 
-    While they are compared, matrices of zeros are random, on both: they would hide what is behind them.
+    loss_fn: the loss as it is trained, perhaps compiled or recorded; eager: its source, with the keyword `dtype`.
+    Prints how far they agree, and returns it for checkpoints. Raises UserError beyond a limit.
     """
-    T = min(model.config.context_length, COMPARED_TOKENS)
-    idx = torch.randint(model.config.vocab_size, (1, T), generator=torch.Generator().manual_seed(0))
+    shape = (2, batch_size, model.config.context_length)
+    batch = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     zeros = [p for p in model.parameters() if p.dim() > 1 and not gather_tensor(p).any()]
-    for parameter in zeros:
-        nn.init.normal_(parameter, std=0.02)
-    with skip_parameter_init():
-        on_cpu = GPT(model.config)
-    weights = {name: tensor.cpu() for name, tensor in gather(model.state_dict(), keep=True).items()}
-    on_cpu.load_state_dict(weights, assign=True)
-    expected = compute(on_cpu, idx, torch.float32)
-
-    def error(numbers: list[Tensor]) -> float:
-        """Return how much numbers differ from the expected ones, as a part of their size, which may be zero."""
-        pairs = zip(numbers, expected, strict=True)
-        return max(((own - right).norm() / right.norm().clamp_min(TINY)).item() for own, right in pairs)
-
-    limit = max(LEAST_LIMIT, 10 * error(compute(on_cpu, idx, dtype)))
-    found = error(compute(model, idx, dtype))
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        for parameter in zeros:
+            nn.init.normal_(parameter, std=0.02)
+        record = compare_with_cross_entropy(model, eager, batch, dtype)
+        if model.device.type != "cpu" or loss_fn is not eager:
+            limits, with_cpu = compare_with_cpu(model, eager, dtype)
+            record |= with_cpu
+        if loss_fn is not eager:
+            record |= compare_with_source(model, loss_fn, eager, batch, limits)
     for parameter in zeros:
         nn.init.zeros_(parameter)
-    how_far = f"to {found:.1e} (limit {limit:.1e} in {dtype_name(dtype)})"
-    if not found <= limit:
-        agrees = f"{model.device} agrees with a CPU in float32 only {how_far}"
-        raise UserError(f"refusing to train: {agrees}: use another device or dtype")
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return record
+
+
+def compare_with_cpu(model: GPT, eager: partial, dtype: torch.dtype) -> tuple[Limits, dict[str, str]]:
+    """Compare a loss, in evaluation and of few tokens, with that of a CPU in float32. Return limits, and a record.
+
+    A limit is ten times what the CPU is off by itself in `dtype`, which in trained models may be much.
+    """
+    T = min(model.config.context_length, COMPARED_TOKENS)
+    batch = torch.randint(model.config.vocab_size, (2, 2, T), generator=torch.Generator().manual_seed(0))
+    with skip_parameter_init():
+        on_cpu = GPT(model.config).eval()
+    weights = {name: tensor.cpu() for name, tensor in gather(model.state_dict(), keep=True).items()}
+    on_cpu.load_state_dict(weights, assign=True)
+    on_cpu.cpu()  # ties the head again
+    expected = compute(on_cpu, partial(eager, dtype=torch.float32), batch)
+    limits = [max(LEAST_LIMIT, 10 * error) for error, _ in differences(compute(on_cpu, eager, batch), expected)]
+    products = exact_products(model.device) if dtype == torch.float32 else nullcontext()  # without TF32
+    with evaluating(model), products:
+        found = differences(compute(model, eager, batch), expected)
+    how_far = refuse(found, limits, f"{model.device} agrees with a CPU in float32", "use another device or dtype")
     print(f"kernels: agree with a CPU in float32 {how_far}")
-    return {"agrees_with_cpu": how_far}
+    return limits, {"agrees_with_cpu": how_far}
 
 
-def compute(model: GPT, idx: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return the logits of a text, and the gradients of its loss by the embeddings of its tokens, on the CPU."""
-    idx = idx.to(model.device)
-    products = exact_products(model.device) if dtype == torch.float32 else autocast(model.device, dtype)
-    with evaluating(model), watched(model, idx) as embedded, products:  # without TF32
-        logits = model(idx).float()
-        loss = F.cross_entropy(logits[0, :-1], idx[0, 1:], reduction="sum")
-        gradients = torch.autograd.grad(loss, embedded)
-    return [numbers.detach().float().cpu() for numbers in (logits, *gradients)]
+def compare_with_source(model: GPT, loss_fn: LossFn, eager: partial, batch: Tensor, limits: Limits) -> dict[str, str]:
+    """Compare a loss as it is trained, of a batch as in training, with its source. Return a record.
+
+    A compiler draws its own random numbers: with dropout, only the sizes of gradients are alike.
+    """
+    own = compute(model, loss_fn, batch)
+    right = compute(model, eager, batch)
+    drawn = differences(compute(model, eager, batch, seed=1), right)
+    if max(drawn)[0] > 0:
+        limits = [limits[0], MOST_NOISE]
+        for found in (own, right):
+            del found["the loss"]
+            found |= {name: x.norm()[None] for name, x in found.items() if x.dim()}
+    advice = "train with --train.compile false --train.record false"
+    how_far = refuse(differences(own, right), limits, "the loss as it is trained agrees with its source", advice)
+    print(f"loss:   agrees with its source {how_far}")
+    return {"agrees_with_source": how_far}
+
+
+def refuse(found: list[tuple[float, str]], limits: Limits, agrees: str, advice: str) -> str:
+    """Return how far what was found is beside its limits. Raises UserError beyond one of them."""
+    (error, name), limit = max(zip(found, limits, strict=True), key=lambda pair: pair[0][0] / pair[1])
+    how_far = f"to {error:.1e} (limit {limit:.1e})"
+    if error > limit:
+        raise UserError(f"refusing to train: {agrees} only {how_far}, in {name}: {advice}")
+    return how_far
+
+
+@torch.no_grad()
+def compare_with_cross_entropy(model: GPT, eager: partial, batch: Tensor, dtype: torch.dtype) -> dict[str, str]:
+    """Compare the loss of random targets with the cross-entropy of the logits. Return a record.
+
+    More is an auxiliary term, or the like. Less is a loss that knows its targets: nothing can predict these.
+    """
+    inputs, targets = batch.to(model.device)
+    torch.manual_seed(0)  # dropout
+    loss = eager(model, inputs, targets)
+    torch.manual_seed(0)
+    with autocast(model.device, dtype):
+        logits = model(inputs)
+    more = (loss / F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") - 1).item()
+    if more < -MOST_LESS:
+        raise UserError(
+            f"refusing to train: of random targets the loss is {-more:.0%} less than the cross-entropy of the logits, "
+            "so it knows them (if it is meant to be less, raise MOST_LESS in training/certificate.py)"
+        )
+    said = "is the cross-entropy of the logits" if abs(more) < ROUNDED else f"is {more:+.1%} of that"
+    print(f"loss:   {said}")
+    return {"loss": said}
+
+
+def compute(model: GPT, loss_fn: LossFn, batch: Tensor, seed: int = 0) -> dict[str, Tensor]:
+    """Return a loss, also in evaluation, and the gradients of all weights, on the CPU, by name.
+
+    batch: inputs and targets, (2, B, T).
+    """
+    inputs, targets = batch.to(model.device)
+    with evaluating(model), torch.no_grad():
+        in_evaluation = loss_fn(model, inputs, targets)
+    torch.manual_seed(seed)  # dropout
+    loss = loss_fn(model, inputs, targets)
+    weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    copies = dist.get_world_size() if is_sharded(next(model.parameters())) else 1  # of gradients, which are added up
+    (loss / (targets.numel() * copies)).backward()
+    found = {"the loss": loss.detach(), "the loss in evaluation": in_evaluation}
+    for name, parameter in weights.items():
+        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    found = {name: gather_tensor(tensor.detach()).float().cpu() for name, tensor in found.items()}
+    model.zero_grad()
+    return found
+
+
+def differences(own: dict[str, Tensor], right: dict[str, Tensor]) -> list[tuple[float, str]]:
+    """Return how much losses differ, and gradients, as a part of their size, at the most, and the name of each.
+
+    A gradient that is small beside all others may be rounding alone.
+    """
+    size = math.hypot(*(right[name].norm().item() for name in own if right[name].dim()))
+    errors = [[(0.0, "")], [(0.0, "")]]
+    for name, tensor in own.items():
+        least = SMALL * size if tensor.dim() else 0.0
+        error = (tensor - right[name]).norm() / right[name].norm().clamp_min(max(least, TINY))
+        errors[bool(tensor.dim())].append((error.nan_to_num(nan=math.inf).item(), name))
+    return [*map(max, errors)]

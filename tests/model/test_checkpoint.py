@@ -102,6 +102,7 @@ def measure_saving(directory: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.prepare.PREPARED", directory / "prepared")
         patch.setattr(train, "certify", lambda *_, **__: {"causal": "not asked"})
+        patch.setattr(train, "prove_loss", lambda *_, **__: {})
         patch.setattr(train, "keep_freed_memory", lambda device: None)  # it would be used again, and not be counted
         patch.setattr(RunDirectory, "save", measured)
         options = {"model__n_embd": 510, "model__n_layer": 5, "train__max_steps": 1, "train__sample_tokens": 0}
