@@ -16,8 +16,9 @@ mixtures of experts, and convolutions by Fourier transforms. So a tiny differenc
 one of rounding all but vanishes and a leak stays as it is.
 
 A module is probed in evaluation and in training mode. It is probed with its own weights, with random ones (a layer
-initialised to zero hides every leak), and with huge ones (a mask of -10,000 leaks only where scores are larger). Its
-weights, buffers and mode, and PyTorch's random states, are restored afterwards.
+initialised to zero hides every leak), and with huge ones (a mask of -10,000 leaks only where scores are larger). Signs
+of gains and biases stay, since they may open a gate, and so do weights that are frozen beside others. Its weights,
+buffers and mode, and random states, are restored afterwards.
 
 This file needs PyTorch alone, and can be copied into any project. The suspect must not define what is right.
 `python -m tril check` asks from a command line, and `tril.check_causality(model)` finds how a model is called.
@@ -27,6 +28,7 @@ Shapes: B batch, T time (tokens), V vocabulary, C channels.
 
 import itertools
 import os
+import random
 import re
 import warnings
 from bisect import bisect_left
@@ -167,6 +169,13 @@ def logits_of(output: object, shape: tuple[int, ...] | None = None) -> Tensor:
     raise ValueError(f"expected logits of shape {shape or '(B, T, V)'}, got tensors of shapes {got}: {wrap}")
 
 
+def numbers_of(weight: Tensor) -> Tensor:
+    """Return the real numbers of a weight, or of this rank's shard of it, in the same memory."""
+    values = weight.detach()
+    values = values.to_local() if hasattr(values, "to_local") else values
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
 @dataclass
 class Prober:
     """Tokens, positions and weights to probe with. Each probe raises `Finding` if it finds a fault.
@@ -189,7 +198,10 @@ class Prober:
         if not self.mask_depends:
             mask = torch.ones(self.length, self.length, dtype=torch.bool).tril() if self.mask is None else self.mask
             self.mask = lambda idx: mask[None, : idx.size(1), : idx.size(1)]
-        self.weights = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
+        weights = {name: p for name, p in self.module.named_parameters() if p.is_floating_point() or p.is_complex()}
+        trained = {name: p for name, p in weights.items() if p.requires_grad}
+        self.weights = trained or weights  # what is frozen may be a mask
+        self.signs = {name: numbers_of(weight).sign() for name, weight in self.weights.items() if weight.dim() < 2}
         self.device = next((weight.device for weight in self.weights.values()), torch.device("cpu"))
         self.strict |= not self.weights  # a function has no float64 to ask in
         self.random = torch.Generator().manual_seed(0)  # for tokens and positions
@@ -225,6 +237,7 @@ class Prober:
         """Turn autograd on inside the `with` block. After it, restore the module and PyTorch's random states."""
         weights = [(parameter, parameter.detach().clone()) for parameter in self.module.parameters()]
         gpus = [self.device] if self.device.type == "cuda" else []
+        before = random.getstate()
         try:
             with torch.random.fork_rng(devices=gpus), torch.inference_mode(False), torch.enable_grad():
                 with warnings.catch_warnings():
@@ -232,6 +245,7 @@ class Prober:
                     warnings.filterwarnings("error", ".*autograd kernel was not registered")
                     yield
         finally:
+            random.setstate(before)
             self.rewind()
             for part, training, _ in self.parts:
                 part.training = training
@@ -257,7 +271,8 @@ class Prober:
         # In float32 half of the batch needs less memory than a training step in half precision.
         small = (B + 1) // 2 if self.strict else B
         self.hidden(forward, 2 * self.few, B, "with the weights as they are")
-        self.randomize()
+        self.hidden(forward, self.few, B, "in training, with the weights as they are")
+        self.randomize(1)
         self.hidden(forward, self.many, B, "in evaluation")
         if loss_fn:
             self.hidden_from_loss(loss_fn)
@@ -268,31 +283,31 @@ class Prober:
         self.hidden(forward, self.many, B, "in training")
         if loss_fn:
             self.hidden_from_loss(loss_fn)
-        self.enlarge()
-        for function in extreme:
-            self.hidden(function, self.few, small, "in training, with extreme weights")
-        self.hidden(exact, self.few, small, "in evaluation, with extreme weights")
-        if decode:
-            self.hidden(decode, self.few, small, "in decoding, with extreme weights")
+        self.is_extreme = True
+        # By luck of a draw scores may be high enough for a weak mask: another one, and more weights, bring others.
+        for draw, enlarged in ((1, [*filter(FOR_SCORES.search, self.weights)]), (2, self.weights)):
+            self.randomize(draw)
+            with torch.no_grad():
+                for name in enlarged or self.weights:
+                    self.weights[name].mul_(EXTREME)
+            for function in extreme:
+                self.hidden(function, self.few, small, "in training, with extreme weights")
+            self.hidden(exact, self.few, small, "in evaluation, with extreme weights")
+            if decode:
+                self.hidden(decode, self.few, small, "in decoding, with extreme weights")
 
     @torch.no_grad()
-    def randomize(self) -> None:
-        """Give every weight a random value, so that each part of the model matters."""
-        torch.manual_seed(1 + int(os.environ.get("RANK", 0)))  # a shard of FSDP on each rank, which must differ
-        for weight in self.weights.values():
-            values = weight.to_local() if hasattr(weight, "to_local") else weight
-            if weight.dim() < 2:  # gains and biases
-                values.uniform_(0.5, 1.5).mul_(torch.randint_like(values, 2) * 2 - 1)
+    def randomize(self, draw: int) -> None:
+        """Give every weight a random value, so that each part of the model matters. Signs of gains and biases stay."""
+        torch.manual_seed(draw + int(os.environ.get("RANK", 0)))  # a shard of FSDP on each rank, which must differ
+        for name, weight in self.weights.items():
+            values = numbers_of(weight)
+            if weight.dim() < 2:
+                sign = self.signs[name]
+                values.uniform_(0.5, 1.5).mul_(torch.where(sign == 0, torch.randint_like(values, 2) * 2 - 1, sign))
             else:
                 limit = (3 / weight.size(-1)) ** 0.5  # of a variance that keeps the size of what is multiplied
                 values.uniform_(-limit, limit)
-
-    @torch.no_grad()
-    def enlarge(self) -> None:
-        """Scale the weights of queries and keys; all weights, if none has the name of these."""
-        for name in list(filter(FOR_SCORES.search, self.weights)) or self.weights:
-            self.weights[name].mul_(EXTREME)
-        self.is_extreme = True
 
     def positions(self, count: int) -> list[int]:
         """Return `count` ascending positions that may not see all: ends, the last of blocks of 2^n, and random ones."""
@@ -325,6 +340,7 @@ class Prober:
         self.progress()
         if self.module.training:
             torch.manual_seed(0)
+            random.seed(0)
             self.rewind()
         with torch.set_grad_enabled(self.module.training and self.has_backward):
             return function(idx.to(self.device), *rest)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 import re
 from collections.abc import Callable
 from functools import partial
@@ -304,6 +305,62 @@ def test_a_weak_mask_is_found_in_the_formula_that_a_cpu_trains_by(monkeypatch) -
     monkeypatch.setattr("model.attention.attention_scores", weak)
     with pytest.raises(UserError, match="in training, with extreme weights"):
         certify_tiny(torch.bfloat16, context_length=31)
+
+
+class Peeking(nn.Module):
+    """Looks ahead through a gate, or through numbers that begin at zero; honest, if `leak` is 0."""
+
+    def __init__(self, kind: str, leak: float) -> None:
+        super().__init__()
+        self.kind, self.leak = kind, leak
+        self.embedding, self.head = nn.Embedding(V, 12), nn.Linear(12, V)
+        gains = {"open": torch.ones(12), "shut": -torch.ones(12), "complex": torch.zeros(12, dtype=torch.complex64)}
+        self.gain = nn.Parameter(gains.get(kind, torch.ones(12)))
+        self.triangle = nn.Parameter(torch.ones(T, T).tril(), requires_grad=False)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.embedding(idx)
+        size = idx.size(1)
+        past = self.triangle[:size, :size] @ x  # a mask that is kept as a frozen parameter
+        ahead = F.pad(x[:, 1:], (0, 0, 0, 1))
+        if self.kind == "complex":
+            gate = (self.gain * (1 + 1j)).real
+        elif self.kind == "in training":
+            gate = self.training * self.gain.log().exp()
+        else:
+            gate = F.relu(self.gain if self.kind == "open" else -self.gain)
+        noise = random.random() if self.training else 0.0
+        return self.head(past + self.leak * gate * ahead + noise * self.gain.abs().sqrt() * x)
+
+
+@pytest.mark.parametrize("kind", ["open", "shut", "complex", "in training"])
+def test_a_leak_through_a_gate_is_found_and_an_honest_oddity_passes(kind: str) -> None:
+    before = random.getstate()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        assert not check_causality(Peeking(kind, 1e-3), V, T).ok
+        assert check_causality(Peeking(kind, 0.0), V, T).ok
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("names", ["q k v", "wq wk wv", "key_in q third"])
+def test_a_weak_mask_is_found_without_luck(names: str, bias: bool) -> None:
+    class Weak(nn.Module):
+        def __init__(self, C: int) -> None:
+            super().__init__()
+            self.embedding, self.places = nn.Embedding(31, C), nn.Parameter(0.02 * torch.randn(67, C))
+            self.parts = nn.ModuleDict({name: nn.Linear(C, C, bias=bias) for name in names.split()})
+            self.head = nn.Linear(C, 31)
+
+        def forward(self, idx: Tensor) -> Tensor:
+            x = self.embedding(idx) + self.places[: idx.size(1)]
+            q, k, v = (part(x) for part in self.parts.values())
+            hidden = torch.full((idx.size(1), idx.size(1)), -1e4).triu(1)
+            return self.head(x + (q @ k.mT / x.size(-1) ** 0.5 + hidden).softmax(-1) @ v)
+
+    for C, length in itertools.product((7, 16, 31, 64), (7, 16, 37)):
+        assert "extreme" in str(check_causality(Weak(C), 31, length)), (C, length)
 
 
 MIXING = {
