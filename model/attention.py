@@ -28,12 +28,14 @@ def make_causal_mask(context_length: int) -> Tensor:
 
 
 def is_triangle(mask: Tensor) -> bool:
-    """Return whether a mask, (T, T), is that of `make_causal_mask`. On the device meta, without values, any is."""
-    if mask.is_meta:
+    """Return whether a mask, (T, T), is that of `make_causal_mask`, decided once. One without values, as on meta, is."""
+    if mask.is_meta or type(mask) is not Tensor:  # fake
         return True
-    # All see the first key, the first query sees no other, and each row is the one above it, moved to the right.
-    edges_fit = mask[:, 0].all() and not mask[0, 1:].any()
-    return bool(edges_fit) and mask[1:, 1:].equal(mask[:-1, :-1])
+    if not hasattr(mask, "is_triangle"):
+        # All see the first key, the first query sees no other, and each row is the one above it, moved to the right.
+        edges_fit = mask[:, 0].all() and not mask[0, 1:].any()
+        mask.is_triangle = bool(edges_fit) and mask[1:, 1:].equal(mask[:-1, :-1])
+    return mask.is_triangle
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:

@@ -154,7 +154,9 @@ class GPT(nn.Module):
         @functools.cache
         def apply(tensor: Tensor) -> Tensor:
             applied = fn(tensor)
-            return tensor.to(applied.device) if tensor.dtype == torch.bool else applied
+            if tensor.dtype != torch.bool:
+                return applied
+            return (make_causal_mask(len(tensor)) if tensor.is_meta else tensor).to(applied.device)
 
         super()._apply(apply, recurse)
         if self.config.tied:

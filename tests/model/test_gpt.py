@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from errors import UserError
 from model import GPT, GPTConfig
@@ -132,3 +133,14 @@ def test_a_padded_head_changes_no_logit_and_no_gradient(V: int, family: str, mon
 def test_a_model_can_be_sent_to_another_process(family: str) -> None:
     model, idx = make_gpt(family=family, n_embd=18).eval(), torch.tensor([[3, 5, 2]])
     assert torch.equal(pickle.loads(pickle.dumps(model))(idx), model(idx))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_begins_without_values_and_fills_its_mask_and_tables(family: str) -> None:
+    model, idx = make_gpt(family=family, n_embd=18).eval(), torch.tensor([[3, 5, 2]])
+    with torch.device("meta"):
+        empty = GPT(model.config).eval()
+    empty.to_empty(device="cpu").load_state_dict(model.state_dict())
+    assert torch.equal(empty(idx), model(idx)) and empty.blocks[1].attention.triangle is not None
+    with FakeTensorMode(), torch.device("cpu"):
+        assert GPT(model.config)(torch.zeros(2, 7, dtype=torch.int64)).shape == (2, 7, 17)

@@ -123,7 +123,7 @@ def test_the_model_needs_little_else() -> None:
     core = reached("model/gpt.py")
     assert not core & {f"model/{name}.py" for name in ("checkpoint", "device", "huggingface", "load", "packed")}
     lines = sum(LINES[file] for file in core)
-    hold(len(core) <= 9 and lines <= 760, f"model/gpt.py reaches {len(core)} files and {lines} lines, ours 8 and 757")
+    hold(len(core) <= 9 and lines <= 770, f"model/gpt.py reaches {len(core)} files and {lines} lines, ours 8 and 764")
 
 
 def test_the_trainer_reaches_few_files() -> None:
