@@ -28,7 +28,7 @@ def make_causal_mask(context_length: int) -> Tensor:
 
 
 def is_triangle(mask: Tensor) -> bool:
-    """Return whether a mask, (T, T), is that of `make_causal_mask`, decided once. One without values, as on meta, is."""
+    """Return whether a mask, (T, T), is that of `make_causal_mask`, decided once. Without values, as on meta, it is."""
     if mask.is_meta or type(mask) is not Tensor:  # fake
         return True
     if not hasattr(mask, "is_triangle"):
