@@ -64,7 +64,7 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, sp
             progress=bar.update,
         )
     if not outcome.ok:
-        meant = "; if that is meant, say so in `GPT.receptive_field`" if "blind" in outcome.finding else ""
+        meant = "; if that is meant, say so in `GPT.receptive_field`" if outcome.is_blind else ""
         raise UserError(f"refusing to train: {outcome.finding}{meant}")
     print(f"causal: {outcome}, {time.perf_counter() - began:.1f} s")
     return {"causal": str(outcome)}

@@ -5,7 +5,8 @@
     python -m tril check OWNER/NAME                                     a model on the Hugging Face hub, or a directory
 
 mine.py:make is a function in a file, without arguments, that returns a model; or the model itself. `check` prints a
-sentence, and exits with 0 (no position does), 1 (one does) or 2 (no answer, and why).
+sentence, and exits with 0 (no position does), 1 (one does), 2 (no answer, and why) or 3 (none does, but one misses a
+token of its past).
 """
 
 import argparse
@@ -95,7 +96,7 @@ def check(options: argparse.Namespace) -> int:
     """Print the answer of the certificate and how the model was called; return the exit code."""
     report = tril.check_causality(make_model(options.model), length=options.length, strict=options.strict)
     print(visible(f"{report}; {report.call}"))
-    return not report.ok
+    return 3 if report.is_blind else not report.ok
 
 
 def heads(options: argparse.Namespace) -> int:

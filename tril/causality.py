@@ -78,9 +78,14 @@ class Causality:
         """Whether no fault was found."""
         return self.finding is None
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether the fault is that a position misses a token, while none sees what it must not."""
+        return " is blind to " in (self.finding or "")
+
     def __str__(self) -> str:
         if self.finding:
-            return f"no, {self.finding}"
+            return f"no, {'it does not see the future, but ' * self.is_blind}{self.finding}"
         asked = f"yes, none of the {self.num_probed} probed positions (of {self.length}) depends on a later one"
         return "; ".join([asked, *sorted(self.remarks)])
 

@@ -11,9 +11,10 @@ Shapes: B texts, T time (tokens), V vocabulary, C channels.
 
 import inspect
 import json
+import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -32,6 +33,9 @@ from tril.errors import UserError, errors_as_user_error
 CONTEXTS = (
     "context_length max_position_embeddings block_size n_positions n_ctx seq_len sequence_len max_seq_len".split()
 )
+# Names of numbers of tokens behind which a model may do otherwise, and the most that are read to get there.
+WINDOWS = ("sliding_window", "chunk_size", "attention_chunk_size", "index_topk")
+FAR = 1024
 TEXTS = 3  # that are read to find the call: another number than that of their tokens
 LENGTHS = (59, 64, 128, 31, 13, 7)  # tokens of these texts; the first is hardly ever the size of a vocabulary
 USUAL = 64  # tokens that are probed where nothing says what a model can read
@@ -226,15 +230,15 @@ def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
         model = of_torch and (getattr(model, "_orig_mod", None) or getattr(model, "module", None))
 
 
-def context_of(*models: object) -> int | None:
-    """Return how many tokens a model can read, if it, its config, or one that wraps it has a name of CONTEXTS."""
+def numbers_of(names: Iterable[str], *models: object) -> Iterator[int]:
+    """Yield the numbers of these names that models or their configs have."""
     for model in models:
         config = getattr(model, "config", getattr(model, "cfg", None))
         for owner in (config, getattr(config, "text_config", None), model):
-            for name in CONTEXTS:
+            for name in names:
                 found = owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None)
                 if isinstance(found, int):
-                    return found
+                    yield found
 
 
 def find_call(
@@ -266,7 +270,7 @@ def find_call(
             and not any("NotImplemented" in what or " ()" in what for what in said)
         ):
             continue
-        context = length or context_of(inner, module, *wrappers)
+        context = length or next(numbers_of(CONTEXTS, inner, module, *wrappers), None)
         for T in dict.fromkeys([min(LENGTHS[0], context), context]) if context else LENGTHS:
             idx = torch.randint(2, (TEXTS, T), generator=torch.Generator().manual_seed(0))
             for way in ways(Decoder(inner, call or inner, "call" if call else name)):
@@ -367,6 +371,10 @@ def check_causality(
     decoder = find_call(model, vocab_size, length, call)
     size = sum(weight.numel() for weight in decoder.module.parameters())
     T = int(length or (decoder.length if size * decoder.length <= LARGE else min(USUAL, decoder.length)))
+    window = max(numbers_of(WINDOWS, decoder.module), default=0)
+    beyond = min(2 * window + 1, decoder.context_length or math.inf)
+    if length is None and size * beyond <= LARGE and beyond <= FAR:
+        T = max(T, beyond)
     options.setdefault("tokens", range(decoder.num_ids))
     for name in {"tokens", "special"} & {name for name, value in options.items() if value is not None}:
         options[name] = [*map(int, options[name])]
@@ -377,8 +385,10 @@ def check_causality(
     options.setdefault("extreme", [decoder])
     with errors_as_user_error(f"{decoder} fails while {T} tokens are probed"):
         report = causality.check_causality(forward, decoder.vocab_size, T, module=decoder.module, **options)
-    if "blind" in (report.finding or ""):
+    if report.is_blind:
         report = replace(report, finding=f"{report.finding} (if that is meant, as of a window, pass mask=)")
+    if T < beyond:
+        report.remarks.add(f"what is {window} tokens away was not reached: ask for a length of {beyond}")
     return replace(report, call=f"called as {decoder}")
 
 

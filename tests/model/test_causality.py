@@ -131,10 +131,13 @@ def test_a_layer_of_zeros_neither_hides_a_leak_nor_looks_like_one(monkeypatch, z
     assert not check_causality(model, V, T).ok
 
 
+BLIND = "no, it does not see the future, but position 4 is blind to token 4, which it may see"
+
+
 def test_a_token_that_is_not_seen_is_named() -> None:
     model = make_gpt()
     model.token_embedding.register_forward_hook(lambda module, inputs, x: x * (torch.arange(x.size(1)) != 4)[:, None])
-    assert str(check_causality(model, V, T)) == "no, position 4 is blind to token 4, which it may see"
+    assert str(check_causality(model, V, T)) == BLIND
 
 
 def test_a_plain_function_is_asked_as_it_is() -> None:

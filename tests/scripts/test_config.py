@@ -64,6 +64,10 @@ def test_every_config_builds(path: Path) -> None:
         (["nowhere.toml"], "there is no file nowhere.toml; to train on a text: --data.source nowhere.toml"),
         (["README.md"], "to train on a text: --data.source README.md"),
         (["configs/quickstart.toml", "--resume", "out/x"], "--resume takes configuration and directory from the run"),
+        (
+            ["--resume", "out/x", "--train.out-dir", "out/run"],
+            "--resume takes configuration and directory from the run",
+        ),
         (["--resume", "nowhere"], "there is no run in nowhere: a run has"),
         (["--train.out_dir="], "out_dir and init_from must be paths, got an empty text"),  # which is not this folder
         (["--data.source="], "no text found at ''"),

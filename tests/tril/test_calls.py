@@ -352,6 +352,41 @@ class SeesSeven(nn.Module):
         return self.head(self.embedding(idx).cumsum(1)) + F.pad(idx[:, 1:] == 7, (0, 1))[..., None]
 
 
+class Windowed(Plain):
+    """Leaks behind its window alone, or sees no further than that."""
+
+    def __init__(self, window: int, leak: float, blind: bool = False) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(999, C))
+        self.config = SimpleNamespace(sliding_window=window)
+        self.late, self.blind = leak, blind
+
+    def embed(self, idx: Tensor) -> Tensor:
+        x = super().embed(idx)
+        behind = (torch.arange(idx.size(1)) > self.config.sliding_window)[:, None]
+        return x + self.late * behind * F.pad(x[:, 1:], (0, 0, 0, 1))
+
+    def attend(self, x: Tensor) -> Tensor:
+        T = x.size(1)
+        mask = torch.ones(T, T, dtype=torch.bool).tril()
+        mask = mask.triu(1 - self.config.sliding_window) if self.blind else mask
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def test_a_text_reaches_beyond_the_windows_of_a_config_or_the_answer_says_that_it_did_not() -> None:
+    assert tril.check_causality(Windowed(150, 0.0)).length == 301
+    assert not tril.check_causality(Windowed(150, 0.1)).ok
+    far = tril.check_causality(Windowed(10**7, 0.1))
+    assert far.ok and str(far).endswith("what is 10000000 tokens away was not reached: ask for a length of 20000001")
+    narrow = tril.check_causality(Windowed(5, 0.0, blind=True))
+    assert not narrow.ok and narrow.is_blind and str(narrow).startswith("no, it does not see the future, but position")
+    assert str(narrow).endswith("which it may see (if that is meant, as of a window, pass mask=)")
+    assert tril.check_causality(
+        Windowed(5, 0.0, blind=True), length=11, mask=torch.ones(11, 11).tril().triu(-4).bool()
+    ).ok
+
+
 def test_ids_may_be_any_numbers_and_padding_has_no_logit() -> None:
     for ids in ([2, 3, 5], torch.tensor([2, 3, 5]), range(2, 6), iter([2, 3, 5])):
         assert tril.check_causality(Plain(), length=T, tokens=ids).ok
