@@ -289,11 +289,14 @@ class Prober:
         if loss_fn:
             self.hidden_from_loss(loss_fn)
         self.is_extreme = True
-        # By luck of a draw scores may be high enough for a weak mask: another one, and more weights, bring others.
-        for draw, enlarged in ((1, [*filter(FOR_SCORES.search, self.weights)]), (2, self.weights)):
+        # By luck of a draw scores may be high enough for a weak mask: if strict, another one and more weights are tried.
+        # Not embeddings and gains: scores beyond 1e9 would find fault with a mask of -1e9, which no training reaches.
+        embeddings = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Embedding)}
+        matrices = [name for name, p in self.weights.items() if p.dim() > 1 and id(p) not in embeddings]
+        for draw, enlarged in ((1, [*filter(FOR_SCORES.search, self.weights)]), (2, matrices))[: 1 + self.strict]:
             self.randomize(draw)
             with torch.no_grad():
-                for name in enlarged or self.weights:
+                for name in enlarged or matrices:
                     self.weights[name].mul_(EXTREME)
             for function in extreme:
                 self.hidden(function, self.few, small, "in training, with extreme weights")
