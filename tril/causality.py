@@ -289,7 +289,7 @@ class Prober:
         if loss_fn:
             self.hidden_from_loss(loss_fn)
         self.is_extreme = True
-        # By luck of a draw scores may be high enough for a weak mask: if strict, another one and more weights are tried.
+        # By luck of a draw scores may be high enough for a weak mask: a strict check draws again, with more weights.
         # Not embeddings and gains: scores beyond 1e9 would find fault with a mask of -1e9, which no training reaches.
         embeddings = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Embedding)}
         matrices = [name for name, p in self.weights.items() if p.dim() > 1 and id(p) not in embeddings]
