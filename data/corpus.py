@@ -114,7 +114,8 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
     save_tokenizer(tokenizer, directory)
     num_bytes = write_tokens(config, tokenizer, directory)
     dtype = dtype_of(tokenizer)
-    meta = {"source": config.source, "tokenizer": config.tokenizer, "key": key}
+    # The type of the ids is for readers of train.bin that are not ours.
+    meta = {"source": config.source, "tokenizer": config.tokenizer, "key": key, "dtype": dtype.str}
     for split in SPLITS:
         path = directory / f"{split}.bin"
         stat = path.stat()
