@@ -28,7 +28,7 @@ def reader(model: nn.Module, caches: list[LayerCache]) -> Read:
 
     def prefill(idx: Tensor) -> Tensor:
         """Read several tokens; a prompt that all rows have is read once."""
-        rows = idx[:1] if (idx == idx[:1]).all() else idx
+        rows = idx[:1] if len(idx) > 1 and (idx == idx[:1]).all() else idx
         return read(rows).expand(len(idx), -1)
 
     replay = None

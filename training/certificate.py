@@ -177,7 +177,8 @@ def compare_with_cross_entropy(model: GPT, eager: partial, batch: Tensor, dtype:
             f"refusing to train: of random targets the loss is {-more:.0%} less than the cross-entropy of the logits, "
             "so it knows them (if it is meant to be less, raise MOST_LESS in training/certificate.py)"
         )
-    said = "is the cross-entropy of the logits" if abs(more) < ROUNDED else f"is {more:+.1%} of that"
+    beside = "" if abs(more) < ROUNDED else f"{abs(more):.1%} {'more' if more > 0 else 'less'} than "
+    said = f"is {beside}the cross-entropy of the logits"
     print(f"loss:   {said}")
     return {"loss": said}
 

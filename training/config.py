@@ -160,9 +160,9 @@ class Config:
         --train.batch_size  less needs less memory
         --model.n_layer     more is slower, and better if there is enough text
 
-    Without a configuration:
+    What neither a configuration nor the command line gives:
         configs/quickstart.toml, whose values --help shows as defaults
-        training/options.py changes it for a text of your own
+        training/options.py fits it to a text of your own
         configs/finetune.toml if there is a --train.init_from
     """
 

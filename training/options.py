@@ -100,7 +100,7 @@ def with_fitted(config: Config, values: dict[str, object]) -> Config:
 
 
 def tokenizer_for(source: str, on_gpu: bool) -> str:
-    """Return the tokenizer for a text by the size of its files; its own, if it is tokens already. Print it.
+    """Return the tokenizer for a text by the size of its files; its own, if it is tokens already.
 
     Raises UserError if there is no text.
     """

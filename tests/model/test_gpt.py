@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from errors import UserError
 from model import GPT, GPTConfig
-from model.attention import CausalSelfAttention
+from model.attention import CausalSelfAttention, is_triangle, make_causal_mask
 from model.families import FAMILIES
 from model.gpt import Dropout, Head
 from tests.conftest import make_gpt, save_gpt
@@ -144,3 +145,9 @@ def test_a_model_begins_without_values_and_fills_its_mask_and_tables(family: str
     assert torch.equal(empty(idx), model(idx)) and empty.blocks[1].attention.triangle is not None
     with FakeTensorMode(), torch.device("cpu"):
         assert GPT(model.config)(torch.zeros(2, 7, dtype=torch.int64)).shape == (2, 7, 17)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Buffer, lambda mask: torch.nn.Parameter(mask, requires_grad=False)])
+def test_a_window_in_a_tensor_of_another_class_is_no_triangle(kind: Callable) -> None:
+    triangle = make_causal_mask(7)
+    assert is_triangle(kind(triangle)) and not is_triangle(kind(triangle.triu(-2)))

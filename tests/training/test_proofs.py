@@ -117,7 +117,10 @@ def test_a_loss_is_said_to_be_more_than_a_cross_entropy_and_refused_if_it_is_les
     def smooth(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
         return F.cross_entropy(model(inputs).mT, targets, reduction="sum", label_smoothing=0.1)
 
-    assert prove(make_gpt().train(), None, torch.float32, more)["loss"].startswith("is +3.")
+    assert prove(make_gpt().train(), None, torch.float32, more)["loss"].startswith("is 3.")
+    assert prove(make_gpt().train(), None, torch.float32, more)["loss"].endswith(
+        "% more than the cross-entropy of the logits"
+    )
     assert "%" not in prove(make_gpt(dropout=0.3).train(), None, torch.float32)["loss"]
     prove(make_gpt().train(), None, torch.float32, smooth)
     with pytest.raises(UserError, match="of random targets the loss is .*% less than the cross-entropy of the logits"):
