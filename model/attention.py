@@ -24,7 +24,7 @@ FORMULA_KEYS = 512  # most keys for which the formula trains faster on a CPU (be
 
 def make_causal_mask(context_length: int) -> Tensor:
     """Return (T, T) bool, True where the query (row) may attend to the key (column): to itself and all before it."""
-    return torch.ones(context_length, context_length, dtype=torch.bool).tril()
+    return torch.ones(context_length, context_length, dtype=torch.bool).tril_()
 
 
 def is_triangle(mask: Tensor) -> bool:

@@ -10,6 +10,7 @@ run.finish(step)
 """
 
 import json
+import os
 from dataclasses import asdict
 
 import numpy as np
@@ -45,6 +46,7 @@ from training.report import Tracker, best_checkpoint, flat, next_commands, read_
 
 BATCHES = 3  # the version of what a run depends on besides its configuration; raised when a step gets another batch
 SAMPLE_WIDTH = 65  # characters of a sample that are printed; metrics.jsonl has all
+BYTES_PER_LOGIT = 16  # of memory on a CPU, at most: logits, their copy in float32, its softmax, gradients
 # First weights of the norms of queries and keys, in the first layer and in the others, for `sharp_first_layer`. With
 # equal ones, which layer learns to look at the token before is luck (benchmarks/results/first_run_cpu_2026-11-26.md).
 SHARP = 1.6
@@ -96,7 +98,10 @@ class RunDirectory:
         if self.state:
             self.refuse_changes()
         c = self.config.train
-        tokens_per_step = c.batch_size * c.grad_accum_steps * self.config.model.context_length
+        T = self.config.model.context_length
+        if device.type == "cpu" and hasattr(os, "sysconf"):  # which Windows does not have
+            warn_of_logits(c.batch_size, T * corpus.tokenizer.vocab_size)
+        tokens_per_step = c.batch_size * c.grad_accum_steps * T
         self.tokens = self.state.get("tokens", self.step * tokens_per_step)
         """Tokens of training so far, which checkpoints of 3.1 and before do not say."""
         return self.config
@@ -247,6 +252,20 @@ class RunDirectory:
             saved = f"saved step {step}" if step else "there was nothing to save yet"
             return f"{saved}; continue with: {commands[0]}"
         return "\n  ".join([f"Next, with the model in {self.path}, where report.html shows how it went:", *commands])
+
+
+def warn_of_logits(batch_size: int, logits: int) -> None:
+    """Print a note if the logits of a batch would take more than half of the machine's memory.
+
+    logits: the number in one sequence.
+    """
+    size = BYTES_PER_LOGIT * logits
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // size
+    if batch_size > most:
+        print(
+            f"note: logits of {batch_size} sequences take {batch_size * size / 1e9:.1f} GB in training; "
+            f"{max(1, most)} fit: --train.batch_size {max(1, most)}"
+        )
 
 
 def make_model(config: Config, corpus: Corpus, base: Checkpoint | None) -> GPT:

@@ -81,14 +81,14 @@ def feed(tokens: list[int], *stops: str) -> tuple[list[str], Text]:
 def test_a_text_ends_where_it_should_and_only_certain_characters_are_shown() -> None:
     taken, text = feed(list("a猫b".encode()))  # a character appears when its last byte does
     assert taken == ["a", "", "", "猫", "b", ""]
-    assert (text.text, text.finish, len(text.tokens)) == ("a猫b", "length", 5)
+    assert (text.text, text.finish, text.num_tokens) == ("a猫b", "length", 5)
     assert feed(list("猫".encode())[:2])[0] == ["", "", "\ufffd"]
     taken, text = feed(list(b"one. two"), "", ". t", "two")  # the first of several, even across tokens
     assert taken == ["", "", "", "o", "n", "e", "", "", ""] and (text.text, text.finish) == ("one", "stop")
     taken, text = feed(list(b"one. "), ". t")  # not the stop text after all
     assert taken[-1] == "e. " and (text.text, text.finish) == ("one. ", "length")
     _, text = feed([*b"one", 256, *b"two"])
-    assert (text.text, text.finish, len(text.tokens)) == ("one", "end of text", 3)
+    assert (text.text, text.finish, text.num_tokens) == ("one", "end of text", 3)
 
 
 def test_a_sample_of_a_training_commands_no_terminal(run, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
