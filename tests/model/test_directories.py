@@ -99,6 +99,7 @@ def ask(name: str, port: int, home: Path) -> subprocess.CompletedProcess:
     return run_python(*words, env=os.environ | hub, timeout=60)
 
 
+@pytest.mark.long
 def test_a_hub_that_cannot_be_reached_is_left_for_the_cache(here: Path) -> None:
     """At a port that is closed."""
     said = ask("somebody/theirs", 9, here / "home")

@@ -212,18 +212,32 @@ def pattern(shown: str) -> str:
     return r"\s+".join(re.escape(word).replace(r"\.\.\.", ".*?") for word in measured.split())
 
 
+def apply(diff: str, tree: Path, *options: str) -> None:
+    """Apply a diff of a page to the tree."""
+    done = subprocess.run(["git", "apply", *options, "-"], input=diff, cwd=tree, capture_output=True, text=True)
+    hold(done.returncode == 0, f"a diff of the page does not apply: {done.stderr}\n{diff}")
+
+
 def follow(part: str, tree: Path, training: str = "") -> str:
     """Apply the diffs of a part of a page, run its commands, find what it shows. Return what the last ones said."""
     said = ""
     for kind, content in re.findall(r"```(\w+)\n(.*?)```", part, re.DOTALL):
         if kind == "diff":
-            done = subprocess.run(["git", "apply", "-"], input=content, cwd=tree, capture_output=True, text=True)
-            hold(done.returncode == 0, f"a diff of the page does not apply: {done.stderr}")
+            apply(content, tree)
         elif kind == "sh":
             said = "".join(run(command, tree, training) for command in content.splitlines())
         else:
             assert re.search(pattern(content), said, re.DOTALL), said
     return said
+
+
+def test_the_diffs_of_pages_apply(tree: Path) -> None:
+    for part in (*CHANGES.values(), *RECIPES.values(), PAGES["docs/data.md"]):
+        diffs = re.findall(r"```diff\n(.*?)```", part, re.DOTALL)
+        for diff in diffs:
+            apply(diff, tree)
+        for diff in reversed(diffs):
+            apply(diff, tree, "--reverse")
 
 
 @pytest.mark.long
@@ -236,12 +250,8 @@ def test_changes_are_judged_as_the_page_says(change: str, tree: Path) -> None:
     assert (" failed" in tests or "FAILED" in tests) == ("leak" in change), tests
 
 
-QUICK = ("An option of training", "A metric of a step")
-
-
-@pytest.mark.parametrize(
-    "title", [pytest.param(title, marks=[] if title in QUICK else pytest.mark.long) for title in RECIPES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("title", RECIPES)
 def test_recipes_do_what_they_say(title: str, small_tree: Path) -> None:
     assert "Traceback" not in (said := follow(RECIPES[title], small_tree)), said
     if title == "A term of the loss":  # which ranks add up as one process does
