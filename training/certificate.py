@@ -144,7 +144,7 @@ def compare_with_source(model: GPT, loss_fn: LossFn, eager: partial, batch: Tens
         for found in (own, right):
             del found["the loss"]
             found |= {name: x.norm()[None] for name, x in found.items() if x.dim()}
-    advice = "train with --train.compile false --train.record false"
+    advice = "train with --train.compile false"
     how_far = refuse(differences(own, right), limits, "the loss as it is trained agrees with its source", advice)
     print(f"loss:   agrees with its source {how_far}")
     return {"agrees_with_source": how_far}

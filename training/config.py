@@ -18,7 +18,6 @@ MAY_CHANGE = {
     "device",
     "dtype",
     "compile",
-    "record",
     "deterministic",
     "max_steps",
     "eval_every",
@@ -64,12 +63,11 @@ class TrainConfig:
     """Precision of matrix products and, if bfloat16, of the residual stream; weights stay float32.
     auto: bfloat16 where it is native (on a CPU if the model is at least 64 wide), else float16 on a CUDA
     GPU, else float32."""
-    compile: bool | None = None
-    """Whether to torch.compile the loss. None: on CUDA, in a run that is long enough to pay for it."""
-    record: bool = False
-    """On CUDA, repeat the kernels of a loss that is not compiled, and of its gradient, as a graph, if a step is one
-    micro-batch, without fsdp. For small models in short runs: the host launches kernels more slowly than they run. A
-    branch in Python is taken as in the first step."""
+    compile: Literal["auto", "false", "true", "graph"] = "auto"
+    """How the loss runs. false: PyTorch's kernels, one by one. true: by torch.compile. graph: kernels as they are, and
+    those of the gradient, as a CUDA graph, for small models in short runs, where the host launches kernels more slowly
+    than they run; as false if a step is several micro-batches, with fsdp, and on a CPU. A branch in Python is taken as
+    in the first step. auto: true on CUDA in a run that is long enough to pay for it, else false."""
     deterministic: bool = False
     """Use kernels that give the same bits every time, as is needed for a resumed run to end in those of an unbroken
     one. All do on a CPU; on a GPU they are slower."""

@@ -39,7 +39,7 @@ def test_command_line_over_file_over_defaults(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_resolved_config_reads_back(tmp_path: Path) -> None:
-    table = replace(TrainConfig(), compile=True, sample_prompt="".join(map(chr, range(0x3000))) + "\U0001f600")
+    table = replace(TrainConfig(), compile="true", sample_prompt="".join(map(chr, range(0x3000))) + "\U0001f600")
     config = replace(Config(), train=table)
     (tmp_path / "config.toml").write_bytes(to_toml(config).encode())
     assert parse(Config, [], tmp_path / "config.toml") == config

@@ -221,3 +221,19 @@ def test_what_to_do_next(
     looks += [f"python inspect_attention.py {looked_at} --ablate zero"] * (num_heads <= 50)
     looks += [f"python inspect_attention.py {looked_at} -o 'a run'/heads.html"]
     assert commands == ["python train.py --resume 'a run'"] * (not finished) + looks * bool(looked_at)
+
+
+@pytest.mark.parametrize(
+    "lines, way",
+    [
+        ("compile = false\nrecord = true", "graph"),
+        ("compile = true\nrecord = false", "true"),
+        ("record = false", "auto"),
+    ],
+)
+def test_an_older_run_is_compiled_or_recorded_as_it_was(straight: Path, tmp_path: Path, lines: str, way: str) -> None:
+    config = (straight / "config.toml").read_text(encoding="utf-8")
+    assert 'compile = "auto"' in config
+    older = config.replace('compile = "auto"', lines)
+    (tmp_path / "config.toml").write_text(older, encoding="utf-8")
+    assert read_config(["--resume", str(tmp_path)]).train.compile == way
