@@ -40,8 +40,9 @@ def make_optimizer(
     """Return the optimizer of all parameters that are not frozen.
 
     Muon trains each matrix, wherever it is, but the weights of an nn.Embedding and of the head. Weight decay applies to
-    matrices, with Muon to its own alone; never to what has another number of dimensions (biases, norms). A group's "lr_share" is its part of the learning rate. dtype is the precision of training. Muon's iteration has the
-    same, except that it is float32 for float16, whose range is too small. compiled: whether Muon's update is.
+    matrices, with Muon to its own alone; never to what has another number of dimensions (biases, norms). A group's
+    "lr_share" is its part of the learning rate. dtype is the precision of training. Muon's iteration has the same,
+    except that it is float32 for float16, whose range is too small. compiled: whether Muon's update is.
     """
     kinds = {model.lm_head.weight: "head"}
     kinds |= {part.weight: "embedding" for part in model.modules() if isinstance(part, nn.Embedding)}  # or a tied head
