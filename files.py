@@ -3,11 +3,17 @@
 import errno
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import AcquireReturnProxy, FileLock
 
 from errors import UserError, errors_as_user_error
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
 
 MOST = 1 << 26  # bytes of a small file
 POINTER = b"version https://git-lfs"
@@ -44,11 +50,15 @@ def sha256(path: Path) -> str:
 def sync(path: Path) -> None:
     """Wait until a file, or the list of names in a directory, is on the disk and not only in the system's cache.
 
-    Some file systems, as SMB, cannot do so for a directory. Then nobody waits.
+    Windows, and some file systems, as SMB, cannot do so for a directory. Then nobody waits.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    if fcntl is None and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY if fcntl else os.O_RDWR)  # Windows syncs only what may be written
     try:
         os.fsync(descriptor)
+        with suppress(AttributeError, OSError):  # on macOS, whose fsync leaves it in the cache of the drive
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     except OSError as error:
         if error.errno != errno.EINVAL or not path.is_dir():
             raise

@@ -83,6 +83,8 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
             temporary.mkdir()
             try:
                 write_corpus(config, key, temporary, tokenizer)
+                if directory.exists():
+                    directory.rmdir()  # which Windows would not replace
                 publish(temporary, directory)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -155,7 +155,7 @@ def save_checkpoint(parent: Path, step: int, files: dict[str, bytes | dict[str, 
         (temporary / MANIFEST).write_bytes(with_own_hash(manifest))
         remove(final, files)  # a damaged one
         if final.exists():
-            os.replace(final, mkdtemp(prefix=f"damaged-{final.name}-", dir=parent))
+            os.replace(final, Path(mkdtemp(prefix=f"damaged-{final.name}-", dir=parent), final.name))
         publish(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # what is left of it

@@ -83,7 +83,7 @@ class TrainConfig:
     """Optimizer updates in the run."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """AdamW (Loshchilov and Hutter 2019), or Muon (Jordan et al. 2024) for the matrices inside the blocks."""
+    """AdamW (Loshchilov and Hutter 2019), or Muon (Jordan et al. 2024) for all matrices but embeddings and head."""
     learning_rate: float = 6e-4
     """Peak of the learning rate."""
     embedding_rate: float = 1.0
@@ -103,7 +103,7 @@ class TrainConfig:
     final_lr_fraction: float = 0.1
     """The learning rate at the end, as a share of its peak."""
     weight_decay: float = 0.1
-    """Decay of the matrices, with muon of those inside the blocks; biases and norms have none."""
+    """Decay of the matrices, with muon of those that it trains; biases and norms have none."""
     beta2: float = 0.95
     """AdamW's memory of squared gradients; 0.99 for small batches."""
     grad_clip: float = 1.0

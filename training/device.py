@@ -169,7 +169,7 @@ def keep_freed_memory(device: torch.device) -> None:
     twentieth (benchmarks/results/huge_pages_cpu_2026-11-27.md).
     """
     if device.type == "cpu":
-        with contextlib.suppress(AttributeError):  # another malloc has no such options
+        with contextlib.suppress(AttributeError, TypeError):  # another malloc has no such options, and Windows no libc
             libc = ctypes.CDLL(None)
             libc.mallopt(M_MMAP_THRESHOLD, 1 << 28)
             libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)

@@ -219,16 +219,20 @@ def apply(diff: str, tree: Path, *options: str) -> None:
 
 
 def follow(part: str, tree: Path, training: str = "") -> str:
-    """Apply the diffs of a part of a page, run its commands, find what it shows. Return what the last ones said."""
+    """Apply the diffs of a part of a page, run its commands, find what it shows. Return all that they said."""
     said = ""
+    heard = []
     for kind, content in re.findall(r"```(\w+)\n(.*?)```", part, re.DOTALL):
         if kind == "diff":
             apply(content, tree)
         elif kind == "sh":
             said = "".join(run(command, tree, training) for command in content.splitlines())
+        elif kind == "shell":  # lines that belong together
+            said = run(content, tree)
         else:
             assert re.search(pattern(content), said, re.DOTALL), said
-    return said
+        heard.append(said)
+    return "".join(heard)
 
 
 def test_the_diffs_of_pages_apply(tree: Path) -> None:
@@ -246,6 +250,7 @@ def test_changes_are_judged_as_the_page_says(change: str, tree: Path) -> None:
     said = follow(CHANGES[change], tree, TINY)
     if "causal: yes" in CHANGES[change]:
         assert "Traceback" not in said and "head entropy" in said and "not those of the kernel" not in said, said
+        assert "\nBy hand: " in CHANGES[change]
     tests = run("python -m pytest -x -m 'not long' tests/model/test_leakage.py", tree)
     assert (" failed" in tests or "FAILED" in tests) == ("leak" in change), tests
 
