@@ -28,7 +28,7 @@ from textwrap import shorten
 from typing import BinaryIO, TextIO
 
 from errors import UserError, check_numbers, errors_as_user_error
-from files import refuse_pointer
+from files import refuse_formats
 
 PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of stack
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
@@ -158,7 +158,7 @@ def read_files(source: str, text_column: str) -> Iterator[Document]:
     """Yield the documents of local files. Raises as `read_file`."""
     for path in find_files(source):
         if path.stat().st_size:  # nothing can be read from an empty Parquet file
-            refuse_pointer(path)
+            refuse_formats(path)
             yield from read_file(str(path), partial(open, mode="rb"), text_column)
 
 

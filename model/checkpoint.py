@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from errors import UserError, errors_as_user_error
-from files import expand, publish, read_small, refuse_pointer, sha256
+from files import expand, publish, read_small, refuse_formats, sha256
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -184,7 +184,7 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
                 f"{directory} has no safetensors file {path.name!r:.60}: fetch all files of the model "
                 "(a pickle can run code: docs/other_tools.md says how to convert one that you trust)"
             )
-        refuse_pointer(path)
+        refuse_formats(path)
     return paths
 
 

@@ -137,6 +137,26 @@ def test_the_sign_of_an_end_in_a_text_is_text(capsys: pytest.CaptureFixture) -> 
     assert capsys.readouterr().err.startswith("note: </s> in t.jsonl is ordinary text; ")
 
 
+FOREIGN = {
+    "story.rtf": (b"{\\rtf1\\ansi Once}", "rich text"),
+    "a.txt": (b"%PDF-1.4\n1 0 obj", "a PDF: make it plain text"),
+    "a.ps": (b"%!PS-Adobe-3.0\n", "PostScript"),
+    "a.mht": (b"From: <Saved by Blink>\nSubject: a", "a web page with its pictures"),
+    "corpus.zip": (b"PK\3\4\n\0\0\0\xe7", "an archive, as .zip, .docx, .xlsx and .epub are: unpack it"),
+    "t.csv": (b"PK\3\4\x14\0\6\0", "an archive"),  # a table of Excel under another name
+    "a.doc": (b"\xd0\xcf\x11\xe0\xa1\xb1", "a document of an old Office"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_text_is_named_by_its_kind(name: str) -> None:
+    content, sentence = FOREIGN[name]
+    Path(name).write_bytes(content * 99)
+    with pytest.raises(UserError, match=f"^{name} is {sentence}"):
+        make(name)
+    assert not list(Path("prepared").glob("[!.]*"))
+
+
 def test_links_are_followed_once_and_hidden_names_are_left_out() -> None:
     for name in ("d/sub/b.txt", "elsewhere/c.txt", "d/.git/config", "d/__pycache__/a.pyc", "d/.x", "d/sub/empty.md"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
