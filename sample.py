@@ -35,6 +35,7 @@ from model.load import load_model
 from model.packed import packed
 from model.sampling import Sampler, stream
 
+GROWING = f"{REPLACEMENT}\u200c\u200d"  # last characters whose look depends on the next
 CONTEXT = 64  # characters of the prompt that are decoded with the text
 
 
@@ -107,7 +108,7 @@ class Text:
         begin. What was taken stays, even where a decoder replaces a whole run of bytes since one of them is broken.
         """
         held = max(map(len, self.stops), default=0)
-        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - held)
+        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(GROWING)) - held)
         new = self.text[self.num_taken : end]
         self.num_taken += len(new)
         return new

@@ -87,6 +87,8 @@ def test_a_text_ends_where_it_should_and_only_certain_characters_are_shown() -> 
     assert taken == ["", "", "", "o", "n", "e", "", "", ""] and (text.text, text.finish) == ("one", "stop")
     taken, text = feed(list(b"one. "), ". t")  # not the stop text after all
     assert taken[-1] == "e. " and (text.text, text.finish) == ("one. ", "length")
+    taken, _ = feed(list("👩\u200d🚀".encode()))  # one character of three: the joiner is shown with what it joins
+    assert [*filter(None, taken)] == ["👩", "\u200d🚀"]
     _, text = feed([*b"one", 256, *b"two"])
     assert (text.text, text.finish, len(text.tokens)) == ("one", "end of text", 3)
 
