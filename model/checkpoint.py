@@ -112,7 +112,10 @@ def verify(directory: Path, to_resume: bool = False) -> Checkpoint:
         if directory.match(STEP):
             raise UserError(f"{directory} has no manifest.json: it was not written to the end")
         if not (directory / "config.json").is_file():
-            raise UserError(f"{directory} is no model, and no run with an intact checkpoint: it has no config.json")
+            raise UserError(
+                f"{directory} is no model, and no run with an intact checkpoint: it has no config.json (checkpoint-500 "
+                "of a Trainer has one, and docs/other_tools.md makes a directory with one of a .gguf or a pickle)"
+            )
         tensor_files(directory, "model")
         return Checkpoint(directory, {})
     manifest = read_json(path)
