@@ -23,6 +23,12 @@ def test_a_long_prompt_is_said(run, straight: Path) -> None:
     assert "note: <|endoftext|> in the prompt is ordinary text" in result.err
 
 
+def test_two_letters_are_no_line_end(run, straight: Path) -> None:
+    note = "note: a \\ in --stop is ordinary text; $'\\n' is the end of a line, to bash\n"
+    for stop, said in (("\\n", True), ("\n", False)):
+        assert (note in run(sample, straight, "--stop", stop, "--max_new_tokens", 3).ok().err) == said
+
+
 def test_other_code_than_that_of_the_training_is_said_once(run, straight: Path, monkeypatch) -> None:
     def said(max_steps: int) -> list[str]:
         sampled = run(sample, straight, "--max_new_tokens", 3)
