@@ -72,7 +72,7 @@ class RunDirectory:
         self.state = {}
         """The content of its trainer.json, if it is of this run."""
         names = {path.name for path in self.path.glob("*")}
-        if not (config.resume or self.found or ".lock" in names):  # a run has it before its first checkpoint
+        if not (self.found or ".lock" in names):  # which a run has before its first checkpoint
             others = names & {"config.toml", "metrics.jsonl", "report.html"}
             if others or self.path.resolve() == expand(config.data.source).resolve():
                 raise UserError(
