@@ -16,7 +16,16 @@ except ImportError:  # on Windows
     fcntl = None
 
 MOST = 1 << 26  # bytes of a small file
-POINTER = b"version https://git-lfs"
+# What is taken for a text or for weights by mistake: how it begins, what it is, and what to do.
+FORMATS = {
+    b"version https://git-lfs": "a pointer of Git LFS, not the file itself: fetch that by git lfs pull",
+    b"{\\rtf": "rich text (RTF): save it as plain text",
+    b"%PDF": "a PDF: make it plain text, as by pdftotext",
+    b"%!PS": "PostScript: make it plain text, as by ps2ascii",
+    b"From: <Saved by": "a web page with its pictures (MHTML): save it as plain text",
+    b"PK\3\4": "an archive, as .zip, .docx, .xlsx and .epub are: unpack it, or save it as plain text",
+    b"\xd0\xcf\x11\xe0": "a document of an old Office, as .doc and .xls are: save it as plain text",
+}
 
 
 def expand(path: str | Path) -> Path:
@@ -25,20 +34,27 @@ def expand(path: str | Path) -> Path:
 
 
 def read_small(path: Path) -> bytes:
-    """Return the content of a file. Raises UserError for a pointer, what is no file, and more than MOST bytes."""
+    """Return the content of a file. Raises UserError for one of FORMATS, what is no file, and more than MOST bytes."""
     if not path.is_file():  # a pipe would be waited for
         raise UserError(f"there is no file {path}")
     if path.stat().st_size > MOST:
         raise UserError(f"{path} has more than {MOST:,} bytes")
-    refuse_pointer(path)
+    refuse_formats(path)
     return path.read_bytes()
 
 
-def refuse_pointer(path: Path | str) -> None:
-    """Raise UserError if Git LFS has left its pointer in place of a file."""
+def first_bytes(path: Path) -> bytes:
+    """Return the first bytes of a file, 1,024 at most."""
     with open(path, "rb") as file:
-        if file.read(len(POINTER)) == POINTER:
-            raise UserError(f"{path} is a pointer of Git LFS, not the file itself: fetch that by git lfs pull")
+        return file.read(1024)
+
+
+def refuse_formats(path: Path) -> None:
+    """Raise UserError if a file begins as one of FORMATS."""
+    content = first_bytes(path)
+    for start, meaning in FORMATS.items():
+        if content.startswith(start):
+            raise UserError(f"{path} is {meaning}")
 
 
 def sha256(path: Path) -> str:

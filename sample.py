@@ -35,6 +35,7 @@ from model.load import load_model
 from model.packed import packed
 from model.sampling import Sampler, stream
 
+GROWING = f"{REPLACEMENT}\u200c\u200d"  # last characters whose look depends on the next
 CONTEXT = 64  # characters of the prompt, or tokens before the last ones, that are decoded with the text
 
 
@@ -115,7 +116,7 @@ class Text:
         begin. What was taken stays, even where a decoder replaces a whole run of bytes since one of them is broken.
         """
         held = max(map(len, self.stops), default=0)
-        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - held)
+        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(GROWING)) - held)
         new = self.text[self.num_taken : end]
         self.num_taken += len(new)
         return new
@@ -147,6 +148,8 @@ def sample(model: GPT, tokenizer: Tokenizer, prompt: str, seed: int, options: Op
     """Continue a prompt, and print the texts."""
     if names := [name for name in tokenizer.special_tokens if name in prompt]:
         print(f"note: {', '.join(names)} in the prompt is ordinary text", file=sys.stderr)
+    if "\\" in "".join(options.stop):
+        print(r"note: a \ in --stop is ordinary text; $'\n' is the end of a line, to bash", file=sys.stderr)
     ids = tokenizer.start_of_text + tokenizer.encode(prompt).tolist() or tokenizer.document_start
     T = model.config.context_length
     if len(ids) > T:

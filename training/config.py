@@ -131,6 +131,7 @@ class TrainConfig:
             raise UserError("out_dir and init_from must be paths, got an empty text")
         check_numbers(
             self,
+            seed=(0, 2**63 - 1),  # all bits count: `seed_for` hashes them
             max_steps=(1, 10**8 - 1),  # eight digits in the name of a checkpoint
             learning_rate=(1e-30, 1e30),
             decay_fraction=(0, 1),

@@ -56,7 +56,8 @@ SOFT = 0.6
 class RunDirectory:
     """A run on the disk, as its newest intact checkpoint has left it. All ranks call the methods, the first one writes.
 
-    Raises UserError if the directory holds a run that was not to be resumed, or one with another configuration.
+    Raises UserError if the directory holds a run that was not to be resumed, or one with another configuration, or the
+    text, or files that no run has written.
     """
 
     def __init__(self, config: Config, ranks: Ranks):
@@ -72,6 +73,14 @@ class RunDirectory:
         """The checkpoint that the weights come from: the newest of this run, or train.init_from."""
         self.state = {}
         """The content of its trainer.json, if it is of this run."""
+        names = {path.name for path in self.path.glob("*")}
+        if not (self.found or ".lock" in names):  # which a run has before its first checkpoint
+            others = names & {"config.toml", "metrics.jsonl", "report.html"}
+            if others or self.path.resolve() == expand(config.data.source).resolve():
+                raise UserError(
+                    f"{self.path} has {min(others, default='the text')}, which no run has written: give another "
+                    "--train.out_dir"
+                )
         if self.found:
             if not config.resume and not ranks.may_resume:
                 raise UserError(

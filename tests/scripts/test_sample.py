@@ -23,6 +23,12 @@ def test_a_long_prompt_is_said(run, straight: Path) -> None:
     assert "note: <|endoftext|> in the prompt is ordinary text" in result.err
 
 
+def test_two_letters_are_no_line_end(run, straight: Path) -> None:
+    note = "note: a \\ in --stop is ordinary text; $'\\n' is the end of a line, to bash\n"
+    for stop, said in (("\\n", True), ("\n", False)):
+        assert (note in run(sample, straight, "--stop", stop, "--max_new_tokens", 3).ok().err) == said
+
+
 def test_other_code_than_that_of_the_training_is_said_once(run, straight: Path, monkeypatch) -> None:
     def said(max_steps: int) -> list[str]:
         sampled = run(sample, straight, "--max_new_tokens", 3)
@@ -87,6 +93,8 @@ def test_a_text_ends_where_it_should_and_only_certain_characters_are_shown() -> 
     assert taken == ["", "", "", "o", "n", "e", "", "", ""] and (text.text, text.finish) == ("one", "stop")
     taken, text = feed(list(b"one. "), ". t")  # not the stop text after all
     assert taken[-1] == "e. " and (text.text, text.finish) == ("one. ", "length")
+    taken, _ = feed(list("👩\u200d🚀".encode()))  # one character of three: the joiner is shown with what it joins
+    assert [*filter(None, taken)] == ["👩", "\u200d🚀"]
     _, text = feed([*b"one", 256, *b"two"])
     assert (text.text, text.finish, text.num_tokens) == ("one", "end of text", 3)
 

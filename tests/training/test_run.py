@@ -110,6 +110,30 @@ def test_a_second_run_does_not_overwrite_the_first(run, straight: Path, corpus_f
     run(train, *tiny_run(corpus_file, straight)).refused(f"already holds a run: continue it with --resume {straight}")
 
 
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "report.html"])
+def test_a_new_run_writes_over_nothing_of_others(run, corpus_file: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "exp"
+    out.mkdir()
+    (out / name).write_text("# mine")
+    (out / "log.txt").write_text("a name that no run has")
+    command = tiny_run(corpus_file, out, train__max_steps=1)
+    run(train, *command).refused(f"{out} has {name}, which no run has written: give another --train.out_dir")
+    assert (out / name).read_text() == "# mine" and len([*out.iterdir()]) == 2
+    (out / name).rename(out / "mine")
+    run(train, *command).ok()
+    shutil.rmtree(out / "checkpoints")  # as if it had been killed before the first: the same command begins again
+    run(train, *command).ok()
+
+
+def test_the_folder_of_the_text_is_no_place_for_the_run(run, corpus_file: Path) -> None:
+    """No run is read as a text, so it would hide its own."""
+    folder = corpus_file.parent / "notes"
+    folder.mkdir()
+    corpus_file.rename(folder / "a.txt")
+    run(train, *tiny_run(folder, folder / "../notes")).refused("notes has the text, which no run has written: give")
+    assert [*folder.iterdir()] == [folder / "a.txt"]
+
+
 def test_two_processes_cannot_share_a_run(run, straight: Path) -> None:
     again = ("--resume", straight, "--train.max_steps", 13)
     with lock(straight / ".lock", "free"):
