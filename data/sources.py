@@ -35,7 +35,6 @@ PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of
 # too, so that the pieces of a document have the tokens of the whole.
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
 HIDDEN = re.compile(r"\..*|__pycache__|.*\.(safetensors|pth|pyc)")  # or made by programs, beside texts
-AMBIGUOUS = {".pt", ".so"}  # weights and compiled code, or texts in Portuguese and Somali
 NOT_STDLIB = re.compile(
     r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*"
     r"|(cp[0-8]|hp_|iso8859|koi8_|kz|mac_|palmos|ptcp|tis_).*|(aliases|entities|_casefix|stringprep|topics)\.py"
@@ -131,7 +130,8 @@ def find_files(source: str) -> list[Path]:
     names = {
         path.resolve(): path
         for path in sorted(found, reverse=True)
-        if path.is_file() and not (path.suffix in AMBIGUOUS and b"\0" in first_bytes(path))
+        # Weights and compiled code are left out, but no texts in Portuguese or Somali.
+        if path.is_file() and not (path.suffix in (".pt", ".so") and b"\0" in first_bytes(path))
     }
     if not names:
         raise UserError(
@@ -227,10 +227,14 @@ def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
             yield text_of(where, row[text_column])
 
 
-def read_csv(path: str, file: TextIO, text_column: str, delimiter: str = ",") -> Iterator[str]:
-    """Yield the texts of a CSV file, whose first row names the columns. Raises UserError for a row unlike it."""
+def read_csv(path: str, file: TextIO, text_column: str, delimiters: str = ",;\t|") -> Iterator[str]:
+    """Yield the texts of a CSV file, whose first row names the columns. Raises UserError for a row unlike it.
+
+    Its delimiter is the one of these that the first line has most of.
+    """
     csv.field_size_limit(LONGEST)
-    rows = csv.reader(file, delimiter=delimiter, strict=True)
+    header = file.readline(LONGEST)
+    rows = csv.reader(chain([header], file), delimiter=max(delimiters, key=header.count), strict=True)
     line = 1
     try:
         names = next(rows, [])
@@ -240,7 +244,7 @@ def read_csv(path: str, file: TextIO, text_column: str, delimiter: str = ",") ->
             if row:
                 if len(row) != len(names):
                     raise csv.Error(f"{len(row)} fields instead of {len(names)}")
-                yield text_of(f"{path}, line {line}", row[names.index(text_column)])
+                yield row[names.index(text_column)]
             line = rows.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {line}: {error} (is there a quote that never closes?)") from None
@@ -264,7 +268,7 @@ TABLES = {
     ".ndjson": read_json,
     ".json": read_json,
     ".csv": read_csv,
-    ".tsv": partial(read_csv, delimiter="\t"),
+    ".tsv": partial(read_csv, delimiters="\t"),
     ".parquet": read_parquet,
     ".arrow": read_parquet,  # as save_to_disk writes it: refused, since it is no Parquet
 }

