@@ -158,7 +158,7 @@ def add_written(
     for start in progress(sorted({place.start for _, place in places}), desc="written there", unit=" texts"):
         there = [(head, place) for head, place in places if place.start == start]
         T = len(there[0][1].labels)
-        att, _ = look(model, torch.tensor(corpus[start : start + T])[None])
+        att, _ = look(model, draw_texts(corpus[start : start + T], T, 1)[1])
         out = unembedding(att)
         for head, place in there if out else ():
             logits = out.logits(moved(att, head)[None, place.key - T])[0]
