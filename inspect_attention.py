@@ -9,6 +9,7 @@ Ways to run:
     python inspect_attention.py out/one out/other -o both.html     two models
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
     python inspect_attention.py out/quickstart --heads 1.1 --view places
+    python inspect_attention.py out/quickstart --heads 1.1 --view why
     python inspect_attention.py out/quickstart --live           what if
 
 First of all: --text, --heads, -o, --generate, --ablate, --live, --device.
@@ -56,8 +57,9 @@ class Options:
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""
-    view: Literal["weights", "places"] = "weights"
-    """What is printed of these heads: a text as a triangle, or their strongest places in the corpus."""
+    view: Literal["weights", "places", "why"] = "weights"
+    """What is printed of these heads: a text as a triangle; their places in the corpus; or why they look where they
+    look most strongly, by who wrote what they read."""
     corpus: str = ""
     """A file of text in which strongest places are looked for, which takes a CPU a minute at most. Left out: the
     model's validation text."""
@@ -91,7 +93,7 @@ def main() -> None:
         raise UserError("which checkpoint should --generate a text? Give one only")
     torch.manual_seed(options.seed)
     are_two = len({*map(run_of, checkpoints)}) == 2
-    if are_two and (options.live or options.view == "places"):
+    if are_two and (options.live or options.view != "weights"):
         raise UserError("of two models there are a table and a page, by -o both.html: leave out --live and --view")
     for output in outputs:
         check_output(output, FORMATS[:1] if are_two else FORMATS)
@@ -135,9 +137,10 @@ def main() -> None:
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
     heads = found.heads if options.heads else ()
     print(found.table(heads))
-    if options.view == "places":
+    if options.view != "weights":
+        show = found.places if options.view == "places" else found.why
         for head in found.heads:
-            print(f"\nhead {name_of(head)}\n{found.places(*head)}")
+            print(f"\nhead {name_of(head)}\n{show(*head)}")
         heads = ()
     for head in heads if len(heads) <= terminal.MOST_ROWS else ():
         print(f"\nhead {name_of(head)}, where it looks: a line is a query, a character a key, in the order of lines;")
