@@ -35,7 +35,8 @@ from tril.places import Places, find_places
 from tril.terminal import number, report
 from tril.texts import Names, Text, draw_texts
 from tril.views import Said, moved, say
-from tril.weights import Proof, summarise
+from tril.weights import HIDES, Proof, summarise
+from tril.why import Why, Writers, explain, explain_strongest, trace
 
 FORMATS = (".html", ".png", ".svg", ".npz")
 TEXT_LENGTH = 1024  # the most tokens of a text of a corpus
@@ -155,6 +156,11 @@ class Inspection:
         return say(self.model, self.att, self.heads, self.effort) if adds and self.lengths else {}
 
     @cached_property
+    def writers(self) -> Writers:
+        """Who wrote what the heads read of the text that is shown."""
+        return trace(self.model, self.shown, self.edits)
+
+    @cached_property
     def strongest(self) -> Mapping[Head, Places]:
         """The strongest places of each head in the corpus; empty without one."""
         if self.corpus is None:
@@ -172,6 +178,34 @@ class Inspection:
         if not self.strongest:
             raise UserError("no place was looked for, since there is no long text: give one as corpus=")
         return self.strongest[layer, head]
+
+    def why(self, layer: int, head: int, query: int | None = None, key: int | None = None) -> Why:
+        """Return why a head looks from one token of the text that is shown at another: who wrote what makes it do so.
+
+        query, key: their numbers. None: those of the largest weight, that of the first token and of the token itself
+        apart.
+
+        Raises UserError for tokens that are not there, or not seen, and if it is not known.
+        """
+        L, _, H, T = self.att.shape
+        [(layer, head)] = choose_heads([(layer, head)], L, H)
+        parts = self.writers.parts(layer)
+        weights = self.pattern(layer, head)
+        elsewhere = weights.tril(-1)
+        elsewhere[:, 0] = 0.0
+        query = elsewhere.amax(1).argmax().item() if query is None else query
+        if not 0 <= query < T:
+            raise UserError(f"the text has tokens 0 to {T - 1}, and no token {query}")
+        key = elsewhere[query].argmax().item() if key is None else key
+        mask = self.att.calls[layer].of_head(head).mask[0, 0, query]
+        seen = (mask[-T:] > HIDES).nonzero().flatten().tolist()
+        if key not in seen or len(seen) == 1:
+            raise UserError(f"token {query} sees tokens {seen[0]} to {seen[-1]}, and not another token {key}")
+        pair = torch.tensor([query]), torch.tensor([[key + len(mask) - T]])
+        names, score, sides = explain(self.att, parts, (layer, head), *pair)
+        by = [dict(zip(names, side.flatten().tolist(), strict=True)) for side in sides]
+        labels = self.labels[query], self.labels[key]
+        return Why(query, key, labels, weights[query, key].item(), score.item(), sum(by[0].values()), *by)
 
     def table(self, heads: Heads = ()) -> str:
         """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
@@ -241,6 +275,11 @@ class Inspection:
             texts["said"] = {token: self.label(token) for token in tokens.unique().tolist()}
             stored["says"] = page.pack(tokens, "<i4")
             stored["logits"] = page.pack(logits, "<f4")
+        try:
+            texts["writers"], reasons = explain_strongest(self.att, self.writers, self.heads, self.effort)
+            stored["why"] = page.pack(reasons, "<i4")
+        except UserError as error:
+            texts["unexplained"] = str(error)
         strongest = self.strongest if places else {}
         if strongest:
             found = strongest.values()

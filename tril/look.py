@@ -363,17 +363,19 @@ def is_same(heads: Tensor, input: Tensor) -> bool:
 
 
 @contextmanager
-def capture(model: nn.Module, edits: Edits | None = None, text: tuple[int, int] | None = None) -> Iterator[Captured]:
+def capture(
+    model: nn.Module, edits: Edits | None = None, text: tuple[int, int] | None = None, kind: type[Captured] = Captured
+) -> Iterator[Captured]:
     """Capture the attention of a model while it runs inside the `with` block.
 
     A forward pass replaces the one before. Outputs and gradients are the same as without capture, to the last bit. A
     compiled model runs eagerly there. If a model joins heads and batch in one axis, the batch has to come first.
 
-    edits, text: those of `Captured`.
+    edits, text: those of `Captured`. kind: it, or a subclass that sees more.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise UserError("a scripted model is a graph, which cannot be looked into: give the module that was scripted")
-    captured = Captured(edits, text)
+    captured = kind(edits, text)
     # Parts of a model may be called without it, as `GPT.generate` does.
     embedding = next((part for part in model.modules() if isinstance(part, nn.Embedding)), None)
     hooks = [part.register_forward_pre_hook(captured.enter, with_kwargs=True) for part in (model, embedding) if part]

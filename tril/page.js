@@ -8,6 +8,8 @@ const VIEWS = {
     (Kobayashi et al. 2020).`,
   says: `Weights, and the next tokens that the head's output alone makes likeliest, through the final norm and the
     output matrix (Elhage et al. 2021).`,
+  why: `Weights, and what made a token look there: the parts of its score by who wrote what query and key are made of,
+    less their means over its other keys (Elhage et al. 2021).`,
 };
 const large = $("picture").querySelector("canvas");
 let loaded;  // what is stored of the checkpoint that is shown
@@ -26,7 +28,8 @@ const last = checkpoints.length - 1;
 // The first head to look at is the best of the first kind. The first token, its clearest example, is found once loaded.
 const ranks = checkpoints[last].heads.map(({ kind: [name, score] }) => Object.keys(kinds).indexOf(name) - score / 2);
 const best = ranks.indexOf(Math.min(...ranks));
-const opening = { checkpoint: last, head: best, token: undefined, who: false, view: "weights" };
+// other: the token that the chosen one looks at, or is looked at by, in the view "why"; null: the first in order.
+const opening = { checkpoint: last, head: best, token: undefined, who: false, view: "weights", other: null };
 const state = { ...opening };
 let pointed = {};  // what the mouse points at: a token, or a cell [query, key] of the large picture
 
@@ -35,9 +38,9 @@ const has = (view, checkpoint = state.checkpoint) => view === "weights" || store
 const inValues = () => state.view === "values";
 
 function address() {
-  const { head, token, who, view, checkpoint } = state;
+  const { head, token, who, view, checkpoint, other } = state;
   const rest = [who && "who", view !== "weights" && view, checkpoint !== last && places[checkpoint]];
-  return `#${[heads[head], token, ...rest.filter(Boolean)].join("/")}`;
+  return `#${[heads[head], token, ...rest.filter(Boolean), ...(other === null ? [] : [other])].join("/")}`;
 }
 
 // Reads an address; one that does not fit is as the page opens.
@@ -47,6 +50,7 @@ function stateOf(hash) {
   for (const word of rest) {
     if (word === "who") found.who = true;
     else if (word in VIEWS) found.view = word;
+    else if (found.view === "why" && word in labels) found.other = Number(word);
     else found.checkpoint = places.indexOf(word);
   }
   const fits = found.head >= 0 && found.token in labels && found.checkpoint >= 0 && has(found.view, found.checkpoint);
@@ -74,13 +78,14 @@ async function decode(checkpoint, name, Numbers) {
 }
 
 async function load(number) {
-  const [lengths, said, logits, influence, ...triangles] = await Promise.all([
+  const [lengths, said, logits, reasons, influence, ...triangles] = await Promise.all([
     decode(number, "values", Float32Array),  // head by head, T of each
     decode(number, "says", Int32Array),
     decode(number, "logits", Float32Array),
+    decode(number, "why", Int32Array),  // field by field, of each the same for head, token and key
     ...["influence", ...heads].map((name) => decode(number, name, Uint16Array)),
   ]);
-  const found = { number, lengths, said, logits, influence, triangles, largest: 0 };
+  const found = { number, lengths, said, logits, reasons, influence, triangles, largest: 0 };
   if (!lengths) return found;
   for (let head = 0; head < heads.length; head++) {
     for (let row = 0, i = 0; row < T; row++) {
@@ -217,6 +222,7 @@ const buttons = heads.map((name, i) => {
 // ---- Drawing: everything, one head, or one token of it.
 
 async function show(change) {
+  if (["head", "token", "who"].some((name) => name in change)) state.other = null;
   const sameHead = ["checkpoint", "head", "view"].every((name) => !(name in change) || change[name] === state[name]);
   Object.assign(state, change);
   if (!has(state.view)) state.view = "weights";
@@ -335,7 +341,8 @@ function drawToken() {
   $("clearest").ariaPressed = state.token === example && !who;
   const amounts = labels.map((_, i) => (who ? amount(i, shown) : amount(shown, i)));
   const unseen = (i) => (who ? i < shown : i > shown);
-  const largest = shade(tokens, amounts, "attention", shown, unseen, who ? query : key);
+  const pair = view === "why" ? pairOf(shown) : [];
+  const largest = shade(tokens, amounts, "attention", shown, unseen, (who ? query : key) ?? pair[who ? 0 : 1]);
   tokens.forEach((part, i) => {
     part.tabIndex = i === state.token ? 0 : -1;
     part.ariaPressed = i === state.token;
@@ -347,7 +354,7 @@ function drawToken() {
     ? { left: percent(shown), top: percent(shown), width: percent(1), height: percent(T - shown) }
     : { left: 0, top: percent(shown), width: percent(shown + 1), height: percent(1) });
   drawReadout(query, key);
-  fill("most", view === "says" ? saidTable(shown) : mostTable(amounts, unseen));
+  fill("most", view === "says" ? saidTable(shown) : view === "why" ? whyTable(...pair) : mostTable(amounts, unseen, shown));
   drawPrediction(shown);
   alsoDraw?.(shown);
 }
@@ -379,7 +386,7 @@ function drawReadout(query, key) {
 const whole = (label) => Object.assign(make("bdi.token", label), { title: label });
 
 // The largest amounts, in figures, as many as there is room for. Those that round to 0 would crowd a short text.
-function mostTable(amounts, unseen) {
+function mostTable(amounts, unseen, shown) {
   const seen = [...labels.keys()].filter((i) => !unseen(i));
   const largest = seen.sort((a, b) => amounts[b] - amounts[a]).slice(0, rows);
   const order = largest.filter((i, place) => place === 0 || Number(figure(amounts[i])) > 0);
@@ -387,8 +394,64 @@ function mostTable(amounts, unseen) {
     const bar = make("span.bar");
     bar.style.width = `${(100 * amounts[i]) / (amounts[order[0]] || 1)}%`;
     const words = [make("td.figure.before", beside(i, -1)), make("td.name", whole(labels[i]), beside(i, 1))];
-    return make("tr", make("td.figure.quiet", i), words, make("td.figure", figure(amounts[i])), make("td", bar));
+    const line = make("tr", make("td.figure.quiet", i), words, make("td.figure", figure(amounts[i])), make("td", bar));
+    const pair = state.who ? [i, shown] : [shown, i];
+    if (keysOf(pair[0]).includes(pair[1])) {
+      const ask = clickable("button.go", () => show({ token: shown, view: "why", other: i }), "why");
+      ask.ariaLabel = `why ${labels[pair[0]]} looks at ${labels[pair[1]]}`;
+      line.append(make("td.figure", ask));
+    }
+    return line;
   }));
+}
+
+// ---- Why a token looks at a key: stored for the keys to which it gives most.
+
+// A field of what is stored of a token: the key, its advantage, then writers and their parts, to the query and to keys.
+const keysEach = () => loaded.reasons.length / (heads.length * T * 22);
+const reason = (field, query, n) => {
+  return loaded.reasons[((field * heads.length + state.head) * T + query) * keysEach() + n];
+};
+
+// The keys for which it is stored why a token looks there, that of the largest weight first. The first token has none,
+// since it sees no other.
+function keysOf(query) {
+  if (!loaded.reasons || query === 0) return [];
+  const keys = Array.from({ length: keysEach() }, (_, n) => reason(0, query, n));
+  return keys.filter((key) => key <= query && weight(query, key) > 0);
+}
+
+// The query and the key that are explained, of the chosen or the largest weight; nothing if no pair is stored.
+function pairOf(shown) {
+  const pairs = state.who
+    ? [...labels.keys()].filter((i) => keysOf(i).includes(shown)).map((i) => [i, shown])
+    : keysOf(shown).map((key) => [shown, key]);
+  pairs.sort((a, b) => weight(...b) - weight(...a));
+  return pairs.find((pair) => pair[state.who ? 0 : 1] === state.other) ?? pairs[0] ?? [];
+}
+
+function whyTable(query, key) {
+  if (query === undefined) return make("p", "Why is not stored of any of these: it is for the keys to which a token gives most.");
+  const n = keysOf(query).indexOf(key);
+  const signed = (part) => `${part < 0 ? "−" : "+"}${Math.abs(part / 100).toFixed(2)}`;
+  const { writers } = checkpoints[state.checkpoint];
+  const parts = [2, 12].map((first) => [0, 1, 2, 3, 4].map((i) => {
+    return [writers[reason(first + i, query, n)], reason(first + 5 + i, query, n)];
+  }).filter(([, part]) => part));
+  const largest = Math.max(...parts.flat().map(([, part]) => Math.abs(part)));
+  const columns = parts.map((side, i) => {
+    const lines = side.map(([name, part]) => {
+      const bar = make(part < 0 ? "span.bar.against" : "span.bar");
+      bar.style.width = `${(100 * Math.abs(part)) / largest}%`;
+      const place = heads.indexOf(name);
+      const writer = place < 0 ? name : clickable("button", () => show({ head: place }), name);
+      return make("tr", make("td.name", writer), make("td.figure", signed(part)), make("td", bar));
+    });
+    return make("div", make("p.quiet", i ? ["written to the key ", named(key)] : ["to the query ", named(query)]), make("table", lines));
+  });
+  const advantage = `: weight ${weight(query, key).toFixed(3)}, score ${signed(reason(1, query, n))} from its other keys, as`;
+  const title = make("p.quiet", named(query), " looks at ", named(key), advantage);
+  return [title, Object.assign(make("div", columns), { id: "said" })];
 }
 
 // The tokens before or after one, as many as fit ten letters.
