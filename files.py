@@ -3,14 +3,29 @@
 import errno
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import AcquireReturnProxy, FileLock
 
 from errors import UserError, errors_as_user_error
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
+
 MOST = 1 << 26  # bytes of a small file
-POINTER = b"version https://git-lfs"
+# What is taken for a text or for weights by mistake: how it begins, what it is, and what to do.
+FORMATS = {
+    b"version https://git-lfs": "a pointer of Git LFS, not the file itself: fetch that by git lfs pull",
+    b"{\\rtf": "rich text (RTF): save it as plain text",
+    b"%PDF": "a PDF: make it plain text, as by pdftotext",
+    b"%!PS": "PostScript: make it plain text, as by ps2ascii",
+    b"From: <Saved by": "a web page with its pictures (MHTML): save it as plain text",
+    b"PK\3\4": "an archive, as .zip, .docx, .xlsx and .epub are: unpack it, or save it as plain text",
+    b"\xd0\xcf\x11\xe0": "a document of an old Office, as .doc and .xls are: save it as plain text",
+}
 
 
 def expand(path: str | Path) -> Path:
@@ -19,20 +34,27 @@ def expand(path: str | Path) -> Path:
 
 
 def read_small(path: Path) -> bytes:
-    """Return the content of a file. Raises UserError for a pointer, what is no file, and more than MOST bytes."""
+    """Return the content of a file. Raises UserError for one of FORMATS, what is no file, and more than MOST bytes."""
     if not path.is_file():  # a pipe would be waited for
         raise UserError(f"there is no file {path}")
     if path.stat().st_size > MOST:
         raise UserError(f"{path} has more than {MOST:,} bytes")
-    refuse_pointer(path)
+    refuse_formats(path)
     return path.read_bytes()
 
 
-def refuse_pointer(path: Path | str) -> None:
-    """Raise UserError if Git LFS has left its pointer in place of a file."""
+def first_bytes(path: Path) -> bytes:
+    """Return the first bytes of a file, 1,024 at most."""
     with open(path, "rb") as file:
-        if file.read(len(POINTER)) == POINTER:
-            raise UserError(f"{path} is a pointer of Git LFS, not the file itself: fetch that by git lfs pull")
+        return file.read(1024)
+
+
+def refuse_formats(path: Path) -> None:
+    """Raise UserError if a file begins as one of FORMATS."""
+    content = first_bytes(path)
+    for start, meaning in FORMATS.items():
+        if content.startswith(start):
+            raise UserError(f"{path} is {meaning}")
 
 
 def sha256(path: Path) -> str:
@@ -44,11 +66,15 @@ def sha256(path: Path) -> str:
 def sync(path: Path) -> None:
     """Wait until a file, or the list of names in a directory, is on the disk and not only in the system's cache.
 
-    Some file systems, as SMB, cannot do so for a directory. Then nobody waits.
+    Windows, and some file systems, as SMB, cannot do so for a directory. Then nobody waits.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    if fcntl is None and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY if fcntl else os.O_RDWR)  # Windows syncs only what may be written
     try:
         os.fsync(descriptor)
+        with suppress(AttributeError, OSError):  # on macOS, whose fsync leaves it in the cache of the drive
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     except OSError as error:
         if error.errno != errno.EINVAL or not path.is_dir():
             raise

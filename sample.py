@@ -35,7 +35,8 @@ from model.load import load_model
 from model.packed import packed
 from model.sampling import Sampler, stream
 
-CONTEXT = 64  # characters of the prompt that are decoded with the text
+GROWING = f"{REPLACEMENT}\u200c\u200d"  # last characters whose look depends on the next
+CONTEXT = 64  # characters of the prompt, or tokens before the last ones, that are decoded with the text
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,18 @@ class Options:
 class Text:
     """Text that grows token by token until it ends; `finish` says why it ended, and is empty before.
 
-    All tokens are decoded together, each time, since the text of one depends on its neighbours: a character may take
-    several, and some tokenizers drop the space in front of the first word.
+    The last tokens are decoded together, each time, since the text of one depends on its neighbours: a character may
+    take several, and some tokenizers drop the space in front of the first word.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: str):
         self.tokenizer = tokenizer
         self.stops = [*filter(None, stops)]
-        self.prompt = tokenizer.encode(prompt[-CONTEXT:]).tolist()
-        self.start = len(tokenizer.decode(self.prompt))
-        self.tokens = []
+        self.last = tokenizer.encode(prompt[-CONTEXT:]).tolist()
+        self.start = len(tokenizer.decode(self.last))  # of the text that is not in `before`
+        self.before = ""
         self.text = ""  # up to the stop text
+        self.num_tokens = 0
         self.num_taken = 0
         self.finish = ""
 
@@ -93,12 +95,19 @@ class Text:
         if token in self.tokenizer.ends:
             self.finish = "end of text"
             return
-        self.tokens.append(token)
-        text = self.tokenizer.decode(self.prompt + self.tokens)[self.start :]
+        self.num_tokens += 1
+        self.last.append(token)
+        text = self.before + self.tokenizer.decode(self.last)[self.start :]
         ends = [text.index(stop) for stop in self.stops if stop in text]
         self.text = text[: min(ends, default=None)]
         if ends:
             self.finish = "stop"
+        if len(self.last) > 2 * CONTEXT:
+            context = self.tokenizer.decode(self.last[-CONTEXT:])
+            if REPLACEMENT not in context:  # it begins and ends with a whole character
+                self.last = self.last[-CONTEXT:]
+                self.start = len(context)
+                self.before = text
 
     def take(self) -> str:
         """Return the text that is certain and was not taken before.
@@ -107,7 +116,7 @@ class Text:
         begin. What was taken stays, even where a decoder replaces a whole run of bytes since one of them is broken.
         """
         held = max(map(len, self.stops), default=0)
-        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(REPLACEMENT)) - held)
+        end = len(self.text) if self.finish else max(0, len(self.text.rstrip(GROWING)) - held)
         new = self.text[self.num_taken : end]
         self.num_taken += len(new)
         return new
@@ -139,6 +148,8 @@ def sample(model: GPT, tokenizer: Tokenizer, prompt: str, seed: int, options: Op
     """Continue a prompt, and print the texts."""
     if names := [name for name in tokenizer.special_tokens if name in prompt]:
         print(f"note: {', '.join(names)} in the prompt is ordinary text", file=sys.stderr)
+    if "\\" in "".join(options.stop):
+        print(r"note: a \ in --stop is ordinary text; $'\n' is the end of a line, to bash", file=sys.stderr)
     ids = tokenizer.start_of_text + tokenizer.encode(prompt).tolist() or tokenizer.document_start
     T = model.config.context_length
     if len(ids) > T:
@@ -167,7 +178,7 @@ def sample(model: GPT, tokenizer: Tokenizer, prompt: str, seed: int, options: Op
                 "seed": seed,
                 "prompt": prompt,
                 "text": text.text,
-                "tokens": len(text.tokens),
+                "tokens": text.num_tokens,
                 "finish": text.finish,
             }
             print(json.dumps(record))

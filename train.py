@@ -25,8 +25,8 @@ from model import GPT
 from model.device import autocast
 from training.certificate import certify, prove_loss
 from training.device import (
-    choose_compiled,
     choose_device,
+    choose_kernels,
     compile_loss,
     environment,
     keep_freed_memory,
@@ -65,20 +65,20 @@ def train(config: Config, ranks: Ranks) -> None:
     validation = Validation(corpus, c, T, dtype, ranks)
     model = place_model(make_model(config, corpus, run.base), c.parallel, device)
     keep_freed_memory(device)
-    compiled = choose_compiled(c, device)
-    optimizer = make_optimizer(model, c, dtype, compiled and device.type == "cuda")
+    kernels = choose_kernels(c, device)
+    optimizer = make_optimizer(model, c, dtype, kernels == "compiled" and device.type == "cuda")
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run.restore(model, optimizer, scaler)
 
     # 2. Compile the loss, not the model, which stays a plain GPT to save. Train nothing that sees the future, and no
     # other loss than this one.
     eager = partial(next_token_loss, dtype=dtype)
-    loss_fn = partial(compile_loss(next_token_loss, c, device), dtype=dtype) if compiled else eager
+    loss_fn = partial(compile_loss(next_token_loss, c, device), dtype=dtype) if kernels == "compiled" else eager
     certificate = certify(model, loss_fn, dtype, c.batch_size, corpus.tokenizer.special_tokens.values())
-    if not compiled:
-        loss_fn = record_loss(loss_fn, model, c, T)
+    if kernels == "graph":
+        loss_fn = record_loss(loss_fn, model, c.batch_size, T)
     certificate |= prove_loss(model, loss_fn, eager, dtype, c.batch_size)
-    run.begin(corpus, validation.probe_tokens, certificate, environment(device, dtype, compiled))
+    run.begin(corpus, validation.probe_tokens, certificate, environment(device, dtype, kernels))
 
     # 3. The steps.
     guard = FiniteGuard(device)

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from errors import visible
+from errors import errors_as_user_error, visible
 from files import expand
 
 INTERVAL = 10  # seconds between two lines of a progress bar in a log file
@@ -30,6 +30,9 @@ def run_script(main: Callable[[], None]) -> None:
     An exception that has an `exit_code` prints its message, one sentence, without a traceback. So do those of files and
     of memory.
     """
+    for name in ("stdin", "stdout", "stderr"):  # None if it is closed, as in a service; a file would get its number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
     # A character that the terminal cannot show becomes "?". Output to a file or a pipe is flushed after every line.
     if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is another
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
@@ -91,16 +94,16 @@ class Lasting:
 def read_prompt(prompt: str) -> str:
     """Return the prompt itself, the text in a file (@FILE), or standard input (-). A text that begins with @ has two.
 
-    It has no byte order mark, and keeps its line ends, as in training. Raises OSError if there is no such file, and
-    UnicodeError if the text is not UTF-8.
+    It has no byte order mark, and keeps its line ends, as in training. Raises UserError if there is no such file, or if
+    the text is not UTF-8.
     """
-    if prompt == "-":
-        return sys.stdin.buffer.read().decode("utf-8-sig")
     if prompt.startswith("@@"):
         return prompt[1:]
-    if prompt.startswith("@"):
-        return expand(prompt[1:]).read_bytes().decode("utf-8-sig")
-    return prompt
+    if prompt != "-" and not prompt.startswith("@"):
+        return prompt
+    with errors_as_user_error(f"cannot read {prompt} (- is standard input, @ a file, and @@ an @ in a text)"):
+        content = sys.stdin.buffer.read() if prompt == "-" else expand(prompt[1:]).read_bytes()
+        return content.decode("utf-8-sig")
 
 
 def progress_bar(**options: object) -> tqdm:

@@ -63,6 +63,11 @@ def fingerprint(tokenizer: Tokenizer, meta: dict) -> str:
     return hashlib.sha256(tokenizer.files[TOKENIZER_JSON] + hashes.encode()).hexdigest()
 
 
+def last_change(path: Path) -> int:
+    """Return when a file was changed, in ns. No program can set the ctime; but on Windows it is the creation's."""
+    return max(path.stat().st_ctime_ns, path.stat().st_mtime_ns)
+
+
 def is_prepared(source: str) -> bool:
     """Return whether a source is the directory of a prepared corpus, intact or not."""
     return Path(source, "train.bin").is_file()
@@ -84,9 +89,8 @@ def open_corpus(directory: Path) -> Corpus:
         for split in SPLITS:
             path = directory / f"{split}.bin"
             tokens[split] = np.memmap(path, dtype_of(tokenizer), mode="r")
-            # Its content is compared if the file was touched since the preparation. No program can set the ctime.
-            is_touched = path.stat().st_ctime_ns != meta[split]["ctime_ns"]
-            if is_touched and sha256(path) != meta[split]["sha256"]:
+            # Its content is compared if the file was touched since the preparation.
+            if last_change(path) != meta[split]["ctime_ns"] and sha256(path) != meta[split]["sha256"]:
                 raise UserError(f"{path} has changed since it was prepared: remove {directory}")
         return Corpus(directory, meta, tokenizer, tokens)
 
@@ -118,8 +122,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
     meta = {"source": config.source, "tokenizer": config.tokenizer, "key": key, "dtype": dtype.str}
     for split in SPLITS:
         path = directory / f"{split}.bin"
-        stat = path.stat()
-        num_tokens = stat.st_size // dtype.itemsize
+        num_tokens = path.stat().st_size // dtype.itemsize
         if num_tokens < 2:
             raise UserError(
                 f"there is too little text for {split}.bin: give more, or another val_fraction or val_source"
@@ -128,7 +131,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
             "tokens": num_tokens,
             "bytes": num_bytes[split],
             "sha256": sha256(path),
-            "ctime_ns": stat.st_ctime_ns,
+            "ctime_ns": last_change(path),
         }
     meta["fingerprint"] = fingerprint(tokenizer, meta)
     (directory / "meta.json").write_text(f"{json.dumps(meta, indent=2)}\n")

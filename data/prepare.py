@@ -72,7 +72,7 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
     written.
     """
     key = corpus_key(config, tokenizer)
-    name = f"{Path(config.source).stem}-{Path(config.tokenizer).stem}-{key[:8]}"  # to be read by people
+    name = f"{Path(config.source).stem:.99}-{Path(config.tokenizer).stem}-{key[:8]}"  # to be read by people
     directory = expand(out or PREPARED / re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-"))
     directory = directory.resolve()  # behind a link, where it can be renamed
     temporary = directory.with_name(f".{directory.name}.tmp")
@@ -83,6 +83,8 @@ def prepare_source(config: DataConfig, out: str | Path, tokenizer: Tokenizer | N
             temporary.mkdir()
             try:
                 write_corpus(config, key, temporary, tokenizer)
+                if directory.exists():
+                    directory.rmdir()  # which Windows would not replace
                 publish(temporary, directory)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -28,18 +28,19 @@ from textwrap import shorten
 from typing import BinaryIO, TextIO
 
 from errors import UserError, check_numbers, errors_as_user_error
-from files import refuse_pointer
+from files import first_bytes, refuse_formats
 
 PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of stack
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
 # too, so that the pieces of a document have the tokens of the whole.
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
-HIDDEN = re.compile(r"\..*|__pycache__|.*\.(safetensors|pt|pth|so|pyc)")  # or made by programs, beside texts
+HIDDEN = re.compile(r"\..*|__pycache__|.*\.(safetensors|pth|pyc)")  # or made by programs, beside texts
 NOT_STDLIB = re.compile(
     r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*"
     r"|(cp[0-8]|hp_|iso8859|koi8_|kz|mac_|palmos|ptcp|tis_).*|(aliases|entities|_casefix|stringprep|topics)\.py"
 )  # tests, what was installed, and tables of codes
-OURS = ({"config.toml", "checkpoints"}, {"meta.json", "train.bin"})  # by which a run and a prepared corpus are known
+# By which a run and a prepared corpus are known.
+OURS = ({"config.toml", "metrics.jsonl", "checkpoints"}, {"meta.json", "train.bin", "val.bin", "tokenizer.json"})
 BATCH = 100  # rows of Parquet that are read at once
 LONGEST = 1 << 26  # characters of a field of CSV, or a line or an array of JSON; what never ends is read no further
 PATIENCE = 10  # seconds that the hub has for its first answer
@@ -126,7 +127,12 @@ def find_files(source: str) -> list[Path]:
         found = (path for folder in glob.glob(top or ".") for path in walk(folder, HIDDEN) if path.match(name))
     else:
         found = map(Path, glob.glob(source))
-    names = {path.resolve(): path for path in sorted(found, reverse=True) if path.is_file()}
+    names = {
+        path.resolve(): path
+        for path in sorted(found, reverse=True)
+        # Weights and compiled code are left out, but no texts in Portuguese or Somali.
+        if path.is_file() and not (path.suffix in (".pt", ".so") and b"\0" in first_bytes(path))
+    }
     if not names:
         raise UserError(
             f"no text found at {source!r}: give a file, a folder, a glob, bin:PATH, {'NAME, '.join(READERS)}NAME or "
@@ -158,7 +164,7 @@ def read_files(source: str, text_column: str) -> Iterator[Document]:
     """Yield the documents of local files. Raises as `read_file`."""
     for path in find_files(source):
         if path.stat().st_size:  # nothing can be read from an empty Parquet file
-            refuse_pointer(path)
+            refuse_formats(path)
             yield from read_file(str(path), partial(open, mode="rb"), text_column)
 
 
@@ -221,10 +227,14 @@ def read_json(path: str, file: TextIO, text_column: str) -> Iterator[str]:
             yield text_of(where, row[text_column])
 
 
-def read_csv(path: str, file: TextIO, text_column: str, delimiter: str = ",") -> Iterator[str]:
-    """Yield the texts of a CSV file, whose first row names the columns. Raises UserError for a row unlike it."""
+def read_csv(path: str, file: TextIO, text_column: str, delimiters: str = ",;\t|") -> Iterator[str]:
+    """Yield the texts of a CSV file, whose first row names the columns. Raises UserError for a row unlike it.
+
+    Its delimiter is the one of these that the first line has most of.
+    """
     csv.field_size_limit(LONGEST)
-    rows = csv.reader(file, delimiter=delimiter, strict=True)
+    header = file.readline(LONGEST)
+    rows = csv.reader(chain([header], file), delimiter=max(delimiters, key=header.count), strict=True)
     line = 1
     try:
         names = next(rows, [])
@@ -234,7 +244,7 @@ def read_csv(path: str, file: TextIO, text_column: str, delimiter: str = ",") ->
             if row:
                 if len(row) != len(names):
                     raise csv.Error(f"{len(row)} fields instead of {len(names)}")
-                yield text_of(f"{path}, line {line}", row[names.index(text_column)])
+                yield row[names.index(text_column)]
             line = rows.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {line}: {error} (is there a quote that never closes?)") from None
@@ -258,7 +268,7 @@ TABLES = {
     ".ndjson": read_json,
     ".json": read_json,
     ".csv": read_csv,
-    ".tsv": partial(read_csv, delimiter="\t"),
+    ".tsv": partial(read_csv, delimiters="\t"),
     ".parquet": read_parquet,
     ".arrow": read_parquet,  # as save_to_disk writes it: refused, since it is no Parquet
 }

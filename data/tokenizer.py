@@ -136,7 +136,7 @@ def load_tokenizer(place: Path) -> Tokenizer:
             if isinstance(end, dict):  # some files wrap it
                 end = end.get("content")
             ends += end if isinstance(end, list) else [end]
-        tokenizer = Tokenizer(f"{TOKENIZER_JSON} of {place.name}", library, ends)
+        tokenizer = Tokenizer(f"{path.name} of {path.resolve().parent.name}", library, ends)
     files.pop("config.json", None)  # is the model's
     # Kept with the tokenizer, this file alone says the start and all ends, in a corpus as in a checkpoint.
     start = described["config.json"].get("bos_token_id", next(reversed(tokenizer.document_start), None))

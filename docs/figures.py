@@ -77,7 +77,7 @@ def draw_run(run: Path) -> None:
         head = divmod(number, num_heads)
         ax.imshow(pool(att.pattern(*head)[0], 1) ** 0.5, vmin=0, vmax=1, cmap="viridis")
         kind = kind_of(scores, head).name
-        where = "" if kind == "other" else f": {KINDS[kind].replace('the same', f'{chr(10)}the same')}"
+        where = "" if kind == "other" else f": {KINDS[kind][0].replace('the same', f'{chr(10)}the same')}"
         ax.set_title(f"{name_of(head)}{where}", fontsize=9)
         ax.set(xticks=[], yticks=[])
         ax.spines[:].set_visible(False)

@@ -24,7 +24,7 @@ FORMULA_KEYS = 512  # most keys for which the formula trains faster on a CPU (be
 
 def make_causal_mask(context_length: int) -> Tensor:
     """Return (T, T) bool, True where the query (row) may attend to the key (column): to itself and all before it."""
-    return torch.ones(context_length, context_length, dtype=torch.bool).tril()
+    return torch.ones(context_length, context_length, dtype=torch.bool).tril_()
 
 
 def is_triangle(mask: Tensor) -> bool:
@@ -80,6 +80,8 @@ class Attend(nn.Module):
         causal = bool(mask is None and T > 1)  # of a torch.export, T is a symbol
         if T == 1:  # heads that share keys ask as queries of one head, so that no key is repeated
             q = q.reshape(B, k.size(1), -1, D)
+        if q.device.type == "mps":  # whose kernel was wrong for transposed views (PyTorch issue 181133)
+            q, k, v = (x.contiguous() for x in (q, k, v))
         if q.device.type == "cuda":  # of its kernels few take grouped heads, and on older GPUs none
             k, v = repeat_kv(k, q), repeat_kv(v, q)
         grouped = q.size(1) != k.size(1)

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from errors import UserError, errors_as_user_error
-from files import expand, publish, read_small, refuse_pointer, sha256
+from files import expand, publish, read_small, refuse_formats, sha256
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -112,7 +112,10 @@ def verify(directory: Path, to_resume: bool = False) -> Checkpoint:
         if directory.match(STEP):
             raise UserError(f"{directory} has no manifest.json: it was not written to the end")
         if not (directory / "config.json").is_file():
-            raise UserError(f"{directory} is no model, and no run with an intact checkpoint: it has no config.json")
+            raise UserError(
+                f"{directory} is no model, and no run with an intact checkpoint: it has no config.json (checkpoint-500 "
+                "of a Trainer has one, and docs/other_tools.md makes a directory with one of a .gguf or a pickle)"
+            )
         tensor_files(directory, "model")
         return Checkpoint(directory, {})
     manifest = read_json(path)
@@ -155,7 +158,7 @@ def save_checkpoint(parent: Path, step: int, files: dict[str, bytes | dict[str, 
         (temporary / MANIFEST).write_bytes(with_own_hash(manifest))
         remove(final, files)  # a damaged one
         if final.exists():
-            os.replace(final, mkdtemp(prefix=f"damaged-{final.name}-", dir=parent))
+            os.replace(final, Path(mkdtemp(prefix=f"damaged-{final.name}-", dir=parent), final.name))
         publish(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # what is left of it
@@ -184,7 +187,7 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
                 f"{directory} has no safetensors file {path.name!r:.60}: fetch all files of the model "
                 "(a pickle can run code: docs/other_tools.md says how to convert one that you trust)"
             )
-        refuse_pointer(path)
+        refuse_formats(path)
     return paths
 
 

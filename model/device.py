@@ -11,9 +11,10 @@ def find_device(name: str) -> torch.device:
     """Return the device of this name; auto is CUDA, else MPS, else CPU. Raises UserError if it cannot be used."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    with errors_as_user_error(f"device {name!r} cannot be used here (try auto, cpu, cuda or mps)"):
-        there = torch.empty(1, device=name)
-        there.cpu()  # fails on the device "meta"
+    older = "an NVIDIA GPU from before 2018 needs PyTorch 2.14 or older, built for CUDA 12.6"  # (PyTorch issue 190385)
+    with errors_as_user_error(f"device {name!r} cannot be used here (try auto, cpu, cuda or mps; {older})"):
+        there = torch.ones(1, device=name)  # launches a kernel, which a GPU may lack
+        there.cpu()  # waits for it, and fails on the device "meta"
         return there.device
 
 

@@ -138,8 +138,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continue each row of idx: (B, T), T >= 1 -> (B, T + max_new_tokens). Neither length is limited.
 
-        temperature, top_k, top_p: those of `Sampler`. seed: the same seed gives the same tokens for the same idx; None
-        draws from PyTorch's own generator. Raises UserError if idx is empty or an option out of its range.
+        temperature, top_k, top_p: those of `Sampler`. seed: of 32 bits; the same one gives the same tokens for the same
+        idx, None draws from PyTorch's own generator. Raises UserError if idx is empty, or an option out of its range.
         `model.sampling.stream` yields the tokens one by one, and says what happens beyond the context length.
         """
         from model.packed import packed  # the model itself needs no packing

@@ -23,7 +23,6 @@ Tensors = dict[str, Tensor]  # by name, as a state dict
 HEAD = "lm_head.weight"
 OWN_KEY = "tril"
 CUT_CONTEXT = 8192  # context_length of a model whose own is longer than the largest of ours
-QKV = ("q_proj", "k_proj", "v_proj")
 UNUSED = re.compile(r"\b(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # masks and rotary tables in old files
 # Modules around the body: those of `transformers`, which may be missing, and of torch.compile and DataParallel.
 WRAPPERS = re.compile(r"^((transformer|model|_orig_mod|module)\.)+|\b_orig_mod\.")
@@ -200,48 +199,42 @@ def config_from_huggingface(content: dict) -> GPTConfig:
 
 def tensors_to_huggingface(config: GPTConfig, state: Tensors) -> Tensors:
     """Return the state dict of a GPT under the names of `transformers`. A GPT-2 without biases gets biases of zero."""
-    codec = CODECS[config.family]
     tensors = {}
-    for name, tensor in state.items():
-        if (name == HEAD and config.tied) or (codec.conv1d and re.search(r"\b[kv]_proj", name)):
-            continue  # the embedding; parts of the matrix that is named after q
-        if codec.conv1d and "q_proj" in name:
-            tensor = torch.cat([state[name.replace("q_proj", part)] for part in QKV])
-        if codec.conv1d and name.endswith("proj.weight"):
-            tensor = tensor.T.contiguous()
-        theirs = their_name(codec, name)
-        tensors[theirs] = tensor
-        if codec.conv1d and not config.bias and name.endswith(("proj.weight", "norm.weight")):
-            tensors[theirs.removesuffix("weight") + "bias"] = tensor.new_zeros(tensor.size(-1))
+    for theirs, (ours, is_turned) in layout(config, state).items():
+        if theirs == HEAD and config.tied:
+            continue  # the embedding
+        tensor = torch.cat([state[name] for name in ours]) if len(ours) > 1 else state[ours[0]]
+        tensors[theirs] = tensor.T.contiguous() if is_turned else tensor
+        if CODECS[config.family].conv1d and not config.bias and ours[0].endswith(("proj.weight", "norm.weight")):
+            tensors[theirs.removesuffix("weight") + "bias"] = tensor.new_zeros(len(tensor))
     return tensors
 
 
 def tensors_from_huggingface(
-    config: GPTConfig, names: Iterable[str], stored: Iterable[tuple[str, Tensor]]
+    config: GPTConfig, state: Tensors, stored: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a GPT from those of `transformers`, one at a time.
 
-    names: those that the GPT has. A tensor that belongs to none of them keeps its own name, except one that changes
-    nothing: it is left out.
+    state: those that the GPT has, for their names and shapes. A tensor that belongs to none of them keeps its own name,
+    except one that changes nothing: it is left out.
     """
-    codec = CODECS[config.family]
-    ours = {WRAPPERS.sub("", their_name(codec, name)): name for name in names}
+    known = {WRAPPERS.sub("", theirs): found for theirs, found in layout(config, state).items()}
     for theirs, tensor in stored:
-        name = ours.get(WRAPPERS.sub("", theirs), theirs)
-        if name == theirs and (UNUSED.search(name) or (name.endswith("bias") and not tensor.any())):
+        ours, is_turned = known.get(WRAPPERS.sub("", theirs), ([theirs], False))
+        if ours == [theirs] and (UNUSED.search(theirs) or (theirs.endswith("bias") and not tensor.any())):
             continue
-        if codec.conv1d and name.endswith("proj.weight"):
-            tensor = tensor.T
-        if codec.conv1d and "q_proj" in name:
-            sizes = (config.n_embd, config.n_embd + config.n_kv_head * config.head_dim)
-            for part, each in zip(QKV, tensor.tensor_split(sizes), strict=True):
-                yield name.replace("q_proj", part), each
-        else:
-            yield name, tensor
+        tensor = tensor.T if is_turned else tensor
+        parts = tensor.split([len(state[name]) for name in ours]) if len(ours) > 1 else [tensor]
+        yield from zip(ours, parts, strict=True)
 
 
-def their_name(codec: Codec, name: str) -> str:
-    """Return the name of a tensor in `transformers`: whole parts, which are between dots, are replaced."""
-    if name == HEAD:
-        return name
-    return codec.body + re.sub(rf"\b({'|'.join(codec.names)})\b", lambda found: codec.names[found[0]], name)
+def layout(config: GPTConfig, names: Iterable[str]) -> dict[str, tuple[list[str], bool]]:
+    """Return which of our tensors, one below the other, each tensor of `transformers` holds, and whether transposed."""
+    codec = CODECS[config.family]
+    parts = re.compile(rf"\b({'|'.join(codec.names)})\b")  # whole parts of a name, which are between dots
+    found = {}
+    for name in names:
+        first = re.sub(r"\b[kv]_proj", "q_proj", name) if codec.conv1d else name
+        theirs = HEAD if name == HEAD else codec.body + parts.sub(lambda part: codec.names[part[0]], first)
+        found.setdefault(theirs, ([], codec.conv1d and name.endswith("proj.weight")))[0].append(name)
+    return found

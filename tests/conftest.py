@@ -46,7 +46,8 @@ TINY = {"n_layer": 2, "n_head": 3, "n_embd": 15, "context_length": 11, "dropout"
 @contextmanager
 def keeping_handlers() -> Iterator[None]:
     """Give the signals that a run listens to their handlers back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]  # not all have it
+    handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -18,7 +18,6 @@ MAY_CHANGE = {
     "device",
     "dtype",
     "compile",
-    "record",
     "deterministic",
     "max_steps",
     "eval_every",
@@ -64,12 +63,11 @@ class TrainConfig:
     """Precision of matrix products and, if bfloat16, of the residual stream; weights stay float32.
     auto: bfloat16 where it is native (on a CPU if the model is at least 64 wide), else float16 on a CUDA
     GPU, else float32."""
-    compile: bool | None = None
-    """Whether to torch.compile the loss. None: on CUDA, in a run that is long enough to pay for it."""
-    record: bool = False
-    """On CUDA, repeat the kernels of a loss that is not compiled, and of its gradient, as a graph, if a step is one
-    micro-batch, without fsdp. For small models in short runs: the host launches kernels more slowly than they run. A
-    branch in Python is taken as in the first step."""
+    compile: Literal["auto", "false", "true", "graph"] = "auto"
+    """How the loss runs. false: PyTorch's kernels, one by one. true: by torch.compile. graph: kernels as they are, and
+    those of the gradient, as a CUDA graph, for small models in short runs, where the host launches kernels more slowly
+    than they run; as false if a step is several micro-batches, with fsdp, and on a CPU. A branch in Python is taken as
+    in the first step. auto: true on CUDA in a run that is long enough to pay for it, else false."""
     deterministic: bool = False
     """Use kernels that give the same bits every time, as is needed for a resumed run to end in those of an unbroken
     one. All do on a CPU; on a GPU they are slower."""
@@ -85,7 +83,7 @@ class TrainConfig:
     """Optimizer updates in the run."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """AdamW (Loshchilov and Hutter 2019), or Muon (Jordan et al. 2024) for the matrices inside the blocks."""
+    """AdamW (Loshchilov and Hutter 2019), or Muon (Jordan et al. 2024) for all matrices but embeddings and head."""
     learning_rate: float = 6e-4
     """Peak of the learning rate."""
     embedding_rate: float = 1.0
@@ -105,7 +103,7 @@ class TrainConfig:
     final_lr_fraction: float = 0.1
     """The learning rate at the end, as a share of its peak."""
     weight_decay: float = 0.1
-    """Decay of the matrices, with muon of those inside the blocks; biases and norms have none."""
+    """Decay of the matrices, with muon of those that it trains; biases and norms have none."""
     beta2: float = 0.95
     """AdamW's memory of squared gradients; 0.99 for small batches."""
     grad_clip: float = 1.0
@@ -133,6 +131,7 @@ class TrainConfig:
             raise UserError("out_dir and init_from must be paths, got an empty text")
         check_numbers(
             self,
+            seed=(0, 2**63 - 1),  # all bits count: `seed_for` hashes them
             max_steps=(1, 10**8 - 1),  # eight digits in the name of a checkpoint
             learning_rate=(1e-30, 1e30),
             decay_fraction=(0, 1),

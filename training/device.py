@@ -54,25 +54,28 @@ def choose_device(config: TrainConfig, n_embd: int, local_rank: int | None = Non
     return device, dtype
 
 
-def choose_compiled(config: TrainConfig, device: torch.device) -> bool:
-    """Choose whether a run compiles its loss, by its whole length. Print a note if it would by default, but cannot.
+def choose_kernels(config: TrainConfig, device: torch.device) -> str:
+    """Return how the loss runs: "eager", "graph" or "compiled", as `train.compile` says.
 
-    Raises UserError if it was asked to, and cannot.
+    auto compiles by the length of the whole run; prints a note if it would, but cannot. Raises UserError if the run was
+    asked to compile, and cannot.
     """
+    if config.compile == "graph":
+        return "graph" if fits_a_graph(config, device) else "eager"
     pays = device.type == "cuda" and config.max_steps * config.grad_accum_steps >= ENOUGH_TO_COMPILE
-    if not (pays if config.compile is None else config.compile):
-        return False
+    if config.compile == "false" or config.compile == "auto" and not pays:
+        return "eager"
     try:
         with errors_as_user_error("the loss is not compiled (install g++, or take --train.compile false)"):
             trial = compile_loss(lambda x: x + x, config, device)
             for _ in range(3):  # a CUDA graph is recorded in the second call and replayed in the third
                 trial(torch.ones(2, device=device))
     except UserError as error:
-        if config.compile:
+        if config.compile == "true":
             raise
         print(f"note: {error}")
-        return False
-    return True
+        return "eager"
+    return "compiled"
 
 
 def compile_loss(loss_fn: Callable[..., Tensor], config: TrainConfig, device: torch.device) -> Callable[..., Tensor]:
@@ -92,20 +95,18 @@ def compile_loss(loss_fn: Callable[..., Tensor], config: TrainConfig, device: to
     return loss
 
 
-def record_loss(loss_fn: LossFn, model: GPT, config: TrainConfig, T: int) -> LossFn:
-    """Return the loss, which if `train.record` asks for it is a CUDA graph in each step, and so is its gradient.
+def record_loss(loss_fn: LossFn, model: GPT, batch_size: int, T: int) -> LossFn:
+    """Return the loss as a CUDA graph in each step, and so is its gradient.
 
     No compiler is needed. The certificate has to be asked before, since it replaces weights for a while, and a graph
     reads the memory of those that it was recorded with. Raises UserError if the model cannot be recorded: it asks the
     host for a number, for example.
     """
-    if not (config.record and fits_a_graph(config, model.device)):
-        return loss_fn
-    shape = (config.batch_size, T)
+    shape = (batch_size, T)
     inputs, targets = torch.zeros(2, *shape, dtype=torch.int64, device=model.device)
     # The gradients come from the stream of the recording, for which autograd waits, on the GPU.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    with errors_as_user_error("the loss cannot be recorded: train with --train.record false"):
+    with errors_as_user_error("the loss cannot be recorded: train with --train.compile false"):
         graph = torch.cuda.make_graphed_callables(Recordable(loss_fn, model), (inputs, targets))
 
     def loss(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ def set_seed(device: torch.device, seed: int) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dict[str, str]:
+def environment(device: torch.device, dtype: torch.dtype, kernels: str) -> dict[str, str]:
     """Return the facts about the machine and the code that decide the last bits of a run's numbers, by name."""
     return {
         "torch": torch.__version__,
@@ -153,7 +154,7 @@ def environment(device: torch.device, dtype: torch.dtype, compiled: bool) -> dic
         "cudnn": str(torch.backends.cudnn.version()),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": dtype_name(dtype),
-        "kernels": "compiled" if compiled else "eager",
+        "kernels": kernels,
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
         "threads": str(torch.get_num_threads()),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -168,7 +169,7 @@ def keep_freed_memory(device: torch.device) -> None:
     twentieth (benchmarks/results/huge_pages_cpu_2026-11-27.md).
     """
     if device.type == "cpu":
-        with contextlib.suppress(AttributeError):  # another malloc has no such options
+        with contextlib.suppress(AttributeError, TypeError):  # another malloc has no such options, and Windows no libc
             libc = ctypes.CDLL(None)
             libc.mallopt(M_MMAP_THRESHOLD, 1 << 28)
             libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)

@@ -1,8 +1,8 @@
 """The optimizer of a run: AdamW or Muon, schedule, state as named tensors, and the guard against inf and nan.
 
-Muon makes orthogonalized updates for the matrices inside the blocks (Jordan et al. 2024). The momentum of a matrix is
-dominated by a few directions. Muon replaces it by the nearest orthogonal matrix, so that rare directions are learned as
-fast. Embeddings, head and vectors are trained with AdamW.
+Muon makes orthogonalized updates for the matrices (Jordan et al. 2024). The momentum of a matrix is dominated by a few
+directions. Muon replaces it by the nearest orthogonal matrix, so that rare directions are learned as fast. Embeddings,
+head and vectors are trained with AdamW.
 """
 
 import math
@@ -39,27 +39,29 @@ def make_optimizer(
 ) -> Optimizer:
     """Return the optimizer of all parameters that are not frozen.
 
-    Weight decay applies to matrices, with Muon only to those inside the blocks; never to others (biases, norms).
-    A group's "lr_share" is its part of the learning rate. dtype is the precision of training. Muon's iteration has the
-    same, except that it is float32 for float16, whose range is too small. compiled: whether Muon's update is.
+    Muon trains each matrix, wherever it is, but the weights of an nn.Embedding and of the head. Weight decay applies to
+    matrices, with Muon to its own alone; never to what has another number of dimensions (biases, norms). A group's
+    "lr_share" is its part of the learning rate. dtype is the precision of training. Muon's iteration has the same,
+    except that it is float32 for float16, whose range is too small. compiled: whether Muon's update is.
     """
+    kinds = {model.lm_head.weight: "head"}
+    kinds |= {part.weight: "embedding" for part in model.modules() if isinstance(part, nn.Embedding)}  # or a tied head
     parts = defaultdict(list)
-    for name, parameter in model.named_parameters():  # a tied head has the name of the embedding
+    for parameter in model.parameters():
         if parameter.requires_grad:
-            parts[name.partition(".")[0] if parameter.dim() == 2 else "others"].append(parameter)
-    others = parts.pop("others", [])
+            parts[kinds.get(parameter, "matrix") if parameter.dim() == 2 else "other"].append(parameter)
+    others = parts.pop("other", [])
     options = {"lr": config.learning_rate, "betas": (0.9, config.beta2)}
     if config.optimizer == "adamw":
         groups = [{"params": sum(parts.values(), [])}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, weight_decay=config.weight_decay, fused=True, **options)
-    inside = parts.pop("blocks", [])
     groups = [
         {"params": others, "lr_share": config.vector_rate},
-        {"params": parts.pop("lm_head", []), "lr_share": config.head_rate},
-        {"params": sum(parts.values(), []), "lr_share": config.embedding_rate},
+        {"params": parts["head"], "lr_share": config.head_rate},
+        {"params": parts["embedding"], "lr_share": config.embedding_rate},
     ]
     precision = torch.float32 if dtype == torch.float16 else dtype
-    return Muon(inside, config.weight_decay, groups, precision, compiled, **options)
+    return Muon(parts["matrix"], config.weight_decay, groups, precision, compiled, **options)
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
+from itertools import chain
 from pathlib import Path
 
 import tomli_w
@@ -45,6 +46,7 @@ TOKENS_ON_CPU = 1400 * 8 * 256  # the quickstart's
 EVAL_TOKENS_ON_CPU = 100_000
 VOCABULARIES = {100_000: "bytes", 2_000_000: "bpe:512", 500_000_000: "bpe:4096", math.inf: "bpe:32768"}  # by bytes
 COMPRESSION = 3  # bytes of text in a byte of a compressed file, roughly
+RENAMED = {"--train.record=true": ["--train.compile=graph"], "--train.record=false": []}  # in runs of version 4.0
 FINETUNE_CONTEXT = 1024  # tokens, unless asked for: long contexts need much memory in training
 
 
@@ -63,7 +65,8 @@ def read_config(argv: list[str]) -> Config:
         file = expand(asked.resume) / "config.toml"
         if not file.is_file():
             raise UserError(f"there is no run in {asked.resume}: a run has a config.toml, and checkpoints/ beside it")
-        return parse(Config, [*argv, "--train.out_dir", asked.resume], file)
+        words = chain.from_iterable(RENAMED.get(word, [word]) for word in options_in(file))
+        return parse(Config, [*words, *argv, "--train.out_dir", asked.resume])
     quickstart = parse(Config, [], QUICKSTART)
     config = parse(Config, argv, asked.config, quickstart)  # --help shows these values
     if config.train.init_from:

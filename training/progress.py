@@ -12,7 +12,8 @@ import torch
 
 from cli.script import progress_bar
 
-SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # Slurm can be asked for the last two
+# SIGBREAK is Windows' own. Slurm can be asked for the last two.
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK", "SIGUSR1", "SIGUSR2")
 
 
 @dataclass

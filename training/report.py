@@ -33,7 +33,7 @@ TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: visib
 LOSSES = {"Loss, nats a token": ("train_loss", "val_loss"), "Gradient norm": ("grad_norm",)}
 MOST_ABLATED = 50
 MOST_POINTS = 100  # of a curve: a page is written at each evaluation
-HEADS = {f"{METRICS[kind][0]}: {KINDS[kind]}": (f"{kind}/",) for kind in METRICS if kind in KINDS}
+HEADS = {f"{METRICS[kind][0]}: {KINDS[kind][0]}": (f"{kind}/",) for kind in METRICS if kind in KINDS}
 WAIT_SECONDS = 15  # for wandb, at the start and at the end of a session; `wandb sync` sends later what is left then
 
 

@@ -10,6 +10,7 @@ run.finish(step)
 """
 
 import json
+import os
 from dataclasses import asdict
 
 import numpy as np
@@ -45,6 +46,7 @@ from training.report import Tracker, best_checkpoint, flat, next_commands, read_
 
 BATCHES = 3  # the version of what a run depends on besides its configuration; raised when a step gets another batch
 SAMPLE_WIDTH = 65  # characters of a sample that are printed; metrics.jsonl has all
+BYTES_PER_LOGIT = 16  # of memory on a CPU, at most: logits, their copy in float32, its softmax, gradients
 # First weights of the norms of queries and keys, in the first layer and in the others, for `sharp_first_layer`. With
 # equal ones, which layer learns to look at the token before is luck (benchmarks/results/first_run_cpu_2026-11-26.md).
 SHARP = 1.6
@@ -54,7 +56,8 @@ SOFT = 0.6
 class RunDirectory:
     """A run on the disk, as its newest intact checkpoint has left it. All ranks call the methods, the first one writes.
 
-    Raises UserError if the directory holds a run that was not to be resumed, or one with another configuration.
+    Raises UserError if the directory holds a run that was not to be resumed, or one with another configuration, or the
+    text, or files that no run has written.
     """
 
     def __init__(self, config: Config, ranks: Ranks):
@@ -70,6 +73,14 @@ class RunDirectory:
         """The checkpoint that the weights come from: the newest of this run, or train.init_from."""
         self.state = {}
         """The content of its trainer.json, if it is of this run."""
+        names = {path.name for path in self.path.glob("*")}
+        if not (self.found or ".lock" in names):  # which a run has before its first checkpoint
+            others = names & {"config.toml", "metrics.jsonl", "report.html"}
+            if others or self.path.resolve() == expand(config.data.source).resolve():
+                raise UserError(
+                    f"{self.path} has {min(others, default='the text')}, which no run has written: give another "
+                    "--train.out_dir"
+                )
         if self.found:
             if not config.resume and not ranks.may_resume:
                 raise UserError(
@@ -96,7 +107,10 @@ class RunDirectory:
         if self.state:
             self.refuse_changes()
         c = self.config.train
-        tokens_per_step = c.batch_size * c.grad_accum_steps * self.config.model.context_length
+        T = self.config.model.context_length
+        if device.type == "cpu" and hasattr(os, "sysconf"):  # which Windows does not have
+            warn_of_logits(c.batch_size, T * corpus.tokenizer.vocab_size)
+        tokens_per_step = c.batch_size * c.grad_accum_steps * T
         self.tokens = self.state.get("tokens", self.step * tokens_per_step)
         """Tokens of training so far, which checkpoints of 3.1 and before do not say."""
         return self.config
@@ -247,6 +261,20 @@ class RunDirectory:
             saved = f"saved step {step}" if step else "there was nothing to save yet"
             return f"{saved}; continue with: {commands[0]}"
         return "\n  ".join([f"Next, with the model in {self.path}, where report.html shows how it went:", *commands])
+
+
+def warn_of_logits(batch_size: int, logits: int) -> None:
+    """Print a note if the logits of a batch would take more than half of the machine's memory.
+
+    logits: the number in one sequence.
+    """
+    size = BYTES_PER_LOGIT * logits
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // size
+    if batch_size > most:
+        print(
+            f"note: logits of {batch_size} sequences take {batch_size * size / 1e9:.1f} GB in training; "
+            f"{max(1, most)} fit: --train.batch_size {max(1, most)}"
+        )
 
 
 def make_model(config: Config, corpus: Corpus, base: Checkpoint | None) -> GPT:

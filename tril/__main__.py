@@ -55,11 +55,11 @@ def load(path: Path) -> ModuleType:
     roots = [folder for folder in path.parents if not (folder / "__init__.py").exists()]
     sys.path.insert(0, str(roots[0]))
     sys.path += map(str, roots[1:3])
-    package, _, name = ".".join(path.relative_to(roots[0]).with_suffix("").parts).rpartition(".")
+    package = ".".join(path.parent.relative_to(roots[0]).parts)
     with errors_as_user_error(f"{path} cannot be imported"):
         if package:
             importlib.import_module(package)
-        spec = spec_from_file_location(f"{package}.{name}".strip("."), path)
+        spec = spec_from_file_location(f"{package}.{path.stem}".strip("."), path)
         module = module_from_spec(spec)
         sys.modules.setdefault(spec.name, module)
         spec.loader.exec_module(module)

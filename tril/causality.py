@@ -27,9 +27,11 @@ Shapes: B batch, T time (tokens), V vocabulary, C channels.
 """
 
 import itertools
+import math
 import os
 import random
 import re
+import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -108,6 +110,7 @@ def check_causality(
     tokens: Sequence[int] | Tensor | None = None,
     special: Iterable[int] | None = None,
     strict: bool = False,
+    seconds: float = math.inf,
     progress: Callable[[], object] = lambda: None,
 ) -> Causality:
     """Check that each position of `forward` sees exactly the tokens that it may see.
@@ -137,6 +140,8 @@ def check_causality(
             vocabulary of at most SMALL, if the mask is no function.
         strict: probe more positions, and take a difference for one of rounding only if float64 shows it, as before a
             training.
+        seconds: after these each probe asks about one position only, or one batch of them, and the result says so. Not
+            for a module whose ranks have to call it equally often, as with FSDP.
         progress: called before each call of a function, as of a bar.
 
     Raises ValueError if length, vocab_size, mask or tokens are impossible.
@@ -147,7 +152,7 @@ def check_causality(
     shape = (length, length) if mask is None or callable(mask) else tuple(mask.shape)
     if len(pool) < 2 or length < 1 or shape != (length, length):
         raise ValueError(f"nothing to ask: {length} tokens of a vocabulary of {len(pool)}, with a mask of {shape}")
-    prober = Prober(vocab_size, length, mask, pool, special, batch_size, module, strict, progress)
+    prober = Prober(vocab_size, length, mask, pool, special, batch_size, module, strict, seconds, progress)
     finding = ()
     try:
         with prober.restoring():
@@ -196,6 +201,7 @@ class Prober:
     batch_size: int
     module: nn.Module
     strict: bool
+    seconds: float
     progress: Callable[[], object]
 
     def __post_init__(self) -> None:
@@ -226,6 +232,7 @@ class Prober:
         self.next_position = itertools.cycle(self.hiding)
         self.many = 16 if self.strict else 12  # positions of a probe, at the least
         self.few = 6 if self.strict else 2
+        self.deadline = time.monotonic() + self.seconds
         self.is_extreme = False
         self.has_backward = True
         self.probed = set()
@@ -317,6 +324,13 @@ class Prober:
                 limit = (3 / weight.size(-1)) ** 0.5  # of a variance that keeps the size of what is multiplied
                 values.uniform_(-limit, limit)
 
+    def in_time(self, count: int) -> int:
+        """Return how many positions to ask about: `count`, and after `seconds` one."""
+        if time.monotonic() < self.deadline:
+            return count
+        self.remarks.add(f"after {self.seconds} s few positions were probed")
+        return 1
+
     def positions(self, count: int) -> list[int]:
         """Return `count` ascending positions that may not see all: ends, the last of blocks of 2^n, and random ones."""
         ends_of_blocks = (2**n - 1 for n in range(self.length.bit_length(), 0, -1))
@@ -375,6 +389,7 @@ class Prober:
         each special token in turn, then each of as many others; the next of these, if it is that one already.
         alone: at last replace all sequences but the first, then all but the second.
         """
+        count = self.in_time(count)
         count += -count % B  # the last batch is as large: kernels may differ by that
         positions = sorted(itertools.islice(itertools.cycle(self.positions(count)), count))
         V = len(self.pool)
@@ -495,7 +510,8 @@ class Prober:
         A layer that selects sees each token in some texts alone.
         """
         last = self.length - 1
-        queries = [*self.positions(self.many if self.length <= SHORT or self.strict else self.few), last]
+        count = self.many if self.length <= SHORT or self.strict else self.few
+        queries = [*self.positions(self.in_time(count)), last]
         self.probed.add(last)
         blind = seen = torch.tensor(False)
         for _ in range(NUM_DRAWS):

@@ -16,13 +16,15 @@ from torch import Tensor
 from tril.errors import UserError
 from tril.metrics import METRICS, Head, Heads, HeadScores
 
-KINDS = {  # metric, or "other" -> where a head of this kind looks
-    "induction": "what followed the same token before",
-    "duplicate": "an earlier copy of the token",
-    "previous": "the token before",
-    "current": "the token itself",
-    "sink": "the first token of the text",
-    "other": "nowhere in particular",
+# Metric, or "other" -> where a head of this kind looks, and the keys: so many tokens behind an earlier "copy" of the
+# query's token, the "query" itself, or the "first" token.
+KINDS = {
+    "induction": ("what followed the same token before", "copy", 1),
+    "duplicate": ("an earlier copy of the token", "copy", 0),
+    "previous": ("the token before", "query", -1),
+    "current": ("the token itself", "query", 0),
+    "sink": ("the first token of the text", "first", 0),
+    "other": ("nowhere in particular", "nothing", 0),
 }
 LEAST = 0.2  # of the way from chance to 1: the least score of a head of a kind
 RARE = 100  # among so many heads that look at random keys, one at most has such a score by luck, for each kind

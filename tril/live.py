@@ -78,8 +78,9 @@ def answers(plain: Inspection, written: str) -> Callable[..., str]:
             att, _ = look(plain.model, plain.on(other).shown)
         edits = {}
         for mode, names in changes.items():
+            change = mode != "patch" and change_of(mode)
             for head in choose_heads(names.split() or "", L, H):
-                edits[head] = patch(att, head) if mode == "patch" else change_of(mode)
+                edits[head] = change or patch(att, head)
         found = replace(found, measured=found.shown, probe=None, edits=edits, effort=EFFORT, plain=plain, corpus=None)
         return page.render([found.describe()], written)
 

@@ -149,17 +149,19 @@ const poolNote = (step) => {
 
 const kindOf = (head) => checkpoints[state.checkpoint].heads[head].kind;  // its name, the score, and that of an even head
 const short = (score) => score.toFixed(2).replace(/^0/, "");
-const SHOWS = {  // whether a query that looks at an earlier key does what a head of this kind is named for
-  induction: (query, key) => labels[key - 1] === labels[query],
-  duplicate: (query, key) => labels[key] === labels[query],
-  previous: (query, key) => key === query - 1,
-  sink: (query, key) => key === 0,
-};
 let example;  // the token at which the head does most clearly what it is named for
 
 function tagOf(head) {
   const [name, score] = kindOf(head);
   return name in metrics ? `${metrics[name][0]} ${short(score)}` : "";
+}
+
+// Whether a query that looks at a key does what a head of this kind is named for.
+function shows(kind, query, key) {
+  const [, place, offset] = kinds[kind];
+  const origin = key - offset;
+  if (place === "query") return origin === query;
+  return key < query && (place === "first" ? origin === 0 : place === "copy" && labels[origin] === labels[query]);
 }
 
 // The query with the largest weight of that kind, less that of an even head, which is large where there are few keys.
@@ -169,7 +171,7 @@ function findExample() {
   let found;
   for (let row = 1; row < T; row++) {
     for (let key = 0; key <= row; key++) {
-      if (key === row ? name !== "current" : !SHOWS[name]?.(row, key)) continue;
+      if (!shows(name, row, key)) continue;
       const excess = weight(row, key) - 1 / (row + 1);
       if (excess > most) [most, found] = [excess, row];
     }
@@ -278,7 +280,7 @@ function drawHead() {
   buttons.forEach((button, i) => (button.ariaPressed = i === state.head));
   keepInView($("heads"), buttons[state.head]);
   fill("head", `Head ${name}`);
-  fill("kind", `looks ${tag && "at "}${kinds[kind]}`);
+  fill("kind", `looks ${tag && "at "}${kinds[kind][0]}`);
   const isUnclear = example === undefined;
   $("clearest").hidden = !tag;
   $("clearest").disabled = isUnclear;

@@ -70,7 +70,7 @@ def in_words(scores: HeadScores, heads: Heads) -> str:
     """Format one line for each kind: the number of its heads, and the highest scores."""
     lines = ["heads by where they look, each with its score (and what attending evenly gives)"]
     for name, group in by_kind(scores, heads).items():
-        line = f"{len(group):4d}  {KINDS[name]}"
+        line = f"{len(group):4d}  {KINDS[name][0]}"
         if name != "other":
             named = [f"{name_of(head)} {short(kind.score)} ({short(kind.chance)})" for head, kind in group[:MOST_NAMED]]
             line = f"{line}: {', '.join(named + ['...'] * (len(group) > MOST_NAMED))}"

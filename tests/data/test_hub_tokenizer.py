@@ -113,6 +113,10 @@ def test_a_text_grows_as_their_decoder_writes_it(kind: str, ours: Tokenizer) -> 
         assert KINDS[kind].decode(before) + continued == KINDS[kind].decode(before + ids)
 
     check()
+    ids = ours.encode(KNOWN * 40).tolist()
+    text = sample.Text(ours, "", "")
+    assert "".join(grow(text, ids)) == KINDS[kind].decode(ids)
+    assert len(text.last) < 3 * sample.CONTEXT < len(ids)  # nor is all of it decoded for each token
     assert "".join(grow(sample.Text(ours, "", "€" * 97), ours.encode("€" * 97).tolist()[-3:])) == "€"  # one byte each
 
 

@@ -266,6 +266,11 @@ def test_a_run_goes_on_with_the_corpus_it_began_with(text_file: Path) -> None:
     assert prepare.find_prepared("another", "a" * 300) is None  # an OSError, as for a folder that is closed
 
 
+def test_a_long_name_makes_no_longer_one(text_file: Path) -> None:
+    text_file.rename(f"{240 * 'n'}.txt")
+    assert documents_of(make(f"{240 * 'n'}.txt")) == [TEXT]
+
+
 def test_a_prepared_directory_is_a_source(text_file: Path, tmp_path: Path) -> None:
     (tmp_path / "large" / "disk").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "large" / "disk")

@@ -50,6 +50,8 @@ KINDS: dict[str, Callable] = {
         [{"n": "N", "text": row} for row in rows], indent=3, ensure_ascii=False
     ).replace('"N"', "9" * 5000),
     "t.csv": as_csv,
+    "semicolons.csv": lambda rows: as_csv(rows, ";"),  # of Excel in Europe
+    "tabs.csv": lambda rows: as_csv(rows, "\t"),
     "t.tsv": lambda rows: as_csv(rows, "\t"),
 }
 
@@ -137,6 +139,38 @@ def test_the_sign_of_an_end_in_a_text_is_text(capsys: pytest.CaptureFixture) -> 
     assert capsys.readouterr().err.startswith("note: </s> in t.jsonl is ordinary text; ")
 
 
+def test_only_what_programs_have_made_is_left_out() -> None:
+    """A suffix that is a language, and folders of others that have some names of a run or of a corpus."""
+    names = ["d/news.pt", "d/news.so", "d/server/config.toml", "d/server/checkpoints/README", "d/x/meta.json.txt"]
+    names += ["d/x/train.bin", "d/book.pt/page.txt"]
+    for name in names:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    Path("d/weights.pt").write_bytes(b"PK\3\4\0\0")
+    Path("d/code.so").write_bytes(b"\x7fELF\2\1\1\0")
+    assert sorted(read("d")) == sorted(names)
+
+
+FOREIGN = {
+    "story.rtf": (b"{\\rtf1\\ansi Once}", "rich text"),
+    "a.txt": (b"%PDF-1.4\n1 0 obj", "a PDF: make it plain text"),
+    "a.ps": (b"%!PS-Adobe-3.0\n", "PostScript"),
+    "a.mht": (b"From: <Saved by Blink>\nSubject: a", "a web page with its pictures"),
+    "corpus.zip": (b"PK\3\4\n\0\0\0\xe7", "an archive, as .zip, .docx, .xlsx and .epub are: unpack it"),
+    "t.csv": (b"PK\3\4\x14\0\6\0", "an archive"),  # a table of Excel under another name
+    "a.doc": (b"\xd0\xcf\x11\xe0\xa1\xb1", "a document of an old Office"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_text_is_named_by_its_kind(name: str) -> None:
+    content, sentence = FOREIGN[name]
+    Path(name).write_bytes(content * 99)
+    with pytest.raises(UserError, match=f"^{name} is {sentence}"):
+        make(name)
+    assert not list(Path("prepared").glob("[!.]*"))
+
+
 def test_links_are_followed_once_and_hidden_names_are_left_out() -> None:
     for name in ("d/sub/b.txt", "elsewhere/c.txt", "d/.git/config", "d/__pycache__/a.pyc", "d/.x", "d/sub/empty.md"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -148,9 +182,12 @@ def test_links_are_followed_once_and_hidden_names_are_left_out() -> None:
     Path("d/sub/copy.txt").hardlink_to("d/sub/b.txt")  # as tools that save space make, so it is a document
     Path("d/broken").symlink_to("nowhere")
     os.mkfifo("d/pipe")
-    for name in ("d/run/checkpoints/c", "d/run/config.toml", "d/corpus/train.bin", "d/corpus/meta.json", "d/a.pt"):
+    run = ("config.toml", "metrics.jsonl", "checkpoints/c")
+    corpus = ("train.bin", "val.bin", "meta.json", "tokenizer.json")
+    made = [f"d/run/{name}" for name in run] + [f"d/corpus/{name}" for name in corpus]
+    for name in (*made, "d/a.pt", "d/a.so", "d/a.safetensors"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text("what was made of the text, or is none")
+        Path(name).write_text("what was made of the text, or is none\0")
     Path("d/latin.txt" if sys.platform == "darwin" else "d/latin\udcff.txt").write_text("name")  # not UTF-8
     expected = ["line\r\n", "name", "d/sub/b.txt", "d/sub/b.txt"]
     assert documents_of(make("d", "chars")) == documents_of(make("d/")) == expected

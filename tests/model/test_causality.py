@@ -107,6 +107,13 @@ def test_every_position_of_a_short_text_is_asked_and_many_of_a_long_one() -> Non
     assert 5 < check_causality(long, V, 131).num_probed < check_causality(long, V, 131, strict=True).num_probed < 131
 
 
+def test_after_some_seconds_few_positions_are_asked_and_the_answer_says_so() -> None:
+    model = make_gpt(context_length=131)
+    report = check_causality(model, V, 131, strict=True, seconds=0.0)
+    assert report.ok and report.num_probed < 5 and "after 0.0 s few positions were probed" in str(report)
+    assert "few positions" not in str(check_causality(model, V, 131, strict=True, seconds=1e6))
+
+
 # Mistakes are found and named. tests/mutants.py has more of them.
 
 

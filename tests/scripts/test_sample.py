@@ -23,6 +23,12 @@ def test_a_long_prompt_is_said(run, straight: Path) -> None:
     assert "note: <|endoftext|> in the prompt is ordinary text" in result.err
 
 
+def test_two_letters_are_no_line_end(run, straight: Path) -> None:
+    note = "note: a \\ in --stop is ordinary text; $'\\n' is the end of a line, to bash\n"
+    for stop, said in (("\\n", True), ("\n", False)):
+        assert (note in run(sample, straight, "--stop", stop, "--max_new_tokens", 3).ok().err) == said
+
+
 def test_other_code_than_that_of_the_training_is_said_once(run, straight: Path, monkeypatch) -> None:
     def said(max_steps: int) -> list[str]:
         sampled = run(sample, straight, "--max_new_tokens", 3)
@@ -81,14 +87,16 @@ def feed(tokens: list[int], *stops: str) -> tuple[list[str], Text]:
 def test_a_text_ends_where_it_should_and_only_certain_characters_are_shown() -> None:
     taken, text = feed(list("a猫b".encode()))  # a character appears when its last byte does
     assert taken == ["a", "", "", "猫", "b", ""]
-    assert (text.text, text.finish, len(text.tokens)) == ("a猫b", "length", 5)
+    assert (text.text, text.finish, text.num_tokens) == ("a猫b", "length", 5)
     assert feed(list("猫".encode())[:2])[0] == ["", "", "\ufffd"]
     taken, text = feed(list(b"one. two"), "", ". t", "two")  # the first of several, even across tokens
     assert taken == ["", "", "", "o", "n", "e", "", "", ""] and (text.text, text.finish) == ("one", "stop")
     taken, text = feed(list(b"one. "), ". t")  # not the stop text after all
     assert taken[-1] == "e. " and (text.text, text.finish) == ("one. ", "length")
+    taken, _ = feed(list("👩\u200d🚀".encode()))  # one character of three: the joiner is shown with what it joins
+    assert [*filter(None, taken)] == ["👩", "\u200d🚀"]
     _, text = feed([*b"one", 256, *b"two"])
-    assert (text.text, text.finish, len(text.tokens)) == ("one", "end of text", 3)
+    assert (text.text, text.finish, text.num_tokens) == ("one", "end of text", 3)
 
 
 def test_a_sample_of_a_training_commands_no_terminal(run, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from cli.script import outlives_readers, read_prompt, run_script, visible
 from errors import UserError
-from tests.conftest import run_python
+from tests.conftest import ROOT, run_python
 
 
 class Stopped(Exception):
@@ -45,7 +45,10 @@ def test_a_mistake_is_a_sentence_and_a_bug_a_traceback(
 
 def test_what_a_stranger_wrote_is_visible_and_commands_no_terminal() -> None:
     assert visible("\ta猫 é🙂\n") == "\ta猫 é🙂\n"
-    for hidden in ("\x1b", "\x07", "\x9b", "\r", "\u202e", "\u2066", "\u200d", "\xad", "\u2028", "\u2029", "\udc80"):
+    for text in ("می\u200cخواهم", "क्\u200dष", "👩🏽\u200d🚀", "❤\ufe0f\u200d🔥"):  # joined letters and emoji
+        assert visible(text) == text
+        assert visible(text[:2] + "\u200c\u202e") == text[:2] + "\\u200c\\u202e"
+    for hidden in "\x1b\x07\x9b\r\u202e\u2066\u200c\u200d\xad\u2028\u2029\udc80":
         assert visible(f"a{hidden}b") == f"a{ascii(hidden)[1:-1]}b"
 
 
@@ -58,6 +61,30 @@ def test_a_full_disk_is_one_sentence() -> None:
     with open("/dev/full", "w") as full:
         ended = run_code("run_script(lambda: print('a line'))", stdout=full)
     assert ended.returncode == 2 and re.fullmatch(r"-c: .*No space left on device\n", ended.stderr)
+
+
+SERVICE = """
+import sys
+from cli.script import outlives_readers, progress_bar, run_script
+
+def main():
+    with open("mine", "w") as mine, outlives_readers():
+        assert mine.fileno() > 2  # or it would get what others print
+        print("a")
+        print("b", file=sys.stderr)
+        progress_bar(total=3).close()
+
+run_script(main)
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_service_may_have_closed_the_streams(closed: str, tmp_path: Path) -> None:
+    words = ["-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", SERVICE]
+    ended = subprocess.run(
+        ["sh", *words], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert ended.returncode == 0 and (tmp_path / "mine").read_bytes() == b"" and b"Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("lasts", [True, False])
@@ -95,5 +122,9 @@ def test_a_prompt_is_read_as_a_text_to_train_on(run: Callable, monkeypatch, tmp_
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     assert read_prompt("-") == "a\r\nb\r"
     (tmp_path / "p.txt").write_bytes(b"\xff\xfea\0")
-    with pytest.raises(UnicodeError):
-        read_prompt("@~/p.txt")
+    for prompt in ("@~/p.txt", "@alice how are you"):
+        with pytest.raises(UserError, match=f"^cannot read {prompt} .- is standard input, @ a file, and @@ an @ in"):
+            read_prompt(prompt)
+    monkeypatch.setattr(sys, "stdin", open(os.devnull, "w"))  # as `run_script` leaves one that is closed
+    with sys.stdin, pytest.raises(UserError, match="^cannot read - .- is standard input"):
+        read_prompt("-")

@@ -18,7 +18,7 @@ import train
 from model.families import FAMILIES
 from tests.conftest import make_gpt, metrics, often, tiny_run
 from training.config import TrainConfig
-from training.device import ENOUGH_TO_COMPILE, choose_compiled, compile_loss, record_loss
+from training.device import ENOUGH_TO_COMPILE, choose_kernels, compile_loss, record_loss
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def test_a_run_compiles_two_programs_before_its_first_step_and_so_does_a_resumed
     """They are those of the certificate. Samples, scores and a validation whose last batch is not full need no more."""
     out, certify_it = tmp_path / "run", train.certify
     programs = CompileCounterWithBackend("eager")  # which run without a code generator
-    monkeypatch.setattr("train.choose_compiled", lambda *_, **__: True)
+    monkeypatch.setattr("train.choose_kernels", lambda *_, **__: "compiled")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=programs))
 
     def certify(*arguments: object, **options: object) -> dict:
@@ -73,9 +73,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def test_a_long_run_on_a_gpu_is_compiled_by_default(gpu: torch.device, capsys: pytest.CaptureFixture) -> None:
     long = TrainConfig(max_steps=ENOUGH_TO_COMPILE // 4, grad_accum_steps=4)
     short = replace(long, max_steps=long.max_steps - 1)
-    assert choose_compiled(long, gpu) and choose_compiled(replace(short, compile=True), gpu)
-    assert not choose_compiled(short, gpu) and not choose_compiled(replace(long, compile=False), gpu)
-    assert not choose_compiled(long, CPU) and choose_compiled(replace(long, compile=True), CPU)
+    assert choose_kernels(long, gpu) == choose_kernels(replace(short, compile="true"), gpu) == "compiled"
+    assert choose_kernels(short, gpu) == choose_kernels(replace(long, compile="false"), gpu) == "eager"
+    assert choose_kernels(long, CPU) == "eager" and choose_kernels(replace(long, compile="true"), CPU) == "compiled"
+    graph = replace(long, compile="graph", grad_accum_steps=1)
+    assert choose_kernels(graph, gpu) == "graph"
+    assert choose_kernels(graph, CPU) == choose_kernels(replace(graph, grad_accum_steps=2), gpu) == "eager"
     assert not capsys.readouterr().out
     page = (Path(train.__file__).parent / "docs" / "train.md").read_text(encoding="utf-8")
     assert f"at least {ENOUGH_TO_COMPILE:,} micro-batches" in " ".join(page.split())
@@ -105,7 +108,7 @@ def test_a_default_that_cannot_be_is_a_note(gpu: torch.device, monkeypatch, caps
     x, error = torch.zeros(2), BackendCompilerFailed(None, TritonMissing(None), None)
     compile = Mock(return_value=Mock(side_effect=[x, x, error]))  # it fails where a graph is replayed
     monkeypatch.setattr(torch, "compile", compile)
-    assert not choose_compiled(TrainConfig(max_steps=ENOUGH_TO_COMPILE), gpu)
+    assert choose_kernels(TrainConfig(max_steps=ENOUGH_TO_COMPILE), gpu) == "eager"
     assert compile.call_args.kwargs["options"] == {"triton.cudagraphs": True}
     (note,) = capsys.readouterr().out.splitlines()
     assert note.startswith("note: the loss is not compiled") and "Cannot find a working triton" in note
@@ -114,12 +117,11 @@ def test_a_default_that_cannot_be_is_a_note(gpu: torch.device, monkeypatch, caps
 def test_a_recorded_loss_is_a_graph_only_for_a_step_that_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes gradients over those of the micro-batch before, which kernels add up."""
     launches = []
-    monkeypatch.setattr("training.device.fits_a_graph", lambda config, device: True)
     graph = Mock(side_effect=lambda loss, example: lambda *batch: launches.append(1) or loss(*batch))
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", graph)
     model = make_gpt()
     kernels = partial(train.next_token_loss, dtype=torch.float32)
-    loss_fn = record_loss(kernels, model, TrainConfig(batch_size=3, record=True), 11)
+    loss_fn = record_loss(kernels, model, 3, 11)
     batch = torch.randint(17, (2, 3, 11))
     for launched in (1, 1):  # the second micro-batch of a step
         loss_fn(model, *batch).backward()

@@ -28,7 +28,19 @@ def test_threads_spin_for_a_short_time_beside_others_unless_the_user_decides(
         monkeypatch.delenv(name)
     if setting:
         monkeypatch.setenv(*setting)
-    monkeypatch.setattr(Path, "exists", lambda path: True)
     monkeypatch.setattr(Path, "read_text", lambda path: load)
     importlib.reload(cores)
     assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_a_load_that_cannot_be_read_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in cores.SETTINGS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    def hidden(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    importlib.reload(cores)
+    assert not cores.SETTINGS & os.environ.keys()

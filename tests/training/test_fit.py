@@ -26,6 +26,7 @@ from training.options import (
     tokens_for,
 )
 from training.options import QUICKSTART as QUICKSTART_FILE
+from training.run import warn_of_logits
 
 QUICKSTART = parse(Config, [], QUICKSTART_FILE)
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.toml")) if path.stem != "finetune"]
@@ -162,3 +163,11 @@ def test_a_prompt_that_the_tokenizer_cannot_write_is_left_out(run, tmp_path: Pat
     )
     result = run(train, QUICKSTART_FILE, "--data.source=text.txt", "--data.tokenizer=chars", *sizes).ok()
     assert "note: samples begin a document, since train.sample_prompt cannot" in result.out
+
+
+def test_logits_that_do_not_fit_are_said_before(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 4096}.get)  # 4 GiB
+    warn_of_logits(10, 256 * 50257)
+    assert capsys.readouterr().out == ""
+    warn_of_logits(32, 256 * 50257)
+    assert "32 sequences take 6.6 GB in training; 10 fit: --train.batch_size 10" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import train
 from cli.options import parse
@@ -151,6 +152,18 @@ def test_each_kind_of_parameter_has_its_rate(family: str) -> None:
     assert optimizer.param_groups[-1]["momentum"] == pytest.approx(0.95)
     c = parse(Config, [], ROOT / "configs" / "quickstart.toml").train  # as in runs of 3.2, which had no such options
     assert (c.embedding_rate, c.head_rate, c.vector_rate, c.momentum) == (1, 1 / 3, 1 / 3, 0.9)
+
+
+def test_a_matrix_is_muons_wherever_it_is_and_an_embedding_never() -> None:
+    model, config = make("llama", embedding_rate=7.0)
+    model.narrow = nn.Linear(30, 13)
+    model.blocks[1].values = nn.Embedding(17, 30)
+    model.stacked = nn.Parameter(torch.zeros(3, 5, 7))
+    optimizer = make_optimizer(model, config)
+    shares = {p: "momentum" in group or group["lr_share"] for group in optimizer.param_groups for p in group["params"]}
+    assert shares[model.narrow.weight] is True and shares[model.blocks[1].values.weight] == 7.0
+    assert shares[model.narrow.bias] == shares[model.stacked] == config.vector_rate
+    assert shares.keys() == {*model.parameters()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

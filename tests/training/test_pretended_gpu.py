@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import has_nvidia_gpu
-from tests.conftest import often, run_python
+from tests.conftest import run_python
 
 CAN_PRETEND = has_nvidia_gpu() if torch.backends.cuda.is_built() else shutil.which("g++") is not None
 pytestmark = [
@@ -20,7 +20,8 @@ pytestmark = [
 IN_PARTS = ["planted", "steps and gpt2", "steps and not gpt2", "certificate or decoding"]
 
 
-@pytest.mark.parametrize("tests, marks", often(("not certificate", "not long"), *((part, "") for part in IN_PARTS)))
+@pytest.mark.long
+@pytest.mark.parametrize("tests, marks", [("not certificate", "not long"), *((part, "") for part in IN_PARTS)])
 def test_the_dry_run(tests: str, marks: str) -> None:
     """Run the tests of tests/pretended.py with these words in their names, in a process of their own."""
     start = "import benchmarks.pretended_gpu, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"

@@ -110,6 +110,31 @@ def test_a_second_run_does_not_overwrite_the_first(run, straight: Path, corpus_f
     run(train, *tiny_run(corpus_file, straight)).refused(f"already holds a run: continue it with --resume {straight}")
 
 
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "report.html"])
+def test_a_new_run_writes_over_nothing_of_others(run, corpus_file: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "exp"
+    out.mkdir()
+    (out / name).write_text("# mine\n[train]\nmax_steps = 1\n")
+    (out / "log.txt").write_text("a name that no run has")
+    command = tiny_run(corpus_file, out, train__max_steps=1)
+    for words in [command, ["--resume", out]] if name == "config.toml" else [command]:
+        run(train, *words).refused(f"{out} has {name}, which no run has written: give another --train.out_dir")
+    assert (out / name).read_text().startswith("# mine") and len([*out.iterdir()]) == 2
+    (out / name).rename(out / "mine")
+    run(train, *command).ok()
+    shutil.rmtree(out / "checkpoints")  # as if it had been killed before the first: the same command begins again
+    run(train, *command).ok()
+
+
+def test_the_folder_of_the_text_is_no_place_for_the_run(run, corpus_file: Path) -> None:
+    """No run is read as a text, so it would hide its own."""
+    folder = corpus_file.parent / "notes"
+    folder.mkdir()
+    corpus_file.rename(folder / "a.txt")
+    run(train, *tiny_run(folder, folder / "../notes")).refused("notes has the text, which no run has written: give")
+    assert [*folder.iterdir()] == [folder / "a.txt"]
+
+
 def test_two_processes_cannot_share_a_run(run, straight: Path) -> None:
     again = ("--resume", straight, "--train.max_steps", 13)
     with lock(straight / ".lock", "free"):
@@ -193,7 +218,7 @@ def test_a_directory_with_a_file_of_somebody_is_not_deleted(run, straight: Path)
     result = run(train, "--resume", straight, *again)
     assert result.exit_code == 0 and "resumed from " in result.out and "step-00000008\n" in result.out
     assert result.out.count(" is kept, because of files that no run has written: 'mine.gguf'\n") == 3
-    first, *kept = sorted(path.parent.name for path in straight.rglob("mine.gguf"))
+    first, *kept = sorted(path.relative_to(straight).parts[1] for path in straight.rglob("mine.gguf"))
     assert first.startswith("damaged-step-00000012-") and kept == ["step-00000004", "step-00000008"]
 
 
@@ -221,3 +246,19 @@ def test_what_to_do_next(
     looks += [f"python inspect_attention.py {looked_at} --ablate zero"] * (num_heads <= 50)
     looks += [f"python inspect_attention.py {looked_at} -o 'a run'/heads.html"]
     assert commands == ["python train.py --resume 'a run'"] * (not finished) + looks * bool(looked_at)
+
+
+@pytest.mark.parametrize(
+    "lines, way",
+    [
+        ("compile = false\nrecord = true", "graph"),
+        ("compile = true\nrecord = false", "true"),
+        ("record = false", "auto"),
+    ],
+)
+def test_an_older_run_is_compiled_or_recorded_as_it_was(straight: Path, tmp_path: Path, lines: str, way: str) -> None:
+    config = (straight / "config.toml").read_text(encoding="utf-8")
+    assert 'compile = "auto"' in config
+    older = config.replace('compile = "auto"', lines)
+    (tmp_path / "config.toml").write_text(older, encoding="utf-8")
+    assert read_config(["--resume", str(tmp_path)]).train.compile == way

@@ -574,6 +574,8 @@ COMMANDS = {
     "model.py": (2, "say what makes the model: model.py:make"),
     "absent.py:make": (2, "there is no file absent.py"),
     "apart/random.py:make": (0, "yes, none of the "),
+    "apart/my.model.py:make": (0, "yes, none of the "),
+    "package/my.v2.py:make": (0, "yes, none of the "),
     "model:make": (2, "expected a function in a file, as mine.py:make, a directory, or OWNER/NAME"),
     "errors.py:HERE": (2, "expected a model, an nn.Module, got bool"),
     "absent/": (2, "absent/ cannot be opened by transformers: "),
@@ -594,6 +596,8 @@ def test_the_command_line_in_a_folder_of_theirs(project: Path, words: str, expec
     (project / "folder" / "layers.py").write_text(MODEL)
     (project / "apart").mkdir()
     (project / "apart" / "random.py").write_text(MODEL)  # has the name of a module of Python
+    (project / "apart" / "my.model.py").write_text(MODEL)
+    (project / "package" / "my.v2.py").write_text("from package.inner.layers import make")
     code, said = expected
     done = run_python("-m", "tril", "check", *words.split(), cwd=project)
     assert done.returncode == code, (done.stdout, done.stderr)

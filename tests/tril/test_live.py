@@ -152,6 +152,7 @@ def test_what_cannot_be_is_one_sentence_and_no_markup(serving) -> None:
         ({"text": "a"}, "give a text of two or more"),
         ({"zero": "9.9"}, "there is no head 9.9: the model has 2 layers of 3 heads"),
         ({"what": "0.1"}, "a head becomes zero or mean, not 'what'"),
+        ({"what": "1"}, "a head becomes zero or mean, not 'what'"),
         ({"text": TEXT, "patch": "0.1"}, "give a text of two or more"),
         ({"text": TEXT, "other": "one", "patch": "0.1"}, "a patch needs as many tokens: the text has 11, the other 3"),
         ({"zero": " "}, "there is no head"),

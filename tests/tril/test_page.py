@@ -255,8 +255,10 @@ def test_links_open_what_was_seen_and_nothing_else(show: Callable) -> None:
 def test_it_opens_where_a_head_does_what_it_is_named_for(show: Callable, kind: str) -> None:
     """Head 1.1 has its kind from row 7. Row 9 looks at nothing of a kind, and row 1 has little choice."""
     keys = {"induction": 2, "duplicate": 1, "previous": 6, "current": 7, "sink": 0, "other": 4}
+    _, place, offset = KINDS[kind]  # of a kind that was added
+    key = keys[kind] if kind in keys else offset + {"copy": 1, "query": 7, "first": 0}[place]
     weights = torch.ones(T, T).tril()
-    weights[7, keys[kind]] = weights[9, 5] = weights[1, int(kind == "current")] = 50
+    weights[7, key] = weights[9, 5] = weights[1, int(kind == "current")] = 50
     found = inspected(labels=[*"abcdaefbghi"])
     for name in found.scores.rows:
         found.scores.samples[name].fill_(0.01)[0, 1, 1] = 0.9 if name == kind else 0.01
