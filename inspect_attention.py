@@ -6,6 +6,7 @@ Ways to run:
     python inspect_attention.py out/quickstart --text "def f():" --heads 1.1
     python inspect_attention.py out/quickstart --text @a.py -o a.png -o a.html
     python inspect_attention.py out/quickstart/checkpoints/* -o timeline.html
+    python inspect_attention.py out/one out/other -o both.html     two models
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
     python inspect_attention.py out/quickstart --heads 1.1 --view places
     python inspect_attention.py out/quickstart --live           what if
@@ -30,14 +31,14 @@ from cli.options import parse
 from cli.script import read_prompt, run_script
 from errors import UserError, check_numbers
 from files import expand
-from inspection.checkpoints import inspect_checkpoint, name_of_model, open_model
+from inspection.checkpoints import OurNames, inspect_checkpoint, name_of_model, open_model, tokenizer_of
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 from model.sampling import Sampler
-from tril import terminal
+from tril import compare, terminal
 from tril.decoder import find_call
 from tril.experiments import Ablation
-from tril.inspection import check_output
+from tril.inspection import FORMATS, Inspection, check_output
 from tril.kinds import name_of
 from tril.live import answers, serve
 from tril.page import check_room
@@ -49,7 +50,7 @@ class Options:
 
     checkpoints: tyro.conf.Positional[tuple[str, ...]]
     """A run (its newest checkpoint), a checkpoint, a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on
-    their hub; several checkpoints of one run make a timeline."""
+    their hub; several checkpoints of one run make a timeline, two of different runs are compared."""
     text: str = ""
     """Text to read; @FILE reads a file, - standard input, @@ is an @. Left out: the model's validation text."""
     heads: tuple[str, ...] = ()
@@ -84,13 +85,16 @@ def main() -> None:
     """Inspect the checkpoints, write the outputs, and print the heads of the last one."""
     options = parse(Options, sys.argv[1:])
     outputs = [*map(expand, options.output)]
-    for output in outputs:
-        check_output(output)
     checkpoints = find_checkpoints(options.checkpoints)
     device = find_device(options.device)
     if options.generate and len(checkpoints) > 1:
         raise UserError("which checkpoint should --generate a text? Give one only")
     torch.manual_seed(options.seed)
+    are_two = len({*map(run_of, checkpoints)}) == 2
+    if are_two and (options.live or options.view == "places"):
+        raise UserError("of two models there are a table and a page, by -o both.html: leave out --live and --view")
+    for output in outputs:
+        check_output(output, FORMATS[:1] if are_two else FORMATS)
     has_page = any(path.suffix.lower() == ".html" for path in outputs)
     earlier = []  # what a page shows of the checkpoints before the last
     last = inspect_checkpoint(
@@ -103,11 +107,17 @@ def main() -> None:
         asked=options.heads,
         ablation=options.ablate,
     )
+    if are_two:
+        both = compare(last, beside(last, checkpoints[0], device))
+        print(f"{last.note}\n\n{both}")
+        for output in outputs:
+            both.save(output)
+            print(f"wrote {output}")
+        return
     for checkpoint in checkpoints:
         found = last
         if checkpoint is not checkpoints[-1]:
-            decoder = find_call(open_model(checkpoint, device))
-            found = replace(last, decoder=decoder, name=name_of_model(checkpoint.directory))
+            found = beside(last, checkpoint, device)
         if checkpoint is checkpoints[0]:
             if options.view == "places" and found.corpus is None:
                 raise UserError("the model's validation text is not here, give one with --corpus FILE")
@@ -141,15 +151,33 @@ def main() -> None:
 
 
 def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:
-    """Find checkpoints, and return them by step, each once.
+    """Find checkpoints, and return them by step, each once; two of different runs with the first one last.
 
-    Raises UserError if one is not found, if there are several that are not of one run, or if there is none.
+    Raises UserError if one is not found, if there are more than two that are not of one run, or if there is none.
     """
     by_path = {checkpoint.directory.resolve(): checkpoint for checkpoint in map(find_checkpoint, paths)}
-    runs = {path.parent if path.match(STEP) else path for path in by_path}
-    if len(runs) != 1:
-        raise UserError("give a checkpoint first of all, or for a timeline several directories step-... of one run")
-    return [by_path[path] for path in sorted(by_path)]
+    found = [*by_path.values()]
+    if len({*map(run_of, found)}) == 1:
+        return [by_path[path] for path in sorted(by_path)]
+    if len(found) == 2:
+        return found[::-1]
+    raise UserError("give a checkpoint first of all, two to compare, or for a timeline several step-... of one run")
+
+
+def run_of(checkpoint: Checkpoint) -> Path:
+    """Return the directory that the checkpoints of a run share, or that of any other checkpoint."""
+    path = checkpoint.directory.resolve()
+    return path.parent if path.match(STEP) else path
+
+
+def beside(found: Inspection, checkpoint: Checkpoint, device: torch.device) -> Inspection:
+    """Return the inspection of another checkpoint on the same tokens."""
+    return replace(
+        found,
+        decoder=find_call(open_model(checkpoint, device)),
+        names=OurNames(tokenizer_of(checkpoint)),
+        name=name_of_model(checkpoint.directory),
+    )
 
 
 if __name__ == "__main__":

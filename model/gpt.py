@@ -55,9 +55,6 @@ class GPT(nn.Module):
     receptive_field: Tensor | Callable[[Tensor], Tensor] | None = None
     """Which tokens a position may depend on, as `mask` of `check_causality`; None: itself and all before it."""
 
-    adds_to_stream = True
-    """Whether each block adds what its heads make to one stream, which `final_norm` and `lm_head` read."""
-
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config

@@ -42,6 +42,8 @@ they are used. tril/causality.py needs torch alone, and can be copied.
 from importlib import import_module
 
 OFFERED = {
+    "Comparison": "comparison",
+    "compare": "comparison",
     "assert_causal": "decoder",
     "check_causality": "decoder",
     "find_call": "decoder",

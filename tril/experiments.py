@@ -161,24 +161,35 @@ def change_of(mode: str) -> Callable[[Tensor], Tensor]:
     return CHANGES[mode]
 
 
-def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation = "zero") -> Tensor:
-    """Measure how much each sequence's loss rises without a head: (N, L, H) nats a token, nan for heads not asked for.
+def token_losses(model: nn.Module, texts: Tensor, edits: Edits | None = None) -> Tensor:
+    """Return the cross-entropy of each token of texts, (N, T), but the first of each: (N, T - 1) nats.
 
-    text is (N, T). The head's output becomes zero, or its mean over a text (Michel, Levy and Neubig 2019). The model
-    was trained for neither, and other heads can take over: this is one measure of importance among several.
+    edits: as for `look`.
+    """
+    return torch.tensor([[loss for *_, loss in predict(model, idx, edits)[2][:-1]] for idx in texts.split(1)])
+
+
+def rises(model: nn.Module, texts: Tensor, heads: Iterable[Head], mode: Ablation) -> dict[Head, Tensor]:
+    """Measure how much the loss at each token of texts, (N, T), rises without a head: head -> (N, T - 1) nats.
+
+    The head's output becomes zero, or its mean over a text (Michel, Levy and Neubig 2019). The model was trained for
+    neither, and other heads can take over: this is one measure of importance among several.
 
     Raises UserError for another mode.
     """
     change = change_of(mode)
-    texts = text.split(1)
-    found = [predict(model, idx) for idx in texts]
-    L, _, H, _ = found[0][0].shape
-    rises = torch.full((len(texts), L, H), torch.nan, dtype=torch.float64)
-    for head in progress(heads, unit=" heads"):
-        for rise, idx, (_, before, _) in zip(rises, texts, found, strict=True):
-            _, loss, _ = predict(model, idx, {head: change})
-            rise[head] = loss - before
-    return rises
+    before = token_losses(model, texts)
+    return {head: token_losses(model, texts, {head: change}) - before for head in progress(heads, unit=" heads")}
+
+
+def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation = "zero") -> Tensor:
+    """Return the mean of `rises` over each text: (N, L, H) nats a token, nan for heads not asked for."""
+    found = rises(model, text, heads, mode)
+    L, _, H, _ = look(model, text[:1])[0].shape
+    means = torch.full((len(text), L, H), torch.nan, dtype=torch.float64)
+    for head, rise in found.items():
+        means[:, *head] = rise.double().mean(1)
+    return means
 
 
 def feeders(

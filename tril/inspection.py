@@ -9,8 +9,6 @@
 Shapes are named as in tril/weights.py.
 """
 
-import html
-import json
 import math
 import os
 from collections import Counter
@@ -27,14 +25,24 @@ from torch import Tensor, nn
 from tril import page
 from tril.decoder import Decoder, check_causality, find_call
 from tril.errors import UserError
-from tril.experiments import Ablation, RepeatProbe, ablate, change_of, feeders, head_scores, influence, make_probe
+from tril.experiments import (
+    MOST_EARLIER,
+    Ablation,
+    RepeatProbe,
+    ablate,
+    change_of,
+    feeders,
+    head_scores,
+    influence,
+    make_probe,
+)
 from tril.kinds import Fed, choose_heads, kind_of, name_of, tag
 from tril.look import UNMASKED, Captured, Edits, look
 from tril.metrics import METRICS, Head, Heads, HeadScores
 from tril.places import Places, find_places
 from tril.terminal import number, report
 from tril.texts import Names, Text, draw_texts
-from tril.views import Said, moved, say
+from tril.views import Said, moved, say, unembedding
 from tril.weights import HIDES, Proof, summarise
 from tril.why import Why, Writers, explain, explain_strongest, trace
 
@@ -151,9 +159,9 @@ class Inspection:
 
     @cached_property
     def said(self) -> Mapping[Head, Said]:
-        """What a head makes likely; empty if that is not known."""
-        adds = getattr(self.model, "adds_to_stream", False) and len(self.att.calls) == len(self.model.blocks)
-        return say(self.model, self.att, self.heads, self.effort) if adds and self.lengths else {}
+        """What a head makes likely, its direct logit attribution; empty if that is not known."""
+        out = unembedding(self.att)
+        return say(self.att, out, self.heads, self.effort) if out else {}
 
     @cached_property
     def writers(self) -> Writers:
@@ -162,11 +170,12 @@ class Inspection:
 
     @cached_property
     def strongest(self) -> Mapping[Head, Places]:
-        """The strongest places of each head in the corpus; empty without one."""
+        """The places of each head in the corpus; empty without one. Missed is a head that is asked for, or of few."""
         if self.corpus is None:
             return {}
         T = min(self.decoder.context_length or self.measured.size(1), TEXT_LENGTH)
-        return find_places(self.model, self.corpus, T, self.heads, self.label)
+        without = self.heads if self.asked or len(self.heads) <= MOST_EARLIER else ()
+        return find_places(self.model, self.corpus, T, self.heads, self.label, without, self.ablation or "mean")
 
     def pattern(self, layer: int, head: int) -> Tensor:
         """Return the weights of a head, (T, T) on the CPU. Keys before the text, as a learned sink, are left out."""
@@ -234,10 +243,7 @@ class Inspection:
             tiles = {f"{name_of(head)} {tag(kind_of(self.scores, head))}": self.pattern(*head) for head in self.heads}
             columns = len({head for _, head in self.heads})
             draw_heads(content, suffix[1:], self.name, self.labels, tiles, columns)
-        path = path.resolve()  # behind a link
-        temporary = path.with_name(f"{path.name}.tmp")
-        temporary.write_bytes(content.getvalue())
-        os.replace(temporary, path)
+        write_file(path, content.getvalue())
 
     def on(self, text: Text) -> "Inspection":
         """Return the inspection of another text, by the same model and without a probe."""
@@ -282,10 +288,7 @@ class Inspection:
             texts["unexplained"] = str(error)
         strongest = self.strongest if places else {}
         if strongest:
-            found = strongest.values()
-            read = {place.start: place.labels for places in found for place in places.strongest}
-            shown = [([place[:4] for place in first], *rest) for first, *rest in found]
-            stored["places"] = page.deflate(json.dumps([read, shown]).encode())
+            stored["places"] = page.pack_places(strongest.values())
         names = [name_of(head) for head in self.heads]
         described = (self.name, self.note, self.labels, self.num_written, names)
         return page.Described(*described, self.probe is not None, bool(strongest), texts, stored)
@@ -295,14 +298,21 @@ class Inspection:
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""
-        frame = '<iframe srcdoc="{}" style="width: 100%; height: 50rem; border: 0"></iframe>'
-        return frame.format(html.escape(page.render([self.describe()])))
+        return page.in_frame(page.render([self.describe()]))
 
 
-def check_output(path: Path) -> None:
-    """Raise UserError unless a file of this name can be written, and its suffix is one of FORMATS."""
-    if path.suffix.lower() not in FORMATS:
-        raise UserError(f"{path}: the name of an output must end in one of {', '.join(FORMATS)}")
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file as a whole; a failure leaves an old one there."""
+    path = path.resolve()  # behind a link
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def check_output(path: Path, formats: Sequence[str] = FORMATS) -> None:
+    """Raise UserError unless a file of this name can be written, and its suffix is one of these."""
+    if path.suffix.lower() not in formats:
+        raise UserError(f"{path}: the name of an output must end in one of {', '.join(formats)}")
     if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"cannot write {path}: it is a directory, or in none that can be written to")
 

@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -68,8 +69,10 @@ class Captured(TorchFunctionMode):
         self.text = text
         self.text_of_call = text  # B = 1 if the last linear layer has read one text
         self.has_dropout = False
-        self.residual = None  # what the last norm was given; in a model of ours the stream, (B, T, C)
         self.projections = {}  # layer -> weight of the nn.Linear that reads its output as it is
+        self.terms = WeakIdKeyDictionary()  # tensor -> ids of the weights of linear layers whose outputs it is a sum of
+        self.leaf = None  # the last module without parts that was called, its input and its output
+        self.last = None  # of the last linear layer the input and the weight, and the leaf before it
         self.layers: list[list[Call]] = []  # of each its calls, of several heads or of one each
         self.outputs = []  # of the last layer, each and that by head, (B, H, T, D), until a linear layer reads them
         self.is_open = False  # whether nothing has read these
@@ -91,6 +94,11 @@ class Captured(TorchFunctionMode):
     def leave(self, *_: object) -> None:
         """Note the end of a forward pass, as a hook."""
         self.is_inside = False
+
+    def pass_by(self, module: nn.Module, inputs: tuple, output: object) -> None:
+        """Note a module without parts that was called, as a hook."""
+        if inputs and not any(module.children()):
+            self.leaf = module, inputs[0], output
 
     @property
     def calls(self) -> list[Call]:
@@ -124,8 +132,10 @@ class Captured(TorchFunctionMode):
             self.note("a sum of products cannot be looked into", weights)
         elif func is F.linear:
             self.see_linear(*args, **kwargs)
-        elif func in (F.layer_norm, F.rms_norm):
-            self.residual = args[0]
+            self.terms[output] = {id(args[1])}
+            self.last = *args[:2], self.leaf
+        elif name.strip("_") in ("add", "iadd", "radd") and not kwargs:
+            self.terms[output] = set().union(*(self.terms.get(x, ()) for x in args if isinstance(x, Tensor)))
         elif func is F.dropout:
             self.has_dropout |= output is not args[0]  # rows of weights may sum to more than one
         return output
@@ -380,6 +390,7 @@ def capture(
     embedding = next((part for part in model.modules() if isinstance(part, nn.Embedding)), None)
     hooks = [part.register_forward_pre_hook(captured.enter, with_kwargs=True) for part in (model, embedding) if part]
     hooks.append(model.register_forward_hook(captured.leave, always_call=True))
+    hooks.append(register_module_forward_hook(captured.pass_by))
     # To import it takes a second, and it is there if anything is compiled.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:

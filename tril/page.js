@@ -13,6 +13,7 @@ const VIEWS = {
 };
 const large = $("picture").querySelector("canvas");
 let loaded;  // what is stored of the checkpoint that is shown
+let sides;  // that, or what is stored of both models
 let rows = 5;  // how many of the largest amounts are shown in figures
 let across;  // tokens along a side of the large picture; more than T if its last pixel reaches beyond the text
 let alsoDraw;  // what a page that is served draws besides
@@ -25,6 +26,9 @@ const names = checkpoints.map((each) => each.name);
 const lastWords = names.map((name) => name.split(" ").at(-1));
 const places = (new Set(lastWords).size === names.length ? lastWords : names).map(encodeURIComponent);
 const last = checkpoints.length - 1;
+// Of two models: of each head its name, that of its match, how far they are apart, and how far the next best is.
+const { pairs } = checkpoints[last];
+const nameOf = (head) => (pairs ? pairs[head][state.checkpoint] : heads[head]);
 // The first head to look at is the best of the first kind. The first token, its clearest example, is found once loaded.
 const ranks = checkpoints[last].heads.map(({ kind: [name, score] }) => Object.keys(kinds).indexOf(name) - score / 2);
 const best = ranks.indexOf(Math.min(...ranks));
@@ -112,14 +116,14 @@ const SHADES = Uint32Array.from({ length: 65536 }, (_, value) => {
   const [r, g, b] = STOPS[stop].map((low, c) => Math.round(low + (STOPS[stop + 1][c] - low) * (place - stop)));
   return (255 << 24) | (b << 16) | (g << 8) | r;  // the bytes of an RGBA pixel, little-endian
 });
-const scaleEnd = () => (inValues() ? loaded.largest : 1);
+const scaleEnd = () => (inValues() ? Math.max(...sides.map((side) => side.largest)) : 1);
 const tint = (colour, percent) => `color-mix(in srgb, var(--${colour}) ${percent}%, transparent)`;
 
 // Paints a head, a pixel for each cell, but no more than the screen has in this width. Where cells share a pixel, it
 // shows the largest: a mean would hide sharp heads. Returns how many tokens a side of a pixel stands for.
-function paint(canvas, head, width) {
-  const triangle = loaded.triangles[head];
-  const lengths = inValues() ? loaded.lengths.subarray(head * T) : null;
+function paint(canvas, head, width, side = loaded) {
+  const triangle = side.triangles[head];
+  const lengths = inValues() ? side.lengths?.subarray(head * T) : null;
   const step = Math.ceil(T / Math.max(1, Math.floor(width * devicePixelRatio)));
   const n = Math.ceil(T / step);
   const largest = new Float32Array(n * n).fill(-1);  // -1 stays blank: a query cannot see that key
@@ -215,13 +219,19 @@ const buttons = heads.map((name, i) => {
     group.dataset.layer = layer;
     $("heads").append(group);
   }
-  const button = clickable("button", () => show({ head: i }), make("canvas"), make("span"));
+  const canvases = (pairs ? [0, 1] : [0]).map(() => make("canvas"));
+  const button = clickable("button", ({ target }) => {
+    const side = canvases.indexOf(target);
+    show({ head: i, ...(pairs && side >= 0 && { checkpoint: side }) });
+  }, canvases, make("span"));
   button.ariaLabel = `head ${name}`;
   group.append(button);
   return button;
 });
 
 // ---- Drawing: everything, one head, or one token of it.
+
+const both = pairs && [load(0), load(1)];
 
 async function show(change) {
   if (["head", "token", "who"].some((name) => name in change)) state.other = null;
@@ -231,9 +241,10 @@ async function show(change) {
   pointed = {};
   $("slider").value = state.checkpoint;
   if (loaded?.number !== state.checkpoint) {
-    const found = await load(state.checkpoint);
-    if (found.number !== state.checkpoint) return;  // another one was chosen meanwhile
-    loaded = found;
+    const all = await Promise.all(pairs ? both : [load(state.checkpoint)]);
+    const found = all.find(({ number }) => number === state.checkpoint);
+    if (!found) return;  // another one was chosen meanwhile
+    [loaded, sides] = [found, all];
     drawHeads();
   } else if ("view" in change) drawHeads();
   if (!sameHead || !across) {
@@ -256,10 +267,10 @@ function drawHeads() {
   fill("meaning", VIEWS[state.view] + (missing && ` Unknown for this type of model: ${missing}.`));
   const width = buttons[0].querySelector("canvas").getBoundingClientRect().width;
   const steps = buttons.map((button, i) => {
-    const [canvas, caption] = button.children;
     const tag = tagOf(i).replaceAll(" ", "\u00a0");  // a tag that does not fit is hidden whole
-    caption.textContent = button.title = `${heads[i]} ${tag}`;
-    return paint(canvas, i, width);
+    const caption = pairs ? `${pairs[i][0]} | ${pairs[i][1]} ${pairs[i][2]}` : `${heads[i]} ${tag}`;
+    button.lastChild.textContent = button.title = caption;
+    return sides.map((side, place) => paint(button.children[place], i, width, side))[0];
   });
   const byLayer = heads.every((name, i) => i === 0 || parseInt(heads[i - 1]) <= parseInt(name));
   const count = heads.length === 1 ? "1 head" : `${heads.length} heads${byLayer ? ", by layer" : ""}`;
@@ -275,7 +286,7 @@ function drawHeads() {
 function drawHead() {
   const { scores } = checkpoints[state.checkpoint].heads[state.head];
   const [kind, , even] = kindOf(state.head);
-  const name = heads[state.head];
+  const name = nameOf(state.head);
   const tag = tagOf(state.head);
   buttons.forEach((button, i) => (button.ariaPressed = i === state.head));
   keepInView($("heads"), buttons[state.head]);
@@ -301,6 +312,11 @@ function drawHead() {
 // What feeds the head, and what it feeds: each head that is named is a button that goes there. Scores have no digit
 // before the point, or two after it.
 function drawFed() {
+  if (pairs) {
+    const [distance, next] = pairs[state.head].slice(2);
+    const match = pairs[state.head][1 - state.checkpoint];
+    return fill("fed", `match ${match}: ${distance} of the attention lies elsewhere, next best ${next}`);
+  }
   const fedBy = checkpoints[state.checkpoint].heads.map((head) => head.fed);
   const fed = fedBy[state.head] && `score ${fedBy[state.head]}`;
   const others = heads.filter((_, i) => fedBy[i].includes(` ${heads[state.head]} `)).join(", ");
@@ -510,30 +526,34 @@ const NEAR = 8;  // tokens on both sides of query and key, in a line
 
 async function drawPlaces() {
   const { checkpoint, head } = state;
-  fill("of-places", `Strongest places of head ${heads[head]}`);
+  fill("of-places", pairs ? "Losses" : `Places of head ${heads[head]}`);
   if (!has("places", last)) return;  // the page says why
   const [texts, found] = JSON.parse(new TextDecoder().decode(await decode(last, "places", Uint8Array)));
   if (head !== state.head || checkpoint !== state.checkpoint) return;  // another one was chosen meanwhile
-  const [strongest, from, at, note] = found[head];
-  $("found").hidden = checkpoint !== last;
-  fill("read", checkpoint !== last ? "Only the last checkpoint has places." : `In ${note}. The weight, the
-    number of the token that looks (framed), and what it looks at (filled). A line opens to its text.`);
-  const percent = (share) => `${(100 * share).toFixed(1)}%`;
-  const words = (verb, list) => make("p", verb, list.map(([word, share, ofText]) => {
-    return [make("bdi.token", word), ` ${percent(share)} `, make("span", `(text ${percent(ofText)})`), " "];
+  const [note, groups] = found[head];
+  const isShown = pairs || checkpoint === last;
+  $("found").hidden = !isShown;
+  const parts = pairs ? "the token that was read (framed) and the next one (filled)"
+    : `the token that looks (framed), what it looks at (filled), and what that makes likelier`;
+  fill("read", isShown ? `${note}. A line has ${parts}; it opens to its text.` : "Only the last checkpoint has places.");
+  fill("found", groups.map(([title, places], i) => {
+    const lines = places.map((place) => drawPlace(texts[place[1]], ...place));
+    const group = make("details.group", make("summary", title), lines);
+    group.open = pairs || i < groups.length - 1;
+    return group;
   }));
-  const lines = strongest.map((place) => drawPlace(texts[place[1]], ...place));
-  fill("found", words("looks from ", from), words("looks at ", at), lines);
 }
 
-function drawPlace(text, weight, start, query, key) {
+function drawPlace(text, amount, start, query, key, written) {
   const word = (i) => make(`bdi.token${i === query ? ".shown" : ""}${i === key ? ".key" : ""}`, text[i]);
   const distance = (i) => Math.min(Math.abs(i - query), Math.abs(i - key));
   const part = (i) => (distance(i) <= NEAR ? word(i) : i > key && i === query - NEAR - 1 ? " … " : []);
   const line = make("span.text", text.map((_, i) => part(i)));
   const whole = make("div.text");
   const number = (start + query).toLocaleString("en");
-  const details = make("details", make("summary", make("span", weight.toFixed(2)), make("span", number), line), whole);
+  const figures = [amount.toFixed(2), number].map((each) => make("span", each));
+  const writes = make("span.writes", written.map((label) => [make("bdi.token", label), " "]));
+  const details = make("details.place", make("summary", figures, line, writes), whole);
   details.ontoggle = () => {
     if (!details.open || whole.firstChild) return;
     whole.append(...text.flatMap((label, i) => [word(i), endOf(label)]));
@@ -672,7 +692,8 @@ function listen() {
 }
 
 $("scale").style.background = `linear-gradient(to right, ${STOPS.map((stop) => `rgb(${stop})`)})`;
-$("looking").classList.toggle("fed", checkpoints.some((checkpoint) => checkpoint.heads.some((head) => head.fed)));
+if (pairs) $("heads").classList.add("pairs");
+$("looking").classList.toggle("fed", pairs || checkpoints.some((checkpoint) => checkpoint.heads.some((head) => head.fed)));
 fit();
 // A frame that is still written to keeps the page loading until it is drawn: so that a screenshot is never blank.
 const frame = make("iframe");

@@ -9,9 +9,11 @@ to two bytes a weight.
 """
 
 import base64
+import html
+import json
 import secrets
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +24,7 @@ from torch import Tensor
 from tril.errors import UserError
 from tril.kinds import KINDS
 from tril.metrics import METRICS
+from tril.places import Places
 
 MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
 
@@ -75,6 +78,22 @@ def render(checkpoints: Sequence[Described], live: str | None = None) -> str:
     shown = {"inputs": last, "heads": last.heads, "checkpoints": [each.texts for each in checkpoints]}
     known = {"kinds": KINDS, "metrics": METRICS, "nonce": secrets.token_urlsafe()}
     return environment().get_template("page.html").render(stored=stored, live=live, **shown, **known)
+
+
+def in_frame(content: str) -> str:
+    """Return a page in a frame, for a notebook."""
+    return f'<iframe srcdoc="{html.escape(content)}" style="width: 100%; height: 50rem; border: 0"></iframe>'
+
+
+def pack_places(found: Iterable[Places]) -> str:
+    """Return the places of each head, and the texts that they come from, as the page stores them."""
+    groups = [(places.note, places.groups) for places in found]
+    texts = {place.start: place.labels for _, titled in groups for _, some in titled for place in some}
+    shown = [
+        (note, [(title, [(*place[:4], place.written) for place in some]) for title, some in titled])
+        for note, titled in groups
+    ]
+    return deflate(json.dumps([texts, shown]).encode())
 
 
 def deflate(content: bytes) -> str:

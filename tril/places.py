@@ -1,115 +1,165 @@
-"""The strongest places of heads over a long text: what looks at what there, and the words that heads look from and at.
+"""Places in a long text: where heads look most strongly, where they look as a rule, and what is missed without them.
 
-A head that is judged by one text misleads. Of a whole corpus those queries are shown that have the largest weights for
-one key (as headvis does, transformer-circuits.pub 2026). Shapes are named as in tril/weights.py; N texts are read.
+A head that is judged by one text misleads, and so do its strongest places alone. Of a whole corpus those queries are
+shown that have the largest weights for one key, and some of all sizes (as headvis does, transformer-circuits.pub 2026).
+Shapes are named as in tril/weights.py; N texts are read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tril.experiments import progress
+from tril.experiments import Ablation, progress, rises
 from tril.kinds import LEAST
 from tril.look import look
 from tril.metrics import Head, Heads
 from tril.texts import draw_texts
+from tril.views import moved, unembedding
 
 MOST_PLACES = 12  # of a head
-MOST_WORDS = 5  # that it looks from, and at
+MOST_WRITTEN = 3  # tokens that are made likelier at a place
+NUM_PIECES = 8  # of a corpus, in which losses are measured without a head
 MINUTE = 1.2e12  # tokens times parameters that a CPU core reads in about a minute
 LEAST_SIZE = 5e6  # parameters that are added for the attention, most of the work of a small model
-WORDS = "{:17.17} {:9.1%} {:7.1%}   {:17.17} {:9.1%} {:7.1%}"  # that a head looks from and at, with their shares
+STRONGEST = "strongest: weight, number, what looks, at what, and what that makes likelier"
+MISSED = "missed: loss of the next token without the head, on average {:+.4f} of {:,}"
+DECILES = "as a rule: a tenth of all tokens look more strongly, two tenths, ..."
 
-Word = tuple[str, float, float]  # a token, its share of a head's attention, and its share of the text
+Group = tuple[str, list["Place"]]  # places, and a title that says which
 
 
 class Place(NamedTuple):
     """A query and the key that it looks at, by their numbers in a text, which begins at token `start` of the corpus."""
 
-    weight: float
+    amount: float  # the weight, or how much the loss of the next token rises without the head
     start: int
     query: int
     key: int
     labels: list[str]  # of the text, (T,)
+    written: list[str]  # the tokens that the head makes likeliest by what it moves from the key
 
     def near(self, i: int) -> str:
-        """Return a token of the text and what is around it, in 32 characters."""
-        return f"{''.join(self.labels[:i])[-12:]:>12}«{self.labels[i]:.9}»{''.join(self.labels[i + 1 :]):18}"[:32]
+        """Return a token of the text and what is around it, in 27 characters."""
+        return f"{''.join(self.labels[:i])[-10:]:>10}«{self.labels[i]:.9}»{''.join(self.labels[i + 1 :]):15}"[:27]
 
     def __repr__(self) -> str:
-        return f"{self.weight:.2f} {self.start + self.query:7d}  {self.near(self.query)}  {self.near(self.key)}"
+        line = f"{self.amount:.2f} {self.start + self.query:8d} {self.near(self.query)} {self.near(self.key)}"
+        return f"{line} {' '.join(self.written):.10}".rstrip()
 
 
 class Places(NamedTuple):
-    """Where a head looks in a corpus. It is printed as a table of 80 columns."""
+    """Places of a head in a corpus, in groups. It is printed as tables of 80 columns."""
 
-    strongest: list[Place]
-    looks_from: list[Word]  # those whose share of the attention exceeds that of the text most
-    looks_at: list[Word]
-    note: str  # says what was read, and how much of the attention the words have
+    groups: list[Group]
+    note: str  # says what was read
+
+    @property
+    def strongest(self) -> list[Place]:
+        """The places with the largest weights."""
+        return self.groups[0][1]
 
     def __repr__(self) -> str:
-        words = [WORDS.format(*both[0], *both[1]) for both in zip(self.looks_from, self.looks_at, strict=True)]
-        of_words = "looks from        attention    text   looks at          attention    text"
-        of_places = "  w.   query           «what looks»                       at «what»"
-        return "\n".join([self.note, "", of_words, *words, "", of_places, *map(repr, self.strongest)])
+        tables = ["\n".join((title, *map(repr, places))) for title, places in self.groups]
+        return "\n\n".join((self.note, *tables))
 
 
+@torch.no_grad()
 def find_places(
-    model: nn.Module, corpus: Sequence[int], T: int, heads: Heads, label: Callable[[int], str]
+    model: nn.Module,
+    corpus: Sequence[int],
+    T: int,
+    heads: Heads,
+    label: Callable[[int], str],
+    without: Heads = (),
+    mode: Ablation = "mean",
 ) -> dict[Head, Places]:
-    """Find the strongest places of heads in a corpus, in eval mode.
+    """Find places of heads in a corpus, in eval mode.
 
     It is read in texts of T tokens: all, or evenly drawn as many as a CPU core can read in a minute, about. The size of
-    the model decides, so that it has the same places on every machine. label: names a token.
+    the model decides, so that it has the same places on every machine.
+
+    label: names a token. without, mode: heads that are taken away in NUM_PIECES texts, and how; see `rises`.
 
     Raises NotTheKernels if the weights are not those that the kernel used.
     """
     size = LEAST_SIZE + sum(parameter.numel() for parameter in model.parameters())
     starts, texts = draw_texts(corpus, T, int(MINUTE / size / T))
+    pick = partial(choose, starts, texts, label)
+    found = {}
+    for head, (weights, keys) in looks(model, texts, heads).items():
+        weights[:, : texts.size(1) // 8] = 0.0  # these queries have few keys to choose from
+        order = weights.flatten().argsort(descending=True)[: weights.count_nonzero()]
+        some = torch.zeros_like(weights)
+        if len(order):
+            tenths = order[len(order) * torch.arange(1, 10) // 10]
+            some.view(-1)[tenths] = weights.view(-1)[tenths]
+        groups = [(STRONGEST, pick(weights, keys)), (DECILES, pick(some, keys))]
+        found[head] = Places(groups, f"{texts.numel():,} of {len(corpus):,} tokens")
+    if without:
+        starts, texts = draw_texts(corpus, T, NUM_PIECES)
+        lost = rises(model, texts, without, mode)
+        for head, (_, keys) in looks(model, texts, without).items():
+            title = MISSED.format(lost[head].mean(), lost[head].numel())
+            missed = choose(starts, texts, label, F.pad(lost[head], (0, 1)), keys)
+            found[head].groups.insert(1, (title, missed))
+    add_written(model, corpus, found, label)
+    return found
+
+
+def looks(model: nn.Module, texts: Tensor, heads: Iterable[Head]) -> dict[Head, tuple[Tensor, Tensor]]:
+    """Return the largest weight of each query of texts, (N, T), and its key: head -> (N, T) of both.
+
+    It is that elsewhere than at the first token and the token itself, where most heads rest; of a head that does
+    nothing else, with no weight of LEAST elsewhere, that anywhere.
+    """
     seen = {head: [] for head in heads}
-    for text in progress(texts, desc="strongest places", unit=" texts"):
+    for text in progress(texts, desc="places", unit=" texts"):
         att, _ = look(model, text[None])
         att.verify()
         for head, rows in seen.items():
             weights = att.pattern(*head)[0, :, -len(text) :].cpu()
             elsewhere = weights.tril(-1)
             elsewhere[:, 0] = 0.0
-            rows.append(torch.stack((*elsewhere.max(1), *weights.max(1), elsewhere.sum(1), elsewhere.sum(0))))
-    read = f"{texts.numel():,} of {len(corpus):,} tokens"
-    return {
-        head: describe(starts.tolist(), texts, torch.stack(rows, dim=1), label, read) for head, rows in seen.items()
-    }
+            rows.append((*elsewhere.max(1), *weights.max(1)))
+    found = {}
+    for head, rows in seen.items():
+        elsewhere, at, anywhere, at_any = map(torch.stack, zip(*rows, strict=True))
+        found[head] = (elsewhere, at) if elsewhere[:, len(text) // 8 :].max() >= LEAST else (anywhere, at_any)
+    return found
 
 
-def describe(starts: list[int], texts: Tensor, seen: Tensor, label: Callable[[int], str], read: str) -> Places:
-    """Describe where a head looks in the texts, (N, T).
+def choose(
+    starts: Sequence[int], texts: Tensor, label: Callable[[int], str], amounts: Tensor, keys: Tensor
+) -> list[Place]:
+    """Return the places with the largest amounts above zero, no two of the same two tokens.
 
-    Words are of the attention elsewhere than to the first token and the token itself. So are places, but of a head that
-    does nothing else, with no weight of LEAST elsewhere. Queries in the first eighth of a text have few keys to choose
-    from, and are no places.
-
-    seen: (6, N, T), of each query the largest weight elsewhere and its key, the same of all keys, what it gives
-        elsewhere, and what the token gets there as a key. read: how much of the corpus this is.
+    starts: where each of the texts, (N, T), begins; amounts, keys: of their queries, (N, T).
     """
-    seen[:4, :, : texts.size(1) // 8] = 0.0
-    elsewhere, anywhere, attention = seen.split(2)
-    weights, keys = elsewhere if elsewhere[0].max() >= LEAST else anywhere
-    present, words, counts = texts.unique(return_inverse=True, return_counts=True)
-    of_text = counts / words.numel()
-    pairs = words * len(present) + words.gather(1, keys.long())
-    strongest = []
-    while len(strongest) < MOST_PLACES and weights.any():
-        n, query = divmod(weights.argmax().item(), texts.size(1))
+    amounts = amounts.clone()
+    pairs = texts * (texts.max() + 1) + texts.gather(1, keys)
+    found = []
+    while len(found) < MOST_PLACES and amounts.max() > 0:
+        n, query = divmod(amounts.argmax().item(), texts.size(1))
         labels = [*map(label, texts[n].tolist())]
-        strongest.append(Place(weights[n, query].item(), starts[n], query, int(keys[n, query]), labels))
-        weights[pairs == pairs[n, query]] = 0.0
-    looks = []
-    for amounts in attention.flatten(1):
-        shares = (words.flatten().bincount(amounts) / amounts.sum()).nan_to_num()
-        most = (shares - of_text).argsort(descending=True)[:MOST_WORDS].tolist()
-        looks.append([(label(present[i].item()), shares[i].item(), of_text[i].item()) for i in most])
-    beyond = f"{attention[0].mean():.1%} of its attention goes beyond the first token and itself"
-    return Places(strongest, *looks, f"{read}; {beyond}")
+        found.append(Place(amounts[n, query].item(), int(starts[n]), query, keys[n, query].item(), labels, []))
+        amounts[pairs == pairs[n, query]] = 0.0
+    return found
+
+
+def add_written(
+    model: nn.Module, corpus: Sequence[int], found: Mapping[Head, Places], label: Callable[[int], str]
+) -> None:
+    """Add to places, but those by decile, what the head makes likeliest there, if that is known of the model."""
+    places = [(head, place) for head, each in found.items() for _, group in each.groups[:-1] for place in group]
+    for start in progress(sorted({place.start for _, place in places}), desc="written there", unit=" texts"):
+        there = [(head, place) for head, place in places if place.start == start]
+        T = len(there[0][1].labels)
+        att, _ = look(model, draw_texts(corpus[start : start + T], T, 1)[1])
+        out = unembedding(att)
+        for head, place in there if out else ():
+            logits = out.logits(moved(att, head)[None, place.key - T])[0]
+            place.written.extend(map(label, logits.topk(min(MOST_WRITTEN, len(logits))).indices.tolist()))

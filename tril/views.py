@@ -1,15 +1,17 @@
-"""What a head moves and what it says, besides where it looks: views of one text that a model has read.
+"""What a head moves, and what it adds to the logits, besides where it looks.
 
-Shapes are named as in tril/weights.py.
+Shapes are named as in tril/weights.py; C is the width of the residual stream.
 """
 
+from typing import NamedTuple
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tril.experiments import affordable_rows
 from tril.look import Captured
 from tril.metrics import Head, Heads
-from tril.weights import exact_products
+from tril.weights import TOLERANCE, exact_products
 
 MOST_SAID = 5  # tokens, of the likeliest and of the unlikeliest
 Said = tuple[Tensor, Tensor]  # n likeliest and n unlikeliest tokens, and their logits; each (T, 2n), nan: not computed
@@ -32,38 +34,73 @@ def moved(att: Captured, head: Head) -> Tensor:
         return values.to(call.dtype) @ weight.T.to(call.dtype)
 
 
-@torch.no_grad()
-def say(model: nn.Module, att: Captured, heads: Heads, effort: float = 1.0) -> dict[Head, Said]:
-    """Return the tokens that the output of each head makes likeliest and unlikeliest, at each position of a text.
+class Unembedding(NamedTuple):
+    """How the residual stream of a text becomes logits: by the final norm, with the scale it has there, and the head.
 
-    The residual stream, (1, T, C), is a sum to which each head adds its output. Its share of the logits is what the
-    final norm, with the scale that it has for the whole sum, and the head of the model make of its output (Elhage et
-    al. 2021). A cap on logits is left out. On a CPU only as many positions as `affordable_rows` are computed.
-
-    model: one that `adds_to_stream`, as a GPT of ours.
+    Both are linear then, so each part of the stream has its share of the logits (Elhage et al. 2021).
     """
-    norm = model.final_norm
-    wide = att.calls[0].dtype  # also of `moved`
-    residual = att.residual[0].to(wide)
-    unembedding = model.lm_head.weight.to(wide)
-    n = min(MOST_SAID, len(unembedding) // 2)
-    flops_per_row = 2 * unembedding.numel() * len(heads)
-    rows = affordable_rows(len(residual), flops_per_row, residual.device, effort).to(residual.device)
 
-    def centred(x: Tensor) -> Tensor:
-        """Subtract the mean, as a LayerNorm does."""
-        return x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
+    gain: Tensor  # (C,)
+    is_centred: bool  # the norm subtracts the mean first, as a LayerNorm does
+    scale: Tensor  # (T, 1)
+    weight: Tensor  # of the head, (V, C)
 
-    scale = (centred(residual[rows]).square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight
+    def logits(self, part: Tensor) -> Tensor:
+        """Return the logits that a part of the stream adds, (n, C) -> (n, V), but for the scale of its position."""
+        with exact_products(part.device):
+            return self.gain * (part - self.is_centred * part.mean(-1, keepdim=True)) @ self.weight.to(part).T
+
+
+@torch.no_grad()
+def unembedding(att: Captured) -> Unembedding | None:
+    """Return how what heads write in a text, (1, T), reaches the logits; None if that is not known.
+
+    It is if the outputs of all output projections are added to a stream as they are, a norm reads the stream, and a
+    linear layer the norm. Any class of norms will do: what it makes of zeros, ones and signs tells its bias, whether it
+    subtracts the mean, and its gain. With these its own output has to follow from its own input.
+
+    att: what `look` saw, which asks for the logits of the first position.
+    """
+    if not att.last or not att.last[2]:
+        return None
+    given, weight, (norm, x, y) = att.last
+    written = {id(each) for each in att.projections.values()}
+    is_read = isinstance(y, Tensor) and given.equal(y[:, : given.size(1)])
+    if not is_read or len(att.projections) < len(att.calls) or not written <= att.terms.get(x, set()):
+        return None
+    wide = att.calls[0].dtype
+    ones = torch.ones_like(x, dtype=next(norm.parameters(), x).dtype)
+    signs = ones.clone()
+    signs[..., ::3] = -1
+    rounding = 10 * TOLERANCE[y.dtype]
+    bias, constant, of_signs = (norm(probe).to(wide) for probe in (0 * ones, ones, signs))
+    of_signs, y = of_signs - bias, y.to(wide) - bias
+    is_centred = (constant - bias).abs().max() < 0.1 * of_signs.abs().max()
+    x, signs = (each.to(wide) - is_centred * each.to(wide).mean(-1, keepdim=True) for each in (x, signs))
+    gain = of_signs / signs
+    scale = (y * gain * x).sum(-1, keepdim=True) / (gain * x).square().sum(-1, keepdim=True)
+    is_norm = (scale * gain * x - y).abs().max() <= rounding * y.abs().max()
+    return Unembedding(gain[0, 0], is_centred, scale.view(-1, 1), weight) if is_norm else None
+
+
+@torch.no_grad()
+def say(att: Captured, out: Unembedding, heads: Heads, effort: float = 1.0) -> dict[Head, Said]:
+    """Return the tokens that each head makes likeliest and unlikeliest at each position: direct logit attribution.
+
+    On a CPU only as many positions as `affordable_rows` are computed. A cap on logits is left out.
+
+    att, out: what was seen of one text, and its `unembedding`.
+    """
+    n = min(MOST_SAID, len(out.weight) // 2)
+    flops_per_row = 2 * out.weight.numel() * len(heads)
+    rows = affordable_rows(len(out.scale), flops_per_row, out.scale.device, effort).to(out.scale.device)
     found = {}
     for head in heads:
-        logits = residual.new_full((len(residual), 2 * n), torch.nan)
+        logits = out.scale.new_full((len(out.scale), 2 * n), torch.nan)
         tokens = torch.zeros_like(logits, dtype=torch.long)
-        with exact_products(residual.device):
-            direct = scale * centred(att.pattern(*head)[0, rows] @ moved(att, head))
-            shares = direct @ unembedding.T
+        with exact_products(logits.device):
+            output = att.pattern(*head)[0, rows] @ moved(att, head)
+        shares = out.scale[rows] * out.logits(output)
         ends = shares.topk(n), shares.topk(n, largest=False)
         logits[rows], tokens[rows] = (torch.cat(each, dim=1) for each in zip(*ends, strict=True))
         found[head] = tokens.cpu(), logits.cpu()

@@ -145,17 +145,18 @@ def test_places_are_printed_and_on_the_page_of_the_last_checkpoint(run, straight
     (packed,) = re.findall(r'id="(\d/places)">([^<]*)<', (tmp_path / "t.html").read_text())
     texts, shown = json.loads(zlib.decompress(base64.b64decode(packed[1])))
     assert packed[0] == "1/places"
-    for head, (strongest, *words, note) in zip(found.heads, shown, strict=True):
+    for head, (note, groups) in zip(found.heads, shown, strict=True):
         expected = found.places(*head)
         assert note == expected.note
-        assert [tuple(place) for place in strongest] == [place[:4] for place in expected.strongest]
-        assert all(texts[str(place.start)] == place.labels for place in expected.strongest)
-        assert [[tuple(word) for word in side] for side in words] == [expected.looks_from, expected.looks_at]
+        for (title, places), (expected_title, expected_places) in zip(groups, expected.groups, strict=True):
+            assert title == expected_title
+            assert [tuple(place) for place in places] == [(*place[:4], place.written) for place in expected_places]
+            assert all(texts[str(place.start)] == place.labels for place in expected_places)
 
     (tmp_path / "long.txt").write_text("one two three. " * 50)
     other = run(inspect_attention, straight, "--corpus", tmp_path / "long.txt", "--view", "places", "--heads", "1.1")
     assert "text:   8 x 11 tokens of the corpus, in pictures" in other.out
-    assert "\n748 of 750 tokens; " in other.out
+    assert "\n748 of 750 tokens\n" in other.out
     assert other.out.count("\nhead 1.1\n") == 1 and "where it looks: a line" not in other.out
     assert set(re.findall("«(.)»", other.out)) <= {"␣", *"onetwhr."}
 
@@ -259,7 +260,8 @@ def test_a_model_of_the_hub_has_its_name() -> None:
         (["{run}", "--corpus", "{tmp}/short.txt"], "attention is between tokens: give a text of two or more"),
         (["{run}", "--corpus", "{run}/checkpoints/step-00000012/model.safetensors"], "codec can't decode"),
         (["{other}", "--text", "a b", "--view", "places"], "validation text is not here, give one with --corpus FILE"),
-        (["{run}", "{other}"], "for a timeline several directories step-... of one run"),
+        (["{run}", "{run}/checkpoints/step-00000008", "{other}"], "two to compare, or for a timeline several step-..."),
+        (["{run}", "{other}", "--live"], "of two models there are a table and a page, by -o both.html"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(run, straight: Path, tmp_path: Path, words: list, message: str) -> None:

@@ -1,7 +1,6 @@
-"""The strongest places of heads that are planted: what a head does is read off its places and its words alone."""
+"""The places of heads that are planted: what a head does is read off its places alone."""
 
 import random
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +11,12 @@ from torch import Tensor, nn
 
 import tril.places
 from model.attention import attention_weights
+from tests.conftest import make_gpt
 from tril import NotTheKernels
-from tril.places import Place, find_places
+from tril.look import look
+from tril.places import MISSED, STRONGEST, Place, find_places
+from tril.texts import draw_texts
+from tril.views import say, unembedding
 
 T, WORDS = 29, "abcdefghijklm()"
 CORPUS = [WORDS.index(letter) for letter in random.Random(0).choices(WORDS, [5] * 13 + [6, 7], k=997)]
@@ -64,18 +67,18 @@ class Planted(nn.Module):
         return F.pad(output.mean((1, 3))[..., None], (0, len(WORDS)))
 
 
-def found_by(model: nn.Module, **changes: object):
-    return find_places(model, changes.get("corpus", CORPUS), T, HEADS, WORDS.__getitem__)
+def found_by(model: nn.Module, corpus=CORPUS, without=()):
+    return find_places(model, corpus, T, HEADS, WORDS.__getitem__, without)
 
 
 @pytest.mark.parametrize("by_kernel, has_sink", [(True, False), (False, False), (True, True), (False, True)])
-def test_a_planted_head_is_recognised_by_its_places_and_words(by_kernel: bool, has_sink: bool) -> None:
+def test_a_planted_head_is_recognised_by_its_places(by_kernel: bool, has_sink: bool) -> None:
     found = found_by(Planted(by_kernel, has_sink))
     part = 0.5 if has_sink else 1.0
     for (_, head), places in found.items():
         assert len(places.strongest) == 12
         assert len({(place.labels[place.query], place.labels[place.key]) for place in places.strongest}) == 12
-        for weight, start, query, key, labels in places.strongest:
+        for weight, start, query, key, labels, _ in places.strongest:
             ids = CORPUS[start : start + T]
             assert list(labels) == [WORDS[token] for token in ids] and query >= T // 8
             assert weight == pytest.approx(planted(torch.tensor(ids))[head, query, key].item() * part, abs=1e-5)
@@ -84,40 +87,65 @@ def test_a_planted_head_is_recognised_by_its_places_and_words(by_kernel: bool, h
     for place in brackets.strongest:
         before = "".join(place.labels[: place.query])
         assert place.key == before.rindex("(") > 0 and place.labels[place.query] != "("
-    assert brackets.looks_at[0][0] == "(" and brackets.looks_from[0][0] == ")"
-    assert brackets.looks_at[0][1] > 4 * brackets.looks_at[0][2] and len(brackets.looks_at) == 5
     assert all(place.key == 0 for place in found[FIRST].strongest)
     assert all(place.key == place.query for place in found[SELF].strongest)
 
 
-def test_places_and_the_shares_of_words_are_those_of_all_texts() -> None:
+def test_places_are_those_of_all_texts_and_some_are_of_all_sizes() -> None:
     model = Planted()
     found = found_by(model)
-    texts = model.seen
-    assert len(texts) == len(CORPUS) // T and texts[0] == CORPUS[:T] and texts[-1] == CORPUS[-T:]
-    given, got, read = Counter(), Counter(), Counter()
-    for ids in texts:
-        weights = planted(torch.tensor(ids))[0].tolist()
-        read.update(ids)
-        for query in range(T):
-            for key in range(1, query):
-                given[ids[query]] += weights[query][key]
-                got[ids[key]] += weights[query][key]
-    places = found[BRACKETS]
-    share = given.total() / len(texts) / T
-    assert places.note.endswith(f"; {share:.1%} of its attention goes beyond the first token and itself")
-    for words, counted in ((places.looks_from, given), (places.looks_at, got)):
-        for word, share, of_text in words:
-            token = WORDS.index(word)
-            assert share == pytest.approx(counted[token] / counted.total(), abs=1e-5)
-            assert of_text == pytest.approx(read[token] / read.total(), abs=1e-6)
-        excess = {WORDS[token]: counted[token] / counted.total() - read[token] / read.total() for token in read}
-        assert [word for word, _, _ in words] == sorted(excess, key=excess.get, reverse=True)[:5]
+    texts = model.seen[: len(CORPUS) // T]
+    assert texts[0] == CORPUS[:T] and texts[-1] == CORPUS[-T:] and found[EVEN].note == "986 of 997 tokens"
 
     # The even head looks at token 1 as much as at any other; its place in the text decides between equal weights.
     first = [(WORDS[ids[T // 8]], WORDS[ids[1]]) for ids in texts]
-    strongest = [(labels[query], labels[key]) for _, _, query, key, labels in found[EVEN].strongest]
+    strongest = [(place.labels[place.query], place.labels[place.key]) for place in found[EVEN].strongest]
     assert strongest == [*dict.fromkeys(first)][:12]
+
+    weights = torch.cat([planted(torch.tensor(ids))[0].tril(-1)[T // 8 :, 1:].amax(-1) for ids in texts])
+    title, deciles = found[BRACKETS].groups[-1]
+    assert title.startswith("as a rule: a tenth of all tokens look more strongly") and len(deciles) == 9
+    for tenth, place in enumerate(deciles, start=1):
+        assert (
+            (weights > place.amount + 1e-5).sum() <= tenth * len(weights) / 10 <= (weights > place.amount - 1e-5).sum()
+        )
+    assert found[BRACKETS].strongest[0].amount > 3 * deciles[4].amount
+
+
+def test_what_is_missed_is_shown_where_the_loss_rises_most(monkeypatch) -> None:
+    """The rises are made up: of the pieces, in their order, and of one of the heads."""
+    model = Planted()
+    starts, pieces = draw_texts(CORPUS, T, 8)
+    rises = torch.zeros(8, T - 1)
+    rises[5, 17], rises[2, 3], rises[0, 11] = 6.25, 0.5, -9
+    monkeypatch.setattr(tril.places, "rises", lambda *_: {BRACKETS: rises})
+    found = found_by(model, without=[BRACKETS])
+    assert len(found[EVEN].groups) == 2
+    title, missed = found[BRACKETS].groups[1]
+    assert title == MISSED.format(rises.mean(), 8 * (T - 1))
+    assert [(place.amount, place.start, place.query) for place in missed] == [
+        (6.25, starts[5], 17),
+        (0.5, starts[2], 3),
+    ]
+    for place, text in zip(missed, (pieces[5], pieces[2]), strict=True):
+        assert place.labels == [WORDS[token] for token in text]
+        weights = planted(text)[0, place.query]
+        assert place.key == weights[1 : place.query].argmax() + 1
+    assert repr(found[BRACKETS]).count("\n\n") == 3
+
+
+@torch.no_grad()
+def test_what_a_head_writes_is_its_direct_logits_at_a_weight_of_one() -> None:
+    model = make_gpt(family="llama", n_embd=18, n_kv_head=3).eval()
+    corpus = torch.randint(17, (7 * 11,)).tolist()
+    for head, places in find_places(model, corpus, 7, [(0, 1), (1, 2)], str).items():
+        for place in places.strongest:
+            att, _ = look(model, torch.tensor([[*map(int, place.labels)]]))
+            alone = torch.zeros(7, 7)
+            alone[place.query, place.key] = 1
+            att.pattern = lambda *_, alone=alone: alone[None]
+            said = say(att, unembedding(att), [head])
+            assert [*place.written] == [*map(str, said[head][0][place.query, :3].tolist())]
 
 
 def test_what_cannot_be_read_in_a_minute_is_drawn_evenly(monkeypatch) -> None:
@@ -126,14 +154,14 @@ def test_what_cannot_be_read_in_a_minute_is_drawn_evenly(monkeypatch) -> None:
     monkeypatch.setattr(tril.places, "LEAST_SIZE", 5)
     model.weight = nn.Parameter(torch.zeros(7))
     found = found_by(model)
-    assert found[EVEN].note.startswith("87 of 997 tokens; ")
+    assert found[EVEN].note == "87 of 997 tokens"
     starts = [0, (997 - T) // 2, 997 - T]
-    assert model.seen == [CORPUS[start : start + T] for start in starts]
+    assert model.seen[:3] == [CORPUS[start : start + T] for start in starts]
     assert {place.start for place in found[FIRST].strongest} <= {*starts}
 
 
 def test_a_text_of_few_words_has_few_places() -> None:
-    assert not found_by(Planted(), corpus=np.array([2, 3]))[SELF].looks_at[0][1]
+    assert found_by(Planted(), corpus=np.array([2, 3]))[SELF].strongest
     found = found_by(Planted(), corpus=np.array([0, 1] * 50))
     assert [(place.key - place.query, place.labels[place.key]) for place in found[SELF].strongest] == [
         (0, "b"),
@@ -141,9 +169,10 @@ def test_a_text_of_few_words_has_few_places() -> None:
     ]
 
 
-def test_a_line_shows_both_tokens_in_what_is_around_them() -> None:
-    place = Place(0.987, 900, 17, 3, [*"abcdefghijklmnopqrstuvwxyz"])
-    assert repr(place) == "0.99     917  fghijklmnopq«r»stuvwxyz                    abc«d»efghijklmnopqrstu"
+def test_a_line_shows_both_tokens_in_what_is_around_them_and_what_is_written() -> None:
+    place = Place(0.987, 900, 17, 3, [*"abcdefghijklmnopqrstuvwxyz"], ["e", "␣a", "x" * 9])
+    assert repr(place) == "0.99      917 hijklmnopq«r»stuvwxyz              abc«d»efghijklmnopqr e ␣a xxxxx"
+    assert len(repr(place)) == 80 >= len(STRONGEST)
 
 
 def test_places_are_proved(monkeypatch) -> None:

@@ -8,20 +8,20 @@ import tril.experiments
 from model import GPT
 from tests.conftest import make_gpt
 from tril import capture, inspect_heads
-from tril.views import moved, say
+from tril.look import look
+from tril.views import moved, say, unembedding
 
 T, L, H = 7, 2, 3
 FAMILIES = {"gpt2": {"n_embd": 15}, "llama": {"n_embd": 18}, "qwen3": {"n_embd": 18}, "nanochat": {"n_embd": 18}}
 
 
 def captured(model: GPT, idx: Tensor):
-    """Run a model: its `Captured` with values, and the inputs and outputs of its attention."""
+    """Run a model: its `Captured`, how it makes logits, and the inputs and outputs of its attention and last norm."""
     seen = []
-    for block in model.blocks:
-        block.attention.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0][0], output[0])))
-    with torch.no_grad(), capture(model) as att:
-        model(idx)
-    return att, seen
+    for module in [*(block.attention for block in model.blocks), model.final_norm]:
+        module.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0][0], output[0])))
+    att, _ = look(model, idx)
+    return att, unembedding(att), seen[: len(model.blocks) + 1]
 
 
 def transformed(model: GPT, layer: int, head: int, x: Tensor) -> Tensor:
@@ -42,19 +42,19 @@ def transformed(model: GPT, layer: int, head: int, x: Tensor) -> Tensor:
 def test_what_heads_move_and_say_are_their_shares_of_the_whole(family: str, n_kv_head: int) -> None:
     model = make_gpt(family=family, n_kv_head=n_kv_head, bias=None, **FAMILIES[family]).eval()
     idx = torch.randint(17, (1, T))
-    att, seen = captured(model, idx)
-    said = say(model, att, [(layer, head) for layer in range(L) for head in range(H)])
+    att, out, (*seen, (residual, _)) = captured(model, idx)
+    said = say(att, out, [(layer, head) for layer in range(L) for head in range(H)])
 
     # The logits are linear in the parts of the residual stream once the scale of the final norm is that of the whole.
     norm = model.final_norm
     centre = (lambda x: x - x.mean(-1, keepdim=True)) if family == "gpt2" else (lambda x: x)
-    sigma = (centre(att.residual[0]).square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    sigma = (centre(residual).square().mean(-1, keepdim=True) + norm.eps).sqrt()
     gain = torch.ones(()) if norm.weight is None else norm.weight
 
     def share(part: Tensor) -> Tensor:
         return centre(part) / sigma * gain @ model.lm_head.weight.T
 
-    rest = att.residual[0]
+    rest = residual
     total = torch.zeros(T, 17)
     for layer, (x, attended) in enumerate(seen):
         before = rest
@@ -80,9 +80,9 @@ def test_what_heads_move_and_say_are_their_shares_of_the_whole(family: str, n_kv
 
 def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -> None:
     model = make_gpt().eval()
-    att, _ = captured(model, torch.randint(17, (1, T)))
+    att, out, _ = captured(model, torch.randint(17, (1, T)))
     monkeypatch.setattr(tril.experiments, "CPU_FLOPS", 2 * 17 * 15 * 3.5)
-    tokens, logits = say(model, att, [(0, 1)])[0, 1]
+    tokens, logits = say(att, out, [(0, 1)])[0, 1]
     assert (~logits.isnan()).all(1).nonzero().flatten().tolist() == [0, 3, 6]
     assert tokens.shape == logits.shape == (T, 10)
 
