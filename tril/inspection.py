@@ -203,18 +203,18 @@ class Inspection:
         elsewhere = weights.tril(-1)
         elsewhere[:, 0] = 0.0
         query = elsewhere.amax(1).argmax().item() if query is None else query
-        if not 0 <= query < T:
+        if query not in range(T):
             raise UserError(f"the text has tokens 0 to {T - 1}, and no token {query}")
         key = elsewhere[query].argmax().item() if key is None else key
         mask = self.att.calls[layer].of_head(head).mask[0, 0, query]
         seen = (mask[-T:] > HIDES).nonzero().flatten().tolist()
         if key not in seen or len(seen) == 1:
-            raise UserError(f"token {query} sees tokens {seen[0]} to {seen[-1]}, and not another token {key}")
+            raise UserError(f"token {query} sees tokens {seen[0]} to {seen[-1]}, and no other token {key}")
         pair = torch.tensor([query]), torch.tensor([[key + len(mask) - T]])
         names, score, sides = explain(self.att, parts, (layer, head), *pair)
         by = [dict(zip(names, side.flatten().tolist(), strict=True)) for side in sides]
-        labels = self.labels[query], self.labels[key]
-        return Why(query, key, labels, weights[query, key].item(), score.item(), sum(by[0].values()), *by)
+        tokens = [f"{i} «{self.labels[i]:.16}»" for i in (query, key)]
+        return Why(*tokens, weights[query, key].item(), score.item(), sum(by[0].values()), *by)
 
     def table(self, heads: Heads = ()) -> str:
         """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
