@@ -9,6 +9,7 @@ Ways to run:
     python inspect_attention.py out/one out/other -o both.html     two models
     python inspect_attention.py out/quickstart --ablate zero    a head's worth
     python inspect_attention.py out/quickstart --heads 1.1 --view places
+    python inspect_attention.py out/quickstart --heads 1.1 --view why
     python inspect_attention.py out/quickstart --live           what if
 
 First of all: --text, --heads, -o, --generate, --ablate, --live, --device.
@@ -56,8 +57,11 @@ class Options:
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""
-    view: Literal["weights", "places"] = "weights"
-    """What is printed of these heads: a text as a triangle, or their strongest places in the corpus."""
+    view: Literal["weights", "places", "why"] = "weights"
+    """What is printed of these heads: a text as a triangle, their places in the corpus, or why a token looks at
+    another, by who wrote what they are made of."""
+    at: tuple[int, int] | None = None
+    """For --view why the numbers of the token that looks and of that looked at. Left out: where a head looks most."""
     corpus: str = ""
     """A file of text in which strongest places are looked for, which takes a CPU a minute at most. Left out: the
     model's validation text."""
@@ -91,7 +95,7 @@ def main() -> None:
         raise UserError("which checkpoint should --generate a text? Give one only")
     torch.manual_seed(options.seed)
     are_two = len({*map(run_of, checkpoints)}) == 2
-    if are_two and (options.live or options.view == "places"):
+    if are_two and (options.live or options.view != "weights"):
         raise UserError("of two models there are a table and a page, by -o both.html: leave out --live and --view")
     for output in outputs:
         check_output(output, FORMATS[:1] if are_two else FORMATS)
@@ -138,6 +142,10 @@ def main() -> None:
     if options.view == "places":
         for head in found.heads:
             print(f"\nhead {name_of(head)}\n{found.places(*head)}")
+        heads = ()
+    if options.view == "why":
+        for head in found.heads:
+            print(f"\nhead {name_of(head)}, token {found.why(*head, *(options.at or ()))}")
         heads = ()
     for head in heads if len(heads) <= terminal.MOST_ROWS else ():
         print(f"\nhead {name_of(head)}, where it looks: a line is a query, a character a key, in the order of lines;")

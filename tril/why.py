@@ -1,13 +1,13 @@
 """Say why a head looks where it does: split scores of attention over who wrote what queries and keys are made of.
 
-The residual stream is the sum of all that was written so far, and each part of a block reads it through a norm. With the
-scale that the norm has for the whole sum, a query and a key are linear in what was written. So both are sums over the
-writers, and so is the score, their product (Elhage et al. 2021; transformer-circuits.pub/2025/attention-qk).
+The residual stream is the sum of all that was written so far, and each part of a block reads it through a norm. With
+the scale that the norm has for the whole sum, a query and a key are linear in what was written. So both are sums over
+the writers, and so is the score, their product (Elhage et al. 2021; transformer-circuits.pub/2025/attention-qk).
 
-Nothing is known of the model but its calls of PyTorch. The pass is cut behind the embedding, behind each head, and behind
-what is not linear, which is an MLP: these are the writers. Constants that are added are written by biases, or by positions
-if they differ between tokens. What is between is followed by its derivative. All of this is proved by its sum: the parts
-have to add up to the score whose softmax the weights are.
+Nothing is known of the model but its calls of PyTorch. The pass is cut behind the embedding, behind each head, and
+behind what is not linear, which is an MLP: these are the writers. Constants that are added are written by biases, or by
+positions if they differ between tokens. What is between is followed by its derivative. The sum proves all of this: the
+parts have to add up to the score whose softmax the weights are.
 
 Shapes are named as in tril/weights.py; n is a number of writers.
 """
@@ -42,7 +42,9 @@ UNKNOWN = "where heads look is known, why is not"
 MOST_PARTS = 5  # of a side that are shown
 MOST_KEYS = 3  # of a token, on a page
 
-Parts = tuple[list[str], Tensor, Tensor]  # n writers, what queries, (n, H, T, D), and keys, (n, n_kv_head, T_key, D), have
+Parts = tuple[
+    list[str], Tensor, Tensor
+]  # n writers, what queries, (n, H, T, D), and keys, (n, n_kv_head, T_key, D), have
 
 
 def layer_norm(x: Tensor, shape: object, weight: object = None, bias: object = None, eps: float = 1e-5) -> Tensor:
@@ -123,9 +125,10 @@ class Writers(Captured):
         self.outputs[-1] = output, self.outputs[-1][1]
         return output
 
+    @torch.enable_grad()
     def parts(self, layer: int) -> Parts:
         """Return what the queries and keys of a layer are made of. Raises UserError if that is not known."""
-        if layer not in self.made:
+        if layer not in self.made or self.written[0][0] != ["embedding"]:
             raise UserError(
                 f"{UNKNOWN}: queries and keys have to be made of what the embedding writes, and to reach the kernel "
                 "F.scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa'))"
@@ -164,8 +167,8 @@ def explain(att: Captured, parts: Parts, head: Head, queries: Tensor, keys: Tens
     """Return who makes queries of a head, (Q,), look at K keys of each, (Q, K): writers, scores, and advantages.
 
     Softmax feels differences of scores alone. So a score is compared with the mean score of the query's other keys, by
-    their weights. Scores are (Q, K), as the kernel has them before its softmax. Advantages are (2, n, Q, K): of what was
-    written to the query, and of what was written to the keys. The n of each side sum to that of the score.
+    their weights. Scores are (Q, K), as the kernel has them before its softmax. Advantages are (2, n, Q, K): of what
+    was written to the query, and of what was written to the keys. The n of each side sum to that of the score.
 
     att: what `look` saw of the text; parts: of the layer, from `trace`.
 
