@@ -169,6 +169,14 @@ class Inspection:
         return trace(self.model, self.shown, self.edits)
 
     @cached_property
+    def reasons(self) -> tuple[list[str], Tensor] | str:
+        """Why each token looks at those to which it gives most, as `explain_strongest`, or why that is not known."""
+        try:
+            return explain_strongest(self.att, self.writers, self.heads, self.effort)
+        except UserError as error:
+            return str(error)
+
+    @cached_property
     def strongest(self) -> Mapping[Head, Places]:
         """The places of each head in the corpus; empty without one. Missed is a head that is asked for, or of few."""
         if self.corpus is None:
@@ -281,11 +289,11 @@ class Inspection:
             texts["said"] = {token: self.label(token) for token in tokens.unique().tolist()}
             stored["says"] = page.pack(tokens, "<i4")
             stored["logits"] = page.pack(logits, "<f4")
-        try:
-            texts["writers"], reasons = explain_strongest(self.att, self.writers, self.heads, self.effort)
-            stored["why"] = page.pack(reasons, "<i4")
-        except UserError as error:
-            texts["unexplained"] = str(error)
+        if isinstance(self.reasons, str):
+            texts["unexplained"] = self.reasons
+        else:
+            texts["writers"], numbers = self.reasons
+            stored["why"] = page.pack(numbers, "<i4")
         strongest = self.strongest if places else {}
         if strongest:
             stored["places"] = page.pack_places(strongest.values())

@@ -43,6 +43,17 @@ def pattern(name: str, step: int = 400, length: int = T) -> Tensor:
     return (3 * noise(name, step, length, length)).masked_fill(future, float("-inf")).softmax(-1)
 
 
+def reasons(step: int, L: int, H: int, length: int) -> tuple[list[str], Tensor]:
+    """Return made-up reasons for the two keys before each query, of five parts the last one zero."""
+    numbers = (500 * noise("reasons", step, 22, L * H, length, 2)).int()
+    writers = ["embedding", "bias", *(f"{layer}.{head}" for layer, head in np.ndindex(L, H))]
+    for first in (2, 12):
+        numbers[first : first + 5] %= len(writers)
+        numbers[first + 9] = 0
+    numbers[0] = torch.arange(length)[:, None] - torch.tensor([1, 0])
+    return writers, numbers
+
+
 def inspected(
     step: int = 400,
     name: str = "",
@@ -81,6 +92,7 @@ def inspected(
         seen=(SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step, length)[None]), []),
         influence=influence,
         lengths={head: lengths[head] for head in heads} if known else {},
+        reasons=reasons(step, *shape, length) if known else "why is not known",
         said={head: (spoken[head], logits[head]) for head in heads} if known else {},
         fed={},
         strongest={},
