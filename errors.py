@@ -8,10 +8,7 @@ __all__ = ["UserError", "check_numbers", "errors_as_user_error", "visible"]
 
 
 def check_numbers(options: object, **ranges: tuple[float, float]) -> None:
-    """Raise UserError unless every number in a dataclass is in its range, from 0 to what 32 bits hold by default.
-
-    PyTorch's generator on a CPU keeps so many of a seed.
-    """
+    """Raise UserError unless every number in a dataclass is in its range, by default the 32 bits of a CPU's seed."""
     for name, value in vars(options).items():
         least, most = ranges.get(name, (0, 2**32 - 1 if isinstance(value, int) else 1e30))
         if isinstance(value, Real) and not least <= value <= most:

@@ -28,7 +28,8 @@ arguments, and where the logits are. If it is not found, one sentence gives the 
     found.table()       a line for each head and for each kind of head; print(found) also says how it was verified
     found.verified      how the weights were verified, and what is not shown
     found.pattern(5, 1)     the weights of head 5.1, (T, T): row = query, column = key; layers and heads from zero
-    found.places(5, 1)      where it is strongest in a long text, given as corpus=
+    found.places(5, 1)      where it looks in a long text, given as corpus=
+    found.why(5, 1, 9, 4)   why token 9 looks at token 4: who wrote what makes it do so
     found.scores.mean       metric -> (layers, heads); found.scores.losses: of the texts
     found.fed, .said, .lengths, .influence    what feeds a head, what it makes likely, how much it moves; by tokens
     found.att           what was captured: att.pattern(5, 1), att.verify(), att.scores(), att.left_out

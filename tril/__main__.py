@@ -112,7 +112,7 @@ def heads(options: argparse.Namespace) -> int:
     if options.why:
         head, *pair = options.why
         [place] = choose_heads(head, *found.att.shape[::2])
-        print(f"\nhead {head}, token {found.why(*place, *map(int, pair))}")
+        print(f"\nhead {head}\n{found.why(*place, *map(int, pair))}")
     for path in options.out:
         found.save(path)
         print(f"wrote {path}")

@@ -29,7 +29,7 @@ MOST_COMPARED = 256  # tokens of a text in which patterns are compared
 MATCHES = """heads matched by where they look, the share of attention that lies elsewhere,
 and that of the next best
  head                match              differs  next"""
-BETTER = "known better by {}: by how much, number, token, the next one"
+BETTER = "known better by {}: nats, number, token, next"
 
 
 class Match(NamedTuple):

@@ -169,12 +169,9 @@ class Inspection:
         return trace(self.model, self.shown, self.edits)
 
     @cached_property
-    def reasons(self) -> tuple[list[str], Tensor] | str:
-        """Why each token looks at those to which it gives most, as `explain_strongest`, or why that is not known."""
-        try:
-            return explain_strongest(self.att, self.writers, self.heads, self.effort)
-        except UserError as error:
-            return str(error)
+    def explained(self) -> tuple[list[str], Tensor]:
+        """Why each token looks where it looks most strongly, as a page stores it; see `explain_strongest`."""
+        return explain_strongest(self.att, self.writers, self.heads, self.effort)
 
     @cached_property
     def strongest(self) -> Mapping[Head, Places]:
@@ -217,12 +214,13 @@ class Inspection:
         mask = self.att.calls[layer].of_head(head).mask[0, 0, query]
         seen = (mask[-T:] > HIDES).nonzero().flatten().tolist()
         if key not in seen or len(seen) == 1:
-            raise UserError(f"token {query} sees tokens {seen[0]} to {seen[-1]}, and no other token {key}")
+        if key not in seen or len(seen) == 1:
+            raise UserError(f"token {query} sees tokens {seen[0]} to {seen[-1]}, and not another token {key}")
         pair = torch.tensor([query]), torch.tensor([[key + len(mask) - T]])
         names, score, sides = explain(self.att, parts, (layer, head), *pair)
         by = [dict(zip(names, side.flatten().tolist(), strict=True)) for side in sides]
-        tokens = [f"{i} «{self.labels[i]:.16}»" for i in (query, key)]
-        return Why(*tokens, weights[query, key].item(), score.item(), sum(by[0].values()), *by)
+        labels = self.labels[query], self.labels[key]
+        return Why(query, key, labels, weights[query, key].item(), score.item(), sum(by[0].values()), *by)
 
     def table(self, heads: Heads = ()) -> str:
         """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
@@ -289,11 +287,11 @@ class Inspection:
             texts["said"] = {token: self.label(token) for token in tokens.unique().tolist()}
             stored["says"] = page.pack(tokens, "<i4")
             stored["logits"] = page.pack(logits, "<f4")
-        if isinstance(self.reasons, str):
-            texts["unexplained"] = self.reasons
-        else:
-            texts["writers"], numbers = self.reasons
+        try:
+            texts["writers"], numbers = self.explained
             stored["why"] = page.pack(numbers, "<i4")
+        except UserError as error:
+            texts["unexplained"] = str(error)
         strongest = self.strongest if places else {}
         if strongest:
             stored["places"] = page.pack_places(strongest.values())

@@ -257,14 +257,14 @@ async function show(change) {
 }
 
 function drawHeads() {
-  const { name, summary } = checkpoints[state.checkpoint];
+  const { name, summary, unexplained = "" } = checkpoints[state.checkpoint];
   fill("checkpoint", last === 0 ? summary.slice(name.length + 3) : summary);  // the title has the name
   for (const input of $("views").querySelectorAll("input")) {
     input.checked = input.value === state.view;
     input.disabled = !has(input.value);
   }
-  const missing = Object.keys(VIEWS).filter((view) => !has(view)).join(" and ");
-  fill("meaning", VIEWS[state.view] + (missing && ` Unknown for this type of model: ${missing}.`));
+  const missing = Object.keys(VIEWS).filter((view) => view !== "why" && !has(view)).join(" and ");
+  fill("meaning", VIEWS[state.view] + (missing && ` Unknown for this type of model: ${missing}.`), ` ${unexplained}`);
   const width = buttons[0].querySelector("canvas").getBoundingClientRect().width;
   const steps = buttons.map((button, i) => {
     const tag = tagOf(i).replaceAll(" ", "\u00a0");  // a tag that does not fit is hidden whole
@@ -448,7 +448,7 @@ const signed = (number) => `${number < 0 ? "−" : "+"}${Math.abs(number).toFixe
 function whyTable(shown) {
   const found = reasonsOf(shown);
   const reason = found.find(({ other }) => other === state.other) ?? found[0];
-  if (!reason) return make("p.quiet", checkpoints[state.checkpoint].unexplained ?? "Nothing among the largest weights.");
+  if (!reason) return make("p.quiet", "Nothing that is among the largest weights of a token.");
   const largest = Math.max(...reason.sides.flat().map(([, part]) => Math.abs(part)));
   const others = found.map(({ other, weight }) => {
     const button = clickable("button.go", () => show({ other }), named(other), ` ${short(weight)}`);
@@ -465,7 +465,7 @@ function whyTable(shown) {
     });
     return make("div", make("p.quiet", `written to the ${i ? "key" : "query"} by`), make("table", lines));
   });
-  const above = `score ${signed(reason.advantage)} from the other keys`;
+  const above = `score ${signed(reason.advantage)} above the other keys`;
   return [make("p.row", others, make("span.quiet", above)), Object.assign(make("div", columns), { id: "said" })];
 }
 

@@ -42,9 +42,8 @@ UNKNOWN = "where heads look is known, why is not"
 MOST_PARTS = 5  # of a side that are shown
 MOST_KEYS = 3  # of a token, on a page
 
-Parts = tuple[
-    list[str], Tensor, Tensor
-]  # n writers, what queries, (n, H, T, D), and keys, (n, n_kv_head, T_key, D), have
+# n writers, and what each has given to queries, (n, H, T, D), and to keys, (n, n_kv_head, T_key, D)
+Parts = tuple[list[str], Tensor, Tensor]
 
 
 def layer_norm(x: Tensor, shape: object, weight: object = None, bias: object = None, eps: float = 1e-5) -> Tensor:
@@ -236,8 +235,9 @@ def explain_strongest(att: Captured, writers: Writers, heads: Heads, effort: flo
 class Why(NamedTuple):
     """Why a query looks at a key. It is printed as a table of 80 columns."""
 
-    query: str  # a token, by its number and label
-    key: str
+    query: int  # the number of a token
+    key: int
+    labels: tuple[str, str]  # of these tokens
     weight: float
     score: float  # before the softmax, as the kernel has it
     advantage: float  # over the mean score of the other keys, by their weights
@@ -245,9 +245,10 @@ class Why(NamedTuple):
     by_key: dict[str, float]  # the same for what it wrote to the keys
 
     def __repr__(self) -> str:
+        query, key = (f"{i} «{label:.16}»" for i, label in zip((self.query, self.key), self.labels, strict=True))
         lines = [
-            f"{self.query} looks at {self.key}: weight {self.weight:.2f}, score {self.score:.2f},",
-            f"which is {self.advantage:+.2f} from the other keys, by what was written",
+            f"token {query} looks at {key}: weight {self.weight:.2f},",
+            f"score {self.score:.2f}, which is {self.advantage:+.2f} above its other keys, by what was written",
             f"{'to the query':>28} {'to the keys':>32}",
         ]
         rows = zip_longest(*map(in_words, (self.by_query, self.by_key)), fillvalue=("", ""))

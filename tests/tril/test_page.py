@@ -91,6 +91,7 @@ def inspected(
         scores=HeadScores(samples, torch.tensor([1000 / step]), predictions, [], chance, rows),
         seen=(SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step, length)[None]), []),
         influence=influence,
+        explained=(WRITERS, reasons_of(len(heads), length)),
         lengths={head: lengths[head] for head in heads} if known else {},
         reasons=reasons(step, *shape, length) if known else "why is not known",
         said={head: (spoken[head], logits[head]) for head in heads} if known else {},
@@ -100,6 +101,19 @@ def inspected(
     for field, value in (measured | changes).items():
         setattr(found, field, value)
     return found
+
+
+WRITERS = ["embedding", "0.1", "mlp 0"]
+
+
+def reasons_of(num_heads: int, length: int) -> torch.Tensor:
+    """Made-up reasons, as `explain_strongest` returns them, of one key a token: the one before."""
+    numbers = torch.zeros(22, num_heads, length, 1, dtype=torch.int32)
+    numbers[0] = torch.arange(length)[:, None] - 1
+    numbers[1] = 250
+    numbers[2:4], numbers[7:9] = torch.tensor([1, 2]).view(2, 1, 1, 1), torch.tensor([300, -50]).view(2, 1, 1, 1)
+    numbers[12], numbers[17] = 0, 250
+    return numbers
 
 
 def write(path: Path, *inspections: Inspection) -> None:
@@ -135,7 +149,7 @@ def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
         assert text.count(part) == 1
     found = content(text)
     assert found["labels"] == HOSTILE and found["checkpoints"][0]["summary"].startswith(HOSTILE[0])
-    assert "<img" not in text and text.count("<script") == text.count("</script>") == 2 + len(HEADS) + 1
+    assert "<img" not in text and text.count("<script") == text.count("</script>") == 3 + len(HEADS) + 1
 
 
 def test_what_feeds_heads_is_said_below_the_table() -> None:

@@ -127,6 +127,32 @@ def test_parts_are_those_of_the_formulas_and_sum_to_the_score_of_the_kernel(fami
                 assert answer.score - found.why(layer, head, query, 0).score == pytest.approx(ratio, abs=1e-9)
 
 
+def test_a_part_is_what_the_score_loses_without_its_writer() -> None:
+    """Of a gpt2 without norms, where nothing is frozen: a writer whose output is zero takes its part away."""
+    model = make("gpt2", n_layer=2, n_head=3, n_kv_head=3, n_embd=15, bias=True).eval()
+    for block in model.blocks:
+        block.attention_norm = nn.Identity()
+        block.mlp = nn.Linear(15, 15, bias=False)
+        nn.init.zeros_(block.mlp.weight)
+    before = inspect_heads(model, IDS)
+    query, key = 5, 2
+    part = before.why(1, 1, query, key).by_key["0.2"]
+    call = before.att.calls[1]
+    q = call.q[0, 1, query]
+
+    def advantage(k: Tensor) -> float:
+        scores = (k[0, 1] @ q)[: query + 1] / math.sqrt(q.numel())
+        weights = before.pattern(1, 1)[query, : query + 1].clone()
+        weights[key] = 0
+        return (scores[key] - (weights / weights.sum() * scores).sum()).item()
+
+    with torch.no_grad():
+        model.blocks[0].attention.o_proj.weight[:, 10:] = 0
+    after = inspect_heads(model, IDS).att.calls[1]
+    assert part == pytest.approx(advantage(call.k) - advantage(after.k), rel=1e-3, abs=1e-6)
+    assert abs(part) > 1e-4
+
+
 SIZES = {"vocab_size": V, "hidden_size": 24, "intermediate_size": 31, "num_hidden_layers": 3, "num_attention_heads": 6}
 SIZES |= {"num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 THEIRS = {
@@ -189,16 +215,16 @@ def test_without_numbers_it_is_the_place_where_a_head_looks_most() -> None:
     query, key = divmod(weights.argmax().item(), T)
     assert found.why(1, 4) == found.why(1, 4, query, key) == found.why(-2, 4, query)
     text = str(found.why(1, 4))
-    assert text.startswith(f"{query} «{found.labels[query]}» looks at {key} «{found.labels[key]}»: weight 0.")
+    assert text.startswith(f"token {query} «{found.labels[query]}» looks at {key} «{found.labels[key]}»: weight 0.")
     assert max(map(len, text.splitlines())) <= 80 and " 3 others " in text
 
 
 def test_what_is_not_seen_is_refused() -> None:
     found = inspect_heads(make("llama"), IDS)
     for pair, words in {
-        (5, 6): "token 5 sees tokens 0 to 5, and no other token 6",
-        (5, -1): "token 5 sees tokens 0 to 5, and no other token -1",
-        (0, 0): "token 0 sees tokens 0 to 0, and no other token 0",
+        (5, 6): "token 5 sees tokens 0 to 5, and not another token 6",
+        (5, -1): "token 5 sees tokens 0 to 5, and not another token -1",
+        (0, 0): "token 0 sees tokens 0 to 0, and not another token 0",
         (7, 0): "the text has tokens 0 to 6, and no token 7",
         (-1, 0): "the text has tokens 0 to 6, and no token -1",
     }.items():
@@ -225,7 +251,7 @@ def test_a_bias_of_the_mask_is_a_part_and_what_it_hides_is_not_seen() -> None:
     distances = torch.arange(5, -2, -1).double()
     assert answer.by_key["mask"] == pytest.approx((-0.7 * (2 - others @ distances / others.sum())).item())
     assert sum(answer.by_query.values()) == pytest.approx(sum(answer.by_key.values()))
-    with pytest.raises(UserError, match="token 5 sees tokens 3 to 5, and no other token 2"):
+    with pytest.raises(UserError, match="token 5 sees tokens 3 to 5, and not another token 2"):
         found.why(1, 2, 5, 2)
 
 
