@@ -214,7 +214,6 @@ class Inspection:
         mask = self.att.calls[layer].of_head(head).mask[0, 0, query]
         seen = (mask[-T:] > HIDES).nonzero().flatten().tolist()
         if key not in seen or len(seen) == 1:
-        if key not in seen or len(seen) == 1:
             raise UserError(f"token {query} sees tokens {seen[0]} to {seen[-1]}, and not another token {key}")
         pair = torch.tensor([query]), torch.tensor([[key + len(mask) - T]])
         names, score, sides = explain(self.att, parts, (layer, head), *pair)

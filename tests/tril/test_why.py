@@ -256,7 +256,7 @@ def test_a_bias_of_the_mask_is_a_part_and_what_it_hides_is_not_seen() -> None:
 
 
 class Listed(nn.Module):
-    """Heads in a list, with a call of the kernel each, and a stream that is changed in place: (B, T, 39) -> the same."""
+    """Heads in a list, with a call each, and a stream that is changed in place: (B, T, 39) -> the same."""
 
     def __init__(self) -> None:
         super().__init__()
