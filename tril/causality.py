@@ -31,6 +31,7 @@ import math
 import os
 import random
 import re
+import sys
 import time
 import warnings
 from bisect import bisect_left
@@ -41,6 +42,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+NUMPY = sys.modules.get("numpy")  # which PyTorch imports if it is installed
 IGNORE = -100  # a target that F.cross_entropy skips
 SHORT = 16  # tokens of a text whose derivatives are asked at all positions
 NUM_DRAWS = 16  # texts in which a token may be seen: a layer that selects does not see each token in each text
@@ -109,6 +111,7 @@ def check_causality(
     mask: Tensor | Mask | None = None,
     tokens: Sequence[int] | Tensor | None = None,
     special: Iterable[int] | None = None,
+    sparse: bool = False,
     strict: bool = False,
     seconds: float = math.inf,
     progress: Callable[[], object] = lambda: None,
@@ -138,6 +141,8 @@ def check_causality(
             its places, and each in turn takes the place of the token after a position, if they are at most SMALL. That
             takes a sequence for each. Those that move a `mask` that is a function need not be named. None: all of a
             vocabulary of at most SMALL, if the mask is no function.
+        sparse: whether a position may miss tokens that the mask lets it see, as where a layer attends to a few that it
+            chooses.
         strict: probe more positions, and take a difference for one of rounding only if float64 shows it, as before a
             training.
         seconds: after these each probe asks about one position only, or one batch of them, and the result says so. Not
@@ -152,7 +157,7 @@ def check_causality(
     shape = (length, length) if mask is None or callable(mask) else tuple(mask.shape)
     if len(pool) < 2 or length < 1 or shape != (length, length):
         raise ValueError(f"nothing to ask: {length} tokens of a vocabulary of {len(pool)}, with a mask of {shape}")
-    prober = Prober(vocab_size, length, mask, pool, special, batch_size, module, strict, seconds, progress)
+    prober = Prober(vocab_size, length, mask, pool, special, batch_size, module, sparse, strict, seconds, progress)
     finding = ()
     try:
         with prober.restoring():
@@ -200,6 +205,7 @@ class Prober:
     special: Iterable[int] | None
     batch_size: int
     module: nn.Module
+    sparse: bool
     strict: bool
     seconds: float
     progress: Callable[[], object]
@@ -250,6 +256,7 @@ class Prober:
         weights = [(parameter, parameter.detach().clone()) for parameter in self.module.parameters()]
         gpus = [self.device] if self.device.type == "cuda" else []
         before = random.getstate()
+        numpys = NUMPY and NUMPY.random.get_state()
         try:
             with torch.random.fork_rng(devices=gpus), torch.inference_mode(False), torch.enable_grad():
                 with warnings.catch_warnings():
@@ -258,6 +265,8 @@ class Prober:
                     yield
         finally:
             random.setstate(before)
+            if NUMPY:
+                NUMPY.random.set_state(numpys)
             self.rewind()
             for part, training, _ in self.parts:
                 part.training = training
@@ -363,6 +372,8 @@ class Prober:
         if self.module.training:
             torch.manual_seed(0)
             random.seed(0)
+            if NUMPY:
+                NUMPY.random.seed(0)
             self.rewind()
         with torch.set_grad_enabled(self.module.training and self.has_backward):
             return function(idx.to(self.device), *rest)
@@ -536,7 +547,7 @@ class Prober:
                 raise Finding(f"position {query} sees token {key}, which it must not see: {effect}", query, key)
             seen = seen | (influence != 0)
             blind = (blind | may_see) & ~seen
-            if not blind.any():
+            if self.sparse or not blind.any():
                 return
         row, key = blind.nonzero()[0].tolist()
         raise Finding(f"position {queries[row]} is blind to token {key}, which it may see", queries[row], key)

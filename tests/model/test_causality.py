@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,39 @@ def test_every_position_of_a_short_text_is_asked_and_many_of_a_long_one() -> Non
     assert check_causality(model, V, T).num_probed == T
     long = make_gpt(context_length=131)
     assert 5 < check_causality(long, V, 131).num_probed < check_causality(long, V, 131, strict=True).num_probed < 131
+
+
+def test_a_sparse_choice_may_be_blind_and_still_sees_no_future() -> None:
+    class Neighbour(nn.Module):
+        """Sees itself, and one token before or behind it."""
+
+        def __init__(self, step: int) -> None:
+            super().__init__()
+            self.step = step
+            self.embedding, self.head = nn.Embedding(V, 12), nn.Linear(12, V)
+
+        def forward(self, idx: Tensor) -> Tensor:
+            x = self.embedding(idx)
+            other = x.roll(self.step, dims=1)
+            other[:, 0 if self.step > 0 else -1] = 0
+            return self.head(x + other)
+
+    assert check_causality(Neighbour(1), V, T).is_blind and check_causality(Neighbour(1), V, T, sparse=True).ok
+    assert not check_causality(Neighbour(-1), V, T, sparse=True).ok
+
+
+def test_numbers_of_numpy_are_the_same_again_and_left_as_they_were() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gpt = make_gpt()
+
+        def forward(self, idx: Tensor) -> Tensor:
+            return self.gpt(idx) * (1 + self.training * float(np.random.random()))
+
+    before = np.random.get_state()[1].copy()
+    assert check_causality(Noisy(), V, T).ok
+    assert (np.random.get_state()[1] == before).all()
 
 
 def test_after_some_seconds_few_positions_are_asked_and_the_answer_says_so() -> None:
