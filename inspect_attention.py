@@ -58,8 +58,10 @@ class Options:
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
     are also drawn. None: all, but of more than 16 the table has the best of each kind."""
     view: Literal["weights", "places", "why"] = "weights"
-    """What is printed of these heads: a text as a triangle; their places in the corpus; or why they look where they
-    look most strongly, by who wrote what they read."""
+    """What is printed of these heads: a text as a triangle; their places in the corpus; or why a token looks at
+    another, by who wrote what they are made of."""
+    at: tuple[int, int] | None = None
+    """For --view why the numbers of the two tokens. Left out: where a head looks most."""
     corpus: str = ""
     """A file of text in which strongest places are looked for, which takes a CPU a minute at most. Left out: the
     model's validation text."""
@@ -138,9 +140,9 @@ def main() -> None:
     heads = found.heads if options.heads else ()
     print(found.table(heads))
     if options.view != "weights":
-        show = found.places if options.view == "places" else found.why
         for head in found.heads:
-            print(f"\nhead {name_of(head)}\n{show(*head)}")
+            shown = found.places(*head) if options.view == "places" else found.why(*head, *(options.at or ()))
+            print(f"\nhead {name_of(head)}\n{shown}")
         heads = ()
     for head in heads if len(heads) <= terminal.MOST_ROWS else ():
         print(f"\nhead {name_of(head)}, where it looks: a line is a query, a character a key, in the order of lines;")

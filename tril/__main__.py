@@ -22,6 +22,7 @@ import tril
 from tril.decoder import open_by_transformers
 from tril.errors import UserError, errors_as_user_error, visible
 from tril.inspection import check_output
+from tril.kinds import choose_heads
 from tril.terminal import COLUMNS
 
 
@@ -108,6 +109,10 @@ def heads(options: argparse.Namespace) -> int:
     names = open_tokenizer(tokenizer) if tokenizer else None
     found = tril.inspect_heads(make_model(options.model), text, names)
     print(found)
+    if options.why:
+        head, *pair = options.why
+        [place] = choose_heads(head, *found.att.shape[::2])
+        print(f"\nhead {head}\n{found.why(*place, *map(int, pair))}")
     for path in options.out:
         found.save(path)
         print(f"wrote {path}")
@@ -129,6 +134,7 @@ def main() -> None:
     given.add_argument("--ids", type=ids, help="the text as ids, as in '1 2 3'")
     given.add_argument("--text", help="the text, of which --tokenizer makes ids")
     of_heads.add_argument("--tokenizer", help=TOKENIZER)
+    of_heads.add_argument("--why", nargs="+", help="why a head looks there: 1.1, perhaps with numbers of two tokens")
     of_heads.add_argument("-o", "--out", action="append", default=[], type=Path, help="a file: .html .png .svg .npz")
     for command in (of_check, of_heads):
         command.add_argument("model", help="file.py:function, a directory, or OWNER/NAME on the Hugging Face hub")

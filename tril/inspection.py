@@ -13,7 +13,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from io import BytesIO
@@ -209,7 +208,7 @@ class Inspection:
         elsewhere = weights.tril(-1)
         elsewhere[:, 0] = 0.0
         query = elsewhere.amax(1).argmax().item() if query is None else query
-        if not 0 <= query < T:
+        if query not in range(T):
             raise UserError(f"the text has tokens 0 to {T - 1}, and no token {query}")
         key = elsewhere[query].argmax().item() if key is None else key
         mask = self.att.calls[layer].of_head(head).mask[0, 0, query]
@@ -287,9 +286,11 @@ class Inspection:
             texts["said"] = {token: self.label(token) for token in tokens.unique().tolist()}
             stored["says"] = page.pack(tokens, "<i4")
             stored["logits"] = page.pack(logits, "<f4")
-        with suppress(UserError):  # the page says that it is unknown
-            texts["writers"], reasons = self.explained
-            stored["why"] = page.pack(reasons, "<i4")
+        try:
+            texts["writers"], numbers = self.explained
+            stored["why"] = page.pack(numbers, "<i4")
+        except UserError as error:
+            texts["unexplained"] = str(error)
         strongest = self.strongest if places else {}
         if strongest:
             stored["places"] = page.pack_places(strongest.values())

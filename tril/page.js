@@ -8,8 +8,8 @@ const VIEWS = {
     (Kobayashi et al. 2020).`,
   says: `Weights, and the next tokens that the head's output alone makes likeliest, through the final norm and the
     output matrix (Elhage et al. 2021).`,
-  why: `Weights, and why a token looks there: its score, split over who wrote to query and key, above the mean score of
-    its other keys (Elhage et al. 2021).`,
+  why: `Weights, and what made a token look there: the parts of its score by who wrote what query and key are made of,
+    less their means over its other keys (Elhage et al. 2021).`,
 };
 const large = $("picture").querySelector("canvas");
 let loaded;  // what is stored of the checkpoint that is shown
@@ -257,14 +257,14 @@ async function show(change) {
 }
 
 function drawHeads() {
-  const { name, summary } = checkpoints[state.checkpoint];
+  const { name, summary, unexplained = "" } = checkpoints[state.checkpoint];
   fill("checkpoint", last === 0 ? summary.slice(name.length + 3) : summary);  // the title has the name
   for (const input of $("views").querySelectorAll("input")) {
     input.checked = input.value === state.view;
     input.disabled = !has(input.value);
   }
-  const missing = Object.keys(VIEWS).filter((view) => !has(view)).join(" and ");
-  fill("meaning", VIEWS[state.view] + (missing && ` Unknown for this type of model: ${missing}.`));
+  const missing = Object.keys(VIEWS).filter((view) => view !== "why" && !has(view)).join(" and ");
+  fill("meaning", VIEWS[state.view] + (missing && ` Unknown for this type of model: ${missing}.`), ` ${unexplained}`);
   const width = buttons[0].querySelector("canvas").getBoundingClientRect().width;
   const steps = buttons.map((button, i) => {
     const tag = tagOf(i).replaceAll(" ", "\u00a0");  // a tag that does not fit is hidden whole
@@ -359,8 +359,7 @@ function drawToken() {
   $("clearest").ariaPressed = state.token === example && !who;
   const amounts = labels.map((_, i) => (who ? amount(i, shown) : amount(shown, i)));
   const unseen = (i) => (who ? i < shown : i > shown);
-  const pair = view === "why" ? pairOf(shown) : [];
-  const largest = shade(tokens, amounts, "attention", shown, unseen, (who ? query : key) ?? pair[who ? 0 : 1]);
+  const largest = shade(tokens, amounts, "attention", shown, unseen, who ? query : key);
   tokens.forEach((part, i) => {
     part.tabIndex = i === state.token ? 0 : -1;
     part.ariaPressed = i === state.token;
@@ -372,7 +371,7 @@ function drawToken() {
     ? { left: percent(shown), top: percent(shown), width: percent(1), height: percent(T - shown) }
     : { left: 0, top: percent(shown), width: percent(shown + 1), height: percent(1) });
   drawReadout(query, key);
-  fill("most", view === "says" ? saidTable(shown) : view === "why" ? whyTable(...pair) : mostTable(amounts, unseen, shown));
+  fill("most", TABLES[view]?.(shown) ?? mostTable(shown, amounts, unseen));
   drawPrediction(shown);
   alsoDraw?.(shown);
 }
@@ -404,72 +403,70 @@ function drawReadout(query, key) {
 const whole = (label) => Object.assign(make("bdi.token", label), { title: label });
 
 // The largest amounts, in figures, as many as there is room for. Those that round to 0 would crowd a short text.
-function mostTable(amounts, unseen, shown) {
+function mostTable(shown, amounts, unseen) {
   const seen = [...labels.keys()].filter((i) => !unseen(i));
   const largest = seen.sort((a, b) => amounts[b] - amounts[a]).slice(0, rows);
   const order = largest.filter((i, place) => place === 0 || Number(figure(amounts[i])) > 0);
+  const explained = reasonsOf(shown);
+  const find = (i) => explained.some(({ other }) => other === i);
   return make("table", order.map((i) => {
     const bar = make("span.bar");
     bar.style.width = `${(100 * amounts[i]) / (amounts[order[0]] || 1)}%`;
-    const words = [make("td.figure.before", beside(i, -1)), make("td.name", whole(labels[i]), beside(i, 1))];
-    const line = make("tr", make("td.figure.quiet", i), words, make("td.figure", figure(amounts[i])), make("td", bar));
-    const pair = state.who ? [i, shown] : [shown, i];
-    if (keysOf(pair[0]).includes(pair[1])) {
-      const ask = clickable("button.go", () => show({ token: shown, view: "why", other: i }), "why");
-      ask.ariaLabel = `why ${labels[pair[0]]} looks at ${labels[pair[1]]}`;
-      line.append(make("td.figure", ask));
-    }
-    return line;
+    const name = find(i) ? clickable("button.go", () => show({ view: "why", other: i }), whole(labels[i])) : whole(labels[i]);
+    const words = [make("td.figure.before", beside(i, -1)), make("td.name", name, beside(i, 1))];
+    return make("tr", make("td.figure.quiet", i), words, make("td.figure", figure(amounts[i])), make("td", bar));
   }));
 }
 
-// ---- Why a token looks at a key: stored for the keys to which it gives most.
+// ---- Why a token looks at another: stored for those to which it gives most.
 
-// A field of what is stored of a token: the key, its advantage, then writers and their parts, to the query and to keys.
-const keysEach = () => loaded.reasons.length / (heads.length * T * 22);
-const reason = (field, query, n) => {
-  return loaded.reasons[((field * heads.length + state.head) * T + query) * keysEach() + n];
-};
-
-// The keys for which it is stored why a token looks there, that of the largest weight first. The first token has none,
-// since it sees no other.
-function keysOf(query) {
-  if (!loaded.reasons || query === 0) return [];
-  const keys = Array.from({ length: keysEach() }, (_, n) => reason(0, query, n));
-  return keys.filter((key) => key <= query && weight(query, key) > 0);
-}
-
-// The query and the key that are explained, of the chosen or the largest weight; nothing if no pair is stored.
-function pairOf(shown) {
-  const pairs = state.who
-    ? [...labels.keys()].filter((i) => keysOf(i).includes(shown)).map((i) => [i, shown])
-    : keysOf(shown).map((key) => [shown, key]);
-  pairs.sort((a, b) => weight(...b) - weight(...a));
-  return pairs.find((pair) => pair[state.who ? 0 : 1] === state.other) ?? pairs[0] ?? [];
-}
-
-function whyTable(query, key) {
-  if (query === undefined) return make("p", "Why is not stored of any of these: it is for the keys to which a token gives most.");
-  const n = keysOf(query).indexOf(key);
-  const signed = (part) => `${part < 0 ? "−" : "+"}${Math.abs(part / 100).toFixed(2)}`;
+// The reasons for what a token looks at, or is looked at by: the other token, the weight, the advantage of its score, and
+// the parts of that, writer and size, for what was written to the query and to the key. The largest weight comes first.
+function reasonsOf(shown) {
+  const { reasons } = loaded;
   const { writers } = checkpoints[state.checkpoint];
-  const parts = [2, 12].map((first) => [0, 1, 2, 3, 4].map((i) => {
-    return [writers[reason(first + i, query, n)], reason(first + 5 + i, query, n)];
-  }).filter(([, part]) => part));
-  const largest = Math.max(...parts.flat().map(([, part]) => Math.abs(part)));
-  const columns = parts.map((side, i) => {
+  const count = reasons ? reasons.length / heads.length / T / 22 : 0;  // keys of a token
+  const found = [];
+  for (const query of state.who ? labels.keys() : [shown]) {
+    if (query === 0) continue;  // it sees no other
+    for (let n = 0; n < count; n++) {
+      const field = (number) => reasons[((number * heads.length + state.head) * T + query) * count + n];
+      const key = field(0);
+      if (key > query || key < 0 || (state.who && key !== shown)) continue;
+      const sides = [2, 12].map((first) => {
+        const parts = [0, 1, 2, 3, 4].map((i) => [writers[field(first + i)], field(first + 5 + i) / 100]);
+        return parts.filter(([, part]) => part);
+      });
+      found.push({ query, key, other: state.who ? query : key, weight: weight(query, key), advantage: field(1) / 100, sides });
+    }
+  }
+  return found.sort((a, b) => b.weight - a.weight).slice(0, 5);
+}
+
+const signed = (number) => `${number < 0 ? "−" : "+"}${Math.abs(number).toFixed(2)}`;
+
+function whyTable(shown) {
+  const found = reasonsOf(shown);
+  const reason = found.find(({ other }) => other === state.other) ?? found[0];
+  if (!reason) return make("p.quiet", "Nothing that is among the largest weights of a token.");
+  const largest = Math.max(...reason.sides.flat().map(([, part]) => Math.abs(part)));
+  const others = found.map(({ other, weight }) => {
+    const button = clickable("button.go", () => show({ other }), named(other), ` ${short(weight)}`);
+    button.ariaPressed = other === reason.other;
+    return button;
+  });
+  const columns = reason.sides.map((side, i) => {
     const lines = side.map(([name, part]) => {
-      const bar = make(part < 0 ? "span.bar.against" : "span.bar");
-      bar.style.width = `${(100 * Math.abs(part)) / largest}%`;
       const place = heads.findIndex((_, head) => nameOf(head) === name);
       const writer = place < 0 ? name : clickable("button", () => show({ head: place }), name);
+      const bar = make(part < 0 ? "span.bar.against" : "span.bar");
+      bar.style.width = `${(100 * Math.abs(part)) / largest}%`;
       return make("tr", make("td.name", writer), make("td.figure", signed(part)), make("td", bar));
     });
-    return make("div", make("p.quiet", i ? ["to the key ", named(key)] : ["to the query ", named(query)]), make("table", lines));
+    return make("div", make("p.quiet", `written to the ${i ? "key" : "query"} by`), make("table", lines));
   });
-  const advantage = `: weight ${weight(query, key).toFixed(3)}, score ${signed(reason(1, query, n))} above its other keys, by what was written`;
-  const title = make("p.quiet", named(query), " looks at ", named(key), advantage);
-  return [title, Object.assign(make("div", columns), { id: "said" })];
+  const above = `score ${signed(reason.advantage)} above the other keys`;
+  return [make("p.row", others, make("span.quiet", above)), Object.assign(make("div", columns), { id: "said" })];
 }
 
 // The tokens before or after one, as many as fit ten letters.
@@ -499,14 +496,15 @@ function saidTable(shown) {
       const place = start(shown) + first + i;
       const logit = loaded.logits[place];
       const label = checkpoints[state.checkpoint].said[loaded.said[place]];
-      const figures = `${logit < 0 ? "−" : "+"}${Math.abs(logit).toFixed(2)}`;
-      return make("tr", make("td.name", whole(label)), make("td.figure", figures), make("td"));
+      return make("tr", make("td.name", whole(label)), make("td.figure", signed(logit)), make("td"));
     });
     return make("div", make("p.quiet", title), make("table", lines));
   };
   const likeliest = column(0, "makes likeliest after ", named(shown));
   return Object.assign(make("div", likeliest, column(count / 2, "makes unlikeliest (logits)")), { id: "said" });
 }
+
+const TABLES = { says: saidTable, why: whyTable };
 
 function drawPrediction(shown) {
   const [next, chance] = checkpoints[state.checkpoint].predictions[shown];

@@ -6,8 +6,8 @@ the writers, and so is the score, their product (Elhage et al. 2021; transformer
 
 Nothing is known of the model but its calls of PyTorch. The pass is cut behind the embedding, behind each head, and
 behind what is not linear, which is an MLP: these are the writers. Constants that are added are written by biases, or by
-positions if they differ between tokens. What is between is followed by its derivative. All of this is proved by its
-sum: the parts have to add up to the score whose softmax the weights are.
+positions if they differ between tokens. What is between is followed by its derivative. The sum proves all of this: the
+parts have to add up to the score whose softmax the weights are.
 
 Shapes are named as in tril/weights.py; n is a number of writers.
 """
@@ -31,7 +31,8 @@ from tril.metrics import Head, Heads
 from tril.products import PRODUCTS
 from tril.weights import HIDES, TOLERANCE, Call, Computed, exact_products
 
-ADD = ("add", "iadd", "radd")  # names of functions, without the underscores around them
+# Names of functions, without the underscores around them. Of those that add, the arguments that are added.
+ADD = {**dict.fromkeys(("add", "iadd", "radd"), (0, 1)), "linear": (2,), "addmm": (0,)}
 MULTIPLY = ("mul", "imul", "rmul", "div", "truediv", *(name.strip("_") for name in PRODUCTS))
 NOT_LINEAR = frozenset(
     "abs clamp elu erf exp gelu hardswish leaky_relu linalg_vector_norm log max maximum mish norm pow reciprocal relu "
@@ -41,16 +42,17 @@ UNKNOWN = "where heads look is known, why is not"
 MOST_PARTS = 5  # of a side that are shown
 MOST_KEYS = 3  # of a token, on a page
 
+# n writers, and what each has given to queries, (n, H, T, D), and to keys, (n, n_kv_head, T_key, D)
+Parts = tuple[list[str], Tensor, Tensor]
 
-def layer_norm(
-    x: Tensor, shape: object, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
+
+def layer_norm(x: Tensor, shape: object, weight: object = None, bias: object = None, eps: float = 1e-5) -> Tensor:
     """Normalise as `F.layer_norm`, in steps."""
     x = rms_norm(x - x.mean(-1, keepdim=True), shape, weight, eps)
     return x if bias is None else x + bias
 
 
-def rms_norm(x: Tensor, shape: object, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def rms_norm(x: Tensor, shape: object, weight: object = None, eps: float | None = None) -> Tensor:
     """Normalise as `F.rms_norm`, in steps."""
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -58,14 +60,6 @@ def rms_norm(x: Tensor, shape: object, weight: Tensor | None = None, eps: float 
 
 
 IN_STEPS = {F.layer_norm: layer_norm, F.rms_norm: rms_norm}
-
-
-class Parts(NamedTuple):
-    """What the queries and keys of a layer are made of: sums over n writers."""
-
-    writers: list[str]
-    of_queries: Tensor  # (n, H, T, D)
-    of_keys: Tensor  # (n, n_kv_head, T_key, D)
 
 
 class Writers(Captured):
@@ -79,24 +73,13 @@ class Writers(Captured):
         """Forget the forward pass before."""
         super().begin(text)
         self.written: list[tuple[list[str], Tensor]] = []  # by whom, and what; of heads all of a call
-        self.asked: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # layer -> queries and keys of its calls
+        self.made: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # layer -> queries and keys of its calls
 
     def write(self, names: list[str], x: Tensor) -> Tensor:
         """Cut the pass here: what is made of x from now on is made of what these have written."""
         x = x.detach().requires_grad_()
         self.written.append((names, x))
         return x.clone()  # a model may change it in place
-
-    def write_constant(self, x: object) -> object:
-        """Cut the pass at a constant that is added. Return anything else as it is."""
-        if not isinstance(x, Tensor) or x.requires_grad:
-            return x
-        return self.write(["bias" if x.dim() == 1 else "position"], x)
-
-    @property
-    def layer(self) -> int:
-        """The number of the last layer."""
-        return sum(map(bool, self.layers)) - 1
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         """Call a function of PyTorch, and cut the pass there if it writes."""
@@ -107,17 +90,12 @@ class Writers(Captured):
                 return IN_STEPS[func](*args, **kwargs or {})
         args, kwargs = tree_map(lambda x: x.detach() if isinstance(x, nn.Parameter) else x, (args, kwargs or {}))
         name = getattr(func, "__name__", "").strip("_")
-        bias = None
-        if func is F.linear:
-            *args, bias = (*args, kwargs.pop("bias", None))[:3]
-        elif func is torch.addmm:
-            bias, *args = args
-            func = torch.mm
-        elif name in ADD and num_written(args):
-            args = [*map(self.write_constant, args)]
+        for i in ADD.get(name, ()) if num_written(args) else ():
+            constant = args[i] if i < len(args) else None
+            if isinstance(constant, Tensor) and not constant.requires_grad:
+                constant = self.write(["bias" if constant.dim() == 1 else "position"], constant)
+                args = (*args[:i], constant, *args[i + 1 :])
         output = super().__torch_function__(func, types, args, kwargs)
-        if bias is not None:
-            return output + self.write_constant(bias)
         if func is F.embedding and not self.written and args[0].numel() == self.text[1]:
             return self.write(["embedding"], output)
         num = num_written((args, kwargs))
@@ -126,31 +104,35 @@ class Writers(Captured):
             return output.detach() if output.size(-1) == 1 else self.write([f"mlp {self.layer}"], output)
         return output
 
+    @property
+    def layer(self) -> int:
+        """The number of the last layer."""
+        return sum(map(bool, self.layers)) - 1
+
     def see_kernel(self, output: Tensor, query: Tensor, key: Tensor, *others: object, **options: object) -> Tensor:
         """Remember queries and keys as they are made, and store the call."""
-        self.made = query, key
+        self.latest = query, key
         return super().see_kernel(output, query, key, *others, **options)
 
     def keep(self, call: Call, output: Tensor, *how: object, **options: object) -> Tensor:
         """Store a call, and cut the pass behind its heads."""
         output = super().keep(call, output, *how, **options)
+        if isinstance(call, Computed) and num_written(self.latest):
+            self.made[self.layer].append(self.latest)
         first = len(self.layers[-1]) - 1
-        if isinstance(call, Computed):
-            self.asked[self.layer].append(self.made)
         output = self.write([name_of((self.layer, first + head)) for head in range(call.shape[1])], output)
         self.outputs[-1] = output, self.outputs[-1][1]
         return output
 
+    @torch.enable_grad()
     def parts(self, layer: int) -> Parts:
         """Return what the queries and keys of a layer are made of. Raises UserError if that is not known."""
-        if layer not in self.asked:
+        if layer not in self.made or self.written[0][0] != ["embedding"]:
             raise UserError(
-                f"{UNKNOWN}: the model writes its attention out, and scores are those of the kernel "
+                f"{UNKNOWN}: queries and keys have to be made of what the embedding writes, and to reach the kernel "
                 "F.scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa'))"
             )
-        made = [torch.cat(x, dim=-3) for x in zip(*self.asked[layer], strict=True)]
-        if not num_written(made):
-            raise UserError(f"{UNKNOWN}: what queries and keys are made of cannot be followed")
+        made = [torch.cat(x, dim=-3) for x in zip(*self.made[layer], strict=True)]
         zeros = [torch.zeros_like(x, requires_grad=True) for x in made]
         # A part is the Jacobian times what was written: the derivative of the product with the transpose.
         pulled = torch.autograd.grad(made, [x for _, x in self.written], zeros, create_graph=True, allow_unused=True)
@@ -164,7 +146,7 @@ class Writers(Captured):
             parts = torch.autograd.grad(back, zeros, each, True, is_grads_batched=True, materialize_grads=True)
             for name, *both in zip(names, *parts, strict=True):
                 found[name] = [one + more for one, more in zip(both, found.get(name, (0.0, 0.0)), strict=True)]
-        return Parts([*found], *(torch.stack(x).flatten(1, -3) for x in zip(*found.values(), strict=True)))
+        return [*found], *(torch.stack(x).flatten(1, -3) for x in zip(*found.values(), strict=True))
 
 
 def num_written(given: object) -> int:
@@ -192,73 +174,62 @@ def explain(att: Captured, parts: Parts, head: Head, queries: Tensor, keys: Tens
     Raises UserError if the parts do not sum to the scores, or if the weights are not the softmax of these.
     """
     layer, number = head
+    names, *both = parts
     call = att.calls[layer]
-    queries, keys = (x.to(call.values.device) for x in (queries, keys))
-    of_query, of_key = (x[:, number * x.size(1) // call.shape[1]].to(call.dtype) for x in parts[1:])
     rounding = 10 * TOLERANCE[call.q.dtype]
+    queries, keys = (x.to(call.q.device) for x in (queries, keys))
+    of_query, of_key = (x[:, number * x.size(1) // call.shape[1]].to(call.dtype) for x in both)
     call = call.of_head(number)
     q, k, mask, weights = (x[0, 0].to(call.dtype) for x in (call.q, call.k, call.mask, call.weights()))
     scale = k.size(-1) ** -0.5 if call.scale is None else call.scale
     hidden = mask[queries] <= HIDES
     added = mask[queries].masked_fill(hidden, 0.0)
-    writers = parts.writers
     with exact_products(q.device):
         scores = scale * q[queries] @ k.mT + added
         sides = scale * torch.stack((of_query[:, queries] @ k.mT, q[queries] @ of_key.mT))
         if added.any():  # biases of positions, as ALiBi's
-            writers = [*writers, "mask"]
+            names = [*names, "mask"]
             sides = torch.cat((sides, added.expand(2, 1, *added.shape)), dim=1)
         shown = scores.masked_fill(hidden, -torch.inf)
-        missed = (sides.sum(1) - scores).masked_fill(hidden, 0.0).abs()
-        most = rounding * sides.abs().sum(1).masked_fill(hidden, 0.0).amax(-1, keepdim=True)
+        missing = (sides.sum(1) - scores).masked_fill(hidden, 0.0).abs().amax(-1)
+        sizes = sides.abs().sum(1).masked_fill(hidden, 0.0).amax(-1)
         is_softmax = (shown.softmax(-1) - weights[queries]).abs() <= rounding
-        if not (missed <= most).all() or not is_softmax.all():
-            raise UserError(
-                f"{UNKNOWN}: of what is written for head {name_of(head)} a part cannot be followed, {missed.max():.2g} "
-                "of a score is missing"
-            )
-        shown = shown[:, None].expand(-1, keys.size(1), -1).scatter(2, keys[..., None], -torch.inf)
-        means = torch.einsum("snqt,qkt->snqk", sides, shown.softmax(-1).nan_to_num())  # nan: there is no other key
-    advantages = sides.gather(-1, keys.expand(*sides.shape[:2], *keys.shape)) - means
-    return writers, scores.gather(1, keys), advantages
+        if not (missing <= rounding * sizes).all() or not is_softmax.all():
+            raise UserError(f"{UNKNOWN}: of a score of head {name_of(head)} {missing.max():.2g} cannot be followed")
+        others = shown[:, None].expand(-1, keys.size(1), -1).scatter(2, keys[..., None], -torch.inf).softmax(-1)
+        means = torch.einsum("snqt,qkt->snqk", sides, others.nan_to_num())  # nan: there is no other key
+    return names, scores.gather(1, keys), sides.gather(-1, keys.expand(*sides.shape[:2], -1, -1)) - means
 
 
 def explain_strongest(att: Captured, writers: Writers, heads: Heads, effort: float = 1.0) -> tuple[list[str], Tensor]:
     """Return why each token of a text looks at the MOST_KEYS tokens that have most of a head's weight.
 
     These are names of writers, and numbers, int32 (2 + 4 * MOST_PARTS, heads, T, MOST_KEYS): the key; its advantage; of
-    what was written to the query the writers of the MOST_PARTS largest parts, by their places among the names, and
-    these parts; and both for what was written to the keys. Advantages and parts are in hundredths.
+    the MOST_PARTS largest parts of what was written to the query the writers, by their places among the names, and the
+    parts; and both of what was written to the keys. Parts are in hundredths.
 
     Raises UserError if that is not known, or is more than `effort` allows a CPU.
     """
     _, _, H, T = att.shape
-    C = writers.written[0][1].size(-1) if writers.written else 0
     layers = sorted({layer for layer, _ in heads})
-    flops = 8 * T * C**2 * sum(layer * (H + 1) for layer in layers)  # of projections, for each writer
+    widths = [x.size(-1) for _, x in writers.written[:1]]
+    flops = sum(8 * T * width**2 * layer * (H + 1) for width in widths for layer in layers)  # of projections
     if att.calls[0].values.device.type == "cpu" and flops > effort * CPU_FLOPS:
         raise UserError(f"why {len(heads)} heads look there is too much to compute: choose some with --heads")
     numbers = {}
     found = {}
     for layer in layers:
         parts = writers.parts(layer)
-        for head in heads:
-            if head[0] != layer:
-                continue
+        for head in filter(lambda head: head[0] == layer, heads):
             keys = att.pattern(*head)[0].topk(min(MOST_KEYS, T)).indices
             names, _, sides = explain(att, parts, head, torch.arange(T), keys)
             places = torch.tensor([numbers.setdefault(name, len(numbers)) for name in names]).to(keys)
             order = sides.abs().topk(min(MOST_PARTS, len(names)), dim=1).indices  # (2, parts, T, keys)
-            largest = torch.stack((places[order], hundredths(sides.gather(1, order))), dim=1)
+            largest = torch.stack((places[order], (100 * sides.gather(1, order)).round().long()), dim=1)
             largest = F.pad(largest, (0, 0, 0, 0, 0, MOST_PARTS - order.size(1))).flatten(0, 2)
-            whole = torch.stack((keys - att.calls[layer].shape[3] + T, hundredths(sides[0].sum(0))))
-            found[head] = torch.cat((whole, largest)).int().cpu()
+            advantage = (100 * sides[0].sum(0)).round().long()
+            found[head] = torch.cat((keys[None] - att.calls[layer].shape[3] + T, advantage[None], largest)).int().cpu()
     return [*numbers], torch.stack([found[head] for head in heads], dim=1)
-
-
-def hundredths(x: Tensor) -> Tensor:
-    """Return numbers in hundredths, as whole ones."""
-    return (100 * x).round().long()
 
 
 class Why(NamedTuple):
@@ -280,16 +251,15 @@ class Why(NamedTuple):
             f"score {self.score:.2f}, which is {self.advantage:+.2f} above its other keys, by what was written",
             f"{'to the query':>28} {'to the keys':>32}",
         ]
-        rows = zip_longest(*map(largest_in_words, (self.by_query, self.by_key)), fillvalue=("", ""))
-        lines += ["{:>20} {:>7} {:>24} {:>7}".format(*query, *key).rstrip() for query, key in rows]
-        return "\n".join(lines)
+        rows = zip_longest(*map(in_words, (self.by_query, self.by_key)), fillvalue=("", ""))
+        return "\n".join(lines + ["{:>20} {:>7} {:>24} {:>7}".format(*query, *key).rstrip() for query, key in rows])
 
 
-def largest_in_words(parts: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the largest parts of a side, and the sum of the others, in words."""
-    names = sorted(parts, key=lambda name: -abs(parts[name]))
-    most = MOST_PARTS + (len(names) == MOST_PARTS + 1)
-    shown = [(name, parts[name]) for name in names[:most]]
-    if others := names[most:]:
-        shown.append((f"{len(others)} others", sum(map(parts.get, others))))
-    return [(name, f"{part:+.2f}") for name, part in shown]
+def in_words(parts: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the largest parts of a side, and the sum of the others."""
+    shown = dict(sorted(parts.items(), key=lambda item: -abs(item[1]))[: MOST_PARTS + 1])
+    if len(parts) > len(shown):
+        shown.popitem()
+        rest = f"{len(parts) - MOST_PARTS} others"
+        shown[rest] = sum(parts.values()) - sum(shown.values())
+    return [(name, f"{part:+.2f}") for name, part in shown.items()]

@@ -333,10 +333,9 @@ def places_of(step: int, texts: dict[int, list[str]]) -> dict:
     """Made-up places of all heads, two in each text."""
     found = {}
     for number, head in enumerate(HEADS):
-        strongest = [Place(0.875, start, 7 + number % 3, 2, text) for start, text in texts.items()]
-        strongest += [Place(0.25, start, 9, 9, text) for start, text in texts.items()]
-        words = [(text[number], 0.5, 0.125) for text in texts.values()]
-        found[head] = Places(strongest, words, words[:1], "99 of 999 tokens; weights match")
+        strongest = [Place(0.875, start, 7 + number % 3, 2, text, ["so", "on"]) for start, text in texts.items()]
+        rule = [Place(0.25, start, 9, 9, text, []) for start, text in texts.items()]
+        found[head] = Places([("strongest", strongest), ("as a rule", rule)], "99 of 999 tokens; weights match")
     return found
 
 
@@ -346,10 +345,11 @@ def test_places_are_lines_that_open_to_their_text(show: Callable) -> None:
     texts = {0: [*shown, *(f"␣more{i}" for i in range(30))], 9000: [*HOSTILE, *(f"␣far{i}" for i in range(60))]}
     texts[9000][2] = "</summary>"
     page = show(inspected(400), inspected(800, strongest=places_of(800, texts)), link="#1.1/4")
-    assert page.locator("#of-places").inner_text() == "Strongest places of head 1.1"
-    assert page.locator("#read").inner_text().startswith("In 99 of 999 tokens; weights match.")
-    lines = page.locator("#found details")
-    assert lines.count() == 4
+    assert page.locator("#of-places").inner_text() == "Places of head 1.1"
+    assert page.locator("#read").inner_text().startswith("99 of 999 tokens; weights match. A line has")
+    lines = page.locator("#found .place")
+    assert lines.count() == 4 and lines.nth(0).is_visible() and not lines.nth(2).is_visible()
+    page.locator("#found .group").nth(1).locator("summary").first.click()
     assert lines.nth(1).locator("summary > span").nth(1).inner_text() == "9,008"
     first = lines.nth(1)
     assert first.locator("summary .key").inner_text() == "</summary>" and first.locator("summary .shown").count() == 1
@@ -380,7 +380,7 @@ def test_hostile_tokens_are_text_on_any_screen(show: Callable) -> None:
         page = show(inspected(400, **hostile), inspected(800, **hostile), width=width, color_scheme=scheme)
         assert page.locator("h1").inner_text() == f"Heads of {HOSTILE[0]}"
         assert [part.text_content() for part in page.locator("#text .token").all()] == HOSTILE
-        assert page.locator("img").count() == 0 and page.locator("script").count() == 2 + 2 * (len(HEADS) + 1)
+        assert page.locator("img").count() == 0 and page.locator("script").count() == 2 + 2 * (len(HEADS) + 2)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.locator("#most").evaluate("(part) => part.scrollWidth <= part.clientWidth")
         colours[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
