@@ -1,6 +1,5 @@
-"""Two models side by side: a model beside itself, beside itself with its heads in another order, and beside another."""
+"""Two models beside each other: one that is the same, one whose heads have changed places, and others."""
 
-import copy
 import json
 import re
 import zlib
@@ -9,80 +8,137 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
 
-import tril
+from errors import UserError
+from model import GPT
 from tests.conftest import make_gpt
-from tril.comparison import distances
+from tests.tril.test_page import content
+from tril import Inspection, compare, inspect_heads
+from tril.kinds import name_of
 
-V, T = 17, 7
-IDX = torch.randint(V, (T,), generator=torch.Generator().manual_seed(0)).tolist()
-NAMES = [f"t{token}" for token in IDX]
-
-
-def sharp() -> nn.Module:
-    """A model whose heads look at different tokens."""
-    model = make_gpt(family="llama", n_embd=18, n_head=3)
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attention.q_proj.weight.mul_(40)
-    return model.eval()
+T, V, L, H, D = 11, 17, 2, 3, 6
+HEADS = [(layer, head) for layer in range(L) for head in range(H)]
+IDX = torch.arange(T).mul(5).remainder(V)
+ORDER = {0: [2, 0, 1], 1: [1, 2, 0]}  # layer -> the head of the first model that each head is
 
 
-def permuted(model: nn.Module, order: list[int]) -> nn.Module:
-    """The same model with the heads of each layer in this order."""
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for block in other.blocks:
-            attention = block.attention
-            for part in (attention.q_proj, attention.k_proj, attention.v_proj):
-                part.weight.copy_(part.weight.unflatten(0, (3, -1))[order].flatten(0, 1))
-            o = attention.o_proj.weight
-            o.copy_(o.unflatten(1, (3, -1))[:, order].flatten(1))
+def llama(**changes: object) -> GPT:
+    """A model whose heads look at something each: queries and keys are large."""
+    model = make_gpt(**{"family": "llama", "n_embd": H * D, "n_kv_head": H, **changes}).eval()
+    for block in model.blocks:
+        block.attention.q_proj.weight.data *= 40
+    return model
+
+
+def reordered(model: GPT) -> GPT:
+    """The same function of ids, whose heads have other numbers."""
+    other = llama()
+    other.load_state_dict(model.state_dict())
+    for layer, order in ORDER.items():
+        rows = torch.cat([torch.arange(D) + D * head for head in order])
+        attention = other.blocks[layer].attention
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            projection.weight.data = projection.weight[rows]
+        attention.o_proj.weight.data = attention.o_proj.weight[:, rows]
     return other
 
 
-def test_a_model_beside_itself_is_the_same() -> None:
-    model = sharp()
-    a, b = (tril.inspect_heads(each, IDX, NAMES) for each in (model, copy.deepcopy(model)))
-    both = tril.compare(a, b)
-    assert [(match.head, match.distance) for match in both.matches] == [(match.other, 0.0) for match in both.matches]
-    assert len(both.matches) == 6 and all(match.next_best > 0.01 for match in both.matches)
-    assert all(not places for _, places in both.known.groups) and "+0.0000" in both.known.note
+def inspected(model: GPT, name: str, **options: object) -> Inspection:
+    found = inspect_heads(model, IDX, **options)
+    found.name = name
+    return found
 
 
-def test_heads_in_another_order_are_matched_in_that_order() -> None:
-    model, order = sharp(), [2, 0, 1]
-    a, b = (tril.inspect_heads(each, IDX, NAMES) for each in (model, permuted(model, order)))
-    both = tril.compare(a, b)
-    assert all(order[match.other[1]] == match.head[1] for match in both.matches), both.matches
-    assert max(match.distance for match in both.matches) < 1e-5
-    apart = distances(a, b)
-    weights = a.pattern(0, 0), b.pattern(1, 1)
-    expected = (weights[0] - weights[1]).abs().sum(-1)[1:].mean() / 2
-    assert apart[0, 4] == pytest.approx(expected.item(), abs=1e-5)
-    assert ((0 <= apart) & (apart <= 1)).all()
+def test_a_model_beside_itself_differs_in_nothing() -> None:
+    model = llama()
+    both = compare(inspected(model, "a"), inspected(model, "b"))
+    assert [(match.head, match.other, match.distance) for match in both.matches] == [(head, head, 0) for head in HEADS]
+    assert all(match.next_best > 0.05 for match in both.matches)
+    loss = f"{both.a.loss:.4f}"
+    assert both.known.note == f"loss {loss} of a, {loss} of b: +0.0000"
+    assert [places for _, places in both.known.groups] == [[], []]
 
 
-def test_another_model_knows_some_tokens_better_and_both_are_on_a_page(tmp_path: Path) -> None:
-    a, b = (tril.inspect_heads(each, IDX, NAMES) for each in (sharp(), make_gpt(n_embd=15, n_head=3)))
-    both = tril.compare(a, b)
-    printed = repr(both)
-    assert max(map(len, printed.splitlines())) <= 80 and "known better by" in printed
-    amounts = [place.amount for _, places in both.known.groups for place in places]
-    assert len(amounts) == len({*amounts}) and min(amounts) > 0
+def test_heads_in_another_order_are_found_in_that_order() -> None:
+    model = llama()
+    both = compare(inspected(model, "a"), inspected(reordered(model), "b"))
+    expected = {(layer, order[head]): (layer, head) for layer, order in ORDER.items() for head in range(H)}
+    assert {match.head: match.other for match in both.matches} == expected
+    assert max(match.distance for match in both.matches) < 1e-5 and both.b.heads == [expected[head] for head in HEADS]
+    alone = compare(inspected(model, "a", heads="1.0"), inspected(reordered(model), "b"))
+    assert [(match.head, match.other) for match in alone.matches] == [((1, 0), expected[1, 0])]
+
+
+def test_distances_and_losses_are_those_of_the_models() -> None:
+    """Of models of other sizes. Each distance is half of what two rows differ by, on average."""
+    models = llama(), llama(n_layer=1, n_embd=20, n_head=5, n_kv_head=5)
+    a, b = map(inspected, models, "ab")
+    both = compare(a, b)
+    assert len({match.other for match in both.matches}) == len(both.matches) == 5
+    for head, other, distance, next_best in both.matches:
+        apart = {
+            beside: (a.pattern(*head) - b.pattern(*beside)).abs().sum(1)[1:].mean().item() / 2
+            for beside in [(0, number) for number in range(5)]
+        }
+        assert distance == pytest.approx(apart.pop(other), abs=1e-6)
+        assert next_best == pytest.approx(min(apart.values()), abs=1e-6)
+    pairs = [(match.head, match.other) for match in both.matches]
+    for head, other in ((head, other) for head, _ in pairs for _, other in pairs):  # no two prefer each other
+        apart = (a.pattern(*head) - b.pattern(*other)).abs().sum(1)[1:].mean().item() / 2
+        assert (
+            apart >= min(match.distance for match in both.matches if head == match.head or other == match.other) - 1e-6
+        )
+
+    losses = [F.cross_entropy(model(IDX[None])[0, :-1], IDX[1:], reduction="none") for model in models]
+    rise = (losses[1] - losses[0]).detach()
+    for (title, places), amounts in zip(both.known.groups, (rise, -rise), strict=True):
+        assert title.startswith("known better by ") and places
+        for place in places:
+            assert place.amount == pytest.approx(amounts[place.query].item(), abs=1e-5) and place.key == place.query + 1
+    assert f": {rise.mean():+.4f}" in repr(both)
+
+
+def test_other_tokens_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    model = llama()
+    for other, problem in (
+        (inspect_heads(model, IDX[1:]), "the same tokens of the same tokenizer, and these differ, as ⟦0⟧ and ⟦1⟧"),
+        (inspect_heads(model, IDX, [*"abcdefghijk"]), "and these differ, as ⟦0⟧ and a$"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            compare(inspect_heads(model, IDX), other)
+    with pytest.raises(UserError, match="must end in one of .html"):
+        compare(inspected(model, "a"), inspected(model, "b")).save(tmp_path / "a.png")
+
+
+def test_the_page_has_each_head_beside_its_match(tmp_path: Path, browser) -> None:
+    model = llama()
+    both = compare(inspected(model, "a"), inspected(reordered(model), "b"))
     both.save(tmp_path / "both.html")
-    page = (tmp_path / "both.html").read_text(encoding="utf-8")
-    (places,) = re.findall(r'id="1/places">([^<]*)<', page)
-    texts, shown = json.loads(zlib.decompress(b64decode(places)))
-    assert len(shown) == len(both.matches) and texts
-    with pytest.raises(tril.UserError, match="the name of an output must end in one of .html"):
-        both.save(tmp_path / "both.png")
+    text = (tmp_path / "both.html").read_text()
+    pairs = content(text)["checkpoints"][1]["pairs"]
+    assert [pair[:2] for pair in pairs] == [[name_of(match.head), name_of(match.other)] for match in both.matches]
+    packed = [re.search(rf'id="{side}/1.0">([^<]*)<', text)[1] for side in (0, 1)]
+    first, second = (
+        torch.frombuffer(bytearray(zlib.decompress(b64decode(each))), dtype=torch.uint16) for each in packed
+    )
+    assert (first.int() - second.int()).abs().max() <= 1  # the match has the name of the head
+    (places,) = re.findall(r'id="1/places">([^<]*)<', text)
+    assert json.loads(zlib.decompress(b64decode(places)))[1][0][0] == both.known.note
 
-
-def test_models_that_read_other_tokens_are_refused() -> None:
-    a = tril.inspect_heads(sharp(), IDX, NAMES)
-    others = (IDX, [name.upper() for name in NAMES]), (IDX[::-1], NAMES[::-1])
-    for ids, names in others:
-        with pytest.raises(tril.UserError, match="models are compared on the same tokens of the same tokenizer"):
-            tril.compare(a, tril.inspect_heads(sharp(), ids, names))
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    complaints = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto((tmp_path / "both.html").as_uri() + "#1.0/7")
+    page.locator("#read", has_text="of a,").wait_for()
+    assert page.locator("h1").inner_text() == "Heads of a and b"
+    other = dict(pair[:2] for pair in pairs)["1.0"]
+    button = page.locator("#heads button").nth(3)
+    assert button.inner_text() == f"1.0 | {other} .00" and button.locator("canvas").count() == 2
+    for side, name in enumerate(("1.0", other)):
+        button.locator("canvas").nth(side).click()
+        page.locator("#head", has_text=f"Head {name}").wait_for()
+        assert page.locator("#slider").input_value() == str(side)
+        assert page.locator("#fed").inner_text().startswith(f"match {('1.0', other)[1 - side]}: .00 of the attention")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1280 and not complaints
+    page.close()
