@@ -211,7 +211,8 @@ def test_an_induction_head_is_fed_by_the_head_that_it_needs(way: str, mode: str 
     model.register_forward_hook(lambda *_: passes.append(1))
     fed = feeders(model, probe, scores, heads, mode)
     # Each of the heads below is taken away in eight texts, and those that are needed once more for the sides.
-    assert len(passes) == 3 * 8 + 2 * 8 * len(needed) and fed.keys() == {(1, 0), (1, 2)}  # 1.1 has no name, nothing is below 0.2
+    assert len(passes) == 3 * 8 + 2 * 8 * len(needed)
+    assert fed.keys() == {(1, 0), (1, 2)}  # 1.1 has no name, nothing is below 0.2
     assert list(fed[1, 2].without) == needed and not fed[1, 0].without
     assert fed[1, 2].score == scores.mean["induction"][1, 2] > 0.97
     assert str(fed[1, 0]) == ".50, without the median head .50"
