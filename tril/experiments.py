@@ -7,8 +7,10 @@ Each is a loop over `look`. The metrics are defined in tril/metrics.py. Shapes a
 number of sequences.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Literal, NamedTuple
@@ -24,8 +26,8 @@ from tril.decoder import device_of, evaluating, read
 from tril.errors import UserError
 from tril.kinds import LEAST, Fed, kind_of
 from tril.look import Captured, Edits, capture, look
-from tril.metrics import Head, Heads, HeadScores, Metrics, Prediction
-from tril.weights import NotTheKernels
+from tril.metrics import Head, Heads, HeadScores, Metrics, Prediction, measure
+from tril.weights import Computed, NotTheKernels
 
 POSITIONS = 1024  # logits are computed for so many positions of a sequence at a time: V numbers each
 CPU_FLOPS = 5e11  # spent on each extra of a page on a CPU: about five seconds
@@ -223,8 +225,24 @@ def feeders(
         is_fed = (without < (1 - LEAST) * score).all(1)
         means = without.mean(1)
         lowest = {earlier[i]: means[i].item() for i in means.argsort()[:MOST_FEEDERS].tolist() if is_fed[i]}
-        fed[head] = Fed(score.mean().item(), lowest, means.quantile(0.5, interpolation="higher").item())
+        sides = {feeder: by_sides(model, texts, {feeder: change}, head, name) for feeder in lowest}
+        fed[head] = Fed(score.mean().item(), lowest, means.quantile(0.5, interpolation="higher").item(), sides)
     return fed
+
+
+def by_sides(model: nn.Module, texts: Sequence[Tensor], edits: Edits, head: Head, metric: str) -> dict[str, float]:
+    """Return a metric of a head on repeated texts, (1, T) each, with its keys or its queries alone as edits make them.
+
+    Its weights read no values. They are known of a kernel alone; of other heads there is none.
+    """
+    layer, number = head
+    found = defaultdict(list)
+    for idx in texts:
+        plain, edited = (look(model, idx, each)[0].calls[layer].of_head(number) for each in (None, edits))
+        for name, field in {"keys": "k", "queries": "q"}.items() if isinstance(plain, Computed) else ():
+            changed = replace(plain, **{field: getattr(edited, field)})
+            found[name].append(measure(changed.blocks(), idx.size(1) // 2)[metric][0, 0].item())
+    return {name: sum(scores) / len(texts) for name, scores in found.items()}
 
 
 def affordable_rows(T: int, flops_per_row: float, device: torch.device, effort: float) -> Tensor:

@@ -16,6 +16,8 @@ COLUMNS = "Columns and metrics; A_ij is the weight of query i for key j:\n" + "\
     textwrap.fill(f"{title:8} {name}: {meaning}", 80, initial_indent=" " * 4, subsequent_indent=" " * 13)
     for name, (title, _, meaning) in METRICS.items()
 )
+FEEDS = """what feeds a head: its score on the probe, and without a head of a layer below
+(by keys, by queries: where these alone are made without it)"""
 MOST_ROWS = 16  # heads in a table, unless more are asked for
 MOST_NAMED = 2  # heads of a kind that fit a line of 80 columns
 
@@ -31,8 +33,9 @@ def report(scores: HeadScores, shown: Heads, heads: Heads, fed: Mapping[Head, Fe
     heads = heads or (shown if len(shown) <= MOST_ROWS else best(scores, shown))
     text = f"{table(scores, heads)}\n\n{in_words(scores, shown)}"
     if fed:
-        text += "\nwhat feeds a head: its score on the probe, and without a head of an earlier layer"
-        text += "".join(f"\n{name_of(head):>6} {words}" for head, words in fed.items())
+        text += f"\n{FEEDS}"
+        for head, words in fed.items():
+            text += "\n" + textwrap.fill(f"{name_of(head):>6} {words}", 80, subsequent_indent=" " * 7)
     if len(heads) < len(shown):
         text += f'\nthe table has {len(heads)} of {len(shown)} heads; --heads "*.*" shows all, -o page.html draws them'
     return text

@@ -1,5 +1,6 @@
 """Metrics have their known values, scores are those of the captured patterns, and measuring changes nothing."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -17,8 +18,9 @@ from model import GPT
 from tests.conftest import make_gpt
 from tests.tril.test_capture import run_captured
 from tril import ablate, head_scores, influence, repeat_probe
-from tril.experiments import feeders, predict
+from tril.experiments import by_sides, feeders, predict
 from tril.inspection import Inspection
+from tril.look import look
 from tril.metrics import measure
 
 B, T, V, L, H = 2, 11, 17, 2, 3
@@ -208,19 +210,45 @@ def test_an_induction_head_is_fed_by_the_head_that_it_needs(way: str, mode: str 
     passes = []
     model.register_forward_hook(lambda *_: passes.append(1))
     fed = feeders(model, probe, scores, heads, mode)
-    assert len(passes) == 3 * 8 and fed.keys() == {(1, 0), (1, 2)}  # 1.1 has no name, nothing is below 0.2
+    # Each of the heads below is taken away in eight texts, and those that are needed once more for the sides.
+    assert len(passes) == 3 * 8 + 2 * 8 * len(needed)
+    assert fed.keys() == {(1, 0), (1, 2)}  # 1.1 has no name, nothing is below 0.2
     assert list(fed[1, 2].without) == needed and not fed[1, 0].without
     assert fed[1, 2].score == scores.mean["induction"][1, 2] > 0.97
     assert str(fed[1, 0]) == ".50, without the median head .50"
     if needed:
         assert (fed == feeders(model, probe, scores, heads, "mean")) == (mode != "zero")
         assert fed[1, 2].without[0, 1] < 0.5 and 0.8 < fed[1, 2].median < fed[1, 2].score
+        sides = {"keys": pytest.approx(fed[1, 2].without[0, 1]), "queries": pytest.approx(fed[1, 2].score)}
+        assert fed[1, 2].sides == {(0, 1): sides}  # it acts by what it writes to the keys
+        assert " (by keys ." in str(fed[1, 2])
 
     passes.clear()
     monkeypatch.setattr(tril.experiments, "MOST_EARLIER", 2)
     few = feeders(model, probe, scores, heads, mode)
-    assert len(passes) == (3 * 2 if mode else 0)
+    assert len(passes) == (3 * 2 + 2 * 2 * len(needed) if mode else 0)
     assert {head: list(each.without) for head, each in few.items()} == ({(1, 0): [], (1, 2): needed} if mode else {})
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 3])
+def test_both_sides_are_the_whole_ablation_and_a_head_replaced_by_itself_moves_no_bit(n_kv_head: int) -> None:
+    model = make_gpt(family="qwen3", n_embd=18, n_kv_head=n_kv_head, bias=None, context_length=SIZE).eval()
+    texts = repeat_probe(torch.arange(V - 1), V - 1, SIZE, num=5).repeated.split(1)
+    edits = {(0, 1): torch.zeros_like}
+    for head in ((1, 0), (1, 2)):
+        plain, without = (
+            [look(model, idx, each)[0].scores(REPEAT)["induction"][0, *head].item() for idx in texts]
+            for each in (None, edits)
+        )
+        assert by_sides(model, texts, {(0, 1): lambda x: x}, head, "induction") == {
+            side: sum(plain) / len(plain) for side in ("keys", "queries")
+        }
+        found = by_sides(model, texts, edits, head, "induction")
+        assert len({sum(plain), sum(without), *(5 * score for score in found.values())}) == 4
+        for n, idx in enumerate(texts):  # the queries of the whole ablation with its keys
+            ablated = look(model, idx, edits)[0].calls[1].of_head(head[1])
+            mixed = dataclasses.replace(look(model, idx)[0].calls[1].of_head(head[1]), q=ablated.q, k=ablated.k)
+            assert measure(mixed.blocks(), REPEAT)["induction"][0, 0].item() == without[n]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "nanochat"])
