@@ -63,8 +63,8 @@ class Options:
     at: tuple[int, int] | None = None
     """For --view why the numbers of the two tokens. Left out: where a head looks most."""
     corpus: str = ""
-    """A file of text in which strongest places are looked for, which takes a CPU a minute at most. Left out: the
-    model's validation text."""
+    """A text in which places are looked for, which takes a CPU a minute at most: a file, folder or table, as
+    --data.source. Left out: the model's validation text."""
     ablate: Ablation | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean, and what feeds a head.
     That is also measured without it, by the mean, where at most 16 heads are in the layers before."""
@@ -105,7 +105,7 @@ def main() -> None:
         checkpoints[-1],
         device,
         read_prompt(options.text) if options.text or options.generate else None,
-        read_prompt(f"@{options.corpus}") if options.corpus else None,
+        Path(options.corpus) if options.corpus else None,
         num_tokens=options.generate,
         sampler=options.sampler,
         asked=options.heads,

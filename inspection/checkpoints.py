@@ -15,6 +15,7 @@ from torch import nn
 from cli.script import progress_bar
 from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.prepare import find_prepared
+from data.sources import DataConfig, documents
 from data.tokenizer import load_tokenizer
 from errors import UserError, errors_as_user_error, visible
 from model.checkpoint import PROBE_TOKENS, STEP, Checkpoint, find_checkpoint, read_json, tensor_files
@@ -75,14 +76,14 @@ def inspect_checkpoint(
     checkpoint: Checkpoint,
     device: torch.device,
     text: Text | None = None,
-    corpus: Text | None = None,
+    corpus: Text | Path | None = None,
     num_tokens: int = 0,
     sampler: Sampler | None = None,
     **options: object,
 ) -> Inspection:
     """Open a checkpoint; see `inspect_heads`.
 
-    num_tokens: so many tokens the model adds to the text, as the sampler chooses; fewer if that fills the context.
+    corpus: a Path is read as a source of data is: a table by its rows. num_tokens: so many tokens the model adds to the text, as the sampler chooses; fewer if that fills the context.
     options: fields of `Inspection`.
 
     Raises UserError if there is no text, or if the tokenizer has more tokens than the model.
@@ -91,6 +92,9 @@ def inspect_checkpoint(
     names = OurNames(tokenizer_of(checkpoint))
     names.tokenizer.check_fits(decoder.num_ids)
     seen = checkpoint.trainer.get(PROBE_TOKENS, [])
+    if isinstance(corpus, Path):
+        read = documents(DataConfig(source=str(corpus)))
+        corpus = [token for document in read for token in names.ids("".join(document))]
     long = validation_text(checkpoint) if corpus is None else names.ids(corpus)
     options |= {"name": name_of_model(checkpoint.directory), "corpus": long}
     if seen:

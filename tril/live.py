@@ -12,7 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from socket import SHUT_RDWR
+from threading import Thread, Timer
 from urllib.parse import parse_qsl
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from tril.look import Captured, look
 from tril.metrics import Head
 from tril.weights import NotTheKernels
 
+PATIENCE = 0.5  # seconds
 EFFORT = 0.003  # of that for a saved page, while somebody waits
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
@@ -37,16 +39,29 @@ HEADERS = {
 class Handler(BaseHTTPRequestHandler):
     """Answers one request to a server that has an `address`, and an `answer` to what it is asked for."""
 
-    timeout = 0.5  # seconds until a silent one is left: browsers open connections that they may not use
     error_message_format = "%(explain)s"  # escaped
+
+    def handle(self) -> None:
+        """Read a request and answer it. It has PATIENCE to arrive: browsers open connections that they may not use."""
+        self.clock = Timer(PATIENCE, self.hang_up)
+        self.clock.start()
+        with suppress(OSError):  # who asked may be gone
+            super().handle()
+        self.clock.cancel()
+
+    def hang_up(self) -> None:
+        """End the request, however slowly it arrives."""
+        with suppress(OSError):
+            self.connection.shutdown(SHUT_RDWR)
 
     def do_GET(self) -> None:
         """Send the page that is asked for, or a sentence that says why there is none."""
+        self.clock.cancel()
         path, _, query = self.path.partition("?")
         address = f"http://{self.headers['Host']}{path}".replace("localhost", "127.0.0.1")
         is_known = secrets.compare_digest(address.encode(), self.server.address.encode())
         if not is_known or self.headers["Sec-Fetch-Site"] == "cross-site":
-            return self.send_error(403)
+            return self.send_error(403, explain="this address is of another start: open the one that is printed now")
         try:
             content = self.server.answer(**dict(parse_qsl(query))).encode()
         except (UserError, NotTheKernels) as error:
@@ -55,9 +70,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         for name, value in {**HEADERS, "Content-Length": len(content)}.items():
             self.send_header(name, value)
-        with suppress(ConnectionError):  # who asked may be gone
-            self.end_headers()
-            self.wfile.write(content)
+        self.end_headers()
+        self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
         """Print nothing: an address has the token."""

@@ -159,6 +159,10 @@ def test_places_are_printed_and_on_the_page_of_the_last_checkpoint(run, straight
     assert "\n748 of 750 tokens\n" in other.out
     assert other.out.count("\nhead 1.1\n") == 1 and "where it looks: a line" not in other.out
     assert set(re.findall("«(.)»", other.out)) <= {"␣", *"onetwhr."}
+    rows = [{"text": "one two three. " * 25, "name": "X" * 99}] * 2  # read as training reads them, by their column
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    table = run(inspect_attention, straight, "--corpus", tmp_path / "rows.jsonl", "--view", "places", "--heads", "1.1")
+    assert table.out == other.out
 
 
 def test_ablation_stands_beside_its_error(run, straight: Path) -> None:
@@ -256,7 +260,7 @@ def test_a_model_of_the_hub_has_its_name() -> None:
         (["{run}", "--generate", "5", "--top_k", "0"], "top_k must be a number from 1 to "),
         (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .html, .png, .svg, .npz"),
         (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: it is a directory, or in none"),
-        (["{run}", "--corpus", "{tmp}/none.txt"], "No such file or directory: '{tmp}/none.txt'"),
+        (["{run}", "--corpus", "{tmp}/none.txt"], "no text found at '{tmp}/none.txt'"),
         (["{run}", "--corpus", "{tmp}/short.txt"], "attention is between tokens: give a text of two or more"),
         (["{run}", "--corpus", "{run}/checkpoints/step-00000012/model.safetensors"], "codec can't decode"),
         (["{other}", "--text", "a b", "--view", "places"], "validation text is not here, give one with --corpus FILE"),

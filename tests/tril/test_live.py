@@ -1,11 +1,13 @@
 """inspect_attention.py --live: who is answered, what is answered, and what a person does with it in a browser."""
 
+import contextlib
 import math
 import os
 import queue
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -133,7 +135,30 @@ def test_who_is_silent_or_leaves_does_not_keep_others_waiting(serving, capfd) ->
         start = time.monotonic()
         assert ask(address)[0].status == 200 and time.monotonic() - start < 5
         silent.close()
+    for words in (b"GET /", f"GET {there.path} HTTP/1.1\r\nHost: {there.netloc}\r\n\r\n".encode()):
+        gone = socket.create_connection((there.hostname, there.port))
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it resets the connection
+        gone.sendall(words)
+        gone.close()
+    dribbling = socket.create_connection((there.hostname, there.port))
+    dribbling.sendall(f"GET {there.path} HTTP/1.1\r\n".encode())
+
+    def dribble() -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                dribbling.sendall(b"X-Y: Z\r\n")
+                time.sleep(0.1)
+
+    threading.Thread(target=dribble, daemon=True).start()
+    start = time.monotonic()
+    assert ask(address)[0].status == 200 and time.monotonic() - start < 5
+    dribbling.close()
     assert not capfd.readouterr().err
+
+
+def test_a_page_of_an_earlier_start_says_what_to_do(serving) -> None:
+    response, text = ask(serving(str), path="/earlier/")
+    assert response.status == 403 and text == "this address is of another start: open the one that is printed now"
 
 
 def test_what_cannot_be_is_one_sentence_and_no_markup(serving) -> None:
