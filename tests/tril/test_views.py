@@ -7,6 +7,7 @@ from torch import Tensor
 import tril.experiments
 from model import GPT
 from tests.conftest import make_gpt
+from tests.decoders import make_decoder
 from tril import capture, inspect_heads
 from tril.look import look
 from tril.views import moved, say, unembedding
@@ -76,6 +77,32 @@ def test_what_heads_move_and_say_are_their_shares_of_the_whole(family: str, n_kv
     cap = model.family.logit_cap
     total = total if cap is None else cap * torch.tanh(total / cap)
     torch.testing.assert_close(total, model(idx)[0], rtol=1e-3, atol=1e-3)
+
+
+STRANGERS = {  # type -> whether what its heads write is known to reach the logits, and of a block that adds at once
+    **dict.fromkeys("llama nemotron gemma starcoder2".split(), (True, False)),
+    **dict.fromkeys("gptj phi".split(), (True, True)),
+    **dict.fromkeys("gemma2 olmo2 granite".split(), (False, False)),  # a norm or a factor behind attention
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+@torch.no_grad()
+def test_how_a_stranger_makes_logits_is_seen_or_not_known(name: str) -> None:
+    """Norms of several classes. Logits are linear in the stream but for what is the same at all positions."""
+    is_known, adds_at_once = STRANGERS[name]
+    model, idx = make_decoder(name), torch.randint(2, 61, (1, T))
+    att, logits = look(model, idx, positions=slice(None))
+    att, _ = look(model, idx)
+    out = unembedding(att)
+    assert (out is not None) == is_known == bool(inspect_heads(model, idx).said)
+    if is_known:
+        rest = logits[0] - out.scale * out.logits(att.last[2][1][0])
+        torch.testing.assert_close(rest, rest[:1].expand(T, -1), rtol=1e-4, atol=1e-4)
+    if adds_at_once:  # nothing reads a head of the last layer but the norm
+        without, _ = look(model, idx, {(1, 2): torch.zeros_like})
+        lost = (att.last[2][1] - without.last[2][1])[0]
+        torch.testing.assert_close(lost, att.pattern(1, 2)[0] @ moved(att, (1, 2)), rtol=1e-4, atol=1e-5)
 
 
 def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -> None:
