@@ -83,7 +83,8 @@ def inspect_checkpoint(
 ) -> Inspection:
     """Open a checkpoint; see `inspect_heads`.
 
-    corpus: a Path is read as a source of data is: a table by its rows. num_tokens: so many tokens the model adds to the text, as the sampler chooses; fewer if that fills the context.
+    corpus: a Path is read as a source of data is, a table by its rows.
+    num_tokens: so many tokens the model adds to the text, as the sampler chooses; fewer if that fills the context.
     options: fields of `Inspection`.
 
     Raises UserError if there is no text, or if the tokenizer has more tokens than the model.
