@@ -95,26 +95,25 @@ class Comparison:
 def compare(a: Inspection, b: Inspection) -> Comparison:
     """Compare two models that have read the same tokens, and match their heads by where they look in them.
 
-    Matched is the closest pair of all, then the closest of those that are left, and so on. So no two heads are closer
-    to each other than both are to their matches; the sum of all distances may not be the least. If one model has more
-    heads, some have no match.
+    Matched is the closest pair of all, then the closest of those that are left, and so on. So no two heads would both
+    be better off with each other; the sum of all distances may not be the least. If one model has more heads, some have
+    no match.
 
     Raises UserError if the tokens differ, as those of different tokenizers do.
     """
-    are_same = a.measured.equal(b.measured) and a.shown.equal(b.shown)
-    named = [[*map(found.label, found.measured.unique().tolist())] for found in (a, b)]
-    if not are_same or named[0] != named[1]:
-        first = next((f", as {x} and {y}" for x, y in zip(*named, strict=False) if x != y), "")
-        raise UserError(f"models are compared on the same tokens of the same tokenizer, and these differ{first}")
+    read = [(found.measured.tolist(), [*map(found.label, found.measured.unique().tolist())]) for found in (a, b)]
+    if read[0] != read[1]:
+        raise UserError("the two have not read the same tokens: compare models of one tokenizer, on one text")
     apart = distances(a, b)
     left = apart.clone()
     matches = {}
     for _ in range(min(left.shape)):
         i, j = divmod(left.argmin().item(), left.size(1))
         left[i] = left[:, j] = torch.inf
-        next_best = torch.cat((apart[i, :j], apart[i, j + 1 :], torch.ones(1))).min()
+        others = apart[i].clone()
+        others[j] = 1.0  # the most there is
         head, other = divmod(i, a.att.shape[2]), divmod(j, b.att.shape[2])
-        matches[head] = Match(head, other, apart[i, j].item(), next_best.item())
+        matches[head] = Match(head, other, apart[i, j].item(), others.min().item())
     shown = [matches[head] for head in a.heads if head in matches]
     a, b = (replace(found, asked=[name_of(match[side]) for match in shown]) for side, found in enumerate((a, b)))
     return Comparison(a, b, shown)

@@ -97,7 +97,8 @@ class Captured(TorchFunctionMode):
 
     def pass_by(self, module: nn.Module, inputs: tuple, output: object) -> None:
         """Note a module without parts that was called, as a hook."""
-        if inputs and not any(module.children()):
+        is_leaf = inputs and not any(module.children())
+        if is_leaf and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
             self.leaf = module, inputs[0], output
 
     @property

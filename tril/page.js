@@ -315,7 +315,7 @@ function drawFed() {
   if (pairs) {
     const [distance, next] = pairs[state.head].slice(2);
     const match = pairs[state.head][1 - state.checkpoint];
-    return fill("fed", `match ${match}: ${distance} of the attention lies elsewhere, next best ${next}`);
+    return fill("fed", `match ${match} differs by ${distance}, next best ${next}`);
   }
   const fedBy = checkpoints[state.checkpoint].heads.map((head) => head.fed);
   const fed = fedBy[state.head] && `score ${fedBy[state.head]}`;

@@ -65,7 +65,7 @@ def unembedding(att: Captured) -> Unembedding | None:
         return None
     given, weight, (norm, x, y) = att.last
     written = {id(each) for each in att.projections.values()}
-    is_read = isinstance(y, Tensor) and given.equal(y[:, : given.size(1)])
+    is_read = given.equal(y[:, : given.size(1)])
     if not is_read or len(att.projections) < len(att.calls) or not written <= att.terms.get(x, set()):
         return None
     wide = att.calls[0].dtype

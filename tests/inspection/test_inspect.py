@@ -209,6 +209,16 @@ def test_checkpoints_make_a_timeline(run, straight: Path, tmp_path: Path, monkey
     assert np.abs(stored(tmp_path / "t.html", "0/1.2") - first.numpy()).max() <= 1 / 65535
 
 
+def test_two_runs_are_compared_on_the_text_of_the_first(run, straight: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(straight / FIRST, tmp_path / "other")
+    result = run(inspect_attention, straight, other, "-o", tmp_path / "both.html").ok()
+    losses = [head_scores(GPT.from_pretrained(place), texts_of(straight)).losses.mean() for place in (straight, other)]
+    assert f"\nloss {losses[0]:.4f} of straight step-00000012, {losses[1]:.4f} of other: " in result.out
+    assert result.out.startswith("text:   8 x 11 tokens of its validation text")
+    names = [each["name"] for each in data_of(tmp_path / "both.html")["checkpoints"]]
+    assert names == ["straight step-00000012", "other"]
+
+
 @pytest.mark.parametrize("only_shown", [False, True])
 def test_weights_that_are_not_the_kernels_are_not_shown(run, straight: Path, tmp_path: Path, monkeypatch, only_shown):
     """The text of the pictures has a proof of its own."""
@@ -265,6 +275,7 @@ def test_a_model_of_the_hub_has_its_name() -> None:
         (["{run}", "--corpus", "{run}/checkpoints/step-00000012/model.safetensors"], "codec can't decode"),
         (["{other}", "--text", "a b", "--view", "places"], "validation text is not here, give one with --corpus FILE"),
         (["{run}", "{run}/checkpoints/step-00000008", "{other}"], "two to compare, or for a timeline several step-..."),
+        (["{run}", "{other}", "-o", "a.png"], "a.png: the name of an output must end in one of .html"),
         (["{run}", "{other}", "--live"], "of two models there are a table and a page, by -o both.html"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tril.places
 from model.attention import attention_weights
 from tests.conftest import make_gpt
-from tril import NotTheKernels
+from tril import NotTheKernels, ablate
 from tril.look import look
 from tril.places import MISSED, STRONGEST, Place, find_places
 from tril.texts import draw_texts
@@ -132,6 +132,19 @@ def test_what_is_missed_is_shown_where_the_loss_rises_most(monkeypatch) -> None:
         weights = planted(text)[0, place.query]
         assert place.key == weights[1 : place.query].argmax() + 1
     assert repr(found[BRACKETS]).count("\n\n") == 3
+
+
+@pytest.mark.parametrize("mode", ["zero", "mean"])
+def test_the_mean_of_what_is_missed_is_the_column_loss_and_a_zero_head_is_not_missed(mode: str) -> None:
+    model = make_gpt(family="llama", n_embd=18, n_kv_head=3).eval()
+    model.blocks[0].attention.v_proj.weight.data[:6] = 0  # of head 0.0
+    corpus = torch.randint(17, (11 * 13,)).tolist()
+    heads = [(layer, head) for layer in range(2) for head in range(3)]
+    _, pieces = draw_texts(corpus, 11, 8)
+    means = ablate(model, pieces, heads, mode).mean(0)
+    for head, places in find_places(model, corpus, 11, heads, str, heads, mode).items():
+        title, missed = places.groups[1]
+        assert f" {means[head]:+.4f} " in title and (means[head] == 0) == (head == (0, 0)) == (missed == [])
 
 
 @torch.no_grad()

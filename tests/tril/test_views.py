@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import tril.experiments
 from model import GPT
@@ -103,6 +103,13 @@ def test_how_a_stranger_makes_logits_is_seen_or_not_known(name: str) -> None:
         without, _ = look(model, idx, {(1, 2): torch.zeros_like})
         lost = (att.last[2][1] - without.last[2][1])[0]
         torch.testing.assert_close(lost, att.pattern(1, 2)[0] @ moved(att, (1, 2)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("last", [nn.Tanh(), nn.Linear(42, 42), nn.Softmax(-1)], ids=str)
+def test_what_is_no_norm_is_not_taken_for_one(last: nn.Module) -> None:
+    model = make_decoder("llama")
+    model.model.norm = last
+    assert unembedding(look(model, torch.randint(2, 61, (1, T)))[0]) is None
 
 
 def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -> None:
