@@ -55,7 +55,7 @@ def train(config: Config, ranks: Ranks) -> None:
     # 1. What an earlier session left, the text, the model that fits it, and its optimizer.
     run = RunDirectory(config, ranks)
     with ranks.first_then_others():
-        corpus = prepare(config.data, fingerprint=run.fingerprint, model=run.base and run.base.directory)
+        corpus = prepare(config.data, began_with=run.state, model=run.base and run.base.directory)
     config = run.fit(corpus, device)
     c = config.train
     T = config.model.context_length
@@ -122,7 +122,7 @@ def train(config: Config, ranks: Ranks) -> None:
             guard.watch(step, train_loss if scaler.is_enabled() else train_loss + grad_norm)
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad()
+            model.zero_grad()
             progress.made_step(tokens)
             if progress.step % c.log_every == 0 or progress.step == c.max_steps:
                 guard.check()  # waits for the device, as .item() does, so not in every step

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from data.corpus import Corpus, is_prepared, open_corpus, write_corpus
@@ -30,23 +30,24 @@ PREPARED = Path(__file__).parent / "prepared"
 
 
 def prepare(
-    config: DataConfig, out: str | Path = "", fingerprint: str | None = None, model: Path | None = None
+    config: DataConfig, out: str | Path = "", began_with: dict | None = None, model: Path | None = None
 ) -> Corpus:
     """Return the corpus of a configuration, and prepare it first unless it exists.
 
     Args:
         out: the directory to write. Empty: one in PREPARED.
-        fingerprint: that of the corpus with which a run began. This corpus is used if it is still on this machine, even
-            if its source has changed since.
+        began_with: the trainer.json of a run that goes on. Its corpus is used if it is still on this machine, even if
+            its source has changed since.
         model: the directory whose tokenizer has the name "model".
 
-    Raises UserError if the source cannot be used, if `out` holds something other than this corpus, or if the corpus has
-    another fingerprint; and OSError if a file cannot be read or written.
+    Raises UserError if the source cannot be used, if `out` holds something other than this corpus, or if the run began
+    with another text; and OSError if a file cannot be read or written.
     """
-    corpus = find_prepared(fingerprint, config.source)
+    config = replace(config)  # whose source is walked anew
+    corpus = find_prepared(began_with) if began_with else None
     if corpus is None:
         # A run that goes on has the tokenizer of its model: another version of a library may make another one.
-        tokenizer = find_tokenizer(config.tokenizer if fingerprint is None else "model", model)
+        tokenizer = find_tokenizer("model" if began_with else config.tokenizer, model)
         if is_prepared(config.source):
             if config.val_source:
                 raise UserError(f"{config.source} has its own text to validate on: leave val_source out")
@@ -54,12 +55,12 @@ def prepare(
             wanted = tokenizer.identity if tokenizer else config.tokenizer
             if wanted not in (corpus.tokenizer.identity, corpus.meta["tokenizer"]):
                 raise UserError(f"{config.source} was prepared with another tokenizer: {corpus.meta['tokenizer']}")
-        elif files := find_token_files(config.source):
+        elif files := find_token_files(config):
             corpus = open_token_files(config, files, tokenizer)
         else:
             corpus = prepare_source(config, out, tokenizer)
-    if fingerprint not in (None, corpus.meta["fingerprint"]):
-        raise UserError(f"{config.source} is not the text this run began with: put that back to go on")
+    if began_with and began_with["fingerprint"] != corpus.meta["fingerprint"]:
+        raise UserError(f"{config.source} is not the text this run began with: restore that text to resume")
     return corpus
 
 
@@ -99,26 +100,27 @@ def corpus_key(config: DataConfig, tokenizer: Tokenizer | None) -> str:
 
     Raises UserError if a file is for training and for validation.
     """
-    files = find_files(config.source)
+    files = config.files
     own = find_files(config.val_source) if config.val_source else []
     if shared := {*map(Path.resolve, files)} & {*map(Path.resolve, own)}:
         raise UserError(f"{min(shared)} is in source and in val_source: give a glob that leaves it out of one of them")
     stamps = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files + own]
     # An option that is added, and left at its default, changes no key: the corpora that exist are found.
-    values = vars(config).items()
+    values = asdict(config).items()
     options = {name: value for name, value in values if name in IN_EVERY_KEY or value != getattr(type(config), name)}
     options["out"] = None  # of the command line
     return hashlib.sha256(repr((FORMAT, options, stamps, tokenizer and tokenizer.files)).encode()).hexdigest()
 
 
-def find_prepared(fingerprint: object, source: str) -> Corpus | None:
-    """Return the prepared corpus with this fingerprint; None if it is neither in PREPARED nor the source itself.
+def find_prepared(trainer: dict) -> Corpus | None:
+    """Return the prepared corpus that a trainer.json names; None if it is neither in PREPARED nor the source itself.
 
-    fingerprint: None has no corpus.
+    Runs of 4.1 and before do not know the name of its directory.
     """
-    for directory in (Path(source), *PREPARED.glob("*")):
+    named = [PREPARED / trainer["corpus"]] if "corpus" in trainer else PREPARED.glob("*")
+    for directory in (Path(trainer["config"]["data"]["source"]), *named):
         with suppress(UserError, OSError):  # `is_file` may raise where a folder is closed
-            if f'"fingerprint": "{fingerprint}"'.encode() in read_small(directory / "meta.json"):
+            if f'"fingerprint": "{trainer["fingerprint"]}"'.encode() in read_small(directory / "meta.json"):
                 return open_corpus(directory)
     return None
 

@@ -21,7 +21,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from textwrap import shorten
@@ -77,6 +77,11 @@ class DataConfig:
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         check_numbers(self, max_tokens=(1, 1e30), val_fraction=(1e-9, 0.999999))
 
+    @cached_property
+    def files(self) -> list[Path]:
+        """Those of `find_files`: a folder is walked once, however often it is read."""
+        return find_files(self.source)
+
 
 def documents(config: DataConfig) -> Iterator[Iterator[str]]:
     """Yield the documents of a source in a fixed order, each in pieces. Read each one before asking for the next.
@@ -87,7 +92,7 @@ def documents(config: DataConfig) -> Iterator[Iterator[str]]:
     """
     prefix, colon, name = config.source.partition(":")
     read = READERS.get(prefix + colon)
-    for document in read(name, config.text_column) if read else read_files(config.source, config.text_column):
+    for document in read(name, config.text_column) if read else read_files(config.files, config.text_column):
         yield in_pieces([document] if isinstance(document, str) else document)
 
 
@@ -160,9 +165,9 @@ def walk(folder: str, hidden: re.Pattern) -> Iterator[Path]:
             yield from found
 
 
-def read_files(source: str, text_column: str) -> Iterator[Document]:
+def read_files(files: list[Path], text_column: str) -> Iterator[Document]:
     """Yield the documents of local files. Raises as `read_file`."""
-    for path in find_files(source):
+    for path in files:
         if path.stat().st_size:  # nothing can be read from an empty Parquet file
             refuse_formats(path)
             yield from read_file(str(path), partial(open, mode="rb"), text_column)

@@ -94,7 +94,7 @@ def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Toke
     Raises UserError, with the name of the file, if one is unlike the others, or for an unusable tokenizer.
     """
     own = [file for file in files if file.split == "val"]
-    if config.val_source and not (own := find_token_files(config.val_source)):
+    if config.val_source and not (own := find_token_files(DataConfig(config.val_source))):
         raise UserError(f"{config.val_source} has to be token files, as {config.source} is")
     files = [file for file in files if file.split != "val" and file not in own] + own
     tokenizer = tokenizer_of(files, config.tokenizer, tokenizer)
@@ -145,20 +145,22 @@ def tokenizer_of(files: list[TokenFile], name: str, tokenizer: Tokenizer | None)
     return tokenizer
 
 
-def find_token_files(source: str) -> list[TokenFile]:
+def find_token_files(config: DataConfig) -> list[TokenFile]:
     """Return the token files of a source, sorted, those for validation last; [] for a source of another kind.
 
     Empty ones of datatrove are left out. Raises UserError, with the name of the file, if one is not what its metadata
     or its header describe.
     """
-    paths = find_files(os.path.expanduser(source.removeprefix(SHARDS)))
-    if source.startswith(SHARDS):  # llm.c's scripts leave the text beside them
+    if config.source.startswith(SHARDS):  # llm.c's scripts leave the text beside them
+        paths = find_files(os.path.expanduser(config.source.removeprefix(SHARDS)))
         files = [read_shard(path) for path in paths if path.suffix == ".bin"]
     else:
-        stored = [path for path in paths if path.suffix == ".ds"]
-        others = [path for path in paths if ".ds" not in path.suffixes]
+        stored = [path for path in config.files if path.suffix == ".ds"]
+        others = [path for path in config.files if ".ds" not in path.suffixes]
         if stored and others:
-            raise UserError(f"{source} holds token files (.ds), and {others[0]}: give files of one kind, as by a glob")
+            raise UserError(
+                f"{config.source} holds token files (.ds), and {others[0]}: give files of one kind, as by a glob"
+            )
         files = [read_described(path) for path in stored if path.stat().st_size]
     for file in files:
         size = file.path.stat().st_size

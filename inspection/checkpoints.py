@@ -198,7 +198,6 @@ def validation_text(checkpoint: Checkpoint) -> np.ndarray | None:
     Nor are they if no run of ours wrote the checkpoint, or if they are in token files, which are never prepared.
     """
     with suppress(LookupError, TypeError):  # no run of ours has written it
-        trainer = checkpoint.trainer
-        corpus = find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"])
+        corpus = find_prepared(checkpoint.trainer)
         return corpus.tokens["val"] if corpus else None
     return None

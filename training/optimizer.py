@@ -149,12 +149,15 @@ class Muon(torch.optim.AdamW):
             for matrix, momentum in zip(alike, stack, strict=True):
                 self.state[matrix]["momentum"] = momentum  # a view of the stack
 
+    # As decorated, this and `step` import torch's compiler, which takes a second.
+    add_param_group = Optimizer.add_param_group.__wrapped__
+
     @torch.no_grad()
     def step(self) -> None:
         """Update all parameters."""
         groups = self.param_groups
         self.param_groups = self.adamw_groups
-        super().step()
+        torch.optim.AdamW.step.__wrapped__(self)
         self.param_groups = groups
         for group in groups[len(self.adamw_groups) :]:
             matrices = group["params"]

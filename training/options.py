@@ -18,7 +18,7 @@ import tomli_w
 
 from cli.options import options_in, parse
 from data.corpus import is_prepared, open_corpus
-from data.sources import COMPRESSED, DataConfig, find_files
+from data.sources import COMPRESSED, DataConfig
 from data.token_files import find_token_files
 from errors import UserError
 from files import expand
@@ -76,7 +76,7 @@ def read_config(argv: list[str]) -> Config:
     on_gpu = find_device(config.train.device).type == "cuda"
     if config.data.source != quickstart.data.source:
         config = replace(config, given=frozenset(given))
-        tokenizer = tokenizer_for(config.data.source, on_gpu) if "data.tokenizer" not in given else ""
+        tokenizer = tokenizer_for(config.data, on_gpu) if "data.tokenizer" not in given else ""
         named = {"tokenizer": tokenizer, "out_dir": f"out/{name_of(config.data.source)}", "sample_prompt": ""}
         config = with_fitted(config, named)
     if not on_gpu or config.given is None:  # on a GPU the rest of the shape may be another
@@ -102,17 +102,17 @@ def with_fitted(config: Config, values: dict[str, object]) -> Config:
     return replace(config, **{table: replace(getattr(config, table), **changed) for table, changed in own.items()})
 
 
-def tokenizer_for(source: str, on_gpu: bool) -> str:
+def tokenizer_for(config: DataConfig, on_gpu: bool) -> str:
     """Return the tokenizer for a text by the size of its files; its own, if it is tokens already.
 
     Raises UserError if there is no text.
     """
-    if is_prepared(source):
-        return open_corpus(Path(source)).meta["tokenizer"]
-    if token_files := find_token_files(source):
+    if is_prepared(config.source):
+        return open_corpus(Path(config.source)).meta["tokenizer"]
+    if token_files := find_token_files(config):
         return token_files[0].tokenizer
     packed = (".parquet", *COMPRESSED)
-    sizes = [path.stat().st_size * (COMPRESSION if path.suffix.lower() in packed else 1) for path in find_files(source)]
+    sizes = [path.stat().st_size * (COMPRESSION if path.suffix.lower() in packed else 1) for path in config.files]
     if not sizes:  # of the hub
         return DataConfig.tokenizer
     most = sum(sizes) if on_gpu else min(2_000_000, sum(sizes))

@@ -93,8 +93,6 @@ class RunDirectory:
         elif config.train.init_from:
             self.base = find_checkpoint(config.train.init_from)
             print(f"weights from {self.base.directory}")
-        self.fingerprint = self.state.get("fingerprint")
-        """The fingerprint of the corpus that the run began with."""
         self.step = self.state.get("step", 0)
         """The step that is resumed; 0 for a new run."""
         self.train_seconds = self.state.get("train_seconds", 0.0)
@@ -220,6 +218,7 @@ class RunDirectory:
             "tokens": progress.tokens,
             "train_seconds": progress.train_seconds,
             "fingerprint": self.corpus.meta["fingerprint"],
+            "corpus": self.corpus.directory.name,
             PROBE_TOKENS: self.probe_tokens,
             "wandb_id": self.tracker.run_id,
             "scaler": scaler.state_dict(),

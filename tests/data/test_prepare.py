@@ -251,19 +251,23 @@ def test_of_two_processes_one_prepares_and_one_waits(text_file: Path, monkeypatc
 
 def test_a_run_goes_on_with_the_corpus_it_began_with(text_file: Path) -> None:
     config, first = DataConfig("a.txt", "bytes"), make("a.txt")
-    fingerprint = first.meta["fingerprint"]
+    old = {"fingerprint": first.meta["fingerprint"], "config": {"data": {"source": "a.txt"}}}  # of 4.1 and before
+    run = old | {"corpus": first.directory.name}
     text_file.unlink()
-    assert prepare.prepare(config, fingerprint=fingerprint).meta == first.meta  # without its text
+    for began_with in (run, old):
+        assert prepare.prepare(config, began_with=began_with).meta == first.meta  # without its text
     text_file.write_text(TEXT + "more", encoding="utf-8")
-    assert prepare.prepare(config, fingerprint=fingerprint).meta == first.meta  # not with another
+    assert prepare.prepare(config, began_with=run).meta == first.meta  # not with another
     shutil.rmtree(first.directory)
     for source in ("a.txt", make("a.txt").directory):
-        with pytest.raises(UserError, match=f"{source} is not the text this run began with: put that back to go on"):
-            prepare.prepare(DataConfig(str(source), "bytes"), fingerprint=fingerprint)
+        with pytest.raises(UserError, match=f"{source} is not the text this run began with: restore that text to"):
+            prepare.prepare(DataConfig(str(source), "bytes"), began_with=run)
     text_file.write_text(TEXT, encoding="utf-8")
-    assert prepare.prepare(config, fingerprint=fingerprint).meta["fingerprint"] == fingerprint
-    assert prepare.find_prepared("another", "a.txt") is prepare.find_prepared(None, "a.txt") is None
-    assert prepare.find_prepared("another", "a" * 300) is None  # an OSError, as for a folder that is closed
+    assert prepare.prepare(config, began_with=run).meta["fingerprint"] == run["fingerprint"]
+    for source in ("a.txt", "a" * 300):  # an OSError, as for a folder that is closed
+        for other in ({}, {"corpus": "another"}):
+            stranger = {"fingerprint": "another", "config": {"data": {"source": source}}} | other
+            assert prepare.find_prepared(stranger) is None
 
 
 def test_a_long_name_makes_no_longer_one(text_file: Path) -> None:
@@ -319,3 +323,10 @@ def test_few_documents_are_one_text() -> None:
         corpus = make("a.jsonl", val_fraction=0.2)
         assert corpus.tokenizer.decode(corpus.tokens["train"].tolist()) == text[: int(len(text) * 0.8)]
         assert corpus.tokenizer.decode(corpus.tokens["val"].tolist()) == text[int(len(text) * 0.8) :]
+
+
+def test_a_folder_is_walked_once(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk, walked = sources.walk, []
+    monkeypatch.setattr(sources, "walk", lambda *folder: walked.append(folder) or walk(*folder))
+    make(".", tokenizer="chars")
+    assert len(walked) == 1

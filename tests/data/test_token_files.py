@@ -56,7 +56,7 @@ def test_many_files_are_one_array(token_size: int, tmp_path_factory: pytest.Temp
             write_token_file(directory / f"{number}.ds", [part.tolist()], token_size=token_size)
         first = data.draw(st.integers(0, len(expected) - 1))
         last = data.draw(st.integers(first + 1, len(expected)))
-        ids, expected = TokenArray(find_token_files(str(directory)), 257, first, last), expected[first:last]
+        ids, expected = TokenArray(find_token_files(DataConfig(str(directory))), 257, first, last), expected[first:last]
         assert len(ids) == len(expected)
         start = data.draw(st.integers(0, len(expected)))
         ring = (np.arange(start, start + 5)[:, None] * 7 + np.arange(11)) % len(expected)
@@ -161,7 +161,7 @@ def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path, monke
     shutil.rmtree(out / "checkpoints" / "step-00000012")
     write_token_file(folder / "00001_shuffled.ds", [[*ids[-2::-1], END] for ids in DOCUMENTS[97:200]])
     for _ in ("another", "missing"):
-        run(train, "--resume", out).refused("tokens is not the text this run began with: put that back")
+        run(train, "--resume", out).refused("tokens is not the text this run began with: restore that text")
         (folder / "00001_shuffled.ds").unlink(missing_ok=True)
 
 

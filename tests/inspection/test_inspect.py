@@ -38,7 +38,7 @@ WRITTEN = ("a.PNG", "a.svg", "a.html")
 def texts_of(run_directory: Path) -> torch.Tensor:
     """Return the eight validation texts that are measured if no text is given."""
     trainer = json.loads((run_directory / LAST / "trainer.json").read_text())
-    tokens = find_prepared(trainer["fingerprint"], trainer["config"]["data"]["source"]).tokens["val"]
+    tokens = find_prepared(trainer).tokens["val"]
     starts = np.linspace(0, len(tokens) - 11, 8).astype(int)
     return torch.from_numpy(np.stack([tokens[start : start + 11] for start in starts]).astype(np.int64))
 
