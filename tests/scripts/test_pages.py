@@ -83,7 +83,7 @@ CHATS = [("who?", "a 猫"), ("why?", "so\n")]
 # page -> what its reader goes on to do with the names of its blocks, and with what its cells have shown
 PLANS = {
     "docs/data.md": read_data,
-    "docs/inspect.md": read_inspect,
+    "docs/any_decoder.md": read_inspect,
     "docs/trust.md": read_trust,
     "docs/other_tools.md": read_other_tools,
 }
