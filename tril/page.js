@@ -17,6 +17,7 @@ let sides;  // that, or what is stored of both models
 let rows = 5;  // how many of the largest amounts are shown in figures
 let across;  // tokens along a side of the large picture; more than T if its last pixel reaches beyond the text
 let alsoDraw;  // what a page that is served draws besides
+const changes = new Map();  // head -> "zero", "mean" or "patch": what the page that is served puts in its output's place
 
 // ---- What is shown. The address says it: #HEAD/TOKEN, and what is not as the page opens, of /who, the view and the
 // checkpoint, as in #1.3/17/who/values/step-00000400. The last word of a checkpoint's name stands for it, or its whole
@@ -291,7 +292,8 @@ function drawHead() {
   buttons.forEach((button, i) => (button.ariaPressed = i === state.head));
   keepInView($("heads"), buttons[state.head]);
   fill("head", `Head ${name}`);
-  fill("kind", `looks ${tag && "at "}${kinds[kind][0]}`);
+  const replaced = changes.get(name);
+  fill("kind", replaced ? `its output is not added (${replaced})` : `looks ${tag && "at "}${kinds[kind][0]}`);
   const isUnclear = example === undefined;
   $("clearest").hidden = !tag;
   $("clearest").disabled = isUnclear;
@@ -500,8 +502,9 @@ function saidTable(shown) {
     });
     return make("div", make("p.quiet", title), make("table", lines));
   };
-  const likeliest = column(0, "makes likeliest after ", named(shown));
-  return Object.assign(make("div", likeliest, column(count / 2, "makes unlikeliest (logits)")), { id: "said" });
+  const makes = changes.has(heads[state.head]) ? "not added; would make" : "makes";
+  const likeliest = column(0, `${makes} likeliest after `, named(shown));
+  return Object.assign(make("div", likeliest, column(count / 2, `${makes} unlikeliest (logits)`)), { id: "said" });
 }
 
 const TABLES = { says: saidTable, why: whyTable };
@@ -706,9 +709,7 @@ show(stateOf(location.hash)).then(listen).finally(() => frame.remove());
 const asked = new URLSearchParams(location.search);
 const form = $("asked");
 const ways = [...form.querySelectorAll("[type=button]")];  // in which a head can be changed
-const changes = new Map(ways.flatMap(({ name }) => {
-  return (asked.get(name) ?? "").split(" ").filter(Boolean).map((head) => [head, name]);
-}));
+for (const { name } of ways) for (const head of asked.get(name)?.match(/\S+/g) ?? []) changes.set(head, name);
 
 // Returns what a page says of a text. Throws the sentence that says why it cannot be read.
 async function fetchPage(query) {

@@ -298,10 +298,15 @@ def test_a_person_tries_a_text_changes_a_head_and_goes_back(browser, serving, an
     tab.wait_for_url(lambda url: f"/?text=1+%0Ais+%3Cb%3E%0A#{head}/9" in url)
     before = rows(3)
     assert [line[0] for line in before] == [*"1␣↵is␣<b>↵"]
+    tab.locator("#views label", has_text="says").click()
+    assert tab.locator("#said p").first.inner_text() == "makes likeliest after ↵ (9)"
     tab.locator("[name=zero]").click()
     tab.wait_for_url(lambda url: f"&zero={head}#{head}/" in url)
     changed = rows(5)
     assert [line[:3] for line in changed] == before
+    assert tab.locator("#said p").first.inner_text() == "not added; would make likeliest after ↵ (9)"
+    assert tab.locator("#said p").last.inner_text() == "not added; would make unlikeliest (logits)"
+    assert tab.locator("#kind").inner_text() == "its output is not added (zero)"
     assert tab.locator("[name=zero]").get_attribute("aria-pressed") == "true"
     tab.locator("[name=other]").fill("2 \nis <b>\n")
     tab.locator("[name=patch]").click()
