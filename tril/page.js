@@ -745,6 +745,7 @@ async function ask(changed = changes) {
   const found = await wait(fetchPage(query));
   if (!found) return;
   state.token = within(found.labels, state.token);
+  sessionStorage.pressed = [...form.elements].indexOf(document.activeElement);
   location.assign(`?${query}${address()}`);
 }
 
@@ -831,4 +832,6 @@ fill("changes", [...changes].map(([head, way]) => {
 }));
 buttons.forEach((button, i) => button.classList.toggle("changed", changes.has(heads[i])));
 alsoDraw = drawLive;
-wait(compare());
+// The focus stays on what was pressed on the page before, or on what stands before that.
+const isNext = (field, i) => i <= sessionStorage.pressed && !field.disabled;
+wait(compare()).then(() => [...form.elements].findLast(isNext)?.focus({ preventScroll: true }));

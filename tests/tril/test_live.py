@@ -289,6 +289,9 @@ def test_a_person_tries_a_text_changes_a_head_and_goes_back(browser, serving, an
         tab.locator(f"#predicted tbody tr:first-child td:nth-child({columns}):last-child").wait_for(timeout=9000)
         return [line.split("\t") for line in tab.locator("#predicted tbody").inner_text().splitlines()]
 
+    def focus_is_on(name: str) -> None:
+        tab.wait_for_function("(name) => document.activeElement.name === name", arg=name, timeout=5000)
+
     assert len(rows(3)) == 11 and tab.locator("#problem").inner_text() == ""
     tab.locator("#heads [aria-pressed=false]").first.click()
     head = tab.locator("#chosen").inner_text()
@@ -297,12 +300,15 @@ def test_a_person_tries_a_text_changes_a_head_and_goes_back(browser, serving, an
     tab.keyboard.press("Enter")
     tab.wait_for_url(lambda url: f"/?text=1+%0Ais+%3Cb%3E%0A#{head}/9" in url)
     before = rows(3)
+    focus_is_on("text")
+    assert tab.evaluate("document.activeElement.selectionStart") == 10  # to write on
     assert [line[0] for line in before] == [*"1␣↵is␣<b>↵"]
     tab.locator("#views label", has_text="says").click()
     assert tab.locator("#said p").first.inner_text() == "makes likeliest after ↵ (9)"
     tab.locator("[name=zero]").click()
     tab.wait_for_url(lambda url: f"&zero={head}#{head}/" in url)
     changed = rows(5)
+    focus_is_on("zero")
     assert [line[:3] for line in changed] == before
     assert tab.locator("#said p").first.inner_text() == "not added; would make likeliest after ↵ (9)"
     assert tab.locator("#said p").last.inner_text() == "not added; would make unlikeliest (logits)"
@@ -312,11 +318,15 @@ def test_a_person_tries_a_text_changes_a_head_and_goes_back(browser, serving, an
     tab.locator("[name=patch]").click()
     tab.wait_for_url(lambda url: f"&other=2+%0Ais+%3Cb%3E%0A&patch={head}#{head}/" in url)
     assert [line[5] for line in rows(8)] == [*"2␣↵is␣<b>↵"]
+    focus_is_on("patch")
     for _ in range(2):
         tab.go_back()
     assert rows(3) == before and tab.locator("#changes").inner_text() == ""
     tab.go_forward()
     assert rows(5) == changed and tab.locator("[name=other]").input_value() == ""
+    tab.locator("#changes button").press("Enter")
+    assert rows(3) == before
+    focus_is_on("mean")  # before patch, which has no other text, and the button that is gone
     assert complaints == []
     tab.locator("[name=text]").fill("a")
     tab.locator("button", has_text="read").click()
