@@ -329,15 +329,13 @@ function drawFed() {
   }));
 }
 
-const hasNames = () => T <= Math.min(32, innerWidth / 16);
-
 // Draws the large picture, numbers its axes, and names their tokens where there is room.
 function drawLarge() {
   const width = large.getBoundingClientRect().width;
   const step = paint(large, state.head, width);
   across = Math.ceil(T / step) * step;
   fill("pooled", poolNote(step));
-  const withNames = hasNames();
+  const withNames = $("looking").matches(".named");
   const pitch = width / T;
   const every = withNames ? 1 : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000].find((count) => count * pitch > 34);
   $("large").style.setProperty("--size", `${withNames ? Math.min(12, 0.95 * pitch) : 11}px`);
@@ -593,7 +591,8 @@ function fit() {
   const strip = $("heads");
   const isNarrow = matchMedia("(max-width: 60rem)").matches;
   const least = isNarrow ? 30 : 20;  // for a finger no smaller than 30
-  $("looking").classList.toggle("named", hasNames());
+  $("looking").classList.add("named");  // if letters of nine pixels fit
+  $("looking").classList.toggle("named", large.getBoundingClientRect().width / T > 9.5);
   const resizeHeads = (size) => {
     strip.style.setProperty("--tile", `${size}px`);
     strip.classList.toggle("captions", size >= 64);
@@ -772,7 +771,7 @@ function drawPredicted(columns) {
     const [name] = column;
     const losses = predictionsOf(column).slice(0, -1).map(([, , loss]) => loss);  // none after the last
     const mean = losses.reduce((sum, loss) => sum + loss, 0) / losses.length;
-    const own = name === "other" ? make("th", "after") : [];
+    const own = name === "other" ? make("th.name", "after") : [];
     return [own, make("th", `next, ${name}`), make("th.figure", `loss ${mean.toFixed(3)}`)];
   });
   const length = Math.max(...columns.map(([, page]) => page.labels.length));

@@ -319,6 +319,13 @@ def test_a_person_tries_a_text_changes_a_head_and_goes_back(browser, serving, an
     tab.wait_for_url(lambda url: f"&other=2+%0Ais+%3Cb%3E%0A&patch={head}#{head}/" in url)
     assert [line[5] for line in rows(8)] == [*"2␣↵is␣<b>↵"]
     focus_is_on("patch")
+    for width in (375, 1280):  # in one column, or side by side; tokens may be long
+        tab.set_viewport_size({"width": width, "height": 800})
+        wide = """(parts) => parts.map((part) => {
+            for (const token of part.querySelectorAll("bdi")) token.textContent = "w".repeat(29);
+            return part.scrollWidth - part.clientWidth;
+        })"""
+        assert tab.locator("#predicted, #asked, #asked textarea").evaluate_all(wide) == [0] * 4
     for _ in range(2):
         tab.go_back()
     assert rows(3) == before and tab.locator("#changes").inner_text() == ""

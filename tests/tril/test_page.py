@@ -333,6 +333,14 @@ def test_all_that_matters_is_seen_at_one_look(
     assert not page.locator("#sentence").evaluate(covers)
 
 
+@pytest.mark.long
+def test_a_low_window_has_numbers_on_its_axes_where_names_would_be_too_small(show: Callable) -> None:
+    for length, first in ((13, "␣w0 0"), (31, "0")):
+        marks = show(inspected(length=length), height=600).locator(":is(#queries, #keys) span")
+        sizes = marks.evaluate_all("(marks) => marks.map((mark) => parseFloat(getComputedStyle(mark).fontSize))")
+        assert min(sizes) >= 9 and marks.first.inner_text() == first
+
+
 def places_of(step: int, texts: dict[int, list[str]]) -> dict:
     """Made-up places of all heads, two in each text."""
     found = {}
