@@ -712,7 +712,9 @@ for (const { name } of ways) for (const head of asked.get(name)?.match(/\S+/g) ?
 
 // Returns what a page says of a text. Throws the sentence that says why it cannot be read.
 async function fetchPage(query) {
-  const response = await fetch(`?${query}`);
+  const response = await fetch(`?${query}`).catch(() => {
+    throw Error("nobody answers: start it again by inspect_attention.py ... --live, and open the address that it prints");
+  });
   const text = await response.text();
   if (!response.ok) throw Error(new DOMParser().parseFromString(text, "text/html").body.textContent);
   return JSON.parse(text.match(/ id="page">(.*?)<\/script>/s)[1]);

@@ -339,4 +339,8 @@ def test_a_person_tries_a_text_changes_a_head_and_goes_back(browser, serving, an
     tab.locator("button", has_text="read").click()
     tab.get_by_text("attention is between tokens: give a text of two or more").wait_for()
     assert math.isclose(tab.evaluate("document.documentElement.scrollWidth"), 1280)
+    tab.route("**", lambda route: route.abort("connectionrefused"))
+    tab.locator("[name=zero]").click()
+    tab.get_by_text("nobody answers: start it again by inspect_attention.py ... --live").wait_for()
+    focus_is_on("zero")
     tab.close()
