@@ -61,7 +61,7 @@ class Options:
     """What is printed of these heads: a text as a triangle; their places in the corpus; or why a token looks at
     another, by who wrote what they are made of."""
     at: tuple[int, int] | None = None
-    """For --view why the numbers of the two tokens. Left out: where a head looks most."""
+    """For --view why the numbers of a query and a key. Left out: where a head looks most."""
     corpus: str = ""
     """A text in which places are looked for, which takes a CPU a minute at most: a file, folder or table, as
     --data.source. Left out: the model's validation text."""
@@ -94,6 +94,8 @@ def main() -> None:
     if options.generate and len(checkpoints) > 1:
         raise UserError("which checkpoint should --generate a text? Give one only")
     torch.manual_seed(options.seed)
+    if options.at and options.view != "why":
+        raise UserError("--at names the two tokens of --view why: give both, or neither")
     are_two = len({*map(run_of, checkpoints)}) == 2
     if are_two and (options.live or options.view != "weights"):
         raise UserError("of two models there are a table and a page, by -o both.html: leave out --live and --view")

@@ -22,7 +22,7 @@ import tril
 from tril.decoder import open_by_transformers
 from tril.errors import UserError, errors_as_user_error, visible
 from tril.inspection import check_output
-from tril.kinds import choose_heads
+from tril.kinds import choose_heads, name_of
 from tril.terminal import COLUMNS
 
 
@@ -104,15 +104,16 @@ def heads(options: argparse.Namespace) -> int:
     """Print the table of the heads, and save what else is asked for."""
     for path in options.out:  # check now, not after the work
         check_output(path)
+    head, *pair = options.why or [""]
+    if len(pair) > 2 or not all(map(str.isdecimal, pair)):
+        raise UserError("--why takes a head, and perhaps the numbers of a query and a key, as in 1.1 6 2")
     text = options.text if options.ids is None else options.ids
     tokenizer = options.tokenizer or (options.text and ".py:" not in options.model and options.model)
     names = open_tokenizer(tokenizer) if tokenizer else None
     found = tril.inspect_heads(make_model(options.model), text, names)
     print(found)
-    if options.why:
-        head, *pair = options.why
-        [place] = choose_heads(head, *found.att.shape[::2])
-        print(f"\nhead {head}\n{found.why(*place, *map(int, pair))}")
+    for place in choose_heads(head, *found.att.shape[::2]) if head else ():
+        print(f"\nhead {name_of(place)}\n{found.why(*place, *map(int, pair))}")
     for path in options.out:
         found.save(path)
         print(f"wrote {path}")
@@ -134,7 +135,7 @@ def main() -> None:
     given.add_argument("--ids", type=ids, help="the text as ids, as in '1 2 3'")
     given.add_argument("--text", help="the text, of which --tokenizer makes ids")
     of_heads.add_argument("--tokenizer", help=TOKENIZER)
-    of_heads.add_argument("--why", nargs="+", help="why a head looks there: 1.1, perhaps with numbers of two tokens")
+    of_heads.add_argument("--why", nargs="+", help="why a head looks there: 1.1, perhaps with a query and a key")
     of_heads.add_argument("-o", "--out", action="append", default=[], type=Path, help="a file: .html .png .svg .npz")
     for command in (of_check, of_heads):
         command.add_argument("model", help="file.py:function, a directory, or OWNER/NAME on the Hugging Face hub")

@@ -165,6 +165,14 @@ def test_places_are_printed_and_on_the_page_of_the_last_checkpoint(run, straight
     assert table.out == other.out
 
 
+def test_why_is_asked_of_a_head_a_query_and_a_key(run, straight: Path) -> None:
+    words = [straight, "--text", TEXT, "--heads", "1.1", "--view", "why", "--at"]
+    lines = run(inspect_attention, *words, 5, 3).ok().out.splitlines()
+    assert lines[-8:] == ["head 1.1", *str(inspect_heads(straight, TEXT).why(1, 1, 5, 3)).splitlines()][-8:]
+    assert max(map(len, lines)) <= 80
+    run(inspect_attention, *words, 3, 5).refused("token 3 sees tokens 0 to 3, and not another token 5")
+
+
 def test_ablation_stands_beside_its_error(run, straight: Path) -> None:
     result = run(inspect_attention, straight, "--ablate", "mean")
     assert max(map(len, result.out.splitlines())) <= 80
@@ -268,6 +276,7 @@ def test_a_model_of_the_hub_has_its_name() -> None:
         (["{run}", "{run}/checkpoints/step-00000008", "--generate", "5"], "which checkpoint should --generate a text?"),
         (["{run}", "--generate", "-3"], "generate must be a number from 0 to "),
         (["{run}", "--generate", "5", "--top_k", "0"], "top_k must be a number from 1 to "),
+        (["{run}", "--at", "5", "3"], "--at names the two tokens of --view why"),
         (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .html, .png, .svg, .npz"),
         (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: it is a directory, or in none"),
         (["{run}", "--corpus", "{tmp}/none.txt"], "no text found at '{tmp}/none.txt'"),

@@ -17,6 +17,7 @@ from errors import UserError
 from model import GPT
 from tests.conftest import make_gpt
 from tests.tril.zoo import Decoder, Layer, attend, masked
+from tril import __main__ as command
 from tril import inspect_heads, why
 from tril.look import look
 
@@ -232,6 +233,21 @@ def test_what_is_not_seen_is_refused() -> None:
             found.why(1, 4, *pair)
     with pytest.raises(UserError, match="there is no head 3.0"):
         found.why(3, 0, 5, 4)
+
+
+def test_the_command_line_asks_for_heads_a_query_and_a_key(run, monkeypatch) -> None:
+    monkeypatch.setattr(command, "make_model", lambda _: make("llama"))
+    words = ["heads", "a.py:b", "--ids", " ".join(map(str, IDS)), "--why"]
+    torch.manual_seed(0)
+    found = inspect_heads(make("llama"), IDS)
+    for asked, heads in {"1.4 5 3": [4], "1.* 5 3": range(H)}.items():
+        torch.manual_seed(0)
+        out = run(command, *words, *asked.split()).ok().out
+        expected = [f"\nhead 1.{head}\n{found.why(1, head, 5, 3)}\n" for head in heads]
+        assert out.endswith("".join(expected)) and max(map(len, out.splitlines())) <= 80
+    run(command, *words, "1.4", 3, 5).refused("token 3 sees tokens 0 to 3, and not another token 5")
+    for asked in ("1.4 5 b", "1.4 5 -1", "1.4 5 3 1"):
+        run(command, *words, *asked.split()).refused("--why takes a head, and perhaps the numbers of a query and a key")
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
