@@ -9,6 +9,8 @@ Ways to ask:
 First of all: --prompt, --max_new_tokens, --num_samples, --temperature, --stop.
 
 A text ends after --max_new_tokens, at its own end, or before --stop.
+
+A generation_config.json of the model goes before defaults, and is said then.
 """
 
 import cores  # noqa: F401  before torch
@@ -23,10 +25,10 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from cli.options import parse
+from cli.options import names_in, parse
 from cli.script import read_prompt, run_script, visible
 from data.encoding import REPLACEMENT
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer
 from errors import check_numbers
 from model import GPT
 from model.checkpoint import find_checkpoint
@@ -128,7 +130,8 @@ def show(text: str) -> None:
 
 
 def main() -> None:
-    options = parse(Options, sys.argv[1:])
+    argv = sys.argv[1:]
+    options = parse(Options, argv)
     prompts = [*map(read_prompt, options.prompt or [""])]
     checkpoint = find_checkpoint(options.checkpoint)
     device = find_device(options.device)
@@ -136,6 +139,13 @@ def main() -> None:
     model = load_model(checkpoint, device, dtype)
     tokenizer = load_tokenizer(checkpoint.directory)
     tokenizer.check_fits(model.config.vocab_size)
+    said = json.loads(tokenizer.files.get(GENERATION_CONFIG, "{}"))
+    if said.get("do_sample") is False:
+        said = {"temperature": 0}
+    free = vars(options.sampler).keys() - names_in(argv)
+    if words := [f"--{name}={value!s:.40}" for name, value in said.items() if name in free and value is not None]:
+        print(visible(f"from {GENERATION_CONFIG}: {' '.join(words)}"), file=sys.stderr)
+        options = parse(Options, words + argv)
 
     seed = secrets.randbits(32) if options.seed is None else options.seed
     print(f"device: {device}, weights in {dtype_name(dtype)}", file=sys.stderr)

@@ -7,6 +7,7 @@ Their values are the defaults of the command line.
 
 import sys
 import tomllib
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -67,3 +68,8 @@ def options_in(file: Path) -> list[str]:
     if not options:  # perhaps the rest of a file that was lost: the defaults would be a large model
         raise UserError(f"{file} has no options: leave it out, or give it a table such as [train]")
     return options
+
+
+def names_in(words: Iterable[str]) -> set[str]:
+    """Return the options that a command line names, as "train.max_steps"."""
+    return {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}

@@ -30,18 +30,18 @@ class Sampler:
     temperature: float = 1.0
     """Divides the logits: below 1 the text is more predictable, above 1 less; 0 always takes the likeliest token."""
     top_k: int | None = None
-    """Choose among the k likeliest tokens only."""
+    """Choose among the k likeliest tokens only; 0 is no limit."""
     top_p: float | None = None
     """Choose among the fewest likeliest tokens whose probabilities sum to this."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, top_k=(1, 1e30), top_p=(1e-9, 1))
+        check_numbers(self, top_p=(1e-9, 1))
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose one token per row: (B, V) -> (B, 1)."""
         if self.temperature > 1e-6:  # else logits divided by it might be infinite
             logits = logits.float() / self.temperature
-            if self.top_k is not None:
+            if self.top_k:
                 logits = keep_top_k(logits, self.top_k)
             if self.top_p is not None:
                 logits = keep_top_p(logits, self.top_p)

@@ -9,14 +9,13 @@ rate is always the quickstart's: it hardly depended on the shape in benchmarks/r
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
 from itertools import chain
 from pathlib import Path
 
 import tomli_w
 
-from cli.options import options_in, parse
+from cli.options import names_in, options_in, parse
 from data.corpus import is_prepared, open_corpus
 from data.sources import COMPRESSED, DataConfig
 from data.token_files import find_token_files
@@ -86,11 +85,6 @@ def read_config(argv: list[str]) -> Config:
         files.append(Path("configs/quickstart.toml"))
     print(f"config: {' over '.join(map(str, files))}")
     return config
-
-
-def names_in(words: Iterable[str]) -> set[str]:
-    """Return the options that a command line names, as "train.max_steps"."""
-    return {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
 
 
 def with_fitted(config: Config, values: dict[str, object]) -> Config:

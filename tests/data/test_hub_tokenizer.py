@@ -189,6 +189,30 @@ def test_a_model_from_elsewhere_is_sampled_and_inspected(run, tmp_path: Path) ->
         assert label in result.out
 
 
+@pytest.mark.parametrize(
+    "published, given, said, used",
+    [
+        ({"temperature": 0.6, "top_k": 0, "top_p": None}, [], "--temperature=0.6 --top_k=0", (0.6, 0, None)),
+        ({"temperature": 1, "top_p": 0.9}, ["--top-p=0.7"], "--temperature=1", (1.0, None, 0.7)),
+        ({"do_sample": False, "top_p": 0.9}, [], "--temperature=0", (0.0, None, None)),
+        ({"do_sample": True, "eos_token_id": [2, 3]}, [], None, (0.8, None, None)),
+        ({"top_k": ["\x1b[2J"]}, ["--top_k", 5], None, (0.8, 5, None)),
+        ({"top_k": ["\x1b[2J"]}, [], "--top_k=['\\x1b[2J']", None),
+    ],
+)
+def test_a_model_is_sampled_as_its_publisher_says(
+    run, tmp_path: Path, monkeypatch, published: dict, given: list, said: str | None, used: tuple | None
+) -> None:
+    model = put_model("digits", tmp_path)
+    (model / "generation_config.json").write_text(json.dumps(published))
+    samplers = []
+    monkeypatch.setattr(sample, "stream", lambda model, idx, num, sampler, seed: samplers.append(sampler) or [])
+    result = run(sample, model, *given)
+    assert (f"from generation_config.json: {said}\n" in result.err) if said else "generation_config" not in result.err
+    assert [(s.temperature, s.top_k, s.top_p) for s in samplers] == [used] * (used is not None)
+    assert result.exit_code == (0 if used else 2) and "\x1b" not in result.err
+
+
 def test_a_model_has_rows_for_all_that_a_text_can_have(run, corpus_file: Path, tmp_path: Path) -> None:
     model, theirs = put_model("digits", tmp_path), digits()
     theirs.add_special_tokens([END_OF_TEXT, "<filling>", "<more>"])

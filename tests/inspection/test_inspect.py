@@ -275,7 +275,7 @@ def test_a_model_of_the_hub_has_its_name() -> None:
         (["{run}", "--heads", "2.0"], "there is no head 2.0: the model has 2 layers of 3 heads"),
         (["{run}", "{run}/checkpoints/step-00000008", "--generate", "5"], "which checkpoint should --generate a text?"),
         (["{run}", "--generate", "-3"], "generate must be a number from 0 to "),
-        (["{run}", "--generate", "5", "--top_k", "0"], "top_k must be a number from 1 to "),
+        (["{run}", "--generate", "5", "--top_k", "-1"], "top_k must be a number from 0 to "),
         (["{run}", "--at", "5", "3"], "--at names the two tokens of --view why"),
         (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .html, .png, .svg, .npz"),
         (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: it is a directory, or in none"),
