@@ -189,7 +189,7 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
     """Write the ids of all documents to train.bin and val.bin, each document after the tokens that start one.
 
     Each split ends with the piece that reaches its share of `max_tokens`. Notes special tokens whose names are
-    written in the text.
+    written in the text, and documents to validate on that are also to be trained on.
 
     Returns how many bytes of text, in UTF-8, each split has got.
     """
@@ -201,6 +201,7 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
     num_bytes = Counter()
     names = {END_OF_TEXT, *tokenizer.special_tokens}
     written = set()  # of the names
+    own = {}  # hash of the first piece of a document of val_source -> whether it is also to be trained on
     start = np.array(tokenizer.document_start, dtype_of(tokenizer))
     progress = progress_bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
     with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val, progress:
@@ -213,6 +214,9 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
                     continue
                 if piece.is_start:
                     ids = np.concatenate((start, ids))
+                    key = hash(piece.text)
+                    if val_fraction == 1 or key in own:  # documents that are dealt are never on both sides
+                        own[key] = val_fraction < 1
                 files[piece.split].write(ids.astype(start.dtype).data)
                 room[piece.split] -= len(ids)
                 size = len(piece.text.encode())
@@ -227,6 +231,8 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
             "in a table each document has a row",
             file=sys.stderr,
         )
+    if num := sum(own.values()):
+        print(f"note: {num:,} of {len(own):,} documents to validate on are also in {config.source}", file=sys.stderr)
     return num_bytes
 
 

@@ -88,6 +88,19 @@ def test_a_text_of_its_own_is_all_of_the_validation(text_file: Path) -> None:
     assert make("a.txt", "chars", val_source="val.txt").directory != corpus.directory
 
 
+def test_a_document_on_both_sides_is_said(capsys: pytest.CaptureFixture) -> None:
+    def write(name: str, first: int, last: int) -> str:
+        rows = (f"{i} is odd. " * 50_000 * (i == 7) or f"{i} is odd" for i in (*range(first, last, 2), last))
+        Path(name).write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))  # the last one may come twice
+        return name
+
+    make(write("train.jsonl", 5, 2000), val_source=write("val.jsonl", 1, 13))
+    assert "note: 5 of 7 documents to validate on are also in train.jsonl\n" in capsys.readouterr().err
+    make("val.jsonl", val_source=write("other.jsonl", 15, 19))
+    make("train.jsonl")
+    assert "to validate on" not in capsys.readouterr().err
+
+
 def test_documents_are_split_whole_and_copies_stay_together() -> None:
     rows = [f"document {i % 300} naïve " * 9 for i in range(600)]  # each one twice
     Path("a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
