@@ -5,6 +5,7 @@ writes --help, and explains what is wrong. The tables of a TOML file become opti
 Their values are the defaults of the command line.
 """
 
+import re
 import sys
 import tomllib
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from files import read_small
 T = TypeVar("T")
 
 REGISTRY = ConstructorRegistry()
+LONG_DASH = re.compile(r"(?a)-?[\u2010-\u2015\u2212][-\u2010-\u2015]*[a-z][\w.-]*(=|$)")  # before an option
 
 
 @REGISTRY.primitive_rule
@@ -43,8 +45,11 @@ def parse(options: type[T], argv: list[str], file: Path | None = None, defaults:
 
     defaults: the values of options that neither gives. None: those of the dataclass.
 
-    Exits with code 2 where tyro has printed what is wrong. Raises UserError if the file cannot be read.
+    Exits with code 2 where tyro has printed what is wrong. Raises UserError if the file cannot be read, and for an
+    option whose -- a web page or a word processor has made a long dash.
     """
+    if word := next(filter(LONG_DASH.match, argv), None):
+        raise UserError(f"{word} begins with a long dash, as copied from a web page: type -- instead")
     read = partial(tyro.cli, options, use_underscores=True, registry=REGISTRY)
     if file is not None:  # which is in the last line of the message: see NAME FILE --help
         defaults = read(prog=f"{sys.argv[0]} {file}", args=options_in(file), default=defaults)

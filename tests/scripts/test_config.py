@@ -73,6 +73,8 @@ def test_every_config_builds(path: Path) -> None:
         (["--resume", "nowhere"], "there is no run in nowhere: a run has"),
         (["--train.out_dir="], "out_dir and init_from must be paths, got an empty text"),  # which is not this folder
         (["--data.source="], "no text found at ''"),
+        (["\u2013-train.max_steps", "5"], "\u2013-train.max_steps begins with a long dash, as copied from a web page"),
+        (["\u2014\u2014data.source=a.txt"], "type -- instead"),
         ([""], "there is no file ."),
         (["--resume", "~somebody-else/run"], "there is no run in ~somebody-else/run: a run has"),
     ],
@@ -152,8 +154,8 @@ def test_a_path_may_begin_in_the_home_folder(run, straight: Path, corpus_file: P
 
 
 def test_none_is_a_text_for_a_text_and_nothing_for_a_number() -> None:
-    options = parse(sample.Options, ["a", "--prompt", "None", "--stop", "None", "--top_k", "None", "--device=--x"])
-    assert (options.prompt, options.stop, options.sampler.top_k) == (("None",), ("None",), None)
+    options = parse(sample.Options, ["a", "--prompt", "\u2014so no", "--stop=None", "--top_k", "None", "--device=--x"])
+    assert (options.prompt, options.stop, options.sampler.top_k) == (("\u2014so no",), ("None",), None)
     assert options.device == "--x"
 
 
