@@ -5,6 +5,7 @@ writes --help, and explains what is wrong. The tables of a TOML file become opti
 Their values are the defaults of the command line.
 """
 
+import os
 import re
 import sys
 import tomllib
@@ -50,6 +51,8 @@ def parse(options: type[T], argv: list[str], file: Path | None = None, defaults:
     """
     if word := next(filter(LONG_DASH.match, argv), None):
         raise UserError(f"{word} begins with a long dash, as copied from a web page: type -- instead")
+    if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
+        os.environ["TERM"] = "dumb"  # tyro asks for this, and whether stdout is a terminal
     read = partial(tyro.cli, options, use_underscores=True, registry=REGISTRY)
     if file is not None:  # which is in the last line of the message: see NAME FILE --help
         defaults = read(prog=f"{sys.argv[0]} {file}", args=options_in(file), default=defaults)

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -164,6 +165,15 @@ def test_help_explains_every_option(run, script) -> None:
     result = run(script, "--help").ok()
     assert "(default:" in result.out and script.__doc__.splitlines()[0] in result.out
     assert all(len(line) <= 80 for line in result.out.splitlines())
+
+
+def test_who_wants_no_colours_gets_none(run, monkeypatch) -> None:
+    for no_color, is_terminal, colours in (("", True, True), ("1", True, False), ("", False, False)):
+        for name, value in (("TERM", "xterm"), ("NO_COLOR", no_color)):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr(sys.stderr, "isatty", partial(bool, is_terminal), raising=False)
+        assert ("\x1b" in run(train, "--help").out, "\x1b" in run(train, "--x").err) == (colours, colours)
 
 
 def test_help_shows_the_defaults_that_would_apply(run) -> None:
