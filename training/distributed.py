@@ -33,7 +33,8 @@ LONGEST_WAIT = timedelta(days=30)  # for rank 0, which prepares data for hours o
 class Ranks:
     """Place of this process among the processes of a run. Without `torchrun` there is one process.
 
-    Inside of the context only the first rank prints; an error is printed by each rank that raises it.
+    Inside of the context only the first rank prints. The sentence that ends a run is printed by the rank that has it
+    first; the others end without a word.
     """
 
     # The values of a single process.
@@ -54,9 +55,9 @@ class Ranks:
             self.may_resume = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
             # A store of torchrun serves all of its attempts, and still has the addresses of the dead.
             is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"] if is_shared else "0", store)
+            self.store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"] if is_shared else "0", store)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+            dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world)
             self.hosts = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)  # while the first prepares the text
         self.is_first = self.rank == 0
 
@@ -69,10 +70,15 @@ class Ranks:
         if error is None and self.started:
             dist.destroy_process_group()
         elif self.started and isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo has no class for it
-            raise UserError(
+            error = UserError(
                 "lost the connection to another rank; torchrun says which one ended, and how: go on with --resume, or "
                 "let torchrun do so with --max-restarts"
             )
+        if self.started and hasattr(error, "exit_code"):
+            with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, if that was its host
+                if self.store.add("sentences", 1) > 1:
+                    sys.exit(error.exit_code)
+            raise error
 
     def check(self, config: TrainConfig, step: int, dtype: torch.dtype) -> None:
         """Raise UserError if the ranks cannot train as configured, or do not begin at the same step and precision."""

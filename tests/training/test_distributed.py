@@ -95,11 +95,10 @@ def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.Monkey
 
 
 def check_ends(ends: list[Result], exit_codes: list[int], *parts: str) -> None:
-    """Assert how the ranks ended, that each printed a sentence unless it was killed, and these parts of the first."""
+    """Assert how the ranks ended, that one of them printed a sentence, and these parts of it."""
     assert [end.exit_code for end in ends] == exit_codes
-    said = [[line for line in end.err.splitlines() if line.startswith("train.py:")] for end in ends]
-    assert [len(sentences) for sentences in said] == [code < 128 for code in exit_codes], said
-    assert all(part in said[0][0] for part in parts), said
+    (said,) = [line for end in ends for line in end.err.splitlines() if line.startswith("train.py:")]
+    assert all(part in said for part in parts), said
     assert not any("Traceback" in end.err for end in ends)
 
 
