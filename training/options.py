@@ -54,6 +54,8 @@ def read_config(argv: list[str]) -> Config:
 
     Raises UserError for an option that cannot be used.
     """
+    # torch.distributed.launch adds this to a command line, and to the environment, where it is read.
+    argv = [word for word in argv if not re.match("--local[-_]rank=", word)]
     asked = parse(Config, [word for word in argv if word not in ("-h", "--help")])
     if sum(word.partition("=")[0] == "--data.source" for word in argv) > 1:
         raise UserError("--data.source was given twice: give a folder or a quoted glob that has all of the text")
