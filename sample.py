@@ -180,6 +180,8 @@ def sample(model: GPT, tokenizer: Tokenizer, prompt: str, seed: int, options: Op
             break
     for number, text in enumerate(texts):
         text.finish = text.finish or "length"
+        if not text.text:
+            print(f"note: nothing is added to the prompt: {text.finish} at once", file=sys.stderr)
         if grows:
             show(text.take() + "\n")
         elif options.json:

@@ -29,6 +29,14 @@ def test_two_letters_are_no_line_end(run, straight: Path) -> None:
         assert (note in run(sample, straight, "--stop", stop, "--max_new_tokens", 3).ok().err) == said
 
 
+def test_a_text_that_ends_at_once_is_said(run, straight: Path, monkeypatch) -> None:
+    for tokens, reason in ((b"ab", "stop"), ([256], "end of text"), (b"", "length"), (b"ba", "")):
+        monkeypatch.setattr(sample, "stream", lambda *_, tokens=tokens: [torch.tensor([[token]]) for token in tokens])
+        result = run(sample, straight, "--prompt", "one", "--stop", "ab", "--max_new_tokens", 2).ok()
+        assert result.err.endswith(f"note: nothing is added to the prompt: {reason} at once\n") == bool(reason)
+        assert result.out == f"one{'' if reason else 'ba'}\n"
+
+
 def test_other_code_than_that_of_the_training_is_said_once(run, straight: Path, monkeypatch) -> None:
     def said(max_steps: int) -> list[str]:
         sampled = run(sample, straight, "--max_new_tokens", 3)
