@@ -12,6 +12,7 @@ run.finish(step)
 import json
 import os
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import torch
@@ -56,8 +57,8 @@ SOFT = 0.6
 class RunDirectory:
     """A run on the disk, as its newest intact checkpoint has left it. All ranks call the methods, the first one writes.
 
-    Raises UserError if the directory holds a run that was not to be resumed, or one with another configuration, or the
-    text, or files that no run has written.
+    Raises UserError if the directory holds a run that was not to be resumed, or one with another configuration, or one
+    at work, or the text, or files that no run has written.
     """
 
     def __init__(self, config: Config, ranks: Ranks):
@@ -74,6 +75,10 @@ class RunDirectory:
         self.state = {}
         """The content of its trainer.json, if it is of this run."""
         names = {path.name for path in self.path.glob("*")}
+        problem = f"{self.path} is in use by another training process, or cannot be locked"
+        self.lock = partial(lock, self.path / ".lock", problem, seconds=0)
+        if self.writes and ".lock" in names:
+            self.lock().lock.release()  # refuse a run at work before it is read; `begin` locks, and makes directories
         if not (self.found or ".lock" in names):  # which a run has before its first checkpoint
             others = names & {"config.toml", "metrics.jsonl", "report.html"}
             if others or self.path.resolve() == expand(config.data.source).resolve():
@@ -164,8 +169,7 @@ class RunDirectory:
         if not self.writes:
             return
         make_directories(self.path / "checkpoints")
-        problem = f"{self.path} is in use by another training process, or cannot be locked"
-        self.held = lock(self.path / ".lock", problem, seconds=0)
+        self.held = self.lock()
         if step_directories(self.path) != self.found:
             raise UserError(f"another training process has written to {self.path} meanwhile")
         replace_file(self.path / "config.toml", to_toml(self.config).encode())

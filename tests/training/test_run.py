@@ -138,7 +138,8 @@ def test_the_folder_of_the_text_is_no_place_for_the_run(run, corpus_file: Path) 
 def test_two_processes_cannot_share_a_run(run, straight: Path) -> None:
     again = ("--resume", straight, "--train.max_steps", 13)
     with lock(straight / ".lock", "free"):
-        run(train, *again).refused("is in use by another training process")
+        for more in ((), ("--model.n_layer", 3), ("--data.source", "nowhere")):  # asked before all else
+            run(train, *again, *more).refused("is in use by another training process")
     run(train, *again).ok()
 
 
