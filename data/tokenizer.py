@@ -124,7 +124,7 @@ def load_tokenizer(place: Path) -> Tokenizer:
         )
     content = read_small(path)
     files = {name: read_small(path.with_name(name)) for name in END_KEYS if path.with_name(name).is_file()}
-    with errors_as_user_error(f"{place} has no {TOKENIZER_JSON} (or {', '.join(files)}) that this version can read"):
+    with errors_as_user_error(f"this version cannot read {' or '.join([str(path), *files])}"):
         described = {name: json.loads(files.get(name, "{}")) for name in END_KEYS}
         own_name = described[TOKENIZER_CONFIG].get("tril_name")
         library = tokenizers.Tokenizer.from_buffer(content)

@@ -29,6 +29,7 @@ def errors_as_user_error(problem: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = re.sub("HTTPS?ConnectionPool.host='(.*?)'.*", r"no answer from \1", reason)  # of urllib3
         raise UserError(f"{problem}: {reason:.300}") from error
 
 

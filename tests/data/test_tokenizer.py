@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import tiktoken
 import tokenizers
 import transformers
 from hypothesis import given, settings
@@ -83,6 +84,14 @@ def test_a_tokenizer_that_merges_across_its_own_order_is_kept(tmp_path: Path) ->
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in ("abc", "xabcx", "abcabc", "aabcc", "bcab"):
         assert theirs.encode(text).ids == ours.encode(text).tolist()
+
+
+def test_a_vocabulary_that_cannot_be_downloaded_is_a_short_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody is there
+    with pytest.raises(UserError, match=r"or can download: \w+: no answer from openaipublic.blob.core.windows.net\Z"):
+        make_tokenizer("gpt2", [TEXT])
 
 
 def test_unknown_names_are_refused() -> None:
