@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -78,6 +77,6 @@ def options_in(file: Path) -> list[str]:
     return options
 
 
-def names_in(words: Iterable[str]) -> set[str]:
+def names_in(words: list[str]) -> set[str]:
     """Return the options that a command line names, as "train.max_steps"."""
     return {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}

@@ -67,14 +67,16 @@ class Ranks:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None and self.started:
+        if not self.started:
+            return
+        if error is None:
             dist.destroy_process_group()
-        elif self.started and isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo has no class for it
+        elif isinstance(error, RuntimeError) and "onnection" in str(error):  # gloo has no class for it
             error = UserError(
                 "lost the connection to another rank; torchrun says which one ended, and how: go on with --resume, or "
                 "let torchrun do so with --max-restarts"
             )
-        if self.started and hasattr(error, "exit_code"):
+        if hasattr(error, "exit_code"):
             with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, if that was its host
                 if self.store.add("sentences", 1) > 1:
                     sys.exit(error.exit_code)

@@ -78,8 +78,8 @@ def read_config(argv: list[str]) -> Config:
     if config.data.source != quickstart.data.source:
         config = replace(config, given=frozenset(given))
         tokenizer = tokenizer_for(config.data, on_gpu) if "data.tokenizer" not in given else ""
-        named = {"tokenizer": tokenizer, "out_dir": f"out/{name_of(config.data.source)}", "sample_prompt": ""}
-        config = with_fitted(config, named)
+        name = re.sub(r"\W+", "-", Path(config.data.source).resolve().stem).strip("-")
+        config = with_fitted(config, {"tokenizer": tokenizer, "out_dir": f"out/{name or 'text'}", "sample_prompt": ""})
     if not on_gpu or config.given is None:  # on a GPU the rest of the shape may be another
         GPTConfig(**asdict(config.model))  # raises UserError now, not after an hour of preparing data
     files = [asked.config] if asked.config else []
@@ -91,11 +91,11 @@ def read_config(argv: list[str]) -> Config:
 
 def with_fitted(config: Config, values: dict[str, object]) -> Config:
     """Return the configuration with the values of those of these options that the user did not give."""
-    own = {
-        table: {name: values[name] for name in options if name in values and f"{table}.{name}" not in config.given}
-        for table, options in tables(config).items()
-    }
-    return replace(config, **{table: replace(getattr(config, table), **changed) for table, changed in own.items()})
+    fitted = {}
+    for table, options in tables(config).items():
+        own = {name: values[name] for name in options.keys() & values if f"{table}.{name}" not in config.given}
+        fitted[table] = replace(getattr(config, table), **own)
+    return replace(config, **fitted)
 
 
 def tokenizer_for(config: DataConfig, on_gpu: bool) -> str:
@@ -143,20 +143,19 @@ def fit_to_text(config: Config, num_tokens: int, on_gpu: bool, world: int = 1) -
         evaluations = max(1, min(EVALUATIONS, max_steps // FEWEST_STEPS))
         values["eval_every"] = values["checkpoint_every"] = math.ceil(max_steps / evaluations)  # the last no short one
         config = with_fitted(config, values)
-        shape = f"{config.model.n_layer} layers of {config.model.n_embd}, {config.data.tokenizer}"
-        print(f"config: for {num_tokens:,} tokens to train on: {shape}, {config.train.max_steps:,} steps")
+        print(
+            f"config: for {num_tokens:,} tokens to train on: {config.model.n_layer} layers of {config.model.n_embd}, "
+            f"{config.data.tokenizer}, {config.train.max_steps:,} steps"
+        )
     c = config.train
     if c.warmup_steps > c.max_steps:
         warmup_steps = c.max_steps // 10
-        asked = f"a warmup of {c.warmup_steps} steps is longer than the run of {c.max_steps}"
-        print(f"note: {asked}: it is shortened to {warmup_steps}")
+        print(
+            f"note: a warmup of {c.warmup_steps} steps is longer than the run of {c.max_steps}: it is shortened to "
+            f"{warmup_steps}"
+        )
         config = replace(config, train=replace(c, warmup_steps=warmup_steps))
     return config
-
-
-def name_of(source: str) -> str:
-    """Return the name of a run on this source: that of a file, or where-part of hf:some/where:part."""
-    return re.sub(r"\W+", "-", Path(source).resolve().stem).strip("-") or "text"
 
 
 def fit_to_model(argv: list[str], file: Path | None, init_from: str) -> Config:
