@@ -29,7 +29,7 @@ from cli.options import names_in, parse
 from cli.script import read_prompt, run_script, visible
 from data.encoding import REPLACEMENT
 from data.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer
-from errors import check_numbers
+from errors import check_numbers, errors_as_user_error
 from model import GPT
 from model.checkpoint import find_checkpoint
 from model.device import dtype_name, find_device, weights_dtype
@@ -143,8 +143,10 @@ def main() -> None:
     if said.get("do_sample") is False:
         said = {"temperature": 0}
     free = vars(options.sampler).keys() - names_in(argv)
-    if words := [f"--{name}={value!s:.40}" for name, value in said.items() if name in free and value is not None]:
-        print(visible(f"from {GENERATION_CONFIG}: {' '.join(words)}"), file=sys.stderr)
+    with errors_as_user_error(f"{GENERATION_CONFIG} must have numbers for {', '.join(sorted(free))}: give your own"):
+        words = [f"--{name}={value:.15g}" for name, value in said.items() if name in free and value is not None]
+    if words:
+        print(f"from {GENERATION_CONFIG}: {' '.join(words)}", file=sys.stderr)
         options = parse(Options, words + argv)
 
     seed = secrets.randbits(32) if options.seed is None else options.seed
@@ -164,10 +166,10 @@ def sample(model: GPT, tokenizer: Tokenizer, prompt: str, seed: int, options: Op
     T = model.config.context_length
     if len(ids) > T:
         print(f"the prompt has {len(ids)} tokens, context is {T}: using the last {T}", file=sys.stderr)
-    idx = torch.tensor([ids] * options.num_samples, device=model.device)
+    texts = [Text(tokenizer, options.stop, prompt) for _ in range(options.num_samples)]
+    idx = torch.tensor([ids] * len(texts), device=model.device)
     tokens = stream(model, idx, options.max_new_tokens, options.sampler, seed)
 
-    texts = [Text(tokenizer, options.stop, prompt) for _ in range(options.num_samples)]
     grows = options.num_samples == 1 and not options.json  # is printed while it grows
     if grows:
         show(prompt)

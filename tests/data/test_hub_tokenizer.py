@@ -192,12 +192,28 @@ def test_a_model_from_elsewhere_is_sampled_and_inspected(run, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "published, given, said, used",
     [
-        ({"temperature": 0.6, "top_k": 0, "top_p": None}, [], "--temperature=0.6 --top_k=0", (0.6, 0, None)),
-        ({"temperature": 1, "top_p": 0.9}, ["--top-p=0.7"], "--temperature=1", (1.0, None, 0.7)),
-        ({"do_sample": False, "top_p": 0.9}, [], "--temperature=0", (0.0, None, None)),
+        (
+            {"temperature": 0.6, "top_k": 0.0, "top_p": None},
+            [],
+            "from generation_config.json: --temperature=0.6 --top_k=0\n",
+            (0.6, 0, None),
+        ),
+        (
+            {"temperature": 1, "top_p": 0.9},
+            ["--top-p=0.7"],
+            "from generation_config.json: --temperature=1\n",
+            (1.0, None, 0.7),
+        ),
+        ({"do_sample": False, "top_p": 0.9}, [], "from generation_config.json: --temperature=0\n", (0.0, None, None)),
         ({"do_sample": True, "eos_token_id": [2, 3]}, [], None, (0.8, None, None)),
         ({"top_k": ["\x1b[2J"]}, ["--top_k", 5], None, (0.8, 5, None)),
-        ({"top_k": ["\x1b[2J"]}, [], "--top_k=['\\x1b[2J']", None),
+        (
+            {"top_k": ["\x1b[2J"]},
+            ["--temperature", 1, "--top_p", 0.5],
+            "must have numbers for top_k: give your own",
+            None,
+        ),
+        ({"temperature": -1}, [], "temperature must be a number from 0 to 1e+30, got -1.0", None),
     ],
 )
 def test_a_model_is_sampled_as_its_publisher_says(
@@ -208,7 +224,7 @@ def test_a_model_is_sampled_as_its_publisher_says(
     samplers = []
     monkeypatch.setattr(sample, "stream", lambda model, idx, num, sampler, seed: samplers.append(sampler) or [])
     result = run(sample, model, *given)
-    assert (f"from generation_config.json: {said}\n" in result.err) if said else "generation_config" not in result.err
+    assert "generation_config" not in result.err if said is None else said in result.err
     assert [(s.temperature, s.top_k, s.top_p) for s in samplers] == [used] * (used is not None)
     assert result.exit_code == (0 if used else 2) and "\x1b" not in result.err
 
