@@ -241,15 +241,11 @@ def encode_in_parallel(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterato
 
     Threads are enough: tiktoken releases Python's global lock while it encodes (benchmarks/bench.py).
     """
-
-    def encode_all(group: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
-        return [(piece, tokenizer.encode(piece.text)) for piece in group]
-
     workers = os.cpu_count() or 1
     running = deque()
     with ThreadPoolExecutor(workers) as pool:
         while group := list(islice(pieces, GROUP)):
-            running.append(pool.submit(encode_all, group))
+            running.append(pool.submit(lambda group: [(piece, tokenizer.encode(piece.text)) for piece in group], group))
             if len(running) > 2 * workers:  # enough to keep all threads busy, and little enough to fit in memory
                 yield from running.popleft().result()
         for future in running:

@@ -76,7 +76,7 @@ class RunDirectory:
         """The content of its trainer.json, if it is of this run."""
         names = {path.name for path in self.path.glob("*")}
         problem = f"{self.path} is in use by another training process, or cannot be locked"
-        self.lock = partial(lock, self.path / ".lock", problem, seconds=0)
+        self.lock = partial(lock, self.path / ".lock", problem, 0)
         if self.writes and ".lock" in names:
             self.lock().lock.release()  # refuse a run at work before it is read; `begin` locks, and makes directories
         if not (self.found or ".lock" in names):  # which a run has before its first checkpoint
