@@ -76,10 +76,10 @@ class Ranks:
                 "lost the connection to another rank; torchrun says which one ended, and how: go on with --resume, or "
                 "let torchrun do so with --max-restarts"
             )
-        if hasattr(error, "exit_code"):
+        if isinstance(error, OSError) or hasattr(error, "exit_code"):  # `run_script` prints these as sentences
             with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, if that was its host
                 if self.store.add("sentences", 1) > 1:
-                    sys.exit(error.exit_code)
+                    sys.exit(getattr(error, "exit_code", 2))
             raise error
 
     def check(self, config: TrainConfig, step: int, dtype: torch.dtype) -> None:

@@ -130,6 +130,7 @@ def test_an_error_of_all_is_one_sentence(tmp_path: Path, corpus_file: Path, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     check_ends(end_of(model__context_length=9999), [2, 2], "the training split has")
+    check_ends(end_of(train__out_dir=Path("/dev/null/out")), [2, 2], "File exists")  # of rank 0 alone
     check_ends(end_of(train__learning_rate=1e30, train__warmup_steps=0), [3, 3], "is not finite in step")
     shutil.rmtree(tmp_path / "out")
     monkeypatch.setattr("training.run.save_checkpoint", full)  # the ranks are forked
