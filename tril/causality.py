@@ -9,7 +9,8 @@ them, however faintly, the loss falls and means nothing. So the probes compare w
     hidden      replace all tokens that a position may not see: no bit of its logits may change
     alone       replace all other sequences of a batch: no bit of a sequence may change
     gradient    derivatives by tokens: exactly zero to those that a position may not see, and not zero to the others
-    agrees      decoding must give the logits of the whole text at once; the one comparison with a tolerance
+    agrees      decoding must give the logits of the whole text at once, or where there is none, so must its beginnings;
+                the one comparison with a tolerance
 
 Two kinds of layers round a number differently if other tokens of the text change, though they do not depend on them:
 mixtures of experts, and convolutions by Fourier transforms. So a tiny difference is measured again in float64, where
@@ -191,6 +192,12 @@ def numbers_of(weight: Tensor) -> Tensor:
     return torch.view_as_real(values) if values.is_complex() else values
 
 
+def difference(before: Tensor, after: Tensor) -> Tensor:
+    """Return how much logits differ, (B, T, V) each, in sizes of those at their position: (B, T)."""
+    size = before.abs().median(-1).values  # those of padding may be -1e9
+    return (after - before).abs().amax(-1) / size.clamp_min(torch.finfo(size.dtype).tiny)
+
+
 @dataclass
 class Prober:
     """Tokens, positions and weights to probe with. Each probe raises `Finding` if it finds a fault.
@@ -299,7 +306,7 @@ class Prober:
             self.hidden_from_loss(loss_fn)
         if decode:
             self.hidden(decode, self.many, small, "in decoding")
-            self.agrees(exact, decode)
+        self.agrees(exact, decode)
         self.gradient(exact)
         self.hidden(forward, self.many, B, "in training")
         if loss_fn:
@@ -453,15 +460,9 @@ class Prober:
         if fine.all():
             return
 
-        def difference(before: Tensor, after: Tensor) -> Tensor:
-            """Return how much logits differ, in sizes of those at their position."""
-            size = before.abs().median(-1).values  # those of padding may be -1e9
-            largest = (after - before).abs().amax(-1)
-            return (largest / size.clamp_min(torch.finfo(size.dtype).tiny))[~fine].max()
-
         if self.vanishes(
-            difference(before, after),
-            lambda: difference(self.logits(forward, idx), self.logits(forward, changed)),
+            difference(before, after)[~fine].max(),
+            lambda: difference(self.logits(forward, idx), self.logits(forward, changed))[~fine].max(),
         ):
             return
         query, row = (~fine.T).nonzero()[0].tolist()
@@ -507,13 +508,36 @@ class Prober:
         self.remarks.add(f"bits differ by rounding alone: {how}")
         return is_rounding
 
-    def agrees(self, exact: Forward, decode: Forward) -> None:
-        """Run the probe "agrees". Half precision rounds too much for it to say no."""
+    def agrees(self, exact: Forward, decode: Forward | None) -> None:
+        """Run the probe "agrees": on decoding, or else on the first tokens of a text, which are read by themselves.
+
+        Half precision rounds too much for it to say no, also if its logits are made float32.
+        """
         idx = self.text(min(2, self.batch_size))
         expected = self.logits(exact, idx)
-        found = (self.logits(decode, idx) - expected).norm() / expected.norm()
-        if not found <= ROUNDED * torch.finfo(expected.dtype).eps:
-            raise Finding(f"read part by part with a cache, a text gets other logits: off by {found:.2g} of their size")
+        limit = ROUNDED * max(torch.finfo(x.dtype).eps for x in (expected, *self.weights.values()))
+        if decode:
+            found = (self.logits(decode, idx) - expected).norm() / expected.norm()
+            if not found <= limit:
+                raise Finding(
+                    f"read part by part with a cache, a text gets other logits: off by {found:.2g} of their size"
+                )
+            return
+        n = self.length
+        while (n := n // 2) > 1:
+            sees = self.masks(idx)[:, :n, n:].any(-1)
+            try:
+                moved = difference(expected[:, :n], self.logits(exact, idx[:, :n])).cpu() > limit
+            except Exception:  # of whichever kind: the model may read texts of one length alone
+                self.remarks.add(f"a text cut after {n} tokens not asked for: it cannot be read")
+                return
+            for position in (moved & ~sees).nonzero()[:1, 1]:
+                said = f"position {position} of a text cut after {n} tokens is predicted otherwise than within the "
+                said += "whole text: it depends on the length"
+                if self.strict:
+                    raise Finding(said)
+                self.remarks.add(said)
+                return
 
     def gradient(self, exact: Forward) -> None:
         """Run the probe "gradient", at all positions of a short text.

@@ -238,6 +238,10 @@ def test_a_mask_is_checked_against_what_it_claims(monkeypatch: pytest.MonkeyPatc
     assert not narrow.ok and narrow.query - narrow.key == 6
     wide = check_causality(model, V, 67, mask=window(8))
     assert "blind" in wide.finding and wide.query - wide.key == 7
+    ahead = window(67)
+    ahead[:, :23] = True  # a prompt that is read in both directions, and otherwise if it is cut
+    see(monkeypatch, ahead)
+    assert check_causality(model, V, 67, mask=ahead, strict=True).ok
 
 
 class Documents(nn.Module):

@@ -268,6 +268,15 @@ def test_decoders_of_transformers_pass_but_for_two_and_none_without_its_mask(nam
         assert str(answer).startswith(NO)
 
 
+def test_positions_that_a_long_text_stretches_are_said_and_refused_in_strict() -> None:
+    stretched = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 7}
+    stretched |= {"factor": 13.9, "short_factor": [1.0] * 7, "long_factor": [2.0] * 7}
+    for strict in (False, True):
+        model = make_decoder("llama", rope_parameters=stretched)
+        report = check_causality(model, VOCABULARY, LENGTH, strict=strict)
+        assert report.ok != strict and str(report).endswith("than within the whole text: it depends on the length")
+
+
 @pytest.mark.long
 def test_no_type_of_decoder_is_forgotten() -> None:
     """A name that this version of `transformers` has is in the table, or there is a reason."""
