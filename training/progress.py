@@ -85,7 +85,10 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Whether one of SIGNALS was `received`: the run is to stop after the step. SIGQUIT stops at once."""
+    """Whether one of SIGNALS was `received`: the run is to stop after the step. SIGQUIT stops at once.
+
+    Windows has no SIGQUIT: there a Ctrl-Break that comes after a signal stops at once.
+    """
 
     def __init__(self) -> None:
         self.received = False
@@ -97,6 +100,10 @@ class Interrupt:
         """Handle a signal. A group of processes may be sent the same one twice."""
         if not self.received:
             name = signal.Signals(number).name
+            key = "Ctrl-\\"
+            if at_once := signal.Signals.__members__.get("SIGBREAK"):
+                signal.signal(at_once, signal.SIG_DFL)
+                key = "Ctrl-Break"
             with suppress(OSError):  # no lock and no buffer: the program may just be using them
-                os.write(2, f"\n{name}: saving after this step; Ctrl-\\ stops at once\n".encode())
+                os.write(2, f"\n{name}: saving after this step; {key} stops at once\n".encode())
         self.received = True

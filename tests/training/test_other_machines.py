@@ -92,7 +92,7 @@ def test_a_run_on_a_pretended_windows_resumes_to_the_same_bits(
     run(train, "--resume", out, "--train.max_steps", 13).refused("has changed since it was prepared")
 
 
-def test_ctrl_break_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_break_is_heard_and_then_stops_at_once(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     number = signal.SIGUSR1  # another number there
     monkeypatch.setattr(signal, "Signals", IntEnum("Signals", {"SIGINT": 2, "SIGTERM": 15, "SIGBREAK": int(number)}))
     before = signal.getsignal(number)
@@ -100,7 +100,8 @@ def test_ctrl_break_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
         interrupt = Interrupt()
         assert not interrupt.received
         signal.raise_signal(number)
-        assert interrupt.received
+        assert interrupt.received and signal.getsignal(number) == signal.SIG_DFL
+        assert capfd.readouterr().err == "\nSIGBREAK: saving after this step; Ctrl-Break stops at once\n"
     finally:
         signal.signal(number, before)
 
