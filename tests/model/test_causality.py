@@ -331,6 +331,30 @@ def test_a_loss_that_leaks_is_found_where_logits_do_not() -> None:
         certify_tiny(torch.float32, counting_all)
 
 
+def balancing(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype, ahead: float = 0.0) -> Tensor:
+    """A loss with a term that spreads the tokens, as if the channels before an MLP were probabilities of experts."""
+    seen = []
+    with model.blocks[0].mlp_norm.register_forward_hook(lambda layer, x, y: seen.append(y.float().softmax(-1))):
+        with model.token_embedding.register_forward_hook(lambda layer, x, y: y + ahead * y.roll(-1, 1)):
+            loss = train.next_token_loss(model, inputs, targets, dtype)
+    [gates] = seen
+    counts = F.one_hot(gates.argmax(-1), gates.size(-1)).float().mean((0, 1))
+    return loss + inputs.numel() * (counts * gates.mean((0, 1))).sum()
+
+
+@pytest.mark.parametrize("dtype", often(*DTYPES), ids=str)
+def test_a_term_that_counts_tokens_and_no_target_passes(dtype: torch.dtype) -> None:
+    said = certify_tiny(dtype, balancing)["causal"]
+    assert said.endswith("; the loss has a term that counts no target, as one that balances experts")
+
+    def reading_its_inputs(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        return balancing(model, inputs, targets, dtype) + train.next_token_loss(model, inputs, inputs, dtype)
+
+    for leaking in (partial(balancing, ahead=1e-2), reading_its_inputs):
+        with pytest.raises(UserError, match="the loss moves by .* whose targets alone it should count"):
+            certify_tiny(dtype, leaking)
+
+
 @pytest.mark.parametrize("where", ["training", "autograd", "cache"])
 @pytest.mark.parametrize("dtype", often(*DTYPES), ids=str)
 def test_a_weak_mask_is_found_wherever_it_is(monkeypatch, dtype: torch.dtype, where: str) -> None:
