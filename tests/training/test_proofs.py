@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -18,6 +18,7 @@ from tests.conftest import make_gpt, often, same_bits, tiny_run
 from train import next_token_loss
 from training.certificate import compare_with_cpu, prove_loss
 from training.config import TrainConfig
+from training.device import record_loss
 from training.run import set_first_weights
 
 
@@ -140,6 +141,31 @@ def test_a_compiler_that_is_wrong_trains_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def of_other_weights(loss: nn.Module, example: tuple) -> Callable:
+    return copy.deepcopy(loss)
+
+
+def of_its_first_batch(loss: nn.Module, example: tuple) -> Callable:
+    return lambda *batch: loss(*example)
+
+
+def of_the_batch_when_it_was_recorded(loss: nn.Module, example: tuple) -> Callable:
+    batches = []
+    return lambda *batch: batches.append(batch) or loss(*batches[min(1, len(batches) - 1)])
+
+
+@pytest.mark.parametrize("record", [of_other_weights, of_its_first_batch, of_the_batch_when_it_was_recorded])
+def test_a_recorded_graph_that_is_wrong_is_refused(record: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = partial(next_token_loss, dtype=torch.float32)
+    model = make_gpt().train()
+    for wrong in (lambda loss, example: loss, record):
+        monkeypatch.setattr(torch.cuda, "make_graphed_callables", wrong)
+        graph = record_loss(eager, model, 3, model.config.context_length)
+        refused = pytest.raises(UserError, match="agrees with its source only to .* train with --train.compile false")
+        with refused if wrong is record else nullcontext():
+            prove_loss(model, graph, eager, torch.float32, batch_size=3)
+
+
 def test_what_a_forward_pass_moves_is_put_back() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -152,5 +178,6 @@ def test_what_a_forward_pass_moves_is_put_back() -> None:
 
     model = make_gpt().train()
     model.embedding_dropout = Counting()
+    model.register_buffer("mask", torch.ones(1, dtype=torch.bool).expand(5))  # which nothing can be written to
     prove(model, None, torch.bfloat16)
     assert model.embedding_dropout.count == 0
