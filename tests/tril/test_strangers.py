@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tests.decoders import DECODERS, DENSE, LEFT_OUT, MIXTURES, TYPES, make_decoder
 from tests.decoders import T as LENGTH
@@ -170,6 +171,31 @@ def test_rounding_is_no_leak_and_a_leak_is_no_rounding(make: Callable, how: str)
     for leak in (1e-2, 1e-5, 1e-6, 1e-7, 1e-9, 1e-12):
         outcome = check_causality(make(leak), V, T)
         assert not outcome.ok and outcome.key > outcome.query, leak
+
+
+class OnApple(TorchFunctionMode):
+    """Pretends that each tensor is on an Apple GPU, where none is of float64, but for those: they are on the CPU."""
+
+    def __torch_function__(self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None):
+        device = next((x for x in args[1:] if isinstance(x, torch.device)), None)
+        if function is Tensor.to and device:
+            args[0].is_moved = device.type == "cpu"
+            return args[0]
+        if function is Tensor.double and not getattr(args[0], "is_moved", False):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+        if function is Tensor.device.__get__:
+            return torch.device("cpu" if args[0].dtype == torch.float64 else "mps")
+        return function(*args, **kwargs or {})
+
+
+def test_a_device_without_float64_is_asked_again_on_the_cpu() -> None:
+    for leak in (0.0, 1e-6, 1e-12):
+        model = Fourier(leak)
+        with OnApple():
+            outcome = check_causality(model, V, T, strict=True)
+        assert outcome.ok == (not leak) and outcome.remarks == {
+            "bits differ by rounding alone: asked again in float64"
+        }, outcome
 
 
 class Padded(Plain):
