@@ -220,13 +220,12 @@ class Prober:
     def __post_init__(self) -> None:
         self.mask_depends = callable(self.mask)  # on the text
         if not self.mask_depends:
-            mask = torch.ones(self.length, self.length, dtype=torch.bool).tril() if self.mask is None else self.mask
+            mask = torch.ones(self.length, self.length).tril().bool() if self.mask is None else self.mask
             self.mask = lambda idx: mask[None, : idx.size(1), : idx.size(1)]
         weights = {name: p for name, p in self.module.named_parameters() if p.is_floating_point() or p.is_complex()}
         trained = {name: p for name, p in weights.items() if p.requires_grad}
         self.weights = trained or weights  # what is frozen may be a mask
-        self.signs = {name: numbers_of(weight).sign() for name, weight in self.weights.items() if weight.dim() < 2}
-        self.device = next((weight.device for weight in self.weights.values()), torch.device("cpu"))
+        self.device = next(iter(self.weights.values()), self.pool).device
         self.strict |= not self.weights  # a function has no float64 to ask in
         self.random = torch.Generator().manual_seed(0)  # for tokens and positions
         self.pool = self.shuffled(self.pool)
@@ -237,16 +236,15 @@ class Prober:
         texts[:, texts.size(1) // 2] = self.pool
         masks = self.masks(texts)
         moves = (masks != masks.mode(0).values).flatten(1).any(1)
-        is_special = moves | torch.isin(self.pool, torch.tensor([*special], dtype=torch.int64))
+        is_special = moves | torch.isin(self.pool, torch.tensor([*special]).long())
         self.num_special = int(is_special.sum())
         self.pool = self.pool[is_special.argsort(descending=True)]
-        hides = (~self.masks(self.text(1))[0]).any(1)
+        hides = ~self.masks(self.text(1))[0].all(1)
         self.hiding = self.shuffled(hides.nonzero().flatten()).tolist()  # positions that may not see all
         self.next_position = itertools.cycle(self.hiding)
         self.many = 16 if self.strict else 12  # positions of a probe, at the least
         self.few = 6 if self.strict else 2
         self.deadline = time.monotonic() + self.seconds
-        self.is_extreme = False
         self.has_backward = True
         self.probed = set()
         self.remarks = set()
@@ -265,11 +263,11 @@ class Prober:
         before = random.getstate()
         numpys = NUMPY and NUMPY.random.get_state()
         try:
-            with torch.random.fork_rng(devices=gpus), torch.inference_mode(False), torch.enable_grad():
-                with warnings.catch_warnings():
-                    # An operator without a derivative, as of int8, has none: it is not zero.
-                    warnings.filterwarnings("error", ".*autograd kernel was not registered")
-                    yield
+            of_torch = torch.random.fork_rng(devices=gpus)
+            with of_torch, torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+                # An operator without a derivative, as of int8, has none: it is not zero.
+                warnings.filterwarnings("error", ".*autograd kernel was not registered")
+                yield
         finally:
             random.setstate(before)
             if NUMPY:
@@ -312,16 +310,14 @@ class Prober:
         self.hidden(forward, self.many, B, "in training")
         if loss_fn:
             self.hidden_from_loss(loss_fn)
-        self.is_extreme = True
         # By luck of a draw scores may be high enough for a weak mask: a strict check draws again, with more weights.
         # Not embeddings and gains: scores beyond 1e9 would find fault with a mask of -1e9, which no training reaches.
         embeddings = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Embedding)}
         matrices = [name for name, p in self.weights.items() if p.dim() > 1 and id(p) not in embeddings]
         for draw, enlarged in ((1, [*filter(FOR_SCORES.search, self.weights)]), (2, matrices))[: 1 + self.strict]:
             self.randomize(draw)
-            with torch.no_grad():
-                for name in enlarged or matrices:
-                    self.weights[name].mul_(EXTREME)
+            for name in enlarged or matrices:
+                self.weights[name].data.mul_(EXTREME)
             for function in extreme:
                 self.hidden(function, self.few, small, "in training, with extreme weights")
             self.hidden(exact, self.few, small, "in evaluation, with extreme weights")
@@ -332,10 +328,10 @@ class Prober:
     def randomize(self, draw: int) -> None:
         """Give every weight a random value, so that each part of the model matters. Signs of gains and biases stay."""
         torch.manual_seed(draw + int(os.environ.get("RANK", 0)))  # a shard of FSDP on each rank, which must differ
-        for name, weight in self.weights.items():
+        for weight in self.weights.values():
             values = numbers_of(weight)
             if weight.dim() < 2:
-                sign = self.signs[name]
+                sign = values.sign()
                 values.uniform_(0.5, 1.5).mul_(torch.where(sign == 0, torch.randint_like(values, 2) * 2 - 1, sign))
             else:
                 limit = (3 / weight.size(-1)) ** 0.5  # of a variance that keeps the size of what is multiplied
@@ -396,7 +392,7 @@ class Prober:
             self.has_backward &= self.strict or not isinstance(error, NotImplementedError)
             output = self.call(forward, idx)
         logits = logits_of(output, (*idx.shape, self.vocab_size)).detach()
-        if not self.is_extreme and not logits.max().isfinite():  # those of padding may be -inf
+        if "extreme" not in self.where and not logits.max().isfinite():  # those of padding may be -inf
             raise Finding(f"its logits are not finite numbers ({self.where})")
         return logits.nan_to_num()
 
@@ -410,11 +406,11 @@ class Prober:
         """
         count = self.in_time(count)
         count += -count % B  # the last batch is as large: kernels may differ by that
-        positions = sorted(itertools.islice(itertools.cycle(self.positions(count)), count))
+        positions = sorted((self.positions(count) * count)[:count])
         V = len(self.pool)
         ranks = self.ranks(B)
         yield self.pool[ranks]
-        for number, batch in enumerate(torch.tensor(positions, dtype=torch.int64).view(-1, B)):
+        for number, batch in enumerate(torch.tensor(positions).long().view(-1, B)):
             hides = ~self.masks(self.pool[ranks]).expand(B, -1, -1)[range(B), batch]
             ahead = (torch.arange(self.length) - batch[:, None] - 1) % self.length
             first = ahead == torch.where(hides, ahead, self.length).amin(1, keepdim=True)
@@ -458,10 +454,7 @@ class Prober:
         # One sequence at a time needs less memory.
         same = torch.stack([(first == second).all(-1) for first, second in zip(before, after, strict=True)])
         fine = self.may_differ(idx, changed) | same.cpu()
-        if fine.all():
-            return
-
-        if self.vanishes(
+        if fine.all() or self.vanishes(
             difference(before, after)[~fine].max(),
             lambda: difference(self.logits(forward, idx), self.logits(forward, changed))[~fine].max(),
         ):
@@ -491,7 +484,7 @@ class Prober:
         ask in, on the device or on a CPU, what is tiny passes if the check is not strict, but not a derivative: where
         nothing is seen, it is zero without rounding.
         """
-        if not found <= TINY:
+        if not abs(found) <= TINY:
             return False
         kept = [(tensor, tensor.data) for tensor in itertools.chain(self.module.parameters(), self.module.buffers())]
         device = self.device
@@ -500,7 +493,7 @@ class Prober:
                 for tensor, data in kept:
                     moved = data.to(self.device)
                     tensor.data = moved.double() if data.is_floating_point() else moved
-                is_rounding = bool(again() <= VANISHED)
+                is_rounding = bool(abs(again()) <= VANISHED)
                 how = "asked again in float64"
                 break
             except Exception:  # of whichever kind: a kernel is missing, or memory
@@ -537,8 +530,10 @@ class Prober:
                 self.remarks.add(f"a text cut after {n} tokens not asked for: it cannot be read")
                 return
             for position in (moved & ~sees).nonzero()[:1, 1]:
-                said = f"position {position} of a text cut after {n} tokens is predicted otherwise than within the "
-                said += "whole text: it depends on the length"
+                said = (
+                    f"position {position} of a text cut after {n} tokens is predicted otherwise than within the whole "
+                    "text: it depends on the length"
+                )
                 if self.strict:
                     raise Finding(said)
                 self.remarks.add(said)
@@ -554,6 +549,11 @@ class Prober:
         queries = [*self.positions(self.in_time(count)), last]
         self.probed.add(last)
         blind = seen = torch.tensor(False)
+
+        def largest_leak() -> Tensor:
+            influence = self.influence(exact, idx, queries)
+            return influence.masked_fill(may_see, 0).max() / influence.max()
+
         for _ in range(NUM_DRAWS):
             idx = self.text(1)
             may_see = self.masks(idx)[0, queries]
@@ -564,12 +564,7 @@ class Prober:
                 )
                 return
             leaks = influence.masked_fill(may_see, 0)
-
-            def largest_leak(idx: Tensor = idx, may_see: Tensor = may_see) -> Tensor:
-                influence = self.influence(exact, idx, queries)
-                return influence.masked_fill(may_see, 0).max() / influence.max()
-
-            if leaks.any() and not self.vanishes(leaks.max() / influence.max(), largest_leak, True):
+            if leaks.any() and not self.vanishes(largest_leak(), largest_leak, True):
                 row, key = leaks.nonzero()[0].tolist()
                 effect = f"the derivative of its logits is {leaks[row, key]:.2g}, not exactly 0"
                 query = queries[row]
@@ -614,17 +609,17 @@ class Prober:
         all: logits, which could be those of a later token, would.
         """
 
-        def loss(text: Tensor, targets: Tensor) -> Tensor:
-            return self.call(loss_fn, text, targets).detach() / size
+        def moves(beside: bool = False) -> Tensor:
+            """Return how much the loss differs for two texts, as a part of a guess; or what is beside the targets."""
+            counted = none if beside else targets
+            before, after = (self.call(loss_fn, text, counted).detach() for text in (idx, changed))
+            return (after - before) / size
 
         def reached(targets: Tensor) -> Tensor:
             """Return how many weights the loss reaches."""
             asked = self.call(loss_fn, idx, targets), self.weights.values()
             gradients = torch.autograd.grad(*asked, allow_unused=True, materialize_grads=True)
             return sum(gradient.any() for gradient in gradients)
-
-        def moves() -> Tensor:
-            return (loss(changed, targets) - loss(idx, targets)).abs()
 
         size = self.batch_size * math.log(self.vocab_size)
         for idx, changed in itertools.pairwise(self.texts(self.many, self.batch_size)):
@@ -635,15 +630,14 @@ class Prober:
             moved = moves()
             if not moved or self.vanishes(moved, moves):
                 continue
-            by_term = loss(changed, none) - loss(idx, none)
-            if abs(loss(changed, targets) - loss(idx, targets) - by_term) <= TINY and (
+            if abs(moved - moves(beside=True)) <= TINY and (
                 not self.module.training or 0 < reached(none) < reached(targets)
             ):
                 self.remarks.add("the loss has a term that counts no target, as one that balances experts")
                 continue
             positions = counted.nonzero()[:, 1].tolist()
             cause = f"if tokens are replaced that positions {positions} must not see"
-            effect = f"the loss moves by {moved:.2g} of its size ({self.where})"
+            effect = f"the loss moves by {abs(moved):.2g} of its size ({self.where})"
             raise Finding(f"{effect} {cause}, whose targets alone it should count")
 
 
