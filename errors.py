@@ -12,4 +12,5 @@ def check_numbers(options: object, **ranges: tuple[float, float]) -> None:
     for name, value in vars(options).items():
         least, most = ranges.get(name, (0, 2**32 - 1 if isinstance(value, int) else 1e30))
         if isinstance(value, Real) and not least <= value <= most:
-            raise UserError(f"{name} must be a number from {least:,} to {most:,}, got {value}")
+            upto = f"from {least:,} to {most:,}" if most < 1e30 else f"of at least {least:,}"
+            raise UserError(f"{name} must be a number {upto}, got {value}")

@@ -79,7 +79,7 @@ def open_corpus(directory: Path) -> Corpus:
     Raises UserError if the corpus is incomplete, or has changed since it was prepared.
     """
     if not (directory / "meta.json").is_file():
-        raise UserError(f"{directory} is not empty, and not a complete prepared corpus")
+        raise UserError(f"{directory} is not empty, and not a complete prepared corpus: give another --out")
     with errors_as_user_error(f"{directory} is not a complete prepared corpus"):
         meta = json.loads(read_small(directory / "meta.json"))
         tokenizer = load_tokenizer(directory)
@@ -125,7 +125,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
         num_tokens = path.stat().st_size // dtype.itemsize
         if num_tokens < 2:
             raise UserError(
-                f"there is too little text for {split}.bin: give more, or another val_fraction or val_source"
+                f"too little text for {split}.bin: give more, or another --data.val_fraction or --data.val_source"
             )
         meta[split] = {
             "tokens": num_tokens,

@@ -100,7 +100,9 @@ class Tokenizer:
     def check_fits(self, rows: int) -> None:
         """Raise UserError if a text can have an id that a model with this many embeddings has no embedding for."""
         if self.vocab_size > rows:
-            raise UserError(f"the tokenizer {self.name!r} has {self.vocab_size} tokens, the model {rows}")
+            raise UserError(
+                f"the tokenizer {self.name!r} has {self.vocab_size} tokens, the model {rows}: take its own tokenizer"
+            )
 
     @property
     def document_start(self) -> list[int]:

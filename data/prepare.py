@@ -50,11 +50,12 @@ def prepare(
         tokenizer = find_tokenizer("model" if began_with else config.tokenizer, model)
         if is_prepared(config.source):
             if config.val_source:
-                raise UserError(f"{config.source} has its own text to validate on: leave val_source out")
+                raise UserError(f"{config.source} has its own text to validate on: leave --data.val_source out")
             corpus = open_corpus(Path(config.source))
             wanted = tokenizer.identity if tokenizer else config.tokenizer
             if wanted not in (corpus.tokenizer.identity, corpus.meta["tokenizer"]):
-                raise UserError(f"{config.source} was prepared with another tokenizer: {corpus.meta['tokenizer']}")
+                own = corpus.meta["tokenizer"]
+                raise UserError(f"{config.source} was prepared with another tokenizer: --data.tokenizer {own}")
         elif files := find_token_files(config):
             corpus = open_token_files(config, files, tokenizer)
         else:
@@ -103,7 +104,9 @@ def corpus_key(config: DataConfig, tokenizer: Tokenizer | None) -> str:
     files = config.files
     own = find_files(config.val_source) if config.val_source else []
     if shared := {*map(Path.resolve, files)} & {*map(Path.resolve, own)}:
-        raise UserError(f"{min(shared)} is in source and in val_source: give a glob that leaves it out of one of them")
+        raise UserError(
+            f"{min(shared)} is in --data.source and in --data.val_source: give a glob that leaves it out of one of them"
+        )
     stamps = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files + own]
     # An option that is added, and left at its default, changes no key: the corpora that exist are found.
     values = asdict(config).items()

@@ -72,7 +72,9 @@ def load_model(
             weights[name] = tensor.to(device, kept, copy=True, memory_format=torch.contiguous_format)
         embedding = weights["token_embedding.weight"]
         if stored.tied and not weights.setdefault(HEAD, embedding).equal(embedding):  # some files have a tied head
-            raise UserError(f"{directory} has a head of its own, and a config.json that says it is the embedding")
+            raise UserError(
+                f"{directory} has a head of its own, but config.json ties it: set tie_word_embeddings there to false"
+            )
         if POSITIONS in weights:
             weights[POSITIONS] = weights[POSITIONS][: model.config.context_length]
         model.load_state_dict(weights, assign=True)

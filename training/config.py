@@ -128,7 +128,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if "" in (self.out_dir, self.init_from):
-            raise UserError("out_dir and init_from must be paths, got an empty text")
+            raise UserError("--train.out_dir and --train.init_from must be paths, got an empty text")
         check_numbers(
             self,
             seed=(0, 2**63 - 1),  # all bits count: `seed_for` hashes them

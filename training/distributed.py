@@ -88,11 +88,11 @@ class Ranks:
         if accum % self.world:
             raise UserError(
                 f"{self.world} ranks cannot share the {accum} micro-batches of a step: take as many ranks as divide "
-                "train.grad_accum_steps, or begin a run with more of these and a smaller train.batch_size"
+                "--train.grad_accum_steps, or begin a run with more of these and a smaller --train.batch_size"
             )
         if config.parallel == "fsdp" and not (self.started and dtype != torch.float16 and config.optimizer == "adamw"):
             raise UserError(
-                "train.parallel fsdp is for several processes, AdamW, and bfloat16 or float32: torchrun "
+                "--train.parallel fsdp is for several processes, AdamW, and bfloat16 or float32: torchrun "
                 "--nproc_per_node=N train.py ... --train.optimizer adamw --train.dtype float32"
             )
         if self.world == 1:
@@ -102,7 +102,7 @@ class Ranks:
         different = sorted({*begins})
         if len(different) > 1:
             raise UserError(
-                f"the ranks would begin {' and '.join(different)}: train.out_dir must be on a disk that all of them "
+                f"the ranks would begin {' and '.join(different)}: --train.out_dir must be on a disk that all of them "
                 "see, and the precision one that all have, as in --train.dtype float32"
             )
         print(f"ranks:  {self.world}, {config.parallel}, {accum // self.world} micro-batches of a step each")

@@ -171,9 +171,9 @@ def fit_to_model(argv: list[str], file: Path | None, init_from: str) -> Config:
     for name, value in asdict(config.model).items():
         fits = value <= shape[name] if name == "context_length" else name == "dropout" or value == shape[name]
         if not fits:
-            raise UserError(f"{init_from} has {name} = {shape[name]}, got {value}: leave model.{name} out")
+            raise UserError(f"{init_from} has {name} = {shape[name]}, got {value}: leave --model.{name} out")
     if config.data.tokenizer != "model":
-        raise UserError(f"{init_from} knows the ids of its own tokenizer: data.tokenizer must be model")
+        raise UserError(f"{init_from} knows the ids of its own tokenizer: leave --data.tokenizer out")
     return config
 
 

@@ -134,7 +134,7 @@ class RunDirectory:
                     print(f"note: the run was to have {was} steps and has {value} now: the learning rate may jump")
                 if was != value and (table != "train" or name not in MAY_CHANGE):
                     raise UserError(
-                        f"a resumed run cannot change {table}.{name}: it began with {was!r:.60}, now {value!r:.60}"
+                        f"a resumed run cannot change --{table}.{name}: it began with {was!r:.60}, now {value!r:.60}"
                     )
 
     def restore(self, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:

@@ -81,7 +81,10 @@ def test_a_text_of_its_own_is_all_of_the_validation(text_file: Path) -> None:
     Path("val.txt").write_text("ß")
     with pytest.raises(UserError, match="the chars tokenizer never saw the character 'ß'"):  # it learns to train only
         make("a.txt", "chars", val_source="val.txt")
-    for source, said in ((corpus.directory, "has its own text to validate on"), ("*.txt", "is in source and in val_")):
+    for source, said in (
+        (corpus.directory, "has its own text to validate on"),
+        ("*.txt", "is in --data.source and in "),
+    ):
         with pytest.raises(UserError, match=said):
             make(source, corpus.meta["tokenizer"], val_source="val.txt")
     Path("val.txt").write_text("2 is even")
@@ -187,7 +190,7 @@ def test_tokens_are_as_narrow_as_the_vocabulary_allows() -> None:
     [
         ("猫".encode() * 9001 + b"\xe7\x8c", "cannot read .*a.txt: UnicodeDecodeError: .*: unexpected end of data"),
         ("odd".encode("utf-16-le"), "a.txt is no text: it has NUL characters"),
-        (b"", "there is too little text for train.bin: give more, or another val_fraction"),
+        (b"", "too little text for train.bin: give more, or another --data.val_fraction"),
     ],
 )
 def test_a_source_without_text_is_refused_and_nothing_is_left(content: bytes, sentence: str) -> None:
@@ -294,7 +297,7 @@ def test_a_prepared_directory_is_a_source(text_file: Path, tmp_path: Path) -> No
     first = prepare.prepare(DataConfig("a.txt", "bytes"), tmp_path / "link")
     assert first.directory == tmp_path / "large" / "disk" and prepared(tmp_path / "large") == ["disk"]
     assert make(tmp_path / "link").meta == first.meta
-    with pytest.raises(UserError, match="was prepared with another tokenizer: bytes$"):
+    with pytest.raises(UserError, match="was prepared with another tokenizer: --data.tokenizer bytes$"):
         make(tmp_path / "link", "chars")
 
 
@@ -302,7 +305,7 @@ def test_a_directory_with_other_things_is_not_overwritten(text_file: Path) -> No
     path = Path("mine/tokenizer.json")
     path.parent.mkdir()
     path.write_text("years of work")
-    with pytest.raises(UserError, match="mine is not empty, and not a complete prepared corpus$"):
+    with pytest.raises(UserError, match="mine is not empty, and not a complete prepared corpus: give another"):
         prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))
     assert path.read_text() == "years of work"
     meta = prepare.prepare(DataConfig("a.txt", "bytes"), Path("other")).meta

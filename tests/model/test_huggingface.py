@@ -160,7 +160,7 @@ GATE, HEAD = "model.layers.1.mlp.gate_proj.weight", "lm_head.weight"
         ("llama", {}, {"model.norm.bias": torch.ones(42)}, 'Unexpected key.s. in state_dict: "model.norm.bias"'),
         ("llama", {}, {GATE: None}, 'Missing key.s. in state_dict: "blocks.1.mlp.gate_proj.weight"'),
         ("llama", {}, {GATE: torch.full((53, 42), torch.nan)}, f"{GATE} holds numbers that are not finite"),
-        ("llama", {}, {HEAD: torch.ones(V, 42)}, "has a head of its own, and a config.json that says it is the embed"),
+        ("llama", {}, {HEAD: torch.ones(V, 42)}, "has a head of its own, but config.json ties it"),
         ("llama", {}, {GATE: torch.ones(53, 42).int()}, "Only Tensors of floating point"),
         ("gpt2 without biases", {}, {"transformer.ln_f.bias": torch.ones(15)}, 'Unexpected key.*"transformer.ln_f.bi'),
     ],

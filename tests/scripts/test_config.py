@@ -72,7 +72,7 @@ def test_every_config_builds(path: Path) -> None:
             "--resume takes configuration and directory from the run",
         ),
         (["--resume", "nowhere"], "there is no run in nowhere: a run has"),
-        (["--train.out_dir="], "out_dir and init_from must be paths, got an empty text"),  # which is not this folder
+        (["--train.out_dir="], "--train.out_dir and --train.init_from must be paths"),  # not this folder
         (["--data.source="], "no text found at ''"),
         (["\u2013-train.max_steps", "5"], "\u2013-train.max_steps begins with a long dash, as copied from a web page"),
         (["\u2014\u2014data.source=a.txt"], "type -- instead"),
@@ -137,7 +137,7 @@ def test_all_bits_of_a_seed_count() -> None:
 @pytest.mark.parametrize("table, name", NUMBERS)
 def test_no_number_is_negative_or_endless_or_out_of_its_range(table: type, name: str) -> None:
     for value in (-1, math.inf, math.nan, OUTSIDE.get(name, -1)):
-        with pytest.raises(UserError, match=f"^{name} must be a number from [\\d.e-]+ to [\\d.,e+]+, got {value}$"):
+        with pytest.raises(UserError, match=f"^{name} must be a number (from|of at least) .*, got {value}$"):
             table(**TABLES[table] | {name: value})
 
 

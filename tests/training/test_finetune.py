@@ -101,8 +101,8 @@ def test_a_checkpoint_knows_how_a_text_begins_and_ends(
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model__n_layer": 5}, "has n_layer = 2, got 5: leave model.n_layer out"),
-        ({"data__tokenizer": "bytes"}, "knows the ids of its own tokenizer: data.tokenizer must be model"),
+        ({"model__n_layer": 5}, "has n_layer = 2, got 5: leave --model.n_layer out"),
+        ({"data__tokenizer": "bytes"}, "knows the ids of its own tokenizer: leave --data.tokenizer out"),
     ],
 )
 def test_options_that_do_not_fit_the_weights_are_refused(
@@ -124,4 +124,4 @@ def test_a_corpus_prepared_for_a_model_is_not_for_another(run, straight: Path, c
     content["model"]["merges"] = []
     (unsigned / "tokenizer.json").write_text(json.dumps(content, indent=1))
     again = options(unsigned, tmp_path / "there", tmp_path / "other")
-    run(train, *again).refused("was prepared with another tokenizer: model")
+    run(train, *again).refused("was prepared with another tokenizer: --data.tokenizer model")

@@ -74,7 +74,9 @@ def test_no_other_option_may_change(straight: Path, monkeypatch: pytest.MonkeyPa
             try:
                 RunDirectory(config, Ranks()).refuse_changes()
             except UserError as error:
-                assert str(error) == f"a resumed run cannot change {table}.{name}: it began with -1, now {value!r:.60}"
+                assert (
+                    str(error) == f"a resumed run cannot change --{table}.{name}: it began with -1, now {value!r:.60}"
+                )
                 refused.add((table, name))
             edit(straight, "config", table, name, value=value)
     every = {(table, name) for table, options in tables(config).items() for name in options}
@@ -87,7 +89,7 @@ def test_a_run_that_is_older_than_an_option_has_its_default(straight: Path) -> N
     edit(straight, "config", "train", value={k: v for k, v in options.items() if k != "grad_clip"})
     RunDirectory(config, Ranks()).refuse_changes()
     edit(straight, "config", "train", value={k: v for k, v in options.items() if k != "beta2"})
-    with pytest.raises(UserError, match="cannot change train.beta2: it began with 0.95, now 0.99"):
+    with pytest.raises(UserError, match="cannot change --train.beta2: it began with 0.95, now 0.99"):
         RunDirectory(config, Ranks()).refuse_changes()
 
 
