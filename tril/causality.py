@@ -218,15 +218,27 @@ class Prober:
     progress: Callable[[], object]
 
     def __post_init__(self) -> None:
-        self.mask_depends = callable(self.mask)  # on the text
-        if not self.mask_depends:
-            mask = torch.ones(self.length, self.length).tril().bool() if self.mask is None else self.mask
-            self.mask = lambda idx: mask[None, : idx.size(1), : idx.size(1)]
         weights = {name: p for name, p in self.module.named_parameters() if p.is_floating_point() or p.is_complex()}
         trained = {name: p for name, p in weights.items() if p.requires_grad}
         self.weights = trained or weights  # what is frozen may be a mask
         self.device = next(iter(self.weights.values()), self.pool).device
         self.strict |= not self.weights  # a function has no float64 to ask in
+        self.many = 16 if self.strict else 12  # positions of a probe, at the least
+        self.few = 6 if self.strict else 2
+        self.deadline = time.monotonic() + self.seconds
+        self.has_backward = True
+        self.probed = set()
+        self.remarks = set()
+        self.parts = [(part, part.training, dict(part._buffers)) for part in self.module.modules()]
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
+        self.choose_places()
+
+    def choose_places(self) -> None:
+        """Put special tokens first in the pool, and positions that may not see all in random order."""
+        self.mask_depends = callable(self.mask)  # on the text
+        if not self.mask_depends:
+            mask = torch.ones(self.length, self.length).tril().bool() if self.mask is None else self.mask
+            self.mask = lambda idx: mask[None, : idx.size(1), : idx.size(1)]
         self.random = torch.Generator().manual_seed(0)  # for tokens and positions
         self.pool = self.shuffled(self.pool)
         special = self.special  # those of the options, and those that move the mask
@@ -242,14 +254,6 @@ class Prober:
         hides = ~self.masks(self.text(1))[0].all(1)
         self.hiding = self.shuffled(hides.nonzero().flatten()).tolist()  # positions that may not see all
         self.next_position = itertools.cycle(self.hiding)
-        self.many = 16 if self.strict else 12  # positions of a probe, at the least
-        self.few = 6 if self.strict else 2
-        self.deadline = time.monotonic() + self.seconds
-        self.has_backward = True
-        self.probed = set()
-        self.remarks = set()
-        self.parts = [(part, part.training, dict(part._buffers)) for part in self.module.modules()]
-        self.buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
 
     def shuffled(self, numbers: Tensor) -> Tensor:
         """Return numbers, (N,), in random order."""
@@ -259,11 +263,10 @@ class Prober:
     def restoring(self) -> Iterator[None]:
         """Turn autograd on inside the `with` block. After it, restore the module and PyTorch's random states."""
         weights = [(parameter, parameter.detach().clone()) for parameter in self.module.parameters()]
-        gpus = [self.device] if self.device.type == "cuda" else []
         before = random.getstate()
         numpys = NUMPY and NUMPY.random.get_state()
         try:
-            of_torch = torch.random.fork_rng(devices=gpus)
+            of_torch = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
             with of_torch, torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
                 # An operator without a derivative, as of int8, has none: it is not zero.
                 warnings.filterwarnings("error", ".*autograd kernel was not registered")
@@ -287,8 +290,7 @@ class Prober:
                 part._buffers.clear()
                 part._buffers.update(buffers)
         for buffer, value in self.buffers:
-            value = value.to(buffer.device).to(buffer.dtype)
-            if not torch.equal(buffer, value):  # an expanded buffer cannot be written to
+            if not torch.equal(buffer.to(value), value):  # an expanded buffer cannot be written to
                 buffer.copy_(value)
 
     def probe(self, forward: Forward, decode: Forward | None, loss_fn: Loss | None, extreme: Sequence[Forward]) -> None:
@@ -331,8 +333,8 @@ class Prober:
         for weight in self.weights.values():
             values = numbers_of(weight)
             if weight.dim() < 2:
-                sign = values.sign()
-                values.uniform_(0.5, 1.5).mul_(torch.where(sign == 0, torch.randint_like(values, 2) * 2 - 1, sign))
+                signed = torch.where(values == 0, torch.randn_like(values), values)
+                values.uniform_(0.5, 1.5).mul_(signed.sign())
             else:
                 limit = (3 / weight.size(-1)) ** 0.5  # of a variance that keeps the size of what is multiplied
                 values.uniform_(-limit, limit)
@@ -418,7 +420,7 @@ class Prober:
             stays = self.mask_depends & (ranks < self.num_special)
             ranks = torch.where(first, turn + (turn == ranks), ranks + (hides & ~stays)) % V
             yield self.pool[ranks]
-        for row in range(min(B, 2) if alone else 0):
+        for row in range(alone * min(B, 2)):
             ranks = (ranks + (torch.arange(B) != row)[:, None]) % V
             yield self.pool[ranks]
 
@@ -438,8 +440,7 @@ class Prober:
         self.where = where
         self.module.train("training" in where)
         alone = count >= self.many
-        if alone:
-            count = max(count, min(self.num_special, SMALL))
+        count = max(count, alone * min(self.num_special, SMALL))
         texts = self.texts(count, batch_size, alone)
         idx = next(texts)
         before = self.logits(forward, idx)
@@ -470,8 +471,7 @@ class Prober:
         expected = read(-1)
         if not torch.equal(expected, read(-1)):
             raise Finding(f"the same tokens do not give the same numbers again ({self.where}); is dropout still on?")
-        size = (after - before)[row, query].abs().max()
-        effect = f"its logits move by up to {size:.2g} ({self.where})"
+        effect = f"its logits move by up to {(after - before)[row, query].abs().max():.2g} ({self.where})"
         key = bisect_left(range(self.length), True, key=lambda key: not torch.equal(expected, read(key)))
         if key == self.length:
             raise Finding(f"a sequence changes when the others of its batch do: {effect}")
@@ -523,13 +523,12 @@ class Prober:
             return
         n = self.length
         while (n := n // 2) > 1:
-            sees = self.masks(idx)[:, :n, n:].any(-1)
             try:
                 moved = difference(expected[:, :n], self.logits(exact, idx[:, :n])).cpu() > limit
             except Exception:  # of whichever kind: the model may read texts of one length alone
                 self.remarks.add(f"a text cut after {n} tokens not asked for: it cannot be read")
                 return
-            for position in (moved & ~sees).nonzero()[:1, 1]:
+            for position in (moved & ~self.masks(idx)[:, :n, n:].any(-1)).nonzero()[:1, 1]:
                 said = (
                     f"position {position} of a text cut after {n} tokens is predicted otherwise than within the whole "
                     "text: it depends on the length"
@@ -611,17 +610,16 @@ class Prober:
 
         def moves(beside: bool = False) -> Tensor:
             """Return how much the loss differs for two texts, as a part of a guess; or what is beside the targets."""
-            counted = none if beside else targets
-            before, after = (self.call(loss_fn, text, counted).detach() for text in (idx, changed))
-            return (after - before) / size
+            after, before = (self.call(loss_fn, text, none if beside else targets).detach() for text in (changed, idx))
+            return (after - before) / (self.batch_size * math.log(self.vocab_size))
 
         def reached(targets: Tensor) -> Tensor:
             """Return how many weights the loss reaches."""
-            asked = self.call(loss_fn, idx, targets), self.weights.values()
-            gradients = torch.autograd.grad(*asked, allow_unused=True, materialize_grads=True)
+            loss = self.call(loss_fn, idx, targets)
+            weights = self.weights.values()
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
             return sum(gradient.any() for gradient in gradients)
 
-        size = self.batch_size * math.log(self.vocab_size)
         for idx, changed in itertools.pairwise(self.texts(self.many, self.batch_size)):
             same = ~self.may_differ(idx, changed)
             counted = same & (same.cumsum(1) == same.sum(1, keepdim=True))  # the last one
@@ -635,10 +633,10 @@ class Prober:
             ):
                 self.remarks.add("the loss has a term that counts no target, as one that balances experts")
                 continue
-            positions = counted.nonzero()[:, 1].tolist()
-            cause = f"if tokens are replaced that positions {positions} must not see"
-            effect = f"the loss moves by {abs(moved):.2g} of its size ({self.where})"
-            raise Finding(f"{effect} {cause}, whose targets alone it should count")
+            raise Finding(
+                f"the loss moves by {abs(moved):.2g} of its size ({self.where}) if tokens are replaced that positions "
+                f"{counted.nonzero()[:, 1].tolist()} must not see, whose targets alone it should count"
+            )
 
 
 @contextmanager
