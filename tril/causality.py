@@ -524,7 +524,7 @@ class Prober:
         n = self.length
         while (n := n // 2) > 1:
             try:
-                moved = difference(expected[:, :n], self.logits(exact, idx[:, :n])).cpu() > limit
+                moved = difference(expected[:, :n], self.logits(exact, idx[:, :n].contiguous())).cpu() > limit
             except Exception:  # of whichever kind: the model may read texts of one length alone
                 self.remarks.add(f"a text cut after {n} tokens not asked for: it cannot be read")
                 return

@@ -57,7 +57,7 @@ class Last(Plain):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         logits = self.logits(idx)
-        return (logits[:, [-1]], None) if targets is None else (logits, loss_of(logits, targets))
+        return (logits[:, [-1]], None) if targets is None else (logits, loss_of(logits, targets.view(-1)))
 
 
 class LastOfLabels(Plain):
@@ -430,6 +430,7 @@ def test_the_beginning_of_a_text_is_predicted_as_within_it_or_the_answer_says_so
 
 
 def test_a_text_that_cannot_be_cut_is_said() -> None:
+    assert "cut after" not in str(tril.check_causality(Last(), length=T))
     report = tril.check_causality(ByLength("read in full"), length=T, strict=True)
     assert report.ok and "; a text cut after 5 tokens not asked for: it cannot be read" in str(report)
 
