@@ -60,7 +60,7 @@ def load_model(
     checkpoint = find_checkpoint(path)
     directory = checkpoint.directory
     if checkpoint.manifest.get("environment", {}).get("code of model/") not in (None, code_hash()):
-        said = f"note: {directory.name!r} was trained by other code in model/; here it may be another model"
+        said = f"note: {directory.name!r} was trained by another version of model/: its numbers may differ"
         print(said, file=sys.stderr)
     stored = load_config(directory)
     weights = {}

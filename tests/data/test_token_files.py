@@ -157,7 +157,7 @@ def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path, monke
         run(train, "--resume", out).ok()
     assert same_bits(weights(straight), weights(out))
     assert metrics(straight, "val_loss") == metrics(out, "val_loss")
-    assert "validation text is not here: give a text with --text" in run(inspect_attention, out).err
+    assert "validation text is not on this machine: give a text with --text" in run(inspect_attention, out).err
     shutil.rmtree(out / "checkpoints" / "step-00000012")
     write_token_file(folder / "00001_shuffled.ds", [[*ids[-2::-1], END] for ids in DOCUMENTS[97:200]])
     for _ in ("another", "missing"):
