@@ -466,7 +466,7 @@ function whyTable(shown) {
     return make("div", make("p.quiet", `written to the ${i ? "key" : "query"} by`), make("table", lines));
   });
   const above = `score ${signed(reason.advantage)} above the other keys`;
-  return [make("p.row", others, make("span.quiet", above)), Object.assign(make("div", columns), { id: "said" })];
+  return [make("p.row", others, make("span.quiet", above)), Object.assign(make("div.why", columns), { id: "said" })];
 }
 
 // The tokens before or after one, as many as fit ten letters.
@@ -604,6 +604,7 @@ function fit() {
     enlarge(strip, least, 64, resizeHeads);
   }
   enlarge($("text"), isNarrow ? 15 : 12, isNarrow ? 15 : 32, (size) => ($("text").style.fontSize = `${size}px`));
+  fill("most");  // its own height
   const room = $("most").clientHeight - 10;
   rows = Math.max(5, Math.min(T, Math.floor(room / 20)));
   $("most").style.setProperty("--row", `${Math.min(52, Math.floor(room / rows))}px`);

@@ -314,6 +314,17 @@ def test_a_view_that_is_unknown_says_so(show: Callable) -> None:
     expect(page, "␣w5 (5) looks at", "#0.1/5/says")
 
 
+@pytest.mark.parametrize("width", [1280, 375])
+def test_bars_of_both_sides_of_why_have_one_scale(show: Callable, width: int) -> None:
+    page = show(link="#1.1/4/why", width=width)
+    boxes = [bar.bounding_box() for bar in page.locator("#said .bar").all()]
+    assert [box["width"] / boxes[0]["width"] for box in boxes] == pytest.approx([1, 50 / 300, 250 / 300], rel=0.01)
+    assert boxes[0]["width"] > 150
+    tops = [title.bounding_box()["y"] for title in page.locator("#said p").all()]
+    assert (tops[0] == tops[1]) == (width > 375)
+    assert page.locator("#most").evaluate("(part) => part.scrollHeight <= part.clientHeight")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("width, height", [(1280, 800), (1080, 1920)])
 @pytest.mark.parametrize("shape, tokens", [((2, 4), 256), ((4, 4), 257), ((30, 9), 32), ((1, 1), 6)])
