@@ -421,7 +421,8 @@ function mostTable(shown, amounts, unseen) {
 // ---- Why a token looks at another: stored for those to which it gives most.
 
 // The reasons for what a token looks at, or is looked at by: the other token, the weight, the advantage of its score, and
-// the parts of that, writer and size, for what was written to the query and to the key. The largest weight comes first.
+// the parts of that, writer and size, for what was written to the query and to the key; scores in hundredths. The largest
+// weight comes first.
 function reasonsOf(shown) {
   const { reasons } = loaded;
   const { writers } = checkpoints[state.checkpoint];
@@ -434,10 +435,11 @@ function reasonsOf(shown) {
       const key = field(0);
       if (key > query || key < 0 || (state.who && key !== shown)) continue;
       const sides = [2, 12].map((first) => {
-        const parts = [0, 1, 2, 3, 4].map((i) => [writers[field(first + i)], field(first + 5 + i) / 100]);
+        const parts = [0, 1, 2, 3, 4].map((i) => [writers[field(first + i)], field(first + 5 + i)]);
+        if (parts[4][1]) parts.push(["the rest", parts.reduce((rest, [, part]) => rest - part, field(1))]);
         return parts.filter(([, part]) => part);
       });
-      found.push({ query, key, other: state.who ? query : key, weight: weight(query, key), advantage: field(1) / 100, sides });
+      found.push({ query, key, other: state.who ? query : key, weight: weight(query, key), advantage: field(1), sides });
     }
   }
   return found.sort((a, b) => b.weight - a.weight).slice(0, 5);
@@ -461,11 +463,11 @@ function whyTable(shown) {
       const writer = place < 0 ? name : clickable("button", () => show({ head: place }), name);
       const bar = make(part < 0 ? "span.bar.against" : "span.bar");
       bar.style.width = `${(100 * Math.abs(part)) / largest}%`;
-      return make("tr", make("td.name", writer), make("td.figure", signed(part)), make("td", bar));
+      return make("tr", make("td.name", writer), make("td.figure", signed(part / 100)), make("td", bar));
     });
     return make("div", make("p.quiet", `written to the ${i ? "key" : "query"} by`), make("table", lines));
   });
-  const above = `score ${signed(reason.advantage)} above the other keys`;
+  const above = `score ${signed(reason.advantage / 100)} above the other keys`;
   return [make("p.row", others, make("span.quiet", above)), Object.assign(make("div.why", columns), { id: "said" })];
 }
 

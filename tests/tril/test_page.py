@@ -315,10 +315,17 @@ def test_a_view_that_is_unknown_says_so(show: Callable) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 375])
-def test_bars_of_both_sides_of_why_have_one_scale(show: Callable, width: int) -> None:
-    page = show(link="#1.1/4/why", width=width)
+def test_both_sides_of_why_have_one_scale_and_sum_to_the_score(show: Callable, width: int) -> None:
+    numbers = reasons_of(len(HEADS), 257)
+    sizes = [270, -70, 60, -30, 9]
+    numbers[17:] = torch.tensor(sizes).view(5, 1, 1, 1)
+    page = show(inspected(length=257, explained=(WRITERS, numbers)), link="#1.1/104/why", width=width)
+    rows = page.locator("#said tr").all_inner_texts()
+    assert [row.split("\t")[1] for row in rows[:2]] == ["+3.00", "−0.50"]  # all there are
+    assert len(rows) == 8 and rows[-1].split("\t")[:2] == ["the rest", "+0.11"]
     boxes = [bar.bounding_box() for bar in page.locator("#said .bar").all()]
-    assert [box["width"] / boxes[0]["width"] for box in boxes] == pytest.approx([1, 50 / 300, 250 / 300], rel=0.01)
+    shares = [abs(size) / 300 for size in (300, -50, *sizes, 11)]
+    assert [box["width"] / boxes[0]["width"] for box in boxes] == pytest.approx(shares, abs=0.01)
     assert boxes[0]["width"] > 150
     tops = [title.bounding_box()["y"] for title in page.locator("#said p").all()]
     assert (tops[0] == tops[1]) == (width > 375)
