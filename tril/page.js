@@ -30,11 +30,12 @@ const last = checkpoints.length - 1;
 // Of two models: of each head its name, that of its match, how far they are apart, and how far the next best is.
 const { pairs } = checkpoints[last];
 const nameOf = (head) => (pairs ? pairs[head][state.checkpoint] : heads[head]);
+const initial = pairs ? 0 : last;  // where the page opens
 // The first head to look at is the best of the first kind. The first token, its clearest example, is found once loaded.
-const ranks = checkpoints[last].heads.map(({ kind: [name, score] }) => Object.keys(kinds).indexOf(name) - score / 2);
+const ranks = checkpoints[initial].heads.map(({ kind: [name, score] }) => Object.keys(kinds).indexOf(name) - score / 2);
 const best = ranks.indexOf(Math.min(...ranks));
 // other: the token that the chosen one looks at, or is looked at by, in the view "why"; null: the first in order.
-const opening = { checkpoint: last, head: best, token: undefined, who: false, view: "weights", other: null };
+const opening = { checkpoint: initial, head: best, token: undefined, who: false, view: "weights", other: null };
 const state = { ...opening };
 let pointed = {};  // what the mouse points at: a token, or a cell [query, key] of the large picture
 
@@ -44,7 +45,7 @@ const inValues = () => state.view === "values";
 
 function address() {
   const { head, token, who, view, checkpoint, other } = state;
-  const rest = [who && "who", view !== "weights" && view, checkpoint !== last && places[checkpoint]];
+  const rest = [who && "who", view !== "weights" && view, checkpoint !== initial && places[checkpoint]];
   return `#${[heads[head], token, ...rest.filter(Boolean), ...(other === null ? [] : [other])].join("/")}`;
 }
 
@@ -275,7 +276,7 @@ function drawHeads() {
   });
   const byLayer = heads.every((name, i) => i === 0 || parseInt(heads[i - 1]) <= parseInt(name));
   const count = heads.length === 1 ? "1 head" : `${heads.length} heads${byLayer ? ", by layer" : ""}`;
-  fill("strip-note", [count, poolNote(steps[0])].filter(Boolean).join(" · "));
+  fill("strip-note", [count, pairs && `left ${names[0]}, right ${names[1]}`, poolNote(steps[0])].filter(Boolean).join(" · "));
   const end = scaleEnd();
   fill("ticks", [0, 0.2, 0.4, 0.6, 0.8, 1].map((place) => {
     const mark = make("span", Number((place ** 2 * end).toPrecision(2)));

@@ -128,6 +128,9 @@ def test_the_page_has_each_head_beside_its_match(tmp_path: Path, browser) -> Non
     page.goto((tmp_path / "both.html").as_uri() + "#1.0/7")
     page.locator("#read", has_text="of a,").wait_for()
     assert page.locator("h1").inner_text() == "Heads of a and b"
+    assert page.locator("#head").inner_text() == "Head 1.0"  # of the first model
+    assert page.locator("header label").inner_text().split() == ["a", "b"]
+    assert "by layer · left a, right b" in page.locator("#strip-note").inner_text()
     distance = pairs[3][2]
     button = page.locator("#heads button").nth(3)
     assert button.inner_text() == f"1.0 | {other} {distance}" and button.locator("canvas").count() == 2
@@ -138,6 +141,7 @@ def test_the_page_has_each_head_beside_its_match(tmp_path: Path, browser) -> Non
         button.locator("canvas").nth(side).click()
         page.locator("#head", has_text=f"Head {name}").wait_for()
         assert page.locator("#slider").input_value() == str(side)
+        page.wait_for_function("(end) => location.hash.endsWith(end)", arg=("/7", "/b")[side])
         assert (
             page.locator("#fed")
             .inner_text()
