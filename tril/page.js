@@ -8,8 +8,8 @@ const VIEWS = {
     (Kobayashi et al. 2020).`,
   says: `Weights, and the next tokens that the head's output alone makes likeliest, through the final norm and the
     output matrix (Elhage et al. 2021).`,
-  why: `Weights, and what made a token look there: the parts of its score by who wrote what query and key are made of,
-    less their means over its other keys (Elhage et al. 2021).`,
+  why: `Weights, and how much each writer (embedding, head, MLP) adds to a key's score above the other keys, by what it
+    wrote to the query and by what it wrote to the key. Each list alone sums to the total (Elhage et al. 2021).`,
 };
 const large = $("picture").querySelector("canvas");
 let loaded;  // what is stored of the checkpoint that is shown

@@ -320,6 +320,7 @@ def test_both_sides_of_why_have_one_scale_and_sum_to_the_score(show: Callable, w
     sizes = [270, -70, 60, -30, 9]
     numbers[17:] = torch.tensor(sizes).view(5, 1, 1, 1)
     page = show(inspected(length=257, explained=(WRITERS, numbers)), link="#1.1/104/why", width=width)
+    assert "how much each writer (embedding, head, MLP) adds" in page.locator("#meaning").inner_text()
     rows = page.locator("#said tr").all_inner_texts()
     assert [row.split("\t")[1] for row in rows[:2]] == ["+3.00", "−0.50"]  # all there are
     assert len(rows) == 8 and rows[-1].split("\t")[:2] == ["the rest", "+0.11"]
