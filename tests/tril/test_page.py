@@ -400,7 +400,7 @@ def test_places_are_lines_that_open_to_their_text(show: Callable) -> None:
     page.evaluate("location.hash = '#1.1/4/step-00000400'")
     page.locator("#read", has_text="Only the last checkpoint has places.").wait_for()
     assert not lines.nth(0).is_visible()
-    assert "give another with --corpus FILE" in show(inspected()).locator("#read").inner_text()
+    assert "give one by corpus= in Python" in show(inspected()).locator("#read").inner_text()
 
 
 @pytest.mark.long
