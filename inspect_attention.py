@@ -102,11 +102,12 @@ def main() -> None:
     for output in outputs:
         check_output(output, FORMATS[:1] if are_two else FORMATS)
     has_page = any(path.suffix.lower() == ".html" for path in outputs)
+    text = read_prompt(options.text) if options.text or options.generate else None
     earlier = []  # what a page shows of the checkpoints before the last
     last = inspect_checkpoint(
         checkpoints[-1],
         device,
-        read_prompt(options.text) if options.text or options.generate else None,
+        text,
         Path(options.corpus) if options.corpus else None,
         num_tokens=options.generate,
         sampler=options.sampler,
@@ -154,7 +155,7 @@ def main() -> None:
         found.save(output, earlier)
         print(f"wrote {output}")
     if options.live:
-        serve(answers(found, options.text))
+        serve(answers(found, text or ""))
 
 
 def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:

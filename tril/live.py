@@ -85,11 +85,19 @@ def answers(plain: Inspection, written: str) -> Callable[..., str]:
     """
     L, _, H, _ = plain.att.shape
 
+    def read(box: str, text: str) -> Inspection:
+        try:
+            return plain.on(text)
+        except UserError as error:
+            raise UserError(f"{box}: {error}") from error
+
     def answer(text: str | None = None, other: str = "", **changes: str) -> str:
         """Return the page of a text. changes: "zero", "mean" or "patch" (from the other text) -> heads."""
-        found = plain if text is None else plain.on(text)
+        found = plain if text is None else read("text", text)
+        if other or "patch" in changes:
+            beside = read("other", other)
         if "patch" in changes:
-            att, _ = look(plain.model, plain.on(other).shown)
+            att, _ = look(plain.model, beside.shown)
         edits = {}
         for mode, names in changes.items():
             change = mode != "patch" and change_of(mode)

@@ -778,7 +778,8 @@ function drawPredicted(columns) {
     const losses = predictionsOf(column).slice(0, -1).map(([, , loss]) => loss);  // none after the last
     const mean = losses.reduce((sum, loss) => sum + loss, 0) / losses.length;
     const own = name === "other" ? make("th.name", "after") : [];
-    return [own, make("th", `next, ${name}`), make("th.figure", `loss ${mean.toFixed(3)}`)];
+    const key = name === "changed" ? " (pink worse, green better)" : "";
+    return [own, make("th", `next, ${name}${key}`), make("th.figure", `loss ${mean.toFixed(3)}`)];
   });
   const length = Math.max(...columns.map(([, page]) => page.labels.length));
   const lines = Array.from({ length }, (_, i) => {
@@ -828,6 +829,7 @@ form.onkeydown = (event) => {
   event.stopPropagation();  // other keys are for the text
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) form.onsubmit(event);
 };
+addEventListener("click", () => fill("problem"), true);  // before what the click asks for
 form.oninput = () => drawLive(state.token);
 for (const button of ways) button.onclick = () => change(heads[state.head], button.name);
 fill("changes", [...changes].map(([head, way]) => {

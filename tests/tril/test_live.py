@@ -174,11 +174,12 @@ def test_what_cannot_be_is_one_sentence_and_no_markup(serving) -> None:
 @pytest.mark.parametrize(
     "asked, message",
     [
-        ({"text": "a"}, "give a text of two or more"),
+        ({"text": "a"}, "text: attention is between tokens: give a text of two or more"),
+        ({"other": "a"}, "other: attention is between tokens"),
         ({"zero": "9.9"}, "there is no head 9.9: the model has 2 layers of 3 heads"),
         ({"what": "0.1"}, "a head becomes zero or mean, not 'what'"),
         ({"what": "1"}, "a head becomes zero or mean, not 'what'"),
-        ({"text": TEXT, "patch": "0.1"}, "give a text of two or more"),
+        ({"text": TEXT, "patch": "0.1"}, "other: attention is between tokens"),
         ({"text": TEXT, "other": "one", "patch": "0.1"}, "a patch needs as many tokens: the text has 11, the other 3"),
         ({"zero": " "}, "there is no head"),
         ({"text": 2 * TEXT}, "a file has room for 0 heads of 11 tokens"),
@@ -234,7 +235,8 @@ def test_heads_become_zero_their_mean_or_those_of_the_other_text(answer, straigh
 
 def test_a_page_that_is_saved_has_no_form_and_a_hostile_text_is_text(answer, run, straight: Path, tmp_path) -> None:
     text = "</textarea><script>"
-    run(inspect_attention, straight, "-o", tmp_path / "a.html", "--text", text, "--live")
+    (tmp_path / "text").write_text(text)
+    run(inspect_attention, straight, "-o", tmp_path / "a.html", "--text", f"@{tmp_path / 'text'}", "--live")
     saved = (tmp_path / "a.html").read_text()
     assert not re.search("textarea|fetch|connect-src|drawLive", saved)
     served = inspect_attention.serve.__self__[-1]()
@@ -310,6 +312,7 @@ def test_a_person_tries_a_text_changes_a_head_and_goes_back(browser, serving, an
     changed = rows(5)
     focus_is_on("zero")
     assert [line[:3] for line in changed] == before
+    tab.locator("#predicted th", has_text="next, changed (pink worse, green better)").wait_for()
     assert tab.locator("#said p").first.inner_text() == "not added; would make likeliest after ↵ (9)"
     assert tab.locator("#said p").last.inner_text() == "not added; would make unlikeliest (logits)"
     assert tab.locator("#kind").inner_text() == "its output is not added (zero)"
@@ -337,7 +340,9 @@ def test_a_person_tries_a_text_changes_a_head_and_goes_back(browser, serving, an
     assert complaints == []
     tab.locator("[name=text]").fill("a")
     tab.locator("button", has_text="read").click()
-    tab.get_by_text("attention is between tokens: give a text of two or more").wait_for()
+    tab.get_by_text("text: attention is between tokens: give a text of two or more").wait_for()
+    tab.locator("#heads button").first.click()
+    assert tab.locator("#problem").inner_text() == ""
     assert math.isclose(tab.evaluate("document.documentElement.scrollWidth"), 1280)
     tab.route("**", lambda route: route.abort("connectionrefused"))
     tab.locator("[name=zero]").click()
