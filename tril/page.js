@@ -40,7 +40,8 @@ const state = { ...opening };
 let pointed = {};  // what the mouse points at: a token, or a cell [query, key] of the large picture
 
 const stored = (checkpoint, name) => $(`${checkpoint}/${name}`);
-const has = (view, checkpoint = state.checkpoint) => view === "weights" || stored(checkpoint, view) !== null;
+// The view "why" says so where it is not known.
+const has = (view, checkpoint = state.checkpoint) => ["weights", "why"].includes(view) || stored(checkpoint, view) !== null;
 const inValues = () => state.view === "values";
 
 function address() {
@@ -259,14 +260,14 @@ async function show(change) {
 }
 
 function drawHeads() {
-  const { name, summary, unexplained = "" } = checkpoints[state.checkpoint];
+  const { name, summary } = checkpoints[state.checkpoint];
   fill("checkpoint", last === 0 ? summary.slice(name.length + 3) : summary);  // the title has the name
   for (const input of $("views").querySelectorAll("input")) {
     input.checked = input.value === state.view;
     input.disabled = !has(input.value);
   }
-  const missing = Object.keys(VIEWS).filter((view) => view !== "why" && !has(view)).join(" and ");
-  fill("meaning", VIEWS[state.view] + (missing && ` Unknown for this type of model: ${missing}.`), ` ${unexplained}`);
+  const missing = Object.keys(VIEWS).filter((view) => !has(view)).join(" and ");
+  fill("meaning", VIEWS[state.view] + (missing && ` Unknown for this type of model: ${missing}.`));
   const width = buttons[0].querySelector("canvas").getBoundingClientRect().width;
   const steps = buttons.map((button, i) => {
     const tag = tagOf(i).replaceAll(" ", "\u00a0");  // a tag that does not fit is hidden whole
@@ -451,7 +452,8 @@ const signed = (number) => `${number < 0 ? "−" : "+"}${Math.abs(number).toFixe
 function whyTable(shown) {
   const found = reasonsOf(shown);
   const reason = found.find(({ other }) => other === state.other) ?? found[0];
-  if (!reason) return make("p.quiet", "Nothing that is among the largest weights of a token.");
+  const { unexplained = "Nothing that is among the largest weights of a token." } = checkpoints[state.checkpoint];
+  if (!reason) return make("p.quiet", unexplained);
   const largest = Math.max(...reason.sides.flat().map(([, part]) => Math.abs(part)));
   const others = found.map(({ other, weight }) => {
     const button = clickable("button.go", () => show({ other }), named(other), ` ${short(weight)}`);

@@ -305,10 +305,15 @@ def test_a_notebook_shows_it_in_a_frame_without_an_address(show: Callable) -> No
 
 @pytest.mark.long
 def test_a_view_that_is_unknown_says_so(show: Callable) -> None:
-    page = show(inspected(known=False), link="#0.1/4/values")
+    described = inspected(known=False).describe()
+    del described.stored["why"]
+    described.texts["unexplained"] = "why is not known"
+    page = show(SimpleNamespace(describe=lambda: described), link="#0.1/4/values")
     views = page.locator("#views input:disabled").evaluate_all("(views) => views.map((view) => view.value)")
     assert views == ["values", "says"]
     assert page.locator("#meaning").inner_text().endswith("Unknown for this type of model: values and says.")
+    page.keyboard.press("4")
+    page.locator("#most", has_text="why is not known").wait_for()
     page = show(link=f"#0.1/{UNSAID}/says")
     page.get_by_text("go there").click()
     expect(page, "␣w5 (5) looks at", "#0.1/5/says")
