@@ -129,8 +129,8 @@ class Writers(Captured):
         """Return what the queries and keys of a layer are made of. Raises UserError if that is not known."""
         if layer not in self.made or self.written[0][0] != ["embedding"]:
             raise UserError(
-                f"{UNKNOWN}: queries and keys have to be made of what the embedding writes, and to reach the kernel "
-                "F.scaled_dot_product_attention (transformers: model.set_attn_implementation('sdpa'))"
+                f"{UNKNOWN}: it needs F.scaled_dot_product_attention of what the embedding writes, not attention "
+                "written out (transformers: model.set_attn_implementation('sdpa'))"
             )
         made = [torch.cat(x, dim=-3) for x in zip(*self.made[layer], strict=True)]
         zeros = [torch.zeros_like(x, requires_grad=True) for x in made]

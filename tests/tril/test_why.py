@@ -320,9 +320,9 @@ def swapped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     [
         (
             lambda: Decoder(Layer(attend()), Layer(attend())),
-            "made of what the embedding writes, and to reach",
+            "it needs F.scaled_dot_product_attention of",
         ),
-        (OneHot, "have to be made of what the embedding writes"),
+        (OneHot, "it needs F.scaled_dot_product_attention of what the embedding writes"),
         (lambda: Decoder(Layer(swapped), Layer(swapped)), "of a score of head 1.2 .* cannot be followed"),
     ],
 )
