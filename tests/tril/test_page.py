@@ -335,6 +335,7 @@ def test_both_sides_of_why_have_one_scale_and_sum_to_the_score(show: Callable, w
     assert boxes[0]["width"] > 150
     tops = [title.bounding_box()["y"] for title in page.locator("#said p").all()]
     assert (tops[0] == tops[1]) == (width > 375)
+    page.locator("#most p").first.evaluate("(part) => part.append('another token '.repeat(9))")
     assert page.locator("#most").evaluate("(part) => part.scrollHeight <= part.clientHeight")
 
 
