@@ -291,4 +291,5 @@ def test_the_source_and_the_batches_of_docs_data_are_trained_on(tree: Path) -> N
 def test_the_lines_of_docs_resume_kill_resume_and_find_the_same_bits(small_tree: Path) -> None:
     (lines,) = re.findall(r"```shell\n(.*?)```", PAGES["docs/resume.md"], re.DOTALL)
     said = run(lines, small_tree)
-    assert "the same bits\n" in said and "resumed from out/killed/checkpoints/step-00000020" in said, said
+    resumed = re.search("resumed from out/killed/checkpoints/step-000000[24]0", said)  # a busy machine kills late
+    assert resumed and "the same bits\n" in said, said

@@ -80,7 +80,7 @@ def test_a_long_run_on_a_gpu_is_compiled_by_default(gpu: torch.device, capsys: p
     assert choose_kernels(graph, gpu) == "graph"
     assert choose_kernels(graph, CPU) == choose_kernels(replace(graph, grad_accum_steps=2), gpu) == "eager"
     assert not capsys.readouterr().out
-    page = (Path(train.__file__).parent / "docs" / "train.md").read_text(encoding="utf-8")
+    page = (Path(train.__file__).parent / "docs" / "machines.md").read_text(encoding="utf-8")
     assert f"at least {ENOUGH_TO_COMPILE:,} micro-batches" in " ".join(page.split())
 
 
