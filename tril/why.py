@@ -6,8 +6,8 @@ the writers, and so is the score, their product (Elhage et al. 2021; transformer
 
 Nothing is known of the model but its calls of PyTorch. The pass is cut behind the embedding, behind each head, and
 behind what is not linear, which is an MLP: these are the writers. Constants that are added are written by biases, or by
-positions if they differ between tokens. What is between is followed by its derivative. The sum proves all of this: the
-parts have to add up to the score whose softmax the weights are.
+positions if they differ between tokens. What is between is followed by its derivative. The sums prove all of this: the
+parts have to add up to the queries and keys of which the weights are made.
 
 Shapes are named as in tril/weights.py; n is a number of writers.
 """
@@ -171,7 +171,8 @@ def explain(att: Captured, parts: Parts, head: Head, queries: Tensor, keys: Tens
 
     att: what `look` saw of the text; parts: of the layer, from `trace`.
 
-    Raises UserError if the parts do not sum to the scores, or if the weights are not the softmax of these.
+    Raises UserError if the parts do not sum to the queries and keys, or if the weights are not the softmax of their
+    products.
     """
     layer, number = head
     names, *both = parts
@@ -184,6 +185,11 @@ def explain(att: Captured, parts: Parts, head: Head, queries: Tensor, keys: Tens
     scale = k.size(-1) ** -0.5 if call.scale is None else call.scale
     hidden = mask[queries] <= HIDES
     added = mask[queries].masked_fill(hidden, 0.0)
+    # Rounding is in proportion to the lengths of vectors, whose product may be small.
+    are_sums = [
+        ((x.sum(0) - whole).norm(dim=-1) <= rounding * x.norm(dim=-1).sum(0)).all()
+        for x, whole in ((of_query, q), (of_key, k))
+    ]
     with exact_products(q.device):
         scores = scale * q[queries] @ k.mT + added
         sides = scale * torch.stack((of_query[:, queries] @ k.mT, q[queries] @ of_key.mT))
@@ -191,11 +197,9 @@ def explain(att: Captured, parts: Parts, head: Head, queries: Tensor, keys: Tens
             names = [*names, "mask"]
             sides = torch.cat((sides, added.expand(2, 1, *added.shape)), dim=1)
         shown = scores.masked_fill(hidden, -torch.inf)
-        missing = (sides.sum(1) - scores).masked_fill(hidden, 0.0).abs().amax(-1)
-        sizes = sides.abs().sum(1).masked_fill(hidden, 0.0).amax(-1)
         is_softmax = (shown.softmax(-1) - weights[queries]).abs() <= rounding
-        if not (missing <= rounding * sizes).all() or not is_softmax.all():
-            raise UserError(f"{UNKNOWN}: of a score of head {name_of(head)} {missing.max():.2g} cannot be followed")
+        if not all(are_sums) or not is_softmax.all():
+            raise UserError(f"{UNKNOWN}: what queries and keys of head {name_of(head)} are made of cannot be followed")
         others = shown[:, None].expand(-1, keys.size(1), -1).scatter(2, keys[..., None], -torch.inf).softmax(-1)
         means = torch.einsum("snqt,qkt->snqk", sides, others.nan_to_num())  # nan: there is no other key
     return names, scores.gather(1, keys), sides.gather(-1, keys.expand(*sides.shape[:2], -1, -1)) - means
