@@ -93,18 +93,19 @@ class Comparison:
 
 
 def compare(a: Inspection, b: Inspection) -> Comparison:
-    """Compare two models that have read the same tokens, and match their heads by where they look in them.
+    """Compare two models that have read the same tokens, and match heads of the first by where they look in them.
 
-    Matched is the closest pair of all, then the closest of those that are left, and so on. So no two heads would both
-    be better off with each other; the sum of all distances may not be the least. If one model has more heads, some have
-    no match.
+    Matched is the closest pair of the heads that `a` shows and all of `b`, then the closest of those that are left, and
+    so on. So no two heads would both be better off with each other; the sum of all distances may not be the least. If
+    `a` shows more heads than `b` has, some have no match.
 
     Raises UserError if the tokens differ, as those of different tokenizers do.
     """
     read = [(found.measured.tolist(), [*map(found.label, found.measured.unique().tolist())]) for found in (a, b)]
     if read[0] != read[1]:
         raise UserError("the two have not read the same tokens: compare models of one tokenizer, on one text")
-    apart = distances(a, b)
+    numbers = [a.att.shape[2] * layer + head for layer, head in a.heads]
+    apart = distances(a, b)[numbers]
     left = apart.clone()
     matches = {}
     for _ in range(min(left.shape)):
@@ -112,9 +113,9 @@ def compare(a: Inspection, b: Inspection) -> Comparison:
         left[i] = left[:, j] = torch.inf
         others = apart[i].clone()
         others[j] = 1.0  # the most there is
-        head, other = divmod(i, a.att.shape[2]), divmod(j, b.att.shape[2])
-        matches[head] = Match(head, other, apart[i, j].item(), others.min().item())
-    shown = [matches[head] for head in a.heads if head in matches]
+        other = divmod(j, b.att.shape[2])
+        matches[i] = Match(a.heads[i], other, apart[i, j].item(), others.min().item())
+    shown = [matches[i] for i in sorted(matches)]
     a, b = (replace(found, asked=[name_of(match[side]) for match in shown]) for side, found in enumerate((a, b)))
     return Comparison(a, b, shown)
 

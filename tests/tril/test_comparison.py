@@ -75,6 +75,9 @@ def test_distances_and_losses_are_those_of_the_models() -> None:
     models = llama(), llama(n_layer=1, n_embd=20, n_head=5, n_kv_head=5)
     a, b = map(inspected, models, "ab")
     both = compare(a, b)
+    unmatched = name_of(*{*HEADS} - {match.head for match in both.matches})
+    (match,) = compare(inspected(models[0], "a", heads=unmatched), b).matches  # alone it has the closest of all
+    assert name_of(match.head) == unmatched and match.distance <= match.next_best
     assert len({match.other for match in both.matches}) == len(both.matches) == 5
     for head, other, distance, next_best in both.matches:
         apart = {
