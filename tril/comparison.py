@@ -116,7 +116,11 @@ def compare(a: Inspection, b: Inspection) -> Comparison:
         other = divmod(j, b.att.shape[2])
         matches[i] = Match(a.heads[i], other, apart[i, j].item(), others.min().item())
     shown = [matches[i] for i in sorted(matches)]
-    a, b = (replace(found, asked=[name_of(match[side]) for match in shown]) for side, found in enumerate((a, b)))
+    names = [a.name, b.name] if a.name != b.name else [f"{a.name} a", f"{b.name} b"]
+    a, b = (
+        replace(found, name=names[side], asked=[name_of(match[side]) for match in shown])
+        for side, found in enumerate((a, b))
+    )
     return Comparison(a, b, shown)
 
 

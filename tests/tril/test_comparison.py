@@ -102,6 +102,16 @@ def test_distances_and_losses_are_those_of_the_models() -> None:
     assert f": {rise.mean():+.4f}" in repr(both)
 
 
+def test_models_of_one_name_are_told_apart() -> None:
+    model = llama()
+    other = llama()
+    both = compare(inspect_heads(model, IDX), inspect_heads(other, IDX))
+    assert [title for title, _ in both.known.groups] == [
+        f"known better by GPT {side}: nats, number, token, next" for side in "ab"
+    ]
+    assert [bool(places) for _, places in both.known.groups] == [True, True]
+
+
 def test_other_tokens_are_refused_in_a_sentence(tmp_path: Path) -> None:
     model = llama()
     for other in (inspect_heads(model, IDX[1:]), inspect_heads(model, IDX, [*"abcdefghijk"])):
