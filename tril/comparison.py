@@ -138,6 +138,6 @@ def distances(a: Inspection, b: Inspection) -> Tensor:
             att, _ = look(model, idx)
             att.verify()
             weights = torch.cat([call.weights()[0] for call in att.calls])[..., -idx.size(1) :]
-            patterns.append(weights[:, *torch.tril_indices(*weights.shape[1:])].cpu())
+            patterns.append(weights[:, *torch.tril_indices(*weights.shape[1:])].cpu().float())
         total += torch.cdist(*patterns, p=1)
     return total / 2 / len(texts) / (texts.size(1) - 1)

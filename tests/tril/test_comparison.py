@@ -102,9 +102,9 @@ def test_distances_and_losses_are_those_of_the_models() -> None:
     assert f": {rise.mean():+.4f}" in repr(both)
 
 
-def test_models_of_one_name_are_told_apart() -> None:
+def test_models_of_one_name_and_of_two_precisions_are_told_apart() -> None:
     model = llama()
-    other = llama()
+    other = llama().double()
     both = compare(inspect_heads(model, IDX), inspect_heads(other, IDX))
     assert [title for title, _ in both.known.groups] == [
         f"known better by GPT {side}: nats, number, token, next" for side in "ab"
