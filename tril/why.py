@@ -35,8 +35,8 @@ from tril.weights import HIDES, TOLERANCE, Call, Computed, exact_products
 ADD = {**dict.fromkeys(("add", "iadd", "radd"), (0, 1)), "linear": (2,), "addmm": (0,)}
 MULTIPLY = ("mul", "imul", "rmul", "div", "truediv", *(name.strip("_") for name in PRODUCTS))
 NOT_LINEAR = frozenset(
-    "abs clamp elu erf exp gelu hardswish leaky_relu linalg_vector_norm log max maximum mish norm pow reciprocal relu "
-    "relu6 rsqrt selu sigmoid silu softmax softplus sqrt square std tanh var".split()
+    "abs clamp elu erf exp expm1 gelu hardswish leaky_relu linalg_vector_norm log maximum mish norm pow reciprocal "
+    "relu relu6 rsqrt selu sigmoid silu softmax softplus sqrt square std tanh var".split()
 )
 UNKNOWN = "where heads look is known, why is not"
 MOST_PARTS = 5  # of a side that are shown
@@ -92,7 +92,7 @@ class Writers(Captured):
         name = getattr(func, "__name__", "").strip("_")
         for i in ADD.get(name, ()) if num_written(args) else ():
             constant = args[i] if i < len(args) else None
-            if isinstance(constant, Tensor) and not constant.requires_grad:
+            if isinstance(constant, Tensor) and constant.is_floating_point() and not constant.requires_grad:
                 constant = self.write(["bias" if constant.dim() == 1 else "position"], constant)
                 args = (*args[:i], constant, *args[i + 1 :])
         output = super().__torch_function__(func, types, args, kwargs)
@@ -100,8 +100,8 @@ class Writers(Captured):
             return self.write(["embedding"], output)
         num = num_written((args, kwargs))
         if (num and name in NOT_LINEAR) or (num > 1 and name in MULTIPLY):
-            # One number for a token is the scale of a norm.
-            return output.detach() if output.size(-1) == 1 else self.write([f"mlp {self.layer}"], output)
+            # One number for a token, or for all, is the scale of a norm.
+            return output.detach() if output.shape[-1:].numel() == 1 else self.write([f"mlp {self.layer}"], output)
         return output
 
     @property

@@ -301,6 +301,21 @@ def test_heads_with_a_call_each_are_told_apart_and_a_stream_may_be_changed_in_pl
     assert sum(answer.by_query.values()) == pytest.approx(answer.advantage)
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        lambda x: x / x.norm(),  # one number
+        lambda x: F.relu(x - x.max(-1, keepdim=True).values),  # and where it is
+        lambda x: F.relu(x + (x > 0)),
+        torch.expm1,
+    ],
+)
+def test_a_function_may_return_one_number_or_a_pair_and_read_truth_values(first) -> None:
+    model = Decoder(Listed(), Listed(), first=first).double()
+    answer = inspect_heads(model, IDS).why(1, 2, 5, 3)
+    assert sum(answer.by_query.values()) == pytest.approx(answer.advantage)
+
+
 class OneHot(nn.Module):
     """A decoder without an embedding."""
 
