@@ -224,6 +224,7 @@ def test_without_numbers_it_is_the_place_where_a_head_looks_most() -> None:
     text = str(found.why(1, 4))
     assert text.startswith(f"token {query} «{found.labels[query]}» looks at {key} «{found.labels[key]}»: weight 0.")
     assert max(map(len, text.splitlines())) <= 80 and " 3 others " in text
+    assert inspect_heads(make("llama"), [3, 5]).why(1, 4)[:2] == (1, 0)  # there is nothing else
 
 
 def test_what_is_not_seen_is_refused() -> None:
