@@ -43,7 +43,7 @@ from tril.places import Places, find_places
 from tril.terminal import number, report
 from tril.texts import Names, Text, draw_texts
 from tril.views import Said, moved, say, unembedding
-from tril.weights import HIDES, Proof, summarise
+from tril.weights import Proof, summarise
 from tril.why import Why, Writers, explain, explain_strongest, trace
 
 FORMATS = (".html", ".png", ".svg", ".npz")
@@ -203,7 +203,6 @@ class Inspection:
         """
         L, _, H, T = self.att.shape
         [(layer, head)] = choose_heads([(layer, head)], L, H)
-        parts = self.writers.parts(layer)
         weights = self.pattern(layer, head)
         elsewhere = weights.tril(-1)
         elsewhere[:, 0] *= 1e-30
@@ -211,12 +210,11 @@ class Inspection:
         if query not in range(T):
             raise UserError(f"the text has tokens 0 to {T - 1}, and no token {query}")
         key = elsewhere[query].argmax().item() if key is None else key
-        mask = self.att.calls[layer].of_head(head).mask[0, 0, query]
-        seen = (mask[-T:] > HIDES).nonzero().flatten().tolist()
+        seen = weights[query].nonzero().flatten().tolist()
         if key not in seen or len(seen) == 1:
             raise UserError(f"token {query} sees tokens {seen[0]} to {seen[-1]}, and not another token {key}")
-        pair = torch.tensor([query]), torch.tensor([[key + len(mask) - T]])
-        names, score, sides = explain(self.att, parts, (layer, head), *pair)
+        there = slice(query, query + 1), torch.tensor([[key]])
+        names, score, sides = explain(self.att, self.writers.parts(layer), (layer, head), *there)
         by = [dict(zip(names, side.flatten().tolist(), strict=True)) for side in sides]
         labels = self.labels[query], self.labels[key]
         return Why(query, key, labels, weights[query, key].item(), score.item(), sum(by[0].values()), *by)

@@ -14,7 +14,7 @@ Shapes are named as in tril/weights.py; n is a number of writers.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -162,14 +162,14 @@ def trace(model: nn.Module, idx: Tensor, edits: Edits | None = None) -> Writers:
 
 
 @torch.no_grad()
-def explain(att: Captured, parts: Parts, head: Head, queries: Tensor, keys: Tensor) -> tuple[list[str], Tensor, Tensor]:
-    """Return who makes queries of a head, (Q,), look at K keys of each, (Q, K): writers, scores, and advantages.
+def explain(att: Captured, parts: Parts, head: Head, queries: slice, keys: Tensor) -> tuple[list[str], Tensor, Tensor]:
+    """Return who makes Q queries of a head look at K keys of each, (Q, K): writers, scores, and advantages.
 
     Softmax feels differences of scores alone. So a score is compared with the mean score of the query's other keys, by
     their weights. Scores are (Q, K), as the kernel has them before its softmax. Advantages are (2, n, Q, K): of what
     was written to the query, and of what was written to the keys. The n of each side sum to that of the score.
 
-    att: what `look` saw of the text; parts: of the layer, from `trace`.
+    att: what `look` saw of the text; parts: of the layer, from `trace`; queries, keys: numbers of tokens.
 
     Raises UserError if the parts do not sum to the queries and keys, or if the weights are not the softmax of their
     products.
@@ -177,32 +177,31 @@ def explain(att: Captured, parts: Parts, head: Head, queries: Tensor, keys: Tens
     layer, number = head
     names, *both = parts
     call = att.calls[layer]
-    rounding = 10 * TOLERANCE[call.q.dtype]
-    queries, keys = (x.to(call.q.device) for x in (queries, keys))
     of_query, of_key = (x[:, number * x.size(1) // call.shape[1]].to(call.dtype) for x in both)
     call = call.of_head(number)
     q, k, mask, weights = (x[0, 0].to(call.dtype) for x in (call.q, call.k, call.mask, call.weights()))
-    scale = k.size(-1) ** -0.5 if call.scale is None else call.scale
-    hidden = mask[queries] <= HIDES
-    added = mask[queries].masked_fill(hidden, 0.0)
+    rounding = 10 * TOLERANCE[call.q.dtype]
     # Rounding is in proportion to the lengths of vectors, whose product may be small.
     are_sums = [
         ((x.sum(0) - whole).norm(dim=-1) <= rounding * x.norm(dim=-1).sum(0)).all()
         for x, whole in ((of_query, q), (of_key, k))
     ]
+    scale = k.size(-1) ** -0.5 if call.scale is None else call.scale
+    chosen = F.one_hot(keys.to(q.device) + len(k) - len(q), len(k))  # (Q, K, T_key)
+    mask = mask[queries]
+    bias = mask.masked_fill(mask <= HIDES, 0.0)
     with exact_products(q.device):
-        scores = scale * q[queries] @ k.mT + added
+        scores = scale * q[queries] @ k.mT + mask
         sides = scale * torch.stack((of_query[:, queries] @ k.mT, q[queries] @ of_key.mT))
-        if added.any():  # biases of positions, as ALiBi's
+        if bias.any():  # of positions, as ALiBi's
             names = [*names, "mask"]
-            sides = torch.cat((sides, added.expand(2, 1, *added.shape)), dim=1)
-        shown = scores.masked_fill(hidden, -torch.inf)
-        is_softmax = (shown.softmax(-1) - weights[queries]).abs() <= rounding
+            sides = torch.cat((sides, bias.expand(2, 1, *bias.shape)), dim=1)
+        is_softmax = (scores.softmax(-1) - weights[queries]).abs() <= rounding
         if not all(are_sums) or not is_softmax.all():
             raise UserError(f"{UNKNOWN}: what queries and keys of head {name_of(head)} are made of cannot be followed")
-        others = shown[:, None].expand(-1, keys.size(1), -1).scatter(2, keys[..., None], -torch.inf).softmax(-1)
-        means = torch.einsum("snqt,qkt->snqk", sides, others.nan_to_num())  # nan: there is no other key
-    return names, scores.gather(1, keys), sides.gather(-1, keys.expand(*sides.shape[:2], -1, -1)) - means
+        scores = scores[:, None].expand(chosen.shape)
+        others = scores.masked_fill(chosen > 0, -torch.inf).softmax(-1).nan_to_num()  # nan: there is no other key
+        return names, scores[chosen > 0].view(keys.shape), torch.einsum("snqt,qkt->snqk", sides, chosen - others)
 
 
 def explain_strongest(att: Captured, writers: Writers, heads: Heads, effort: float = 1.0) -> tuple[list[str], Tensor]:
@@ -215,25 +214,24 @@ def explain_strongest(att: Captured, writers: Writers, heads: Heads, effort: flo
     Raises UserError if that is not known, or is more than `effort` allows a CPU.
     """
     _, _, H, T = att.shape
-    layers = sorted({layer for layer, _ in heads})
-    widths = [x.size(-1) for _, x in writers.written[:1]]
-    flops = sum(8 * T * width**2 * layer * (H + 1) for width in widths for layer in layers)  # of projections
-    if att.calls[0].values.device.type == "cpu" and flops > effort * CPU_FLOPS:
+    values = att.calls[0].values
+    flops = 8 * T * (H * values.size(-1)) ** 2 * (H + 1) * sum({layer for layer, _ in heads})  # of projections
+    if values.device.type == "cpu" and flops > effort * CPU_FLOPS:
         raise UserError(f"why {len(heads)} heads look there is too much to compute: choose some with --heads")
     numbers = {}
-    found = {}
-    for layer in layers:
+    found = []
+    for layer, group in groupby(heads, lambda head: head[0]):
         parts = writers.parts(layer)
-        for head in filter(lambda head: head[0] == layer, heads):
-            keys = att.pattern(*head)[0].topk(min(MOST_KEYS, T)).indices
-            names, _, sides = explain(att, parts, head, torch.arange(T), keys)
+        for head in group:
+            keys = att.pattern(*head)[0, :, -T:].topk(min(MOST_KEYS, T)).indices
+            names, _, sides = explain(att, parts, head, slice(None), keys)
             places = torch.tensor([numbers.setdefault(name, len(numbers)) for name in names]).to(keys)
             order = sides.abs().topk(min(MOST_PARTS, len(names)), dim=1).indices  # (2, parts, T, keys)
-            largest = torch.stack((places[order], (100 * sides.gather(1, order)).round().long()), dim=1)
+            largest = torch.stack((places[order], 100 * sides.gather(1, order)), dim=1)
             largest = F.pad(largest, (0, 0, 0, 0, 0, MOST_PARTS - order.size(1))).flatten(0, 2)
-            advantage = (100 * sides[0].sum(0)).round().long()
-            found[head] = torch.cat((keys[None] - att.calls[layer].shape[3] + T, advantage[None], largest)).int().cpu()
-    return [*numbers], torch.stack([found[head] for head in heads], dim=1)
+            advantage = 100 * sides[0].sum(0)
+            found.append(torch.cat((keys[None], advantage[None], largest)).round().int().cpu())
+    return [*numbers], torch.stack(found, dim=1)
 
 
 class Why(NamedTuple):
