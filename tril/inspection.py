@@ -44,7 +44,7 @@ from tril.terminal import number, report
 from tril.texts import Names, Text, draw_texts
 from tril.views import Said, moved, say, unembedding
 from tril.weights import Proof, summarise
-from tril.why import Why, Writers, explain, explain_strongest, trace
+from tril.why import Why, Writers, explain, explain_strongest
 
 FORMATS = (".html", ".png", ".svg", ".npz")
 TEXT_LENGTH = 1024  # the most tokens of a text of a corpus
@@ -166,7 +166,8 @@ class Inspection:
     @cached_property
     def writers(self) -> Writers:
         """Who wrote what the heads read of the text that is shown."""
-        return trace(self.model, self.shown, self.edits)
+        writers, _ = look(self.model, self.shown, self.edits, kind=Writers)
+        return writers
 
     @cached_property
     def explained(self) -> tuple[list[str], Tensor]:

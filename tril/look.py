@@ -102,6 +102,11 @@ class Captured(TorchFunctionMode):
             self.leaf = module, inputs[0], output
 
     @property
+    def layer(self) -> int:
+        """The number of the last layer."""
+        return sum(map(bool, self.layers)) - 1
+
+    @property
     def calls(self) -> list[Call]:
         """The calls, one for each layer. Raises UserError if none was seen."""
         self.layers = [[join(layer)] for layer in self.layers if layer]
@@ -284,7 +289,7 @@ class Captured(TorchFunctionMode):
                 self.layers.append([join([call.as_one_text() for call in calls], 0)])
                 heads = [texts]
         if heads and is_same(torch.cat(heads, dim=1), input):
-            self.projections[sum(map(bool, self.layers)) - 1] = weight
+            self.projections[self.layer] = weight
         self.flat = []
         if not self.is_open:  # else this may be a projection of the next of several heads
             self.outputs = []
@@ -299,10 +304,10 @@ class Captured(TorchFunctionMode):
         if not (self.is_open and is_single and call.is_like(self.layers[-1][0])):
             self.layers.append([])
             self.outputs = []
-        layer = sum(map(bool, self.layers[:-1]))
         B, H, T, _ = call.shape
         first = len(self.layers[-1])
         self.layers[-1].append(call)
+        layer = self.layer
         changes = {head: self.edits[layer, first + head] for head in range(H) if (layer, first + head) in self.edits}
         if changes:
             output = output.clone()
@@ -404,15 +409,19 @@ def capture(
 
 @torch.no_grad()
 def look(
-    model: nn.Module, idx: Tensor, edits: Edits | None = None, positions: slice | Tensor = slice(1)
+    model: nn.Module,
+    idx: Tensor,
+    edits: Edits | None = None,
+    positions: slice | Tensor = slice(1),
+    kind: type[Captured] = Captured,
 ) -> tuple[Captured, Tensor]:
     """Run a model on texts, (B, T), in eval mode. Return its attention, and logits of these positions, (B, n, V).
 
-    edits: head -> function of its output, (B, T, D), that returns what goes on.
+    edits: head -> function of its output, (B, T, D), that returns what goes on. kind: that of `capture`.
 
     Raises UserError if the model cannot be read, or for an edit of a head that there is not.
     """
-    with evaluating(model), capture(model, edits, tuple(idx.shape)) as att:
+    with evaluating(model), capture(model, edits, tuple(idx.shape), kind) as att:
         logits = read(model, idx, positions)
     if missing := {*(edits or {})} - att.edited:
         raise UserError(f"there is no head {'.'.join(map(str, min(missing)))} to change")

@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tril.decoder import evaluating, read
 from tril.errors import UserError
 from tril.experiments import CPU_FLOPS
 from tril.kinds import name_of
-from tril.look import Captured, Edits, capture
+from tril.look import Captured
 from tril.metrics import Head, Heads
 from tril.products import PRODUCTS
 from tril.weights import HIDES, TOLERANCE, Call, Computed, exact_products
@@ -63,7 +62,7 @@ IN_STEPS = {F.layer_norm: layer_norm, F.rms_norm: rms_norm}
 
 
 class Writers(Captured):
-    """The attention of a pass, and who wrote what it reads.
+    """The attention of a pass of one text, (1, T), and who wrote what it reads.
 
     Of all tensors only what was written, and what is made of that, has a gradient: a derivative by what was written is
     linear in it.
@@ -81,6 +80,7 @@ class Writers(Captured):
         self.written.append((names, x))
         return x.clone()  # a model may change it in place
 
+    @torch.enable_grad()
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         """Call a function of PyTorch, and cut the pass there if it writes."""
         if func == Tensor.requires_grad.__get__:  # a layer may compute otherwise if gradients are wanted
@@ -103,11 +103,6 @@ class Writers(Captured):
             # One number for a token, or for all, is the scale of a norm.
             return output.detach() if output.shape[-1:].numel() == 1 else self.write([f"mlp {self.layer}"], output)
         return output
-
-    @property
-    def layer(self) -> int:
-        """The number of the last layer."""
-        return sum(map(bool, self.layers)) - 1
 
     def see_kernel(self, output: Tensor, query: Tensor, key: Tensor, *others: object, **options: object) -> Tensor:
         """Remember queries and keys as they are made, and store the call."""
@@ -154,13 +149,6 @@ def num_written(given: object) -> int:
     return sum(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(given))
 
 
-def trace(model: nn.Module, idx: Tensor, edits: Edits | None = None) -> Writers:
-    """Run a model on a text, (1, T), in eval mode, and return who wrote what. edits: those of `look`."""
-    with evaluating(model), capture(model, edits, tuple(idx.shape), Writers) as writers, torch.enable_grad():
-        read(model, idx, slice(1))
-    return writers
-
-
 @torch.no_grad()
 def explain(att: Captured, parts: Parts, head: Head, queries: slice, keys: Tensor) -> tuple[list[str], Tensor, Tensor]:
     """Return who makes Q queries of a head look at K keys of each, (Q, K): writers, scores, and advantages.
@@ -169,7 +157,7 @@ def explain(att: Captured, parts: Parts, head: Head, queries: slice, keys: Tenso
     their weights. Scores are (Q, K), as the kernel has them before its softmax. Advantages are (2, n, Q, K): of what
     was written to the query, and of what was written to the keys. The n of each side sum to that of the score.
 
-    att: what `look` saw of the text; parts: of the layer, from `trace`; queries, keys: numbers of tokens.
+    att: what `look` saw of the text; parts: of the layer, from `Writers`; queries, keys: numbers of tokens.
 
     Raises UserError if the parts do not sum to the queries and keys, or if the weights are not the softmax of their
     products.

@@ -189,12 +189,12 @@ def test_models_of_transformers_are_followed_too(name: str) -> None:
 def test_a_trace_leaves_no_trace() -> None:
     model, idx = make("qwen3").train(), torch.tensor([IDS])
     before = look(model, idx, positions=slice(None))[1]
-    writers = why.trace(model, idx)
+    writers, _ = look(model, idx, kind=why.Writers)
     assert model.training and all(parameter.requires_grad for parameter in model.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
     assert torch.equal(look(model, idx, positions=slice(None))[1], before)
-    again = why.trace(model, idx).parts(2)[1]
+    again = look(model, idx, kind=why.Writers)[0].parts(2)[1]
     assert torch.equal(writers.parts(2)[1], again)
 
 
