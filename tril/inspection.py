@@ -200,7 +200,7 @@ class Inspection:
         query, key: their numbers. None: those of the largest weight of another token, of the first one if there is no
         other.
 
-        Raises UserError for tokens that are not there, or not seen, and if it is not known.
+        Raises UserError for tokens that are not there, or have no weight, and if it is not known.
         """
         L, _, H, T = self.att.shape
         [(layer, head)] = choose_heads([(layer, head)], L, H)
@@ -213,7 +213,7 @@ class Inspection:
         key = elsewhere[query].argmax().item() if key is None else key
         seen = weights[query].nonzero().flatten().tolist()
         if key not in seen or len(seen) == 1:
-            raise UserError(f"token {query} sees tokens {seen[0]} to {seen[-1]}, and not another token {key}")
+            raise UserError(f"token {query} looks at tokens {seen[0]} to {seen[-1]}, and not at another token {key}")
         there = slice(query, query + 1), torch.tensor([[key]])
         names, score, sides = explain(self.att, self.writers.parts(layer), (layer, head), *there)
         by = [dict(zip(names, side.flatten().tolist(), strict=True)) for side in sides]
