@@ -14,7 +14,7 @@ Shapes are named as in tril/weights.py; n is a number of writers.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -88,13 +88,12 @@ class Writers(Captured):
         if func in IN_STEPS:
             with self:
                 return IN_STEPS[func](*args, **kwargs or {})
-        args, kwargs = tree_map(lambda x: x.detach() if isinstance(x, nn.Parameter) else x, (args, kwargs or {}))
+        args, kwargs = tree_map(lambda x: x.detach() if isinstance(x, nn.Parameter) else x, ([*args], kwargs or {}))
         name = getattr(func, "__name__", "").strip("_")
-        for i in ADD.get(name, ()) if num_written(args) else ():
-            constant = args[i] if i < len(args) else None
-            if isinstance(constant, Tensor) and constant.is_floating_point() and not constant.requires_grad:
-                constant = self.write(["bias" if constant.dim() == 1 else "position"], constant)
-                args = (*args[:i], constant, *args[i + 1 :])
+        for i, x in enumerate(args) if num_written(args) else ():
+            is_constant = isinstance(x, Tensor) and x.is_floating_point() and not x.requires_grad
+            if is_constant and i in ADD.get(name, ()):
+                args[i] = self.write(["bias" if x.dim() == 1 else "position"], x)
         output = super().__torch_function__(func, types, args, kwargs)
         if func is F.embedding and not self.written and args[0].numel() == self.text[1]:
             return self.write(["embedding"], output)
@@ -235,14 +234,14 @@ class Why(NamedTuple):
     by_key: dict[str, float]  # the same for what it wrote to the keys
 
     def __repr__(self) -> str:
-        query, key = (f"{i} «{label:.16}»" for i, label in zip((self.query, self.key), self.labels, strict=True))
+        query, key = (f"{i} «{label:.16}»" for i, label in zip(self[:2], self.labels, strict=True))
         lines = [
             f"token {query} looks at {key}: weight {self.weight:.2f},",
             f"score {self.score:.2f}, which is {self.advantage:+.2f} above its other keys, by what was written",
             f"{'to the query':>28} {'to the keys':>32}",
         ]
-        rows = zip_longest(*map(in_words, (self.by_query, self.by_key)), fillvalue=("", ""))
-        return "\n".join(lines + ["{:>20} {:>7} {:>24} {:>7}".format(*query, *key).rstrip() for query, key in rows])
+        rows = zip(in_words(self.by_query), in_words(self.by_key), strict=True)  # the writers of both are the same
+        return "\n".join(lines + ["{:>20} {:>7} {:>24} {:>7}".format(*query, *key) for query, key in rows])
 
 
 def in_words(parts: Mapping[str, float]) -> list[tuple[str, str]]:
