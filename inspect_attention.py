@@ -22,6 +22,7 @@ import shutil
 import sys
 import textwrap
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -121,22 +122,19 @@ def main() -> None:
             both.save(output)
             print(f"wrote {output}")
         return
-    for checkpoint in checkpoints:
-        found = last
-        if checkpoint is not checkpoints[-1]:
-            found = beside(last, checkpoint, device)
-        if checkpoint is checkpoints[0]:
-            if options.view == "places" and found.corpus is None:
-                raise UserError("the model's validation text is not here, give one with --corpus FILE")
-            num_heads = len(found.heads)
-            if has_page:  # check now, not after the work
-                check_room(num_heads, len(found.labels), len(checkpoints))
-            print(found.note)
-            if found.num_written:
-                print("wrote:  " + "".join(found.labels[-found.num_written :]))
+    if options.view == "places" and last.corpus is None:
+        raise UserError("the model's validation text is not here, give one with --corpus FILE")
+    num_heads = len(last.heads)
+    if has_page:  # check now, not after the work
+        check_room(num_heads, len(last.labels), len(checkpoints))
+    print(last.note)
+    if last.num_written:
+        print("wrote:  " + "".join(last.labels[-last.num_written :]))
+    before = (beside(last, checkpoint, device) for checkpoint in checkpoints[:-1])
+    for found in chain(before, [last]):
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(textwrap.fill(found.verified, 80, initial_indent=" " * 8, subsequent_indent=" " * 8), flush=True)
-        if has_page and checkpoint is not checkpoints[-1]:
+        if has_page and found is not last:
             earlier.append(found.describe(places=False))
 
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
@@ -146,11 +144,13 @@ def main() -> None:
         for head in found.heads:
             shown = found.places(*head) if options.view == "places" else found.why(*head, *(options.at or ()))
             print(f"\nhead {name_of(head)}\n{shown}")
-        heads = ()
-    for head in heads if len(heads) <= terminal.MOST_ROWS else ():
-        print(f"\nhead {name_of(head)}, where it looks: a line is a query, a character a key, in the order of lines;")
-        print(f"weights of 0 to 1: {' '.join(terminal.GREY)}")
-        print(terminal.triangle(found.pattern(*head), found.labels, shutil.get_terminal_size().columns))
+    elif len(heads) <= terminal.MOST_ROWS:
+        for head in heads:
+            print(
+                f"\nhead {name_of(head)}, where it looks: a line is a query, a character a key, in the order of lines;"
+                f"\nweights of 0 to 1: {' '.join(terminal.GREY)}"
+            )
+            print(terminal.triangle(found.pattern(*head), found.labels, shutil.get_terminal_size().columns))
     for output in outputs:
         found.save(output, earlier)
         print(f"wrote {output}")
