@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tril import page
@@ -57,10 +56,10 @@ class Comparison:
         rise = token_losses(self.b.model, texts) - token_losses(self.a.model, texts)
         error = f" ± {rise.mean(1).std() / N**0.5:.4f}" if N > 1 else ""
         note = f"loss {self.a.loss:.4f} of {self.a.name}, {self.b.loss:.4f} of {self.b.name}: {rise.mean():+.4f}{error}"
-        following = torch.arange(1, T + 1).clamp(max=T - 1).expand(N, T)
+        following = torch.arange(T).roll(-1).expand(N, T)
         amounts = {self.a.name: rise, self.b.name: -rise}
         groups = [
-            (BETTER.format(name), choose(range(0, N * T, T), texts, self.a.label, F.pad(amount, (0, 1)), following))
+            (BETTER.format(name), choose(range(0, N * T, T), texts, self.a.label, amount, following))
             for name, amount in amounts.items()
         ]
         return Places(groups, note)

@@ -57,11 +57,6 @@ class Places(NamedTuple):
     groups: list[Group]
     note: str  # says what was read
 
-    @property
-    def strongest(self) -> list[Place]:
-        """The places with the largest weights."""
-        return self.groups[0][1]
-
     def __repr__(self) -> str:
         tables = ["\n".join((title, *map(repr, places))) for title, places in self.groups]
         return "\n\n".join((self.note, *tables))
@@ -93,10 +88,8 @@ def find_places(
     for head, (weights, keys) in looks(model, texts, heads).items():
         weights[:, : texts.size(1) // 8] = 0.0  # these queries have few keys to choose from
         order = weights.flatten().argsort(descending=True)[: weights.count_nonzero()]
-        some = torch.zeros_like(weights)
-        if len(order):
-            tenths = order[len(order) * torch.arange(1, 10) // 10]
-            some.view(-1)[tenths] = weights.view(-1)[tenths]
+        tenths = order[len(order) * torch.arange(1, 10) // 10]
+        some = torch.zeros_like(weights).put(tenths, weights.take(tenths))
         groups = [(STRONGEST, pick(weights, keys)), (DECILES, pick(some, keys))]
         found[head] = Places(groups, f"{texts.numel():,} of {len(corpus):,} tokens")
     if without:
@@ -104,7 +97,7 @@ def find_places(
         lost = rises(model, texts, without, mode)
         for head, (_, keys) in looks(model, texts, without).items():
             title = MISSED.format(lost[head].mean(), lost[head].numel())
-            missed = choose(starts, texts, label, F.pad(lost[head], (0, 1)), keys)
+            missed = choose(starts, texts, label, lost[head], keys)
             found[head].groups.insert(1, (title, missed))
     add_written(model, corpus, found, label)
     return found
@@ -137,9 +130,9 @@ def choose(
 ) -> list[Place]:
     """Return the places with the largest amounts above zero, no two of the same two tokens.
 
-    starts: where each of the texts, (N, T), begins; amounts, keys: of their queries, (N, T).
+    starts: where each of the texts, (N, T), begins; amounts, keys: of their queries, (N, T); amounts may be (N, T - 1).
     """
-    amounts = amounts.clone()
+    amounts = F.pad(amounts, (0, texts.size(1) - amounts.size(1)))  # a copy
     pairs = texts * (texts.max() + 1) + texts.gather(1, keys)
     found = []
     while len(found) < MOST_PLACES and amounts.max() > 0:
@@ -162,4 +155,4 @@ def add_written(
         out = unembedding(att)
         for head, place in there if out else ():
             logits = out.logits(moved(att, head)[None, place.key - T])[0]
-            place.written.extend(map(label, logits.topk(min(MOST_WRITTEN, len(logits))).indices.tolist()))
+            place.written.extend(map(label, logits.argsort(descending=True)[:MOST_WRITTEN].tolist()))

@@ -76,19 +76,19 @@ def test_a_planted_head_is_recognised_by_its_places(by_kernel: bool, has_sink: b
     found = found_by(Planted(by_kernel, has_sink))
     part = 0.5 if has_sink else 1.0
     for (_, head), places in found.items():
-        assert len(places.strongest) == 12
-        assert len({(place.labels[place.query], place.labels[place.key]) for place in places.strongest}) == 12
-        for weight, start, query, key, labels, _ in places.strongest:
+        assert len(places.groups[0][1]) == 12
+        assert len({(place.labels[place.query], place.labels[place.key]) for place in places.groups[0][1]}) == 12
+        for weight, start, query, key, labels, _ in places.groups[0][1]:
             ids = CORPUS[start : start + T]
             assert list(labels) == [WORDS[token] for token in ids] and query >= T // 8
             assert weight == pytest.approx(planted(torch.tensor(ids))[head, query, key].item() * part, abs=1e-5)
 
     brackets = found[BRACKETS]
-    for place in brackets.strongest:
+    for place in brackets.groups[0][1]:
         before = "".join(place.labels[: place.query])
         assert place.key == before.rindex("(") > 0 and place.labels[place.query] != "("
-    assert all(place.key == 0 for place in found[FIRST].strongest)
-    assert all(place.key == place.query for place in found[SELF].strongest)
+    assert all(place.key == 0 for place in found[FIRST].groups[0][1])
+    assert all(place.key == place.query for place in found[SELF].groups[0][1])
 
 
 def test_places_are_those_of_all_texts_and_some_are_of_all_sizes() -> None:
@@ -99,7 +99,7 @@ def test_places_are_those_of_all_texts_and_some_are_of_all_sizes() -> None:
 
     # The even head looks at token 1 as much as at any other; its place in the text decides between equal weights.
     first = [(WORDS[ids[T // 8]], WORDS[ids[1]]) for ids in texts]
-    strongest = [(place.labels[place.query], place.labels[place.key]) for place in found[EVEN].strongest]
+    strongest = [(place.labels[place.query], place.labels[place.key]) for place in found[EVEN].groups[0][1]]
     assert strongest == [*dict.fromkeys(first)][:12]
 
     weights = torch.cat([planted(torch.tensor(ids))[0].tril(-1)[T // 8 :, 1:].amax(-1) for ids in texts])
@@ -109,7 +109,7 @@ def test_places_are_those_of_all_texts_and_some_are_of_all_sizes() -> None:
         assert (
             (weights > place.amount + 1e-5).sum() <= tenth * len(weights) / 10 <= (weights > place.amount - 1e-5).sum()
         )
-    assert found[BRACKETS].strongest[0].amount > 3 * deciles[4].amount
+    assert found[BRACKETS].groups[0][1][0].amount > 3 * deciles[4].amount
 
 
 def test_what_is_missed_is_shown_where_the_loss_rises_most(monkeypatch) -> None:
@@ -152,7 +152,7 @@ def test_what_a_head_writes_is_its_direct_logits_at_a_weight_of_one() -> None:
     model = make_gpt(family="llama", n_embd=18, n_kv_head=3).eval()
     corpus = torch.randint(17, (7 * 11,)).tolist()
     for head, places in find_places(model, corpus, 7, [(0, 1), (1, 2)], str).items():
-        for place in places.strongest:
+        for place in places.groups[0][1]:
             att, _ = look(model, torch.tensor([[*map(int, place.labels)]]))
             alone = torch.zeros(7, 7)
             alone[place.query, place.key] = 1
@@ -170,13 +170,13 @@ def test_what_cannot_be_read_in_a_minute_is_drawn_evenly(monkeypatch) -> None:
     assert found[EVEN].note == "87 of 997 tokens"
     starts = [0, (997 - T) // 2, 997 - T]
     assert model.seen[:3] == [CORPUS[start : start + T] for start in starts]
-    assert {place.start for place in found[FIRST].strongest} <= {*starts}
+    assert {place.start for place in found[FIRST].groups[0][1]} <= {*starts}
 
 
 def test_a_text_of_few_words_has_few_places() -> None:
-    assert found_by(Planted(), corpus=np.array([2, 3]))[SELF].strongest
+    assert found_by(Planted(), corpus=np.array([2, 3]))[SELF].groups[0][1]
     found = found_by(Planted(), corpus=np.array([0, 1] * 50))
-    assert [(place.key - place.query, place.labels[place.key]) for place in found[SELF].strongest] == [
+    assert [(place.key - place.query, place.labels[place.key]) for place in found[SELF].groups[0][1]] == [
         (0, "b"),
         (0, "a"),
     ]
