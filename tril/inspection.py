@@ -43,7 +43,7 @@ from tril.places import Places, find_places
 from tril.terminal import number, report
 from tril.texts import Names, Text, draw_texts
 from tril.views import Said, moved, say, unembedding
-from tril.weights import Proof, summarise
+from tril.weights import summarise
 from tril.why import Why, Writers, explain, explain_strongest
 
 FORMATS = (".html", ".png", ".svg", ".npz")
@@ -86,15 +86,11 @@ class Inspection:
         return self.names.label
 
     @cached_property
-    def seen(self) -> tuple[Captured, list[Proof]]:
-        """The attention on the text that is shown, and what proves it."""
-        att, _ = look(self.model, self.shown, self.edits)
-        return att, [*att.verify().values()]
-
-    @property
     def att(self) -> Captured:
-        """The attention on the text that is shown, (1, T)."""
-        return self.seen[0]
+        """The attention on the text that is shown, (1, T), proved."""
+        att, _ = look(self.model, self.shown, self.edits)
+        att.verify()
+        return att
 
     @cached_property
     def heads(self) -> list[Head]:
@@ -117,11 +113,10 @@ class Inspection:
     @cached_property
     def verified(self) -> str:
         """A line that says how the weights were verified, and what is not shown."""
-        att, proofs = self.seen
-        values = att.calls[0].values
-        precision = str(values.dtype).removeprefix("torch.")
-        text = f"{summarise([*self.scores.proofs, *proofs])} ({precision}, {values.device.type})"
-        left_out = [f"{number} x {what}" for what, number in Counter(att.left_out).items()]
+        values = self.att.calls[0].values
+        # The text that is shown is one of those that are measured, or its beginning.
+        text = f"{summarise(self.scores.proofs)} ({str(values.dtype).removeprefix('torch.')}, {values.device.type})"
+        left_out = [f"{number} x {what}" for what, number in Counter(self.att.left_out).items()]
         return "; not shown: ".join([text, *left_out])
 
     @property
@@ -251,8 +246,8 @@ class Inspection:
 
     def on(self, text: Text) -> "Inspection":
         """Return the inspection of another text, by the same model and without a probe."""
-        options = {"name": self.name, "asked": self.asked, "probe": None}
-        return inspection_of(self.decoder, self.names, self.names.ids(text), **options)
+        ids = self.names.ids(text)
+        return inspection_of(self.decoder, self.names, ids, name=self.name, asked=self.asked, probe=None)
 
     def describe(self, places: bool = True) -> page.Described:
         """Return what a page shows, without the model; places: also the strongest places."""
@@ -272,7 +267,7 @@ class Inspection:
             ],
             # JSON has no infinity, and no nan. The last token is followed by none.
             "predictions": [
-                (self.label(token), f"{chance:.1%}", loss if loss is not None and math.isfinite(loss) else None)
+                (self.label(token), f"{chance:.1%}", loss if math.isfinite(loss or 0.0) else None)
                 for token, chance, loss in predictions
             ],
         }
@@ -293,9 +288,17 @@ class Inspection:
         strongest = self.strongest if places else {}
         if strongest:
             stored["places"] = page.pack_places(strongest.values())
-        names = [name_of(head) for head in self.heads]
-        described = (self.name, self.note, self.labels, self.num_written, names)
-        return page.Described(*described, self.probe is not None, bool(strongest), texts, stored)
+        return page.Described(
+            self.name,
+            self.note,
+            self.labels,
+            self.num_written,
+            [*map(name_of, self.heads)],
+            self.probe is not None,
+            bool(strongest),
+            texts,
+            stored,
+        )
 
     def __repr__(self) -> str:
         return f"{self.note}\n{self.verified}\n{self.table()}"

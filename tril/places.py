@@ -5,6 +5,7 @@ shown that have the largest weights for one key, and some of all sizes (as headv
 Shapes are named as in tril/weights.py; N texts are read.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -147,9 +148,12 @@ def add_written(
     model: nn.Module, corpus: Sequence[int], found: Mapping[Head, Places], label: Callable[[int], str]
 ) -> None:
     """Add to places, but those by decile, what the head makes likeliest there, if that is known of the model."""
-    places = [(head, place) for head, each in found.items() for _, group in each.groups[:-1] for place in group]
-    for start in progress(sorted({place.start for _, place in places}), desc="written there", unit=" texts"):
-        there = [(head, place) for head, place in places if place.start == start]
+    by_text = defaultdict(list)
+    for head, places in found.items():
+        for _, group in places.groups[:-1]:
+            for place in group:
+                by_text[place.start].append((head, place))
+    for start, there in progress(by_text.items(), desc="written there", unit=" texts"):
         T = len(there[0][1].labels)
         att, _ = look(model, draw_texts(corpus[start : start + T], T, 1)[1])
         out = unembedding(att)

@@ -282,5 +282,5 @@ def test_influence_is_the_derivative_of_the_prediction(family: str, monkeypatch:
 
 def test_keys_in_front_of_the_tokens_are_left_out() -> None:
     found = Inspection(*[None] * 5)
-    found.seen = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4)), []
+    found.att = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4))
     assert found.pattern(0, 0).tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]

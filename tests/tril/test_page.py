@@ -79,7 +79,7 @@ def inspected(
         heads=heads,
         verified="weights match the kernel",
         scores=HeadScores(samples, torch.tensor([1000 / step]), predictions, [], chance, rows),
-        seen=(SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step, length)[None]), []),
+        att=SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step, length)[None]),
         influence=influence,
         explained=(WRITERS, reasons_of(len(heads), length)),
         lengths={head: lengths[head] for head in heads} if known else {},
@@ -281,7 +281,7 @@ def test_it_opens_where_a_head_does_what_it_is_named_for(show: Callable, kind: s
     for name in found.scores.rows:
         found.scores.samples[name].fill_(0.01)[0, 1, 1] = 0.9 if name == kind else 0.01
     weights = weights / weights.sum(-1, keepdim=True)
-    found.seen = SimpleNamespace(pattern=lambda *head: weights[None]), []
+    found.att = SimpleNamespace(pattern=lambda *head: weights[None])
     page = show(found)
     token = 10 if kind == "other" else 7
     assert page.locator("#sentence").inner_text() == f"{found.labels[token]} ({token}) looks at"

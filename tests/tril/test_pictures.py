@@ -187,7 +187,7 @@ def made_up(step: int, length: int, *heads: tuple) -> Inspection:
     """Return an inspection whose patterns are computed once, to the last bit as the page stores them."""
     inspection = inspected(step, f"run step-{step:08d}", length, heads=list(heads))
     patterns = {head: (inspection.pattern(*head) * 65535).round()[None] / 65535 for head in heads}
-    inspection.seen = SimpleNamespace(pattern=lambda *head: patterns[head]), []
+    inspection.att = SimpleNamespace(pattern=lambda *head: patterns[head])
     return inspection
 
 
