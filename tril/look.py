@@ -57,6 +57,8 @@ class Captured(TorchFunctionMode):
     from what the model is given.
     """
 
+    stored = staticmethod(Tensor.detach)  # of what a kernel is given
+
     def __init__(self, edits: Edits | None = None, text: tuple[int, int] | None = None):
         super().__init__()
         self.edits = edits or {}
@@ -212,7 +214,7 @@ class Captured(TorchFunctionMode):
             if isinstance(layer[0], Computed) and mask.equal(layer[0].mask):
                 mask = layer[0].mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
-        q, k, v = (x.detach().to(mask, copy=True).reshape(B, -1, *x.shape[-2:]) for x in (query, key, value))
+        q, k, v = (self.stored(x).to(mask, copy=True).reshape(B, -1, *x.shape[-2:]) for x in (query, key, value))
         return self.keep(Computed(v, q, k, mask, is_causal, scale), output, is_flat=is_flat)
 
     def see_flex(

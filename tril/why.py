@@ -12,7 +12,6 @@ parts have to add up to the queries and keys of which the weights are made.
 Shapes are named as in tril/weights.py; n is a number of writers.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import NamedTuple
@@ -68,11 +67,12 @@ class Writers(Captured):
     linear in it.
     """
 
+    stored = staticmethod(Tensor.clone)  # queries and keys as they are made
+
     def begin(self, text: tuple[int, int] | None) -> None:
         """Forget the forward pass before."""
         super().begin(text)
         self.written: list[tuple[list[str], Tensor]] = []  # by whom, and what; of heads all of a call
-        self.made: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # layer -> queries and keys of its calls
 
     def write(self, names: list[str], x: Tensor) -> Tensor:
         """Cut the pass here: what is made of x from now on is made of what these have written."""
@@ -103,16 +103,9 @@ class Writers(Captured):
             return output.detach() if output.shape[-1:].numel() == 1 else self.write([f"mlp {self.layer}"], output)
         return output
 
-    def see_kernel(self, output: Tensor, query: Tensor, key: Tensor, *others: object, **options: object) -> Tensor:
-        """Remember queries and keys as they are made, and store the call."""
-        self.latest = query, key
-        return super().see_kernel(output, query, key, *others, **options)
-
     def keep(self, call: Call, output: Tensor, *how: object, **options: object) -> Tensor:
         """Store a call, and cut the pass behind its heads."""
         output = super().keep(call, output, *how, **options)
-        if isinstance(call, Computed) and num_written(self.latest):
-            self.made[self.layer].append(self.latest)
         first = len(self.layers[-1]) - 1
         output = self.write([name_of((self.layer, first + head)) for head in range(call.shape[1])], output)
         self.outputs[-1] = output, self.outputs[-1][1]
@@ -121,12 +114,13 @@ class Writers(Captured):
     @torch.enable_grad()
     def parts(self, layer: int) -> Parts:
         """Return what the queries and keys of a layer are made of. Raises UserError if that is not known."""
-        if layer not in self.made or self.written[0][0] != ["embedding"]:
+        call = self.calls[layer]
+        made = [call.q, call.k] if isinstance(call, Computed) else []
+        if num_written(made) < 2 or self.written[0][0] != ["embedding"]:
             raise UserError(
                 f"{UNKNOWN}: it needs F.scaled_dot_product_attention of what the embedding writes, not attention "
                 "written out (transformers: model.set_attn_implementation('sdpa'))"
             )
-        made = [torch.cat(x, dim=-3) for x in zip(*self.made[layer], strict=True)]
         zeros = [torch.zeros_like(x, requires_grad=True) for x in made]
         # A part is the Jacobian times what was written: the derivative of the product with the transpose.
         pulled = torch.autograd.grad(made, [x for _, x in self.written], zeros, create_graph=True, allow_unused=True)
