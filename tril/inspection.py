@@ -43,7 +43,7 @@ from tril.places import Places, find_places
 from tril.terminal import number, report
 from tril.texts import Names, Text, draw_texts
 from tril.views import Said, moved, say, unembedding
-from tril.weights import summarise
+from tril.weights import HIDES, summarise
 from tril.why import Why, Writers, explain, explain_strongest
 
 FORMATS = (".html", ".png", ".svg", ".npz")
@@ -195,10 +195,11 @@ class Inspection:
         query, key: their numbers. None: those of the largest weight of another token, of the first one if there is no
         other.
 
-        Raises UserError for tokens that are not there, or have no weight, and if it is not known.
+        Raises UserError for tokens that are not there, or not seen, and if it is not known.
         """
         L, _, H, T = self.att.shape
         [(layer, head)] = choose_heads([(layer, head)], L, H)
+        parts = self.writers.parts(layer)
         weights = self.pattern(layer, head)
         elsewhere = weights.tril(-1)
         elsewhere[:, 0] *= 1e-30
@@ -206,11 +207,12 @@ class Inspection:
         if query not in range(T):
             raise UserError(f"the text has tokens 0 to {T - 1}, and no token {query}")
         key = elsewhere[query].argmax().item() if key is None else key
-        seen = weights[query].nonzero().flatten().tolist()
+        mask = self.att.calls[layer].of_head(head).mask[0, 0, query, -T:]
+        seen = (mask > HIDES).nonzero().flatten().tolist()
         if key not in seen or len(seen) == 1:
-            raise UserError(f"token {query} looks at tokens {seen[0]} to {seen[-1]}, and not at another token {key}")
+            raise UserError(f"token {query} sees tokens {seen[0]} to {seen[-1]}, and not another token {key}")
         there = slice(query, query + 1), torch.tensor([[key]])
-        names, score, sides = explain(self.att, self.writers.parts(layer), (layer, head), *there)
+        names, score, sides = explain(self.att, parts, (layer, head), *there)
         by = [dict(zip(names, side.flatten().tolist(), strict=True)) for side in sides]
         labels = self.labels[query], self.labels[key]
         return Why(query, key, labels, weights[query, key].item(), score.item(), sum(by[0].values()), *by)
