@@ -109,7 +109,9 @@ def inspect_checkpoint(
             found.text_note += f", of which the model wrote {found.num_written}{full}"
         return found
     if long is None:
-        raise UserError("the validation text is not on this machine: give a text with --text, or a long one with --corpus")
+        raise UserError(
+            "its validation text is not on this machine: give a text with --text, or a long one with --corpus"
+        )
     _, texts = draw_texts(long, min(decoder.context_length or TEXT_LENGTH, TEXT_LENGTH), NUM_TEXTS)
     shown = texts[0, :SHOWN_LENGTH].tolist()
     origin = "its validation text" if corpus is None else "the corpus"
