@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import tril
 from tests.decoders import DECODERS, DENSE, LEFT_OUT, MIXTURES, TYPES, make_decoder
 from tests.decoders import T as LENGTH
 from tests.decoders import V as VOCABULARY
@@ -301,6 +302,23 @@ def test_positions_that_a_long_text_stretches_are_said_and_refused_in_strict() -
         model = make_decoder("llama", rope_parameters=stretched)
         report = check_causality(model, VOCABULARY, LENGTH, strict=strict)
         assert report.ok != strict and str(report).endswith("than within the whole text: it depends on the length")
+
+
+ASKED = "decoding with its cache was asked for"
+DECODING = {  # one reads several tokens after others, one does not, one counts each part from 0, one mixes the texts
+    "gpt2": ASKED,
+    "mamba": ASKED,
+    "bamba": f" of their size, from token {LENGTH - 5} on",
+    "rwkv": "",
+}
+
+
+@pytest.mark.parametrize("name, said", DECODING.items(), ids=DECODING)
+def test_decoding_of_transformers_is_asked_and_what_differs_is_a_no_in_strict_alone(name: str, said: str) -> None:
+    report = tril.check_causality(make_decoder(name), length=LENGTH)
+    assert report.ok and [remark.endswith(said) for remark in report.remarks] == [True] * bool(said)
+    if said.endswith(" on"):
+        assert tril.check_causality(make_decoder(name), length=LENGTH, strict=True).finding.endswith(said)
 
 
 @pytest.mark.long
