@@ -216,7 +216,7 @@ def leaves(output: object, place: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(output, list | tuple):
         for number, value in enumerate(output):
             yield from leaves(value, f"{place}[{number}]")
-        with suppress(RuntimeError, TypeError):
+        with suppress(RuntimeError, TypeError, ValueError):
             yield f"{place}, joined", torch.cat(output, -2)
     elif place.count(".") < 2:
         for key, value in getattr(output, "__dict__", {}).items():

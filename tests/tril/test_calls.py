@@ -168,7 +168,7 @@ WAYS = {  # the call that is to be found -> what is made, with leak= or mix=
     "model(ids, y=ids), logits as its cross_entropy got them": LossOfChannels,
     "model(ids)[1]": lambda **options: Outputs(lambda logits: (logits.mean(), logits), **options),
     "model(ids)['predicted']": lambda **options: Outputs(lambda logits: {"predicted": logits}, **options),
-    "model(ids).scores": lambda **options: Outputs(lambda logits: SimpleNamespace(scores=logits), **options),
+    "model(ids).scores": lambda **options: Outputs(lambda logits: SimpleNamespace(scores=logits, states=()), **options),
     "model(ids), joined": lambda **options: Outputs(lambda logits: list(logits.chunk(4, dim=1)), **options),
     "model(ids).mT": lambda **options: Outputs(lambda logits: logits.mT, **options),
     "model(ids).transpose(0, 1)": lambda **options: Outputs(lambda logits: logits.transpose(0, 1), **options),
