@@ -216,7 +216,7 @@ def leaves(output: object, place: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(output, list | tuple):
         for number, value in enumerate(output):
             yield from leaves(value, f"{place}[{number}]")
-        with suppress(RuntimeError, TypeError, ValueError):
+        with suppress(Exception):  # of whichever kind, by version of PyTorch
             yield f"{place}, joined", torch.cat(output, -2)
     elif place.count(".") < 2:
         for key, value in getattr(output, "__dict__", {}).items():
@@ -393,16 +393,18 @@ def check_causality(
     if length is None and size * beyond <= LARGE and beyond <= FAR:
         T = max(T, beyond)
     options.setdefault("tokens", range(decoder.num_ids))
-    for name in {"tokens", "special"} & {name for name, value in options.items() if value is not None}:
-        options[name] = [*map(int, options[name])]
-        if (largest := max(options[name], default=0)) >= decoder.num_ids:
-            raise UserError(f"{name} has the id {largest}, beyond the vocabulary of {decoder.num_ids}")
+    for name in ("tokens", "special"):
+        if options.get(name) is not None:
+            options[name] = [*map(int, options[name])]
+            if (largest := max(options[name], default=0)) >= decoder.num_ids:
+                raise UserError(f"{name} has the id {largest}, beyond the vocabulary of {decoder.num_ids}")
     is_compiled = hasattr(model, "_orig_mod") and not call
     forward = replace(decoder, function=model) if is_compiled else decoder
     options.setdefault("extreme", [decoder])
     decode = partial(read_in_parts, decoder.function)
-    with torch.no_grad(), suppress(Exception):  # without a cache, or with a strange one
-        logits_of(decode(torch.zeros(2, T).long().to(device_of(decoder.module))), (2, T, decoder.vocab_size))
+    with evaluating(decoder.module), torch.no_grad(), suppress(Exception):  # without a cache, or with a strange one
+        idx = torch.zeros(2, T, dtype=int, device=device_of(decoder.module))
+        logits_of(decode(idx), (2, T, decoder.vocab_size))
         options.setdefault("decode", decode)
     with errors_as_user_error(f"{decoder} fails while {T} tokens are probed"):
         ask = partial(causality.check_causality, forward, decoder.vocab_size, T, module=decoder.module)
