@@ -210,7 +210,8 @@ class Inspection:
         mask = self.att.calls[layer].of_head(head).mask[0, 0, query, -T:]
         seen = (mask > HIDES).nonzero().flatten().tolist()
         if key not in seen or len(seen) == 1:
-            raise UserError(f"token {query} sees tokens {seen[0]} to {seen[-1]}, and not another token {key}")
+            what = f"tokens {seen[0]} to {seen[-1]}, not {key}" if len(seen) > 1 else "itself alone"
+            raise UserError(f"token {query} sees {what}: choose another key or query")
         there = slice(query, query + 1), torch.tensor([[key]])
         names, score, sides = explain(self.att, parts, (layer, head), *there)
         by = [dict(zip(names, side.flatten().tolist(), strict=True)) for side in sides]

@@ -1,4 +1,4 @@
-"""Places in a long text: where heads look most strongly, where they look as a rule, and what is missed without them.
+"""Places in a long text: where heads look most strongly, where they typically look, and what is missed without them.
 
 A head that is judged by one text misleads, and so do its strongest places alone. Of a whole corpus those queries are
 shown that have the largest weights for one key, and some of all sizes (as headvis does, transformer-circuits.pub 2026).
@@ -27,8 +27,8 @@ NUM_PIECES = 8  # of a corpus, in which losses are measured without a head
 MINUTE = 1.2e12  # tokens times parameters that a CPU core reads in about a minute
 LEAST_SIZE = 5e6  # parameters that are added for the attention, most of the work of a small model
 STRONGEST = "strongest: weight, number, what looks, at what, and what that makes likelier"
-MISSED = "missed: loss of the next token without the head, on average {:+.4f} of {:,}"
-DECILES = "as a rule: a tenth of all tokens look more strongly, two tenths, ..."
+MISSED = "missed: rise of the loss without the head, mean {:+.4f} over {:,} tokens"
+DECILES = "typical: the weights that 10 %, 20 %, ... of all tokens exceed"
 
 Group = tuple[str, list["Place"]]  # places, and a title that says which
 

@@ -17,7 +17,7 @@ COLUMNS = "Columns and metrics; A_ij is the weight of query i for key j:\n" + "\
     for name, (title, _, meaning) in METRICS.items()
 )
 FEEDS = """what feeds a head: its score on the probe, and without a head of a layer below
-(by keys, by queries: where these alone are made without it)"""
+(by keys: if only its keys are computed without that head)"""
 MOST_ROWS = 16  # heads in a table, unless more are asked for
 MOST_NAMED = 2  # heads of a kind that fit a line of 80 columns
 

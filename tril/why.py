@@ -231,7 +231,7 @@ class Why(NamedTuple):
         query, key = (f"{i} «{label:.16}»" for i, label in zip(self[:2], self.labels, strict=True))
         lines = [
             f"token {query} looks at {key}: weight {self.weight:.2f},",
-            f"score {self.score:.2f}, which is {self.advantage:+.2f} above its other keys, by what was written",
+            f"score {self.score:.2f}, {self.advantage:+.2f} above its other keys: twice split, by what was written",
             f"{'to the query':>28} {'to the keys':>32}",
         ]
         rows = zip(in_words(self.by_query), in_words(self.by_key), strict=True)  # the writers of both are the same

@@ -170,7 +170,7 @@ def test_why_is_asked_of_a_head_a_query_and_a_key(run, straight: Path) -> None:
     lines = run(inspect_attention, *words, 5, 3).ok().out.splitlines()
     assert lines[-8:] == ["head 1.1", *str(inspect_heads(straight, TEXT).why(1, 1, 5, 3)).splitlines()][-8:]
     assert max(map(len, lines)) <= 80
-    run(inspect_attention, *words, 3, 5).refused("token 3 sees tokens 0 to 3, and not another token 5")
+    run(inspect_attention, *words, 3, 5).refused("token 3 sees tokens 0 to 3, not 5")
 
 
 def test_ablation_stands_beside_its_error(run, straight: Path) -> None:

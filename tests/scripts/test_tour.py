@@ -57,6 +57,6 @@ def test_the_tour_is_stored_as_it_was_run_and_names_no_machine() -> None:
     assert re.search(r"^step    1000 \| val loss", text, re.MULTILINE)
     shares = {head: float(share) for head, share in re.findall(r"with head (\S+) (\S+)", text)}
     assert f"what followed the same token before: {max(shares, key=shares.get)} " in text  # as the tour says of patches
-    assert re.search(r"«re» looks at 3 «ad»: weight (0\.[5-9]|1)", text) and "\nmissed: loss of the next token" in text
+    assert re.search(r"«re» looks at 3 «ad»: weight (0\.[5-9]|1)", text) and "\nmissed: rise of the loss" in text
     both = "".join(output.data["text/plain"] for output in outputs if output.output_type == "execute_result")
     assert "\nknown better by tour step-00001000: " in both

@@ -372,7 +372,7 @@ def places_of(step: int, texts: dict[int, list[str]]) -> dict:
     for number, head in enumerate(HEADS):
         strongest = [Place(0.875, start, 7 + number % 3, 2, text, ["so", "on"]) for start, text in texts.items()]
         rule = [Place(0.25, start, 9, 9, text, []) for start, text in texts.items()]
-        found[head] = Places([("strongest", strongest), ("as a rule", rule)], "99 of 999 tokens; weights match")
+        found[head] = Places([("strongest", strongest), ("typical", rule)], "99 of 999 tokens; weights match")
     return found
 
 

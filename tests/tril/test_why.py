@@ -240,9 +240,9 @@ def test_hard_attention_has_reasons_too() -> None:
 def test_what_is_not_seen_is_refused() -> None:
     found = inspect_heads(make("llama"), IDS)
     for pair, words in {
-        (5, 6): "token 5 sees tokens 0 to 5, and not another token 6",
-        (5, -1): "token 5 sees tokens 0 to 5, and not another token -1",
-        (0, 0): "token 0 sees tokens 0 to 0, and not another token 0",
+        (5, 6): "token 5 sees tokens 0 to 5, not 6",
+        (5, -1): "token 5 sees tokens 0 to 5, not -1",
+        (0, 0): "token 0 sees itself alone",
         (7, 0): "the text has tokens 0 to 6, and no token 7",
         (-1, 0): "the text has tokens 0 to 6, and no token -1",
     }.items():
@@ -262,7 +262,7 @@ def test_the_command_line_asks_for_heads_a_query_and_a_key(run, monkeypatch) -> 
         out = run(command, *words, *asked.split()).ok().out
         expected = [f"\nhead 1.{head}\n{found.why(1, head, 5, 3)}\n" for head in heads]
         assert out.endswith("".join(expected)) and max(map(len, out.splitlines())) <= 80
-    run(command, *words, "1.4", 3, 5).refused("token 3 sees tokens 0 to 3, and not another token 5")
+    run(command, *words, "1.4", 3, 5).refused("token 3 sees tokens 0 to 3, not 5")
     for asked in ("1.4 5 b", "1.4 5 -1", "1.4 5 3 1"):
         run(command, *words, *asked.split()).refused("--why takes a head, and perhaps the numbers of a query and a key")
 
@@ -284,7 +284,7 @@ def test_a_bias_of_the_mask_is_a_part_and_what_it_hides_is_not_seen() -> None:
     distances = torch.arange(5, -2, -1).double()
     assert answer.by_key["mask"] == pytest.approx((-0.7 * (2 - others @ distances / others.sum())).item())
     assert sum(answer.by_query.values()) == pytest.approx(sum(answer.by_key.values()))
-    with pytest.raises(UserError, match="token 5 sees tokens 3 to 5, and not another token 2"):
+    with pytest.raises(UserError, match="token 5 sees tokens 3 to 5, not 2"):
         found.why(1, 2, 5, 2)
 
 
