@@ -147,6 +147,7 @@ def test_ids_beyond_the_vocabulary_are_found_when_they_are_read(folder: Path, ru
     run(train, *tiny_run(folder, tmp_path / "out")).refused(refused)
 
 
+@pytest.mark.long
 def test_a_run_resumes_and_is_inspected(folder: Path, run, tmp_path: Path, monkeypatch) -> None:
     straight, out = tmp_path / "straight", tmp_path / "out"
     for directory in (straight, out):

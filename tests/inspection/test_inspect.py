@@ -107,6 +107,7 @@ def test_the_log_of_a_run_and_its_inspection_have_the_same_induction(run, straig
     assert "id=&quot;page&quot;" in found._repr_html_()  # in a notebook
 
 
+@pytest.mark.long
 def test_pages_and_pictures_hold_what_the_model_did(run, straight: Path, tmp_path: Path) -> None:
     """Write all formats in one command. Compare the numbers with a model that is opened and captured here."""
     straight = straight.rename(tmp_path / "$x_{$ 猫")  # a picture has this in its title
@@ -182,6 +183,7 @@ def test_ablation_stands_beside_its_error(run, straight: Path) -> None:
     assert alone.exit_code == 0 and "±" not in alone.out and "nan" not in alone.out
 
 
+@pytest.mark.long
 def test_what_a_model_writes_is_inspected_with_what_it_was_given(run, straight: Path, tmp_path: Path) -> None:
     """The likeliest tokens are those of `GPT.generate`, and a seed decides the others."""
 

@@ -415,6 +415,7 @@ def test_a_leak_through_a_gate_is_found_and_an_honest_oddity_passes(kind: str) -
     assert random.getstate() == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("names", ["q k v", "wq wk wv", "key_in q third"])
 def test_a_weak_mask_is_found_without_luck(names: str, bias: bool) -> None:

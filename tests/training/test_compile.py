@@ -28,6 +28,7 @@ def nothing_compiled() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family, dtype", often(*product(list(FAMILIES)[::-1], ("float32", "bfloat16"))))
 def test_a_run_compiles_two_programs_before_its_first_step_and_so_does_a_resumed_one(
     run: Callable, corpus_file: Path, tmp_path: Path, monkeypatch, family: str, dtype: str
@@ -53,6 +54,7 @@ def test_a_run_compiles_two_programs_before_its_first_step_and_so_does_a_resumed
     assert list(metrics(out, "val_loss")) == [0, 4, 8, 12, 14]
 
 
+@pytest.mark.long
 def test_a_missing_compiler_is_a_sentence(run: Callable, corpus_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with inductor.patch({"cpp.cxx": (None, str(tmp_path / "g++"))}):

@@ -112,6 +112,7 @@ def test_options_that_do_not_fit_the_weights_are_refused(
     assert result.err.count("\n") == 1 and not (tmp_path / "tuned").exists()
 
 
+@pytest.mark.long
 def test_a_corpus_prepared_for_a_model_is_not_for_another(run, straight: Path, corpus_file: Path, tmp_path) -> None:
     unsigned = shutil.copytree(straight / "checkpoints" / "step-00000012", tmp_path / "unsigned")
     (unsigned / "manifest.json").unlink()  # so that its files may change

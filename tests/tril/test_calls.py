@@ -289,6 +289,7 @@ class FlexWithout(Flex):
         return None
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_without_a_backward_the_forward_is_probed_and_the_answer_says_so() -> None:
     assert str(tril.check_causality(Flex(), length=T)).endswith(NO_DERIVATIVES)
@@ -679,6 +680,7 @@ letters = Letters()
 """
 
 
+@pytest.mark.long
 def test_heads_of_a_model_with_characters_of_its_own_from_the_command_line(project: Path) -> None:
     with open(project / "model.py", "a") as file:
         file.write(TOKENIZER)
@@ -709,6 +711,7 @@ found.save("heads.html")
 """
 
 
+@pytest.mark.long
 def test_beside_their_files_theirs_are_imported_and_ours_are_not_missed(project: Path) -> None:
     """At import tril takes torch, numpy, tqdm and Python's own library: no jinja2, no matplotlib, nothing of ours."""
     done = run_python("-c", IMPORTS, cwd=project)

@@ -121,6 +121,7 @@ def test_other_tokens_are_refused_in_a_sentence(tmp_path: Path) -> None:
         compare(inspected(model, "a"), inspected(model, "b")).save(tmp_path / "a.png")
 
 
+@pytest.mark.long
 def test_the_page_has_each_head_beside_its_match(tmp_path: Path, browser) -> None:
     both = compare(inspected(llama(), "a"), inspected(llama(), "b"))
     both.save(tmp_path / "both.html")

@@ -54,6 +54,7 @@ def named(family: str, T: int, seed: int, gain: float) -> Counter:
     return Counter(kind_of(scores, (layer, head)).name for layer in range(3) for head in range(10))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gain", [1, 100])  # 100: a head looks at a few keys, not at all
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_random_heads_have_no_name(family: str, gain: float) -> None:
@@ -61,6 +62,7 @@ def test_random_heads_have_no_name(family: str, gain: float) -> None:
     assert found.total() == 240 and found.total() - found["other"] <= 0.02 * 240, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("T, most", [(4, 0), (5, 0), (6, 0.025), (11, 0.02), (29, 0.02)])
 def test_luck_names_two_heads_in_a_hundred_at_most(T: int, most: float) -> None:
     """The worst case: each of 2,000 heads looks at one random key in each row. At T = 6, 1.9 % are expected."""

@@ -231,6 +231,7 @@ UNMASKED = {
 ALARM = re.compile("^(?!.*(memory|cross|perhaps|may be|unless)).*without a causal mask")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", UNMASKED)
 def test_a_memory_as_long_as_the_text_is_no_leak_but_the_future_of_a_text_is(name: str) -> None:
     memories = (lambda x: MEMORY.expand(len(x), -1, -1), lambda x: MEMORY[: x.size(1)].expand(len(x), -1, -1))

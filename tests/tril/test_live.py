@@ -258,6 +258,7 @@ def test_the_first_page_is_of_what_was_inspected(answer, run, straight: Path, tm
             assert new["fed"] == old["fed"] and new["scores"]["induction"] == old["scores"]["induction"]
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_it_at_once(straight: Path) -> None:
     """Even while a page is made."""
     words = ["inspect_attention.py", straight, "--text", TEXT, "--live"]

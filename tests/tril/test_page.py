@@ -269,6 +269,7 @@ def test_links_open_what_was_seen_and_nothing_else(show: Callable) -> None:
     expect(page, "␣w3 (3) looks at", "#0.2/3/says")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_opens_where_a_head_does_what_it_is_named_for(show: Callable, kind: str) -> None:
     """Head 1.1 has its kind from row 7. Row 9 looks at nothing of a kind, and row 1 has little choice."""

@@ -66,6 +66,7 @@ def mistral(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.long
 def test_a_directory_of_another_type_is_inspected(run, mistral: Path, tmp_path: Path) -> None:
     outputs = [word for end in ("html", "png", "svg", "npz") for word in ("-o", tmp_path / f"a.{end}")]
     words = ["--text", TEXT, "--heads", "1.*", "0.2", "--ablate", "mean"]

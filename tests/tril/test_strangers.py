@@ -313,6 +313,7 @@ DECODING = {  # one reads several tokens after others, one does not, one counts 
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, said", DECODING.items(), ids=DECODING)
 def test_decoding_of_transformers_is_asked_and_what_differs_is_a_no_in_strict_alone(name: str, said: str) -> None:
     report = tril.check_causality(make_decoder(name), length=LENGTH)
