@@ -57,10 +57,9 @@ class Comparison:
         error = f" ± {rise.mean(1).std() / N**0.5:.4f}" if N > 1 else ""
         note = f"loss {self.a.loss:.4f} of {self.a.name}, {self.b.loss:.4f} of {self.b.name}: {rise.mean():+.4f}{error}"
         following = torch.arange(T).roll(-1).expand(N, T)
-        amounts = {self.a.name: rise, self.b.name: -rise}
         groups = [
-            (BETTER.format(name), choose(range(0, N * T, T), texts, self.a.label, amount, following))
-            for name, amount in amounts.items()
+            (BETTER.format(name), choose(range(0, N * T, T), texts, self.a.label, amounts, following))
+            for name, amounts in ((self.a.name, rise), (self.b.name, -rise))
         ]
         return Places(groups, note)
 

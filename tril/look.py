@@ -215,6 +215,7 @@ class Captured(TorchFunctionMode):
                 mask = layer[0].mask  # one for the layers that share it
         # Copies, because a model may overwrite its own later, as a cache does.
         q, k, v = (self.stored(x).to(mask, copy=True).reshape(B, -1, *x.shape[-2:]) for x in (query, key, value))
+        scale = q.size(-1) ** -0.5 if scale is None else scale
         return self.keep(Computed(v, q, k, mask, is_causal, scale), output, is_flat=is_flat)
 
     def see_flex(

@@ -79,9 +79,9 @@ def exact_products(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def attention_weights(q: Tensor, k: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
-    """Return the weights by the formula. mask: numbers to add to the scores. scale: None is 1 / sqrt(D)."""
-    scores = q * (q.size(-1) ** -0.5 if scale is None else scale) @ repeat_heads(k, q.size(1)).mT
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Return the weights by the formula. mask: numbers to add to the scores."""
+    scores = q * scale @ repeat_heads(k, q.size(1)).mT
     return (scores + mask).softmax(-1)
 
 
@@ -135,7 +135,7 @@ class Computed(Call):
     k: Tensor  # (B, n_kv_head, T_key, D)
     mask: Tensor  # (1 or B, 1 or H, T_query, T_key), numbers to add to the scores
     is_causal: bool  # whether the kernel is given no mask but draws the triangle itself
-    scale: float | None  # None: 1 / sqrt(D)
+    scale: float
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -195,8 +195,7 @@ class Computed(Call):
         # What a query that sees nothing gets is the kernel's affair.
         difference = difference.masked_fill((self.mask <= HIDES).all(-1, keepdim=True), 0.0)
         # Scores are rounded in proportion to |q| |k| times their scale. Only keys with weight can move the output.
-        scale = q.size(-1) ** -0.5 if self.scale is None else self.scale
-        rounding = 2 * torch.finfo(self.dtype).eps * scale * q.to(self.dtype).norm(dim=-1) * ours[..., -1]
+        rounding = 2 * torch.finfo(self.dtype).eps * self.scale * q.to(self.dtype).norm(dim=-1) * ours[..., -1]
         errors = difference.square().mean(-1).sqrt()
         largest = errors.max().item()
         if not (errors - rounding.clamp(max=MAX_SCORE_ROUNDING)).max() <= TOLERANCE[q.dtype]:  # also raises for nan

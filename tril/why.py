@@ -167,13 +167,12 @@ def explain(att: Captured, parts: Parts, head: Head, queries: slice, keys: Tenso
         ((x.sum(0) - whole).norm(dim=-1) <= rounding * x.norm(dim=-1).sum(0)).all()
         for x, whole in ((of_query, q), (of_key, k))
     ]
-    scale = k.size(-1) ** -0.5 if call.scale is None else call.scale
     chosen = F.one_hot(keys.to(q.device) + len(k) - len(q), len(k))  # (Q, K, T_key)
     mask = mask[queries]
     bias = mask.masked_fill(mask <= HIDES, 0.0)
     with exact_products(q.device):
-        scores = scale * q[queries] @ k.mT + mask
-        sides = scale * torch.stack((of_query[:, queries] @ k.mT, q[queries] @ of_key.mT))
+        scores = call.scale * q[queries] @ k.mT + mask
+        sides = call.scale * torch.stack((of_query[:, queries] @ k.mT, q[queries] @ of_key.mT))
         if bias.any():  # of positions, as ALiBi's
             names = [*names, "mask"]
             sides = torch.cat((sides, bias.expand(2, 1, *bias.shape)), dim=1)

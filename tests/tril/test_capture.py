@@ -69,14 +69,14 @@ def test_rounding_grows_with_the_scores(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 WRONG = {
-    "scale": lambda q, k, mask, scale: WEIGHTS(q * (5 / 6) ** 0.5, k, mask),  # sqrt(D + 1)
-    "mask": lambda q, k, mask, scale: WEIGHTS(q, k, mask.roll(1, -1).maximum(mask)),
-    "keys of another head": lambda q, k, mask, scale: WEIGHTS(q, k.flip(-1), mask),
-    "another group's keys": lambda q, k, mask, scale: WEIGHTS(q, k.roll(1, 1), mask),
+    "scale": lambda q, k, mask, scale: WEIGHTS(q, k, mask, scale * (5 / 6) ** 0.5),  # sqrt(D + 1)
+    "mask": lambda q, k, mask, scale: WEIGHTS(q, k, mask.roll(1, -1).maximum(mask), scale),
+    "keys of another head": lambda q, k, mask, scale: WEIGHTS(q, k.flip(-1), mask, scale),
+    "another group's keys": lambda q, k, mask, scale: WEIGHTS(q, k.roll(1, 1), mask, scale),
     "one weight": lambda q, k, mask, scale: (
-        WEIGHTS(q, k, mask) + 1e-3 * (torch.arange(mask.size(-1)) == T - 1) * (mask == 0)
+        WEIGHTS(q, k, mask, scale) + 1e-3 * (torch.arange(mask.size(-1)) == T - 1) * (mask == 0)
     ),
-    "not a number": lambda q, k, mask, scale: WEIGHTS(q, k, mask) * float("nan"),
+    "not a number": lambda q, k, mask, scale: WEIGHTS(q, k, mask, scale) * float("nan"),
 }
 
 
@@ -101,8 +101,8 @@ def test_an_error_that_the_values_hide_is_refused_too(monkeypatch: pytest.Monkey
     assert (hidden @ v).abs().max() < 1e-7
     honest = att.pattern(0, 0)
 
-    def corrupted(q: Tensor, k: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-        weights = WEIGHTS(q, k, mask)
+    def corrupted(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
+        weights = WEIGHTS(q, k, mask, scale)
         weights[:, 0, -1] += 5e-2 * hidden
         return weights
 
