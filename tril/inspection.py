@@ -192,8 +192,8 @@ class Inspection:
     def why(self, layer: int, head: int, query: int | None = None, key: int | None = None) -> Why:
         """Return why a head looks from one token of the text that is shown at another: who wrote what makes it do so.
 
-        query, key: their numbers. None: those of the largest weight of another token, of the first one if there is no
-        other.
+        query, key: their numbers. None: those of the largest weight behind the first eighth of the text, of another
+        token, of the first one if there is no other.
 
         Raises UserError for tokens that are not there, or not seen, and if it is not known.
         """
@@ -203,6 +203,7 @@ class Inspection:
         weights = self.pattern(layer, head)
         elsewhere = weights.tril(-1)
         elsewhere[:, 0] *= 1e-30
+        elsewhere[: T // 8] *= 1e-30  # which have few keys to choose from, as in `Places`
         query = elsewhere.amax(1).argmax().item() if query is None else query
         if query not in range(T):
             raise UserError(f"the text has tokens 0 to {T - 1}, and no token {query}")

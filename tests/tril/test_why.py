@@ -225,6 +225,8 @@ def test_without_numbers_it_is_the_place_where_a_head_looks_most() -> None:
     assert text.startswith(f"token {query} «{found.labels[query]}» looks at {key} «{found.labels[key]}»: weight 0.")
     assert max(map(len, text.splitlines())) <= 80 and " 3 others " in text
     assert inspect_heads(make("llama"), [3, 5]).why(1, 4)[:2] == (1, 0)  # there is nothing else
+    long = inspect_heads(make("llama", context_length=41), list(IDS) * 5)
+    assert all(long.why(*head).query >= 5 * T // 8 for head in long.heads)  # those before have few keys
 
 
 def test_hard_attention_has_reasons_too() -> None:
