@@ -134,7 +134,7 @@ def counted(readme: str) -> str:
     """README.md with the line counts as they are now."""
     core = reached("model/gpt.py") - MISTAKES | {"train.py"}
     readme = re.sub(r"(?<=\[)(\S+\.py)(\]\(\1\), )\d+ lines", lambda m: f"{m[1]}{m[2]}{LINES[m[1]]} lines", readme)
-    readme = re.sub(r"(?<=read these )\d+ lines", f"{sum(LINES[file] for file in core)} lines", readme)
+    readme = re.sub(r"(?<=ead these )\d+ lines", f"{sum(LINES[file] for file in core)} lines", readme)
 
     def count(found: re.Match) -> str:
         number = sum(lines for file, lines in LINES.items() if file == found[1] or file.startswith(found[1]))
