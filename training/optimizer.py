@@ -163,7 +163,8 @@ class Muon(torch.optim.AdamW):
             matrices = group["params"]
             gradients = [matrix.grad for matrix in matrices]
             if group["weight_decay"] > 0:
-                torch._foreach_mul_(matrices, 1 - torch.tensor(group["lr"] * group["weight_decay"]))
+                kept = 1 - torch.tensor(group["lr"] * group["weight_decay"])  # in float32
+                torch._foreach_mul_(matrices, kept.item())
             rows, columns = matrices[0].shape
             # The factor makes up for what more rows than columns would lose (Jordan et al. 2024).
             numbers = (group["momentum"], -group["lr"] * max(1, rows / columns) ** 0.5)
