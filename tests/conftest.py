@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from model import GPT, GPTConfig
 from model.checkpoint import save_checkpoint, sha256, to_json, with_own_hash
 from model.huggingface import config_to_huggingface, tensors_to_huggingface
+from training.progress import SIGNALS
 
 # Where temporary files are in memory, waiting for the disk costs nothing; a killed process loses as much, or as little.
 if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30:
@@ -46,7 +47,7 @@ TINY = {"n_layer": 2, "n_head": 3, "n_embd": 15, "context_length": 11, "dropout"
 @contextmanager
 def keeping_handlers() -> Iterator[None]:
     """Give the signals that a run listens to their handlers back."""
-    numbers = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]  # not all have it
+    numbers = [number for number in signal.Signals if number.name in SIGNALS]
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in handlers.items():

@@ -97,7 +97,8 @@ class Interrupt:
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. A group of processes may be sent the same one twice."""
+        """Handle a signal. A group of processes may be sent one twice, also when Python's handlers are gone."""
+        signal.signal(number, signal.SIG_IGN)
         if not self.received:
             name = signal.Signals(number).name
             key = "Ctrl-\\"

@@ -53,3 +53,4 @@ def test_a_signal_that_comes_twice_loses_nothing_and_nohup_is_obeyed() -> None:
     for _ in range(2):
         signal.raise_signal(signal.SIGTERM)
     assert interrupt.received
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN  # which lasts while Python ends
