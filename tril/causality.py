@@ -49,7 +49,7 @@ SHORT = 16  # tokens of a text whose derivatives are asked at all positions
 NUM_DRAWS = 16  # texts in which a token may be seen: a layer that selects does not see each token in each text
 EXTREME = 300.0  # scales queries and keys, so that scores exceed 1e4 and a mask of -1e4 no longer hides anything
 TINY = 1e-5  # of the size of logits: a smaller difference may be one of rounding
-ROUNDED = 1e4  # roundings of a number: decoding may differ by so many from the whole text at once
+ROUNDED = 1e3  # roundings of a number: decoding may differ by so many from the whole text at once
 SMALL = 512  # ids of a vocabulary in which each may be special
 VANISHED = 1e-13  # of the size of logits: a smaller difference in float64 is one of rounding
 FOR_SCORES = re.compile(r"(^|[._])(q|k|qkv|query|key)([._]|$)|c_attn|in_proj")  # names of weights of queries and keys
@@ -488,10 +488,11 @@ class Prober:
             return False
         kept = [(tensor, tensor.data) for tensor in itertools.chain(self.module.parameters(), self.module.buffers())]
         device = self.device
-        for self.device in dict.fromkeys([device, torch.device("cpu")]):  # Apple's has no float64
+        for place in dict.fromkeys([device, torch.device("cpu")]):  # Apple's has no float64
+            self.device = place
             try:
                 for tensor, data in kept:
-                    moved = data.to(self.device)
+                    moved = data.to(place)
                     tensor.data = moved.double() if data.is_floating_point() else moved
                 is_rounding = bool(abs(again()) <= VANISHED)
                 how = "asked again in float64"
