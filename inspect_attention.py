@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Show where the heads of a checkpoint look, by the weights of its own kernel.
 
-Ways to run:
+Ways to start:
     python inspect_attention.py out/quickstart            all heads
     python inspect_attention.py out/quickstart --text "def f():" --heads 1.1
     python inspect_attention.py out/quickstart --text @a.py -o a.png -o a.html
@@ -12,7 +12,7 @@ Ways to run:
     python inspect_attention.py out/quickstart --heads 1.1 --view why
     python inspect_attention.py out/quickstart --live           what if
 
-First of all: --text, --heads, -o, --generate, --ablate, --live, --device.
+The options that people need first: --text, --heads, -o, --ablate, --live.
 
 Without --text it reads the validation text, if that is on this machine.
 """

@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 """Generate text from a checkpoint or a run directory.
 
-Ways to ask:
+Ways to start:
     python sample.py out/quickstart --prompt "def"       continue a text
     python sample.py out/quickstart --prompt @story.txt  ... read from a file
     python sample.py out/quickstart --num_samples 3      several texts
 
-First of all: --prompt, --max_new_tokens, --num_samples, --temperature, --stop.
+The options that people need first:
+    --prompt          the text to continue
+    --max_new_tokens  how many tokens at most
+    --temperature     lower is more predictable
+    --num_samples     how many texts
+    --stop            end before this text
 
-A text ends after --max_new_tokens, at its own end, or before --stop.
-
-A generation_config.json of the model goes before defaults, and is said then.
+The model's generation_config.json replaces defaults; a line says which.
 """
 
 import cores  # noqa: F401  before torch
@@ -49,7 +52,7 @@ class Options:
     """A checkpoint, a run (its newest checkpoint), a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on
     their hub."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to continue, any number of times; @FILE reads a file, - standard input, @@ is an @. None or an empty one
+    """Text to continue; may be repeated. @FILE reads a file, - standard input, @@ is an @. None or an empty one
     begins a document. Names of special tokens are ordinary text."""
     max_new_tokens: int = 256
     """The most tokens to generate; may be more than the context length."""

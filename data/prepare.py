@@ -136,13 +136,20 @@ if __name__ == "__main__":
 
     @dataclass(frozen=True)
     class Arguments(DataConfig):
-        """Prepare a corpus: read text, tokenise it, split it, write flat files of ids."""
+        """Prepare a corpus: read text, tokenise it, split it, write flat files of ids.
+
+        Ways to start:
+            python -m data.prepare my.txt                    the corpus of one text
+            python -m data.prepare texts --tokenizer gpt2    a folder, in tokens of GPT-2
+            python -m data.prepare hf:OWNER/NAME --out wiki  into a directory
+        """
 
         source: tyro.conf.Positional[str] = "stdlib"
         out: str = ""
         """The directory to write. Left out: one in data/prepared/."""
 
     def main() -> None:
+        sys.argv[0] = "python -m data.prepare"  # in --help
         arguments = parse(Arguments, sys.argv[1:])
         corpus = prepare(arguments, arguments.out)
         print(visible(f"{corpus.directory}: {corpus}"))

@@ -124,12 +124,14 @@ def main() -> None:
     """Answer, and exit. A factory or a model that fails, however it does, is one sentence and 2."""
     parser = argparse.ArgumentParser(prog="python -m tril", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="check | heads")
-    of_check = commands.add_parser("check", help="does a position depend on a later token?")
+    example = "example: python -m tril check mine.py:make"
+    of_check = commands.add_parser("check", help="does a position depend on a later token?", epilog=example)
     of_check.set_defaults(run=check)
     of_check.add_argument("--length", type=int, help="tokens of a text; default: the model's, of a large model 64")
     of_check.add_argument("--strict", action="store_true", help="ask at more positions, as before a training")
     raw = argparse.RawDescriptionHelpFormatter
-    of_heads = commands.add_parser("heads", help="what do its heads attend to?", epilog=COLUMNS, formatter_class=raw)
+    columns = f"example: python -m tril heads OWNER/NAME --text 'To be' -o heads.html\n\n{COLUMNS}"
+    of_heads = commands.add_parser("heads", help="what do its heads attend to?", epilog=columns, formatter_class=raw)
     of_heads.set_defaults(run=heads)
     given = of_heads.add_mutually_exclusive_group(required=True)
     given.add_argument("--ids", type=ids, help="the text as ids, as in '1 2 3'")
