@@ -67,7 +67,7 @@ class Options:
     """A text in which places are looked for, which takes a CPU a minute at most: a file, folder or table, as
     --data.source. Left out: the model's validation text."""
     ablate: Ablation | None = None
-    """Measure the rise of the loss when a head's output is replaced by zero or by its mean, and what feeds a head.
+    """Measure the rise of the loss when a head's output is replaced by zero or by its mean, and find upstream heads.
     That is also measured without it, by the mean, where at most 16 heads are in the layers before."""
     generate: int = 0
     """Let the model continue the text by so many tokens, and inspect it all. Without --text it begins a document."""

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from tril.causality import watched
 from tril.decoder import device_of, evaluating, read
 from tril.errors import UserError
-from tril.kinds import LEAST, Fed, kind_of
+from tril.kinds import LEAST, Upstream, kind_of
 from tril.look import Captured, Edits, capture, look
 from tril.metrics import Head, Heads, HeadScores, Metrics, Prediction, measure
 from tril.weights import Computed, NotTheKernels
@@ -33,7 +33,7 @@ POSITIONS = 1024  # logits are computed for so many positions of a sequence at a
 CPU_FLOPS = 5e11  # spent on each extra of a page on a CPU: about five seconds
 PROBE_LENGTH = 101  # tokens of a probe, if the context and its vocabulary allow: a start, and 50 twice
 ON_REPEATS = ("duplicate", "induction")  # the metrics that need a probe
-MOST_FEEDERS = 2
+MOST_UPSTREAM = 2
 MOST_EARLIER = 16  # heads of which each is taken away without being asked to
 Ablation = Literal["zero", "mean"]  # what takes the place of a head's output
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -194,13 +194,13 @@ def ablate(model: nn.Module, text: Tensor, heads: Iterable[Head], mode: Ablation
     return means
 
 
-def feeders(
+def upstream_heads(
     model: nn.Module, probe: RepeatProbe, scores: HeadScores, heads: Heads, mode: Ablation | None
-) -> dict[Head, Fed]:
-    """Measure what feeds those of these heads that look at copies: the heads of earlier layers that they need for it.
+) -> dict[Head, Upstream]:
+    """Find the upstream heads of those of these heads that look at copies: the heads of earlier layers that they need.
 
-    Each earlier head is ablated alone, and the scores on the probe are measured again. Without a feeder a score falls
-    by a fifth or more, in every sequence. Heads that can stand in for one another are not found so.
+    Each earlier head is ablated alone, and the scores on the probe are measured again. Without an upstream head a score
+    falls by a fifth or more, in every sequence. Heads that can stand in for one another are not found so.
 
     mode: as of `ablate`. None takes the mean, and measures nothing if there are more than MOST_EARLIER earlier heads;
         then two sequences have to do.
@@ -218,16 +218,16 @@ def feeders(
     for ablated in progress(earlier, unit=" heads"):
         found = [look(model, idx, {ablated: change})[0].scores(repeat) for idx in texts]
         left.append(joined(found, ON_REPEATS))
-    fed = {}
+    found = {}
     for head, name in kinds.items():
         score = scores.samples[name][: len(texts), *head]
         without = torch.stack([metrics[name][:, *head] for metrics in left[: head[0] * H]])
-        is_fed = (without < (1 - LEAST) * score).all(1)
+        is_needed = (without < (1 - LEAST) * score).all(1)
         means = without.mean(1)
-        lowest = {earlier[i]: means[i].item() for i in means.argsort()[:MOST_FEEDERS].tolist() if is_fed[i]}
-        sides = {feeder: by_sides(model, texts, {feeder: change}, head, name) for feeder in lowest}
-        fed[head] = Fed(score.mean().item(), lowest, means.quantile(0.5, interpolation="higher").item(), sides)
-    return fed
+        lowest = {earlier[i]: means[i].item() for i in means.argsort()[:MOST_UPSTREAM].tolist() if is_needed[i]}
+        sides = {other: by_sides(model, texts, {other: change}, head, name) for other in lowest}
+        found[head] = Upstream(score.mean().item(), lowest, means.quantile(0.5, interpolation="higher").item(), sides)
+    return found
 
 
 def by_sides(model: nn.Module, texts: Sequence[Tensor], edits: Edits, head: Head, metric: str) -> dict[str, float]:

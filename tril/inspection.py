@@ -31,12 +31,12 @@ from tril.experiments import (
     RepeatProbe,
     ablate,
     change_of,
-    feeders,
     head_scores,
     influence,
     make_probe,
+    upstream_heads,
 )
-from tril.kinds import Fed, choose_heads, kind_of, name_of, tag
+from tril.kinds import Upstream, choose_heads, kind_of, name_of, tag
 from tril.look import UNMASKED, Captured, Edits, look
 from tril.metrics import METRICS, Head, Heads, HeadScores
 from tril.places import Places, find_places
@@ -134,11 +134,11 @@ class Inspection:
         return self.scores.losses.mean().item()
 
     @cached_property
-    def fed(self) -> Mapping[Head, Fed]:
-        """What feeds heads, as far as it was measured."""
+    def upstream(self) -> Mapping[Head, Upstream]:
+        """The upstream heads of heads, as far as they were measured."""
         if self.plain:
-            return self.plain.fed
-        return feeders(self.model, self.probe, self.scores, self.heads, self.ablation)
+            return self.plain.upstream
+        return upstream_heads(self.model, self.probe, self.scores, self.heads, self.ablation)
 
     @cached_property
     def influence(self) -> Tensor:
@@ -221,7 +221,7 @@ class Inspection:
 
     def table(self, heads: Heads = ()) -> str:
         """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
-        return report(self.scores, self.heads, heads, self.fed)
+        return report(self.scores, self.heads, heads, self.upstream)
 
     def save(self, path: str | Path, earlier: Sequence[page.Described] = ()) -> None:
         """Write a page (.html), a picture (.png, .svg) or arrays (.npz). A failure leaves an old file there.
@@ -264,7 +264,7 @@ class Inspection:
             "heads": [  # the scores beside those of an even head
                 {
                     "kind": kind_of(self.scores, head),
-                    "fed": str(self.fed.get(head, "")),
+                    "upstream": str(self.upstream.get(head, "")),
                     "scores": {name: [number(of, name, head) for of in both] for name in METRICS},
                 }
                 for head in self.heads

@@ -38,13 +38,13 @@ class Kind(NamedTuple):
     chance: float
 
 
-class Fed(NamedTuple):
-    """A head's score on the probe, that without each of its feeders, the lowest first, and without the median head."""
+class Upstream(NamedTuple):
+    """A head's score on the probe: plain, without each upstream head, the lowest first, and without the median head."""
 
     score: float
     without: dict[Head, float]
     median: float
-    sides: dict[Head, dict[str, float]]  # feeder -> "keys" and "queries": the score if these alone are without it
+    sides: dict[Head, dict[str, float]]  # that head -> "keys" and "queries": the score if these alone are without it
 
     def __str__(self) -> str:
         """Say it, as ".44, without 0.1 .05 (by keys .06, by queries .41), the median head .43"."""

@@ -300,7 +300,7 @@ function drawHead() {
   $("clearest").hidden = !tag;
   $("clearest").disabled = isUnclear;
   fill("clearest", isUnclear ? "no example in this text" : `clearest for ${name}`);
-  drawFed();
+  drawUpstream();
   fill("of-scores", `Scores of head ${name}${tag && `: ${tag} (${short(even)} if it attended evenly)`}`);
   const meaning = "if even: of a head that attends evenly to all it may see; A_ij: the weight of query i for key j";
   const titles = ["", "score", "if even", meaning].map((title) => make("th.quiet", title));
@@ -313,19 +313,19 @@ function drawHead() {
   drawLarge();
 }
 
-// What feeds the head, and what it feeds: each head that is named is a button that goes there. Scores have no digit
+// The upstream heads, and the heads that this one is upstream of: each head that is named is a button that goes there. Scores have no digit
 // before the point, or two after it.
-function drawFed() {
+function drawUpstream() {
   if (pairs) {
     const [distance, next] = pairs[state.head].slice(2);
     const match = pairs[state.head][1 - state.checkpoint];
-    return fill("fed", `match ${match} differs by ${distance}, next best ${next}`);
+    return fill("upstream", `match ${match} differs by ${distance}, next best ${next}`);
   }
-  const fedBy = checkpoints[state.checkpoint].heads.map((head) => head.fed);
-  const fed = fedBy[state.head] && `score ${fedBy[state.head]}`;
-  const others = heads.filter((_, i) => fedBy[i].includes(` ${heads[state.head]} `)).join(", ");
-  const words = [fed, others && `feeds ${others}`].filter(Boolean).join("; ").split(/(\d+\.\d+)/);
-  fill("fed", words.map((word) => {
+  const upstream = checkpoints[state.checkpoint].heads.map((head) => head.upstream);
+  const needed = upstream[state.head] && `score ${upstream[state.head]}`;
+  const others = heads.filter((_, i) => upstream[i].includes(` ${heads[state.head]} `)).join(", ");
+  const words = [needed, others && `upstream of ${others}`].filter(Boolean).join("; ").split(/(\d+\.\d+)/);
+  fill("upstream", words.map((word) => {
     const place = heads.indexOf(word);
     return place < 0 ? word : clickable("button", () => show({ head: place }), word);
   }));
@@ -699,7 +699,7 @@ function listen() {
 
 $("scale").style.background = `linear-gradient(to right, ${STOPS.map((stop) => `rgb(${stop})`)})`;
 if (pairs) $("heads").classList.add("pairs");
-$("looking").classList.toggle("fed", pairs || checkpoints.some((checkpoint) => checkpoint.heads.some((head) => head.fed)));
+$("looking").classList.toggle("upstream", pairs || checkpoints.some((checkpoint) => checkpoint.heads.some((head) => head.upstream)));
 fit();
 // A frame that is still written to keeps the page loading until it is drawn: so that a screenshot is never blank.
 const frame = make("iframe");

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from tril.errors import visible
-from tril.kinds import KINDS, Fed, by_kind, name_of, short
+from tril.kinds import KINDS, Upstream, by_kind, name_of, short
 from tril.metrics import METRICS, Head, Heads, HeadScores, Metrics
 
 GREY = " .:-=+*#%@"  # darker for a larger weight, in tenths
@@ -16,7 +16,7 @@ COLUMNS = "Columns and metrics; A_ij is the weight of query i for key j:\n" + "\
     textwrap.fill(f"{title:8} {name}: {meaning}", 80, initial_indent=" " * 4, subsequent_indent=" " * 13)
     for name, (title, _, meaning) in METRICS.items()
 )
-FEEDS = """what feeds a head: its score on the probe, and without a head of a layer below
+UPSTREAM = """upstream heads: a head's score on the probe, and without one of a layer below
 (by keys: if only its keys are computed without that head)"""
 MOST_ROWS = 16  # heads in a table, unless more are asked for
 MOST_NAMED = 2  # heads of a kind that fit a line of 80 columns
@@ -28,13 +28,13 @@ def label(token: bytes | str) -> str:
     return visible(text).translate(SHOWN)
 
 
-def report(scores: HeadScores, shown: Heads, heads: Heads, fed: Mapping[Head, Fed]) -> str:
-    """Format a table of some heads, by default of all that are shown, of many the best; lines for kinds and feeders."""
+def report(scores: HeadScores, shown: Heads, heads: Heads, upstream: Mapping[Head, Upstream]) -> str:
+    """Format a table of some heads, by default of those shown, of many the best; lines for kinds and upstream heads."""
     heads = heads or (shown if len(shown) <= MOST_ROWS else best(scores, shown))
     text = f"{table(scores, heads)}\n\n{in_words(scores, shown)}"
-    if fed:
-        text += f"\n{FEEDS}"
-        for head, words in fed.items():
+    if upstream:
+        text += f"\n{UPSTREAM}"
+        for head, words in upstream.items():
             text += "\n" + textwrap.fill(f"{name_of(head):>6} {words}", 80, subsequent_indent=" " * 7)
     if len(heads) < len(shown):
         text += f'\nthe table has {len(heads)} of {len(shown)} heads; --heads "*.*" shows all, -o page.html draws them'

@@ -157,7 +157,7 @@ def test_the_page_has_each_head_beside_its_match(tmp_path: Path, browser) -> Non
         assert page.locator("#slider").input_value() == str(side)
         page.wait_for_function("(end) => location.hash.endsWith(end)", arg=("/7", "/b")[side])
         assert (
-            page.locator("#fed")
+            page.locator("#upstream")
             .inner_text()
             .startswith(f"match {('1.0', other)[1 - side]} differs by {distance}, next best")
         )

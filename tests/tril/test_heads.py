@@ -18,7 +18,7 @@ from model import GPT
 from tests.conftest import make_gpt
 from tests.tril.test_capture import run_captured
 from tril import ablate, head_scores, influence, repeat_probe
-from tril.experiments import by_sides, feeders, predict
+from tril.experiments import by_sides, predict, upstream_heads
 from tril.inspection import Inspection
 from tril.look import look
 from tril.metrics import measure
@@ -209,23 +209,23 @@ def test_an_induction_head_is_fed_by_the_head_that_it_needs(way: str, mode: str 
     scores = head_scores(model, probe.control[:1], probe)
     passes = []
     model.register_forward_hook(lambda *_: passes.append(1))
-    fed = feeders(model, probe, scores, heads, mode)
+    upstream = upstream_heads(model, probe, scores, heads, mode)
     # Each of the heads below is taken away in eight texts, and those that are needed once more for the sides.
     assert len(passes) == 3 * 8 + 2 * 8 * len(needed)
-    assert fed.keys() == {(1, 0), (1, 2)}  # 1.1 has no name, nothing is below 0.2
-    assert list(fed[1, 2].without) == needed and not fed[1, 0].without
-    assert fed[1, 2].score == scores.mean["induction"][1, 2] > 0.97
-    assert str(fed[1, 0]) == ".50, without the median head .50"
+    assert upstream.keys() == {(1, 0), (1, 2)}  # 1.1 has no name, nothing is below 0.2
+    assert list(upstream[1, 2].without) == needed and not upstream[1, 0].without
+    assert upstream[1, 2].score == scores.mean["induction"][1, 2] > 0.97
+    assert str(upstream[1, 0]) == ".50, without the median head .50"
     if needed:
-        assert (fed == feeders(model, probe, scores, heads, "mean")) == (mode != "zero")
-        assert fed[1, 2].without[0, 1] < 0.5 and 0.8 < fed[1, 2].median < fed[1, 2].score
-        sides = {"keys": pytest.approx(fed[1, 2].without[0, 1]), "queries": pytest.approx(fed[1, 2].score)}
-        assert fed[1, 2].sides == {(0, 1): sides}  # it acts by what it writes to the keys
-        assert " (by keys ." in str(fed[1, 2])
+        assert (upstream == upstream_heads(model, probe, scores, heads, "mean")) == (mode != "zero")
+        assert upstream[1, 2].without[0, 1] < 0.5 and 0.8 < upstream[1, 2].median < upstream[1, 2].score
+        sides = {"keys": pytest.approx(upstream[1, 2].without[0, 1]), "queries": pytest.approx(upstream[1, 2].score)}
+        assert upstream[1, 2].sides == {(0, 1): sides}  # it acts by what it writes to the keys
+        assert " (by keys ." in str(upstream[1, 2])
 
     passes.clear()
     monkeypatch.setattr(tril.experiments, "MOST_EARLIER", 2)
-    few = feeders(model, probe, scores, heads, mode)
+    few = upstream_heads(model, probe, scores, heads, mode)
     assert len(passes) == (3 * 2 + 2 * 2 * len(needed) if mode else 0)
     assert {head: list(each.without) for head, each in few.items()} == ({(1, 0): [], (1, 2): needed} if mode else {})
 

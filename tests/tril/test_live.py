@@ -246,7 +246,7 @@ def test_a_page_that_is_saved_has_no_form_and_a_hostile_text_is_text(answer, run
 
 
 def test_the_first_page_is_of_what_was_inspected(answer, run, straight: Path, tmp_path: Path) -> None:
-    """With what the model wrote, and with the probe's scores and feeders of the saved page, also of a changed model."""
+    """With what the model wrote, and the probe's scores and upstream heads, also of a changed model."""
     words = ["--text", TEXT[:5], "--generate", 3, "-o", tmp_path / "a.html", "--live"]
     assert run(inspect_attention, straight, *words).exit_code == 0
     saved = content((tmp_path / "a.html").read_text())
@@ -255,7 +255,7 @@ def test_the_first_page_is_of_what_was_inspected(answer, run, straight: Path, tm
         first = content(served(**asked))
         assert first["labels"] == saved["labels"] and len(first["labels"]) == 8 and first["given"] == 5
         for old, new in zip(saved["checkpoints"][0]["heads"], first["checkpoints"][0]["heads"], strict=True):
-            assert new["fed"] == old["fed"] and new["scores"]["induction"] == old["scores"]["induction"]
+            assert new["upstream"] == old["upstream"] and new["scores"]["induction"] == old["scores"]["induction"]
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tril import Inspection, page
-from tril.kinds import KINDS, Fed, by_kind, name_of
+from tril.kinds import KINDS, Upstream, by_kind, name_of
 from tril.metrics import HeadScores
 from tril.places import Place, Places
 
@@ -24,7 +24,8 @@ HEADS = [(layer, head) for layer in range(L) for head in range(H)]
 HOSTILE = ["</script><img onerror=alert(1) src=x>", "<!--<script>", "\u2028", "\u202e\u05d0\u05d1", "'\"", 99 * "w"]
 HOSTILE += ["\\", "&lt;", "${T}", "{{ nonce }}", "↵"]
 SIDES = {(0, 2): {"keys": 0.06, "queries": 0.41}, (0, 0): {"keys": 0.4, "queries": 0.35}}
-FED = {(1, 1): Fed(0.44, {(0, 2): 0.05, (0, 0): 0.31}, 0.43, SIDES), (1, 2): Fed(1.0, {(0, 2): 0.02}, 1.0, {})}
+FOUND = {(1, 1): Upstream(0.44, {(0, 2): 0.05, (0, 0): 0.31}, 0.43, SIDES)}
+FOUND[1, 2] = Upstream(1.0, {(0, 2): 0.02}, 1.0, {})
 # Complains of a page that is not drawn when it has loaded: a screenshot would be blank.
 BLANK = """addEventListener("load", () => {
     if (document.querySelector("#sentence:empty, #outline:not([style])")) console.error("loaded blank");
@@ -84,7 +85,7 @@ def inspected(
         explained=(WRITERS, reasons_of(len(heads), length)),
         lengths={head: lengths[head] for head in heads} if known else {},
         said={head: (spoken[head], logits[head]) for head in heads} if known else {},
-        fed={},
+        upstream={},
         strongest={},
     )
     for field, value in (measured | changes).items():
@@ -141,13 +142,13 @@ def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
     assert "<img" not in text and text.count("<script") == text.count("</script>") == 3 + len(HEADS) + 1
 
 
-def test_what_feeds_heads_is_said_below_the_table() -> None:
-    table = inspected(fed=FED).table()
+def test_upstream_heads_stand_below_the_table() -> None:
+    table = inspected(upstream=FOUND).table()
     lines = table.splitlines()
-    assert max(map(len, lines)) <= 80 and "\nwhat feeds a head: its score on the probe, and without a head of" in table
+    assert max(map(len, lines)) <= 80 and "\nupstream heads: a head's score on the probe, and without one of a" in table
     text = " ".join(" ".join(lines[-3:]).split())
-    assert text == f"1.1 {FED[1, 1]} 1.2 {FED[1, 2]}"
-    assert str(FED[1, 1]).startswith(".44, without 0.2 .05 (by keys .06, by queries .41), 0.0 .31 (by keys .40, by")
+    assert text == f"1.1 {FOUND[1, 1]} 1.2 {FOUND[1, 2]}"
+    assert str(FOUND[1, 1]).startswith(".44, without 0.2 .05 (by keys .06, by queries .41), 0.0 .31 (by keys .40, by")
 
 
 # ---- The page in a browser. What its pictures show is tested in tests/inspection/test_pictures.py.
@@ -231,19 +232,19 @@ def test_keys_do_all_and_leave_the_slider_its_own(show: Callable) -> None:
 
 
 @pytest.mark.long
-def test_a_press_goes_to_the_head_that_feeds_another_and_back(show: Callable) -> None:
-    page = show(inspected(400), inspected(800, fed=FED), link="#1.1/4")
+def test_a_press_goes_to_an_upstream_head_and_back(show: Callable) -> None:
+    page = show(inspected(400), inspected(800, upstream=FOUND), link="#1.1/4")
     for head, sentence in (
-        ("1.1", f"score {FED[1, 1]}"),
-        ("0.2", "feeds 1.1, 1.2"),
+        ("1.1", f"score {FOUND[1, 1]}"),
+        ("0.2", "upstream of 1.1, 1.2"),
         ("1.2", "score 1.00, without 0.2 .02, the median head 1.00"),
     ):
         page.wait_for_function("(head) => $('head').innerText === `Head ${head}`", arg=head)
-        assert page.locator("#fed").inner_text() == sentence
-        page.locator("#fed button").nth(1 if head == "0.2" else 0).click()
+        assert page.locator("#upstream").inner_text() == sentence
+        page.locator("#upstream button").nth(1 if head == "0.2" else 0).click()
     page.locator("#slider").fill("0")
     page.wait_for_function("() => loaded.number === 0")
-    assert page.locator("#fed").inner_text() == "" and page.locator("#fed").bounding_box()["height"] > 20
+    assert page.locator("#upstream").inner_text() == "" and page.locator("#upstream").bounding_box()["height"] > 20
 
 
 @pytest.mark.long
@@ -346,8 +347,8 @@ def test_both_sides_of_why_have_one_scale_and_sum_to_the_score(show: Callable, w
 def test_all_that_matters_is_seen_at_one_look(
     show: Callable, shape: tuple[int, int], tokens: int, width: int, height: int
 ) -> None:
-    page = show(inspected(length=tokens, shape=shape, fed=FED), width=width, height=height)
-    for part in ("h1", "#fed", "#text", "#most", "#large", "#of-keys", "#scale", "#heads", "#heads button >> nth=-1"):
+    page = show(inspected(length=tokens, shape=shape, upstream=FOUND), width=width, height=height)
+    for part in "h1,#upstream,#text,#most,#large,#of-keys,#scale,#heads,#heads button >> nth=-1".split(","):
         box = page.locator(part).bounding_box()
         assert box["y"] >= 0 and box["y"] + box["height"] <= height and box["x"] + box["width"] <= width, part
     for part in ("#text", "#heads", "#most"):
