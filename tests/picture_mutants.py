@@ -37,7 +37,7 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
         "lengths of the first head": ("subarray(head * T)", "subarray(0)"),
         "the largest value of the first head": ("head < heads.length; head++", "head < 1; head++"),
         "likeliest and unlikeliest change places": ("shown) + first + i", "shown) + (count / 2 - first) + i"),
-        "what the token before says": ("const place = start(shown)", "const place = start(shown - 1)"),
+        "the logits of the token before": ("const place = start(shown)", "const place = start(shown - 1)"),
         "amounts that round to 0 are listed": ("Number(figure(amounts[i])) > 0", "true"),
         "logits of another head": ("loaded.logits[place]", "loaded.logits[place - T * count]"),
         "the pointer names the corner of a pool": ("if (!found || amount", "if (!found || 0 > amount"),

@@ -42,7 +42,7 @@ from tril.metrics import METRICS, Head, Heads, HeadScores
 from tril.places import Places, find_places
 from tril.terminal import number, report
 from tril.texts import Names, Text, draw_texts
-from tril.views import Said, moved, say, unembedding
+from tril.views import LogitAttribution, attribute_logits, moved, unembedding
 from tril.weights import HIDES, summarise
 from tril.why import Why, Writers, explain, explain_strongest
 
@@ -153,10 +153,10 @@ class Inspection:
         return {head: moved(self.att, head).norm(dim=-1).cpu() for head in self.heads if is_known}
 
     @cached_property
-    def said(self) -> Mapping[Head, Said]:
-        """What a head makes likely, its direct logit attribution; empty if that is not known."""
+    def logit_attribution(self) -> Mapping[Head, LogitAttribution]:
+        """What a head adds to logits of tokens, its direct logit attribution; empty if that is not known."""
         out = unembedding(self.att)
-        return say(self.att, out, self.heads, self.effort) if out else {}
+        return attribute_logits(self.att, out, self.heads, self.effort) if out else {}
 
     @cached_property
     def writers(self) -> Writers:
@@ -279,10 +279,10 @@ class Inspection:
         stored["influence"] = page.encode(self.influence.nan_to_num())  # 0: not computed
         if self.lengths:
             stored["values"] = page.pack(torch.stack([self.lengths[head] for head in self.heads]), "<f4")
-        if self.said:
-            tokens, logits = map(torch.stack, zip(*[self.said[head] for head in self.heads], strict=True))
-            texts["said"] = {token: self.label(token) for token in tokens.unique().tolist()}
-            stored["says"] = page.pack(tokens, "<i4")
+        if self.logit_attribution:
+            tokens, logits = map(torch.stack, zip(*map(self.logit_attribution.get, self.heads), strict=True))
+            texts["token_names"] = {token: self.label(token) for token in tokens.unique().tolist()}
+            stored["logit_tokens"] = page.pack(tokens, "<i4")
             stored["logits"] = page.pack(logits, "<f4")
         try:
             texts["writers"], numbers = self.explained

@@ -6,8 +6,8 @@ const VIEWS = {
   weights: "How much of its attention a query gives to each key (Vaswani et al. 2017).",
   values: `Weights times the length of what each key moves, |v W|: a key that carries nothing gives nothing
     (Kobayashi et al. 2020).`,
-  says: `Weights, and the next tokens that the head's output alone makes likeliest, through the final norm and the
-    output matrix (Elhage et al. 2021).`,
+  logits: `Weights, and direct logit attribution: the next tokens that the head's output alone makes likeliest, through
+    the final norm and the unembedding (Elhage et al. 2021).`,
   why: `Weights, and how much each writer (embedding, head, MLP) adds to a key's score above the other keys, by what it
     wrote to the query and by what it wrote to the key. Each list alone sums to the total (Elhage et al. 2021).`,
 };
@@ -85,14 +85,14 @@ async function decode(checkpoint, name, Numbers) {
 }
 
 async function load(number) {
-  const [lengths, said, logits, reasons, influence, ...triangles] = await Promise.all([
+  const [lengths, tokens, logits, reasons, influence, ...triangles] = await Promise.all([
     decode(number, "values", Float32Array),  // head by head, T of each
-    decode(number, "says", Int32Array),
+    decode(number, "logit_tokens", Int32Array),
     decode(number, "logits", Float32Array),
     decode(number, "why", Int32Array),  // field by field, of each the same for head, token and key
     ...["influence", ...heads].map((name) => decode(number, name, Uint16Array)),
   ]);
-  const found = { number, lengths, said, logits, reasons, influence, triangles, largest: 0 };
+  const found = { number, lengths, tokens, logits, reasons, influence, triangles, largest: 0 };
   if (!lengths) return found;
   for (let head = 0; head < heads.length; head++) {
     for (let row = 0, i = 0; row < T; row++) {
@@ -471,7 +471,7 @@ function whyTable(shown) {
     return make("div", make("p.quiet", `written to the ${i ? "key" : "query"} by`), make("table", lines));
   });
   const above = `score ${signed(reason.advantage / 100)} above the other keys`;
-  return [make("p.row", others, make("span.quiet", above)), Object.assign(make("div.why", columns), { id: "said" })];
+  return [make("p.row", others, make("span.quiet", above)), Object.assign(make("div.why", columns), { id: "columns" })];
 }
 
 // The tokens before or after one, as many as fit ten letters.
@@ -484,8 +484,8 @@ function beside(i, step) {
 }
 
 // What the head makes likeliest and unlikeliest after a token.
-function saidTable(shown) {
-  const count = loaded.said.length / heads.length / T;  // first the likeliest, then as many unlikeliest
+function logitsTable(shown) {
+  const count = loaded.tokens.length / heads.length / T;  // first the likeliest, then as many unlikeliest
   const start = (at) => (state.head * T + at) * count;
   const isKnown = (at) => !isNaN(loaded.logits[start(at)]);
   if (!isKnown(shown)) {
@@ -500,17 +500,17 @@ function saidTable(shown) {
     const lines = Array.from({ length: count / 2 }, (_, i) => {
       const place = start(shown) + first + i;
       const logit = loaded.logits[place];
-      const label = checkpoints[state.checkpoint].said[loaded.said[place]];
+      const label = checkpoints[state.checkpoint].token_names[loaded.tokens[place]];
       return make("tr", make("td.name", whole(label)), make("td.figure", signed(logit)), make("td"));
     });
     return make("div", make("p.quiet", title), make("table", lines));
   };
   const makes = changes.has(heads[state.head]) ? "not added; would make" : "makes";
   const likeliest = column(0, `${makes} likeliest after `, named(shown));
-  return Object.assign(make("div", likeliest, column(count / 2, `${makes} unlikeliest (logits)`)), { id: "said" });
+  return Object.assign(make("div", likeliest, column(count / 2, `${makes} unlikeliest (logits)`)), { id: "columns" });
 }
 
-const TABLES = { says: saidTable, why: whyTable };
+const TABLES = { logits: logitsTable, why: whyTable };
 
 function drawPrediction(shown) {
   const [next, chance] = checkpoints[state.checkpoint].predictions[shown];

@@ -4,7 +4,7 @@ The policy in its head lets a browser run the page's own script and style and fo
 markup in tokens and names. The template is tril/page.html.
 
 A pattern is stored as its lower triangle, row by row. Each weight is a multiple of 1/65535 in two bytes. Lengths and
-what heads say are numbers of four bytes, and places are JSON. All are deflated and written in base64, which takes one
+logits are numbers of four bytes, and places are JSON. All are deflated and written in base64, which takes one
 to two bytes a weight.
 """
 

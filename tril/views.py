@@ -13,8 +13,9 @@ from tril.look import Captured
 from tril.metrics import Head, Heads
 from tril.weights import TOLERANCE, exact_products
 
-MOST_SAID = 5  # tokens, of the likeliest and of the unlikeliest
-Said = tuple[Tensor, Tensor]  # n likeliest and n unlikeliest tokens, and their logits; each (T, 2n), nan: not computed
+NUM_LIKELIEST = 5  # tokens, of the likeliest and of the unlikeliest
+# The n likeliest and the n unlikeliest tokens, and what is added to their logits, each (T, 2n); nan: not computed.
+LogitAttribution = tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
@@ -84,14 +85,16 @@ def unembedding(att: Captured) -> Unembedding | None:
 
 
 @torch.no_grad()
-def say(att: Captured, out: Unembedding, heads: Heads, effort: float = 1.0) -> dict[Head, Said]:
+def attribute_logits(
+    att: Captured, out: Unembedding, heads: Heads, effort: float = 1.0
+) -> dict[Head, LogitAttribution]:
     """Return the tokens that each head makes likeliest and unlikeliest at each position: direct logit attribution.
 
     On a CPU only as many positions as `affordable_rows` are computed. A cap on logits is left out.
 
     att, out: what was seen of one text, and its `unembedding`.
     """
-    n = min(MOST_SAID, len(out.weight) // 2)
+    n = min(NUM_LIKELIEST, len(out.weight) // 2)
     flops_per_row = 2 * out.weight.numel() * len(heads)
     rows = affordable_rows(len(out.scale), flops_per_row, out.scale.device, effort).to(out.scale.device)
     found = {}

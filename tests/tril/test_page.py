@@ -30,7 +30,7 @@ FOUND[1, 2] = Upstream(1.0, {(0, 2): 0.02}, 1.0, {})
 BLANK = """addEventListener("load", () => {
     if (document.querySelector("#sentence:empty, #outline:not([style])")) console.error("loaded blank");
 })"""
-UNSAID = 6  # a position at which no head was asked what it says
+UNKNOWN = 6  # a position at which no logits were computed
 
 
 def noise(name: str, step: int, *shape: int) -> Tensor:
@@ -53,7 +53,7 @@ def inspected(
     known: bool = True,
     **changes: object,
 ) -> Inspection:
-    """Return a made-up inspection; known: also of what heads move and say."""
+    """Return a made-up inspection; known: also of values and logits."""
     heads = list(np.ndindex(shape))
     names = ("entropy", "distance", "previous", "current", "sink", "duplicate", "induction", "ablation")
     samples = {name: noise(name, step, 1, *shape).sigmoid().double() for name in names}
@@ -63,10 +63,10 @@ def inspected(
     influence = pattern("influence", step, length)
     influence[3::6] = float("nan")
     logits = noise("logits", step, *shape, length, 14).sort(-1, descending=True).values[..., [0, 1, 2, 13, 12, 11]]
-    logits[:, :, UNSAID : UNSAID + 1] = float("nan")
+    logits[:, :, UNKNOWN : UNKNOWN + 1] = float("nan")
     predictions = [(i, (i + 1) / (length + 2), float("inf") if i == 3 else i / 7) for i in range(length)]
     lengths = noise("lengths", step, *shape, length).exp()
-    spoken = noise("spoken", step, *shape, length, 6).argsort(-1) + 10 * step
+    tokens = noise("tokens", step, *shape, length, 6).argsort(-1) + 10 * step
     found = Inspection(
         decoder=None,
         names=SimpleNamespace(label=changes.pop("label", lambda token: f"<b>{token}")),
@@ -84,7 +84,7 @@ def inspected(
         influence=influence,
         explained=(WRITERS, reasons_of(len(heads), length)),
         lengths={head: lengths[head] for head in heads} if known else {},
-        said={head: (spoken[head], logits[head]) for head in heads} if known else {},
+        logit_attribution={head: (tokens[head], logits[head]) for head in heads} if known else {},
         upstream={},
         strongest={},
     )
@@ -266,8 +266,8 @@ def test_links_open_what_was_seen_and_nothing_else(show: Callable) -> None:
     for link in ("", "#9.9/4", "#1.1/11", "#1.1", "#1.1/4/nothing", "#%E0%A4%A/1", "#1.1/4/constructor"):
         page.evaluate("(link) => { location.hash = '#0.0/1'; location.hash = link; }", link)
         expect(page, "␣w10 (10) looks at", f"#{name_of(best)}/10")
-    page.evaluate("location.hash = '#0.2/3/says'")
-    expect(page, "␣w3 (3) looks at", "#0.2/3/says")
+    page.evaluate("location.hash = '#0.2/3/logits'")
+    expect(page, "␣w3 (3) looks at", "#0.2/3/logits")
 
 
 @pytest.mark.long
@@ -312,13 +312,13 @@ def test_a_view_that_is_unknown_says_so(show: Callable) -> None:
     described.texts["unexplained"] = "why is not known"
     page = show(SimpleNamespace(describe=lambda: described), link="#0.1/4/values")
     views = page.locator("#views input:disabled").evaluate_all("(views) => views.map((view) => view.value)")
-    assert views == ["values", "says"]
-    assert page.locator("#meaning").inner_text().endswith("Unknown for this type of model: values and says.")
+    assert views == ["values", "logits"]
+    assert page.locator("#meaning").inner_text().endswith("Unknown for this type of model: values and logits.")
     page.keyboard.press("4")
     page.locator("#most", has_text="why is not known").wait_for()
-    page = show(link=f"#0.1/{UNSAID}/says")
+    page = show(link=f"#0.1/{UNKNOWN}/logits")
     page.get_by_text("go there").click()
-    expect(page, "␣w5 (5) looks at", "#0.1/5/says")
+    expect(page, "␣w5 (5) looks at", "#0.1/5/logits")
 
 
 @pytest.mark.parametrize("width", [1280, 375])
@@ -328,14 +328,14 @@ def test_both_sides_of_why_have_one_scale_and_sum_to_the_score(show: Callable, w
     numbers[17:] = torch.tensor(sizes).view(5, 1, 1, 1)
     page = show(inspected(length=257, explained=(WRITERS, numbers)), link="#1.1/104/why", width=width)
     assert "how much each writer (embedding, head, MLP) adds" in page.locator("#meaning").inner_text()
-    rows = page.locator("#said tr").all_inner_texts()
+    rows = page.locator("#columns tr").all_inner_texts()
     assert [row.split("\t")[1] for row in rows[:2]] == ["+3.00", "−0.50"]  # all there are
     assert len(rows) == 8 and rows[-1].split("\t")[:2] == ["the rest", "+0.11"]
-    boxes = [bar.bounding_box() for bar in page.locator("#said .bar").all()]
+    boxes = [bar.bounding_box() for bar in page.locator("#columns .bar").all()]
     shares = [abs(size) / 300 for size in (300, -50, *sizes, 11)]
     assert [box["width"] / boxes[0]["width"] for box in boxes] == pytest.approx(shares, abs=0.01)
     assert boxes[0]["width"] > 150
-    tops = [title.bounding_box()["y"] for title in page.locator("#said p").all()]
+    tops = [title.bounding_box()["y"] for title in page.locator("#columns p").all()]
     assert (tops[0] == tops[1]) == (width > 375)
     page.locator("#most p").first.evaluate("(part) => part.append('another token '.repeat(9))")
     assert page.locator("#most").evaluate("(part) => part.scrollHeight <= part.clientHeight")

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from tests.picture_mutants import MUTANTS
-from tests.tril.test_page import HEADS, UNSAID, inspected, write
+from tests.tril.test_page import HEADS, UNKNOWN, inspected, write
 from tril import Inspection, page, plots
 from tril.kinds import kind_of, name_of, short, tag
 from tril.metrics import METRICS
@@ -63,7 +63,7 @@ LOOK = """async (link) => {
         captions: [...document.querySelectorAll("#heads span")].map((part) => plain(part.textContent)),
         chosen: texts("#heads [aria-pressed=true] span"),
         words: texts(`#sentence, #head, #kind, #of-scores, #checkpoint, #next, #chance, #last, #pooled, #strip-note,
-            #said p`),
+            #columns p`),
         ticks: texts("#ticks span").map(Number),
         scores: table("#scores"),
         most: table("#most"),
@@ -167,9 +167,9 @@ def assert_shows(
     for name, line in zip(metrics, found["scores"][1:], strict=True):
         numbers = [of[name][head] for of in (mean, inspection.scores.chance) if name in of]
         assert line[1:3] == [*(format(number, METRICS[name][1]) for number in numbers), ""][:2]
-    if view == "says":
+    if view == "logits":
         assert f"makes likeliest after {named}" in found["words"]
-        tokens, logits = inspection.said[head]
+        tokens, logits = inspection.logit_attribution[head]
         assert [line[0] for line in found["most"]] == [f"<b>{number}" for number in tokens[token].tolist()]
         numbers = [float(line[1].replace("−", "-")) for line in found["most"]]
         assert numbers == pytest.approx(logits[token].tolist(), abs=0.0051)
@@ -225,7 +225,7 @@ def check_small(opened: Callable) -> None:
         ("#0.1/4/who", last, (0, 1), 4, True),
         ("#1.0/9/values", last, (1, 0), 9, False, "values"),
         ("#0.2/5/who/values/step-00000400", first, (0, 2), 5, True, "values"),
-        ("#1.1/8/who/says", last, (1, 1), 8, True, "says"),
+        ("#1.1/8/who/logits", last, (1, 1), 8, True, "logits"),
     ):
         found = tab.evaluate(LOOK, link)
         assert found["link"] == link
@@ -253,7 +253,7 @@ def check_small(opened: Callable) -> None:
     tab.locator("#who").click()
     tab.mouse.move(1, 1)
     assert_shows(tab.evaluate(LOOK, ""), first, (1, 0), 10, True)
-    tab.evaluate(LOOK, f"#0.1/{UNSAID}/says")
+    tab.evaluate(LOOK, f"#0.1/{UNKNOWN}/logits")
     most = tab.locator("#most").inner_text()
     assert most.startswith("Not computed at this token. The nearest that was is ␣w5 (5), 1")
     found = tab.evaluate(LOOK, "#0.2/7/why")

@@ -1,4 +1,4 @@
-"""What a head takes and says is what the papers' formulas, written out here, make of the model's weights."""
+"""What a head moves and adds to logits is what the papers' formulas, written out here, make of the model's weights."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.conftest import make_gpt
 from tests.decoders import make_decoder
 from tril import capture, inspect_heads
 from tril.look import look
-from tril.views import moved, say, unembedding
+from tril.views import attribute_logits, moved, unembedding
 
 T, L, H = 7, 2, 3
 FAMILIES = {"gpt2": {"n_embd": 15}, "llama": {"n_embd": 18}, "qwen3": {"n_embd": 18}, "nanochat": {"n_embd": 18}}
@@ -44,7 +44,7 @@ def test_what_heads_move_and_say_are_their_shares_of_the_whole(family: str, n_kv
     model = make_gpt(family=family, n_kv_head=n_kv_head, bias=None, **FAMILIES[family]).eval()
     idx = torch.randint(17, (1, T))
     att, out, (*seen, (residual, _)) = captured(model, idx)
-    said = say(att, out, [(layer, head) for layer in range(L) for head in range(H)])
+    found = attribute_logits(att, out, [(layer, head) for layer in range(L) for head in range(H)])
 
     # The logits are linear in the parts of the residual stream once the scale of the final norm is that of the whole.
     norm = model.final_norm
@@ -63,7 +63,7 @@ def test_what_heads_move_and_say_are_their_shares_of_the_whole(family: str, n_kv
             values = transformed(model, layer, head, x)
             torch.testing.assert_close(moved(att, (layer, head)), values, rtol=1e-4, atol=1e-5)
             output = att.pattern(layer, head)[0] @ values
-            tokens, logits = said[layer, head]
+            tokens, logits = found[layer, head]
             torch.testing.assert_close(logits, share(output).gather(1, tokens), rtol=1e-4, atol=1e-4)
             ranks = share(output).argsort(-1, descending=True)
             assert torch.equal(tokens[:, :5], ranks[:, :5]) and torch.equal(tokens[:, 5:], ranks.flip(-1)[:, :5])
@@ -95,7 +95,7 @@ def test_how_a_stranger_makes_logits_is_seen_or_not_known(name: str) -> None:
     att, logits = look(model, idx, positions=slice(None))
     att, _ = look(model, idx)
     out = unembedding(att)
-    assert (out is not None) == is_known == bool(inspect_heads(model, idx).said)
+    assert (out is not None) == is_known == bool(inspect_heads(model, idx).logit_attribution)
     if is_known:
         rest = logits[0] - out.scale * out.logits(att.last[2][1][0])
         torch.testing.assert_close(rest, rest[:1].expand(T, -1), rtol=1e-4, atol=1e-4)
@@ -116,7 +116,7 @@ def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -
     model = make_gpt().eval()
     att, out, _ = captured(model, torch.randint(17, (1, T)))
     monkeypatch.setattr(tril.experiments, "CPU_FLOPS", 2 * 17 * 15 * 3.5)
-    tokens, logits = say(att, out, [(0, 1)])[0, 1]
+    tokens, logits = attribute_logits(att, out, [(0, 1)])[0, 1]
     assert (~logits.isnan()).all(1).nonzero().flatten().tolist() == [0, 3, 6]
     assert tokens.shape == logits.shape == (T, 10)
 
@@ -127,7 +127,7 @@ IDX = [2, 3, 5, 7, 11]
 def test_lengths_have_the_precision_of_the_weights() -> None:
     model = make_gpt().eval()
     exact = inspect_heads(make_gpt().double(), IDX)
-    assert exact.lengths[1, 2].dtype == torch.float64 and len(exact.said) == L * H
+    assert exact.lengths[1, 2].dtype == torch.float64 and len(exact.logit_attribution) == L * H
     with torch.autocast("cpu", torch.bfloat16):
         found = inspect_heads(model, IDX)
         assert found.pattern(1, 2).dtype == torch.float32
@@ -136,4 +136,5 @@ def test_lengths_have_the_precision_of_the_weights() -> None:
     values = att.calls[1].values.float()[0, 2]
     expected = (values @ model.blocks[1].attention.o_proj.weight[:, 10:].T).norm(dim=-1)
     torch.testing.assert_close(found.lengths[1, 2], expected.detach(), rtol=1e-5, atol=0)
-    assert inspect_heads(torch.compile(model, backend="eager"), IDX).said.keys() == exact.said.keys()
+    compiled = inspect_heads(torch.compile(model, backend="eager"), IDX)
+    assert compiled.logit_attribution.keys() == exact.logit_attribution.keys()
