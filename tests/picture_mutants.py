@@ -33,8 +33,8 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
         "shades against one, not the largest": (" * amounts[i]) / largest).toFixed", " * amounts[i]) / 1).toFixed"),
         "attention stands for influence": ("weight(shown, i, loaded.influence", "weight(shown, i, loaded.triangles[0]"),
         "the prediction before the token": (".predictions[shown]", ".predictions[Math.max(0, shown - 1)]"),
-        "values without weights": ("lengths ? triangle[i] * lengths[key]", "lengths ? 65535 * lengths[key]"),
-        "lengths of the first head": ("subarray(head * T)", "subarray(0)"),
+        "values without weights": ("norms ? triangle[i] * norms[key]", "norms ? 65535 * norms[key]"),
+        "norms of the first head": ("subarray(head * T)", "subarray(0)"),
         "the largest value of the first head": ("head < heads.length; head++", "head < 1; head++"),
         "likeliest and unlikeliest change places": ("shown) + first + i", "shown) + (count / 2 - first) + i"),
         "the logits of the token before": ("const place = start(shown)", "const place = start(shown - 1)"),
@@ -56,9 +56,9 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "inspection.py": {
         "the file stores patterns transposed": ("encode(self.pattern(*head))", "encode(self.pattern(*head).T)"),
-        "the file stores lengths in another order": (
-            "torch.stack([self.lengths[head] for head in self.heads])",
-            "torch.stack([self.lengths[head] for head in self.heads[::-1]])",
+        "the file stores norms in another order": (
+            "torch.stack([self.value_norms[head] for head in self.heads])",
+            "torch.stack([self.value_norms[head] for head in self.heads[::-1]])",
         ),
         "the file rounds logits to tenths": ("pack(logits,", "pack((10 * logits).round() / 10,"),
         "the file has the chance of the first head": ("number(of, name, head)", "number(of, name, (0, 0))"),

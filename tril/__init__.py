@@ -31,7 +31,7 @@ arguments, and where the logits are. If it is not found, one sentence gives the 
     found.places(5, 1)      where it looks in a long text, given as corpus=
     found.why(5, 1, 9, 4)   why token 9 looks at token 4: who wrote what makes it do so
     found.scores.mean       metric -> (layers, heads); found.scores.losses: of the texts
-    found.upstream, .logit_attribution, .lengths, .influence    what it needs, makes likely, moves; by tokens
+    found.upstream, .logit_attribution, .value_norms, .influence    each defined in tril/inspection.py
     found.att           what was captured: att.pattern(5, 1), att.verify(), att.scores(), att.left_out
 
 names: a list with a name for each token, an encoding of tiktoken, or a tokenizer of transformers or tokenizers; with

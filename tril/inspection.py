@@ -42,7 +42,7 @@ from tril.metrics import METRICS, Head, Heads, HeadScores
 from tril.places import Places, find_places
 from tril.terminal import number, report
 from tril.texts import Names, Text, draw_texts
-from tril.views import LogitAttribution, attribute_logits, moved, unembedding
+from tril.views import LogitAttribution, attribute_logits, projected_values, unembedding
 from tril.weights import HIDES, summarise
 from tril.why import Why, Writers, explain, explain_strongest
 
@@ -146,11 +146,11 @@ class Inspection:
         return influence(self.model, self.shown, self.effort, self.edits)
 
     @cached_property
-    def lengths(self) -> Mapping[Head, Tensor]:
-        """The lengths of what a head moves from each token, (T,); empty if that is not known."""
+    def value_norms(self) -> Mapping[Head, Tensor]:
+        """The norms of the values of a head behind the output projection, (T,); empty if that is not known."""
         # Known is what moves through an output projection that reads the output of the heads as it is; no gate between.
         is_known = len(self.att.projections) == len(self.att.calls)
-        return {head: moved(self.att, head).norm(dim=-1).cpu() for head in self.heads if is_known}
+        return {head: projected_values(self.att, head).norm(dim=-1).cpu() for head in self.heads if is_known}
 
     @cached_property
     def logit_attribution(self) -> Mapping[Head, LogitAttribution]:
@@ -277,8 +277,8 @@ class Inspection:
         }
         stored = {name_of(head): page.encode(self.pattern(*head)) for head in self.heads}
         stored["influence"] = page.encode(self.influence.nan_to_num())  # 0: not computed
-        if self.lengths:
-            stored["values"] = page.pack(torch.stack([self.lengths[head] for head in self.heads]), "<f4")
+        if self.value_norms:
+            stored["values"] = page.pack(torch.stack([self.value_norms[head] for head in self.heads]), "<f4")
         if self.logit_attribution:
             tokens, logits = map(torch.stack, zip(*map(self.logit_attribution.get, self.heads), strict=True))
             texts["token_names"] = {token: self.label(token) for token in tokens.unique().tolist()}

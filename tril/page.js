@@ -85,19 +85,19 @@ async function decode(checkpoint, name, Numbers) {
 }
 
 async function load(number) {
-  const [lengths, tokens, logits, reasons, influence, ...triangles] = await Promise.all([
+  const [norms, tokens, logits, reasons, influence, ...triangles] = await Promise.all([
     decode(number, "values", Float32Array),  // head by head, T of each
     decode(number, "logit_tokens", Int32Array),
     decode(number, "logits", Float32Array),
     decode(number, "why", Int32Array),  // field by field, of each the same for head, token and key
     ...["influence", ...heads].map((name) => decode(number, name, Uint16Array)),
   ]);
-  const found = { number, lengths, tokens, logits, reasons, influence, triangles, largest: 0 };
-  if (!lengths) return found;
+  const found = { number, norms, tokens, logits, reasons, influence, triangles, largest: 0 };
+  if (!norms) return found;
   for (let head = 0; head < heads.length; head++) {
     for (let row = 0, i = 0; row < T; row++) {
       for (let key = 0; key <= row; key++, i++) {
-        found.largest = Math.max(found.largest, (triangles[head][i] / 65535) * lengths[head * T + key]);
+        found.largest = Math.max(found.largest, (triangles[head][i] / 65535) * norms[head * T + key]);
       }
     }
   }
@@ -106,9 +106,9 @@ async function load(number) {
 
 // The weight of a query and a key, of the chosen head or in another triangle.
 const weight = (row, key, triangle = loaded.triangles[state.head]) => triangle[(row * (row + 1)) / 2 + key] / 65535;
-const lengthOf = (key) => loaded.lengths[state.head * T + key];
+const normOf = (key) => loaded.norms[state.head * T + key];
 // What the view shows of a query and a key; 0 if the key is later.
-const amount = (row, key) => (key > row ? 0 : weight(row, key) * (inValues() ? lengthOf(key) : 1));
+const amount = (row, key) => (key > row ? 0 : weight(row, key) * (inValues() ? normOf(key) : 1));
 
 // ---- Colours: one scale for every picture, even in the square root of the amount, because most are small.
 
@@ -126,13 +126,13 @@ const tint = (colour, percent) => `color-mix(in srgb, var(--${colour}) ${percent
 // shows the largest: a mean would hide sharp heads. Returns how many tokens a side of a pixel stands for.
 function paint(canvas, head, width, side = loaded) {
   const triangle = side.triangles[head];
-  const lengths = inValues() ? side.lengths?.subarray(head * T) : null;
+  const norms = inValues() ? side.norms?.subarray(head * T) : null;
   const step = Math.ceil(T / Math.max(1, Math.floor(width * devicePixelRatio)));
   const n = Math.ceil(T / step);
   const largest = new Float32Array(n * n).fill(-1);  // -1 stays blank: a query cannot see that key
   for (let row = 0, i = 0; row < T; row++) {
     for (let key = 0; key <= row; key++, i++) {
-      const value = lengths ? triangle[i] * lengths[key] : triangle[i];
+      const value = norms ? triangle[i] * norms[key] : triangle[i];
       const pixel = Math.floor(row / step) * n + Math.floor(key / step);
       if (value > largest[pixel]) largest[pixel] = value;
     }
@@ -395,7 +395,7 @@ function drawReadout(query, key) {
   if (query === undefined) return fill("readout");
   const lines = ["query ", named(query), "\nkey ", named(key), `\nweight ${weight(query, key).toFixed(5)}`];
   if (inValues()) {
-    lines.push(` × length ${lengthOf(key).toPrecision(4)}\nvalue ${amount(query, key).toPrecision(4)}`);
+    lines.push(` × length ${normOf(key).toPrecision(4)}\nvalue ${amount(query, key).toPrecision(4)}`);
   }
   const influence = weight(query, key, loaded.influence);
   if (influence > 0) lines.push(`\ninfluence ${influence.toFixed(5)}`);

@@ -19,7 +19,7 @@ from tril.kinds import LEAST
 from tril.look import look
 from tril.metrics import Head, Heads
 from tril.texts import draw_texts
-from tril.views import moved, unembedding
+from tril.views import projected_values, unembedding
 
 MOST_PLACES = 12  # of a head
 MOST_WRITTEN = 3  # tokens that are made likelier at a place
@@ -158,5 +158,5 @@ def add_written(
         att, _ = look(model, draw_texts(corpus[start : start + T], T, 1)[1])
         out = unembedding(att)
         for head, place in there if out else ():
-            logits = out.logits(moved(att, head)[None, place.key - T])[0]
+            logits = out.logits(projected_values(att, head)[None, place.key - T])[0]
             place.written.extend(map(label, logits.argsort(descending=True)[:MOST_WRITTEN].tolist()))

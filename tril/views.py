@@ -19,7 +19,7 @@ LogitAttribution = tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def moved(att: Captured, head: Head) -> Tensor:
+def projected_values(att: Captured, head: Head) -> Tensor:
     """Return what a head moves from each key to the queries that attend to it: (T_key, C), in the precision of weights.
 
     That is f(x) = (x W^V + b^V) W^O of Kobayashi et al. (2020): the value through the head's part of the output
@@ -102,7 +102,7 @@ def attribute_logits(
         logits = out.scale.new_full((len(out.scale), 2 * n), torch.nan)
         tokens = torch.zeros_like(logits, dtype=torch.long)
         with exact_products(logits.device):
-            output = att.pattern(*head)[0, rows] @ moved(att, head)
+            output = att.pattern(*head)[0, rows] @ projected_values(att, head)
         shares = out.scale[rows] * out.logits(output)
         ends = shares.topk(n), shares.topk(n, largest=False)
         logits[rows], tokens[rows] = (torch.cat(each, dim=1) for each in zip(*ends, strict=True))

@@ -83,7 +83,7 @@ def inspected(
         att=SimpleNamespace(pattern=lambda layer, head: pattern(f"{layer}.{head}", step, length)[None]),
         influence=influence,
         explained=(WRITERS, reasons_of(len(heads), length)),
-        lengths={head: lengths[head] for head in heads} if known else {},
+        value_norms={head: lengths[head] for head in heads} if known else {},
         logit_attribution={head: (tokens[head], logits[head]) for head in heads} if known else {},
         upstream={},
         strongest={},

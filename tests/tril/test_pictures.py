@@ -120,7 +120,7 @@ def assert_shows(
     """Assert that the page shows one head, token and view of an inspection in all its parts."""
     shown, labels = inspection.heads, inspection.labels
     T = len(labels)
-    factor = inspection.lengths if view == "values" else dict.fromkeys(shown, torch.ones(T))
+    factor = inspection.value_norms if view == "values" else dict.fromkeys(shown, torch.ones(T))
     amounts = {each: (inspection.pattern(*each) * factor[each]).numpy() for each in shown}
     end = max(each.max() for each in amounts.values()) if view == "values" else 1.0
     step = assert_painted(found["large"], amounts[head] / end)
@@ -232,7 +232,7 @@ def check_small(opened: Callable) -> None:
         assert_shows(found, inspection, *state)
     tab.evaluate(LOOK, "#0.1/11/values")
     point(tab, 9.5, 4.5, SMALL)
-    weight, length = last.pattern(0, 1)[9, 4], last.lengths[0, 1][4]
+    weight, length = last.pattern(0, 1)[9, 4], last.value_norms[0, 1][4]
     tab.evaluate("$('influence').scrollTop")
     expected = f"query ␣w9 (9)\nkey ␣w4 (4)\nweight {weight:.5f} × length {length:#.4g}\nvalue {weight * length:#.4g}"
     assert tab.locator("#readout").inner_text() == expected

@@ -105,7 +105,7 @@ def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     assert found.name == "Book" and found.labels == list(TEXT) and len(found.scores.predictions) == 12
     assert all(proof.error < 1e-5 for proof in found.scores.proofs)
     assert found.pattern(1, 2).shape == (12, 12) and not found.influence.isnan().any()
-    assert len(found.lengths) == 6 and found.lengths[1, 2].shape == (12,) and not found.logit_attribution
+    assert len(found.value_norms) == 6 and found.value_norms[1, 2].shape == (12,) and not found.logit_attribution
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert "Heads of Book" in found._repr_html_()
     write_tokenizer(tmp_path)
@@ -189,7 +189,7 @@ def test_the_projection_of_heads_that_are_modules_is_found() -> None:
     found = inspect_heads(model, IDS)
     assert found.heads == [(0, 0), (0, 1), (0, 2)]
     values = model.heads[1][2](model.tokens(torch.tensor(IDS)))
-    torch.testing.assert_close(found.lengths[0, 1], (values @ model.proj.weight[:, 7:14].T).norm(dim=-1).detach())
+    torch.testing.assert_close(found.value_norms[0, 1], (values @ model.proj.weight[:, 7:14].T).norm(dim=-1).detach())
 
 
 def test_attention_by_sums_of_products_is_said_to_be_left_out() -> None:

@@ -10,7 +10,7 @@ from tests.conftest import make_gpt
 from tests.decoders import make_decoder
 from tril import capture, inspect_heads
 from tril.look import look
-from tril.views import attribute_logits, moved, unembedding
+from tril.views import attribute_logits, projected_values, unembedding
 
 T, L, H = 7, 2, 3
 FAMILIES = {"gpt2": {"n_embd": 15}, "llama": {"n_embd": 18}, "qwen3": {"n_embd": 18}, "nanochat": {"n_embd": 18}}
@@ -61,7 +61,7 @@ def test_what_heads_move_and_say_are_their_shares_of_the_whole(family: str, n_kv
         before = rest
         for head in range(H):
             values = transformed(model, layer, head, x)
-            torch.testing.assert_close(moved(att, (layer, head)), values, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(projected_values(att, (layer, head)), values, rtol=1e-4, atol=1e-5)
             output = att.pattern(layer, head)[0] @ values
             tokens, logits = found[layer, head]
             torch.testing.assert_close(logits, share(output).gather(1, tokens), rtol=1e-4, atol=1e-4)
@@ -102,7 +102,7 @@ def test_how_a_stranger_makes_logits_is_seen_or_not_known(name: str) -> None:
     if adds_at_once:  # nothing reads a head of the last layer but the norm
         without, _ = look(model, idx, {(1, 2): torch.zeros_like})
         lost = (att.last[2][1] - without.last[2][1])[0]
-        torch.testing.assert_close(lost, att.pattern(1, 2)[0] @ moved(att, (1, 2)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lost, att.pattern(1, 2)[0] @ projected_values(att, (1, 2)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("last", [nn.Tanh(), nn.Linear(42, 42), nn.Softmax(-1)], ids=str)
@@ -127,7 +127,7 @@ IDX = [2, 3, 5, 7, 11]
 def test_lengths_have_the_precision_of_the_weights() -> None:
     model = make_gpt().eval()
     exact = inspect_heads(make_gpt().double(), IDX)
-    assert exact.lengths[1, 2].dtype == torch.float64 and len(exact.logit_attribution) == L * H
+    assert exact.value_norms[1, 2].dtype == torch.float64 and len(exact.logit_attribution) == L * H
     with torch.autocast("cpu", torch.bfloat16):
         found = inspect_heads(model, IDX)
         assert found.pattern(1, 2).dtype == torch.float32
@@ -135,6 +135,6 @@ def test_lengths_have_the_precision_of_the_weights() -> None:
             model(torch.tensor([IDX]))
     values = att.calls[1].values.float()[0, 2]
     expected = (values @ model.blocks[1].attention.o_proj.weight[:, 10:].T).norm(dim=-1)
-    torch.testing.assert_close(found.lengths[1, 2], expected.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.value_norms[1, 2], expected.detach(), rtol=1e-5, atol=0)
     compiled = inspect_heads(torch.compile(model, backend="eager"), IDX)
     assert compiled.logit_attribution.keys() == exact.logit_attribution.keys()
