@@ -57,10 +57,10 @@ def draw_attention() -> None:
 
 def draw_run(run: Path) -> None:
     """Draw first_run.png: the losses of a run, and the attention of its heads in TEXT."""
-    found = inspect_heads(run, device="cpu")
-    scores = found.scores
+    inspection = inspect_heads(run, device="cpu")
+    scores = inspection.scores
     tokenizer = load_tokenizer(find_checkpoint(run).directory)
-    att, _ = look(found.model, torch.tensor([tokenizer.document_start + tokenizer.encode(TEXT).tolist()]))
+    att, _ = look(inspection.model, torch.tensor([tokenizer.document_start + tokenizer.encode(TEXT).tolist()]))
     num_layers, num_heads = scores.mean["entropy"].shape
 
     figure = plt.figure(figsize=(12, 5.6))

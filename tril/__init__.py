@@ -2,11 +2,11 @@
 
     import tril
 
-    report = tril.check_causality(model)               # does a position depend on a later token?
-    tril.assert_causal(model)                          # the same for a test: AssertionError with the sentence
-    found = tril.inspect_heads(model, ids, names)      # where its heads look; in a notebook found is shown as a page
-    found.save("heads.html")                           # or .png, .svg, .npz
-    with tril.capture(model) as att:                   # the attention of a model that you run yourself
+    report = tril.check_causality(model)                    # does a position depend on a later token?
+    tril.assert_causal(model)                               # the same for a test: AssertionError with the sentence
+    inspection = tril.inspect_heads(model, ids, names)      # where its heads look; a notebook shows it as a page
+    inspection.save("heads.html")                           # or .png, .svg, .npz
+    with tril.capture(model) as att:                        # the attention of a model that you run yourself
         model(idx)
 
     from tril.look import look
@@ -25,14 +25,16 @@ arguments, and where the logits are. If it is not found, one sentence gives the 
     report.ok           whether each position sees all tokens up to itself, and none after; str(report) says which not
     report.call         how the model was called, as "called as model(ids, targets=ids)[0]"
 
-    found.table()       a line for each head and for each kind of head; print(found) also says how it was verified
-    found.verified      how the weights were verified, and what is not shown
-    found.pattern(5, 1)     the weights of head 5.1, (T, T): row = query, column = key; layers and heads from zero
-    found.places(5, 1)      where it looks in a long text, given as corpus=
-    found.why(5, 1, 9, 4)   why token 9 looks at token 4: who wrote what makes it do so
-    found.scores.mean       metric -> (layers, heads); found.scores.losses: of the texts
-    found.upstream, .logit_attribution, .value_norms, .influence    each defined in tril/inspection.py
-    found.att           what was captured: att.pattern(5, 1), att.verify(), att.scores(), att.left_out
+    inspection.table()           a line for each head and for each kind of head; print(inspection) has all in words
+    inspection.verified          how the weights were verified, and what is not shown
+    inspection.pattern(5, 1)     the weights of head 5.1, (T, T): row = query, column = key; layers and heads from zero
+    inspection.places(5, 1)      where it looks in a long text, given as corpus=
+    inspection.why(5, 1, 9, 4)   why token 9 looks at token 4: who wrote what makes it do so
+    inspection.scores.mean       metric -> (layers, heads); inspection.scores.losses: of the texts
+    inspection.upstream          head -> the heads of earlier layers that it needs
+    inspection.logit_attribution, .value_norms    head -> what it adds to logits, and norms of its projected values
+    inspection.influence         (T, T), how much tokens influence predictions
+    inspection.att               what was captured: att.pattern(5, 1), att.verify(), att.scores(), att.left_out
 
 names: a list with a name for each token, an encoding of tiktoken, or a tokenizer of transformers or tokenizers; with
 one of these the text may be a string. `UserError` is a mistake that you can mend, in one sentence. `NotTheKernels`

@@ -1,10 +1,10 @@
 """Inspect the heads of any decoder: measured, proved, and shown as a table, a page, pictures or arrays.
 
-    found = inspect_heads(model, [5, 3, 8, 5, 3])
-    print(found.table())
-    found.pattern(1, 3)                   # (T, T): row = query, column = key
-    found.save("heads.html")              # or .png, .svg, .npz
-    found                                 # in a notebook: the page
+    inspection = inspect_heads(model, [5, 3, 8, 5, 3])
+    print(inspection.table())
+    inspection.pattern(1, 3)              # (T, T): row = query, column = key
+    inspection.save("heads.html")         # or .png, .svg, .npz
+    inspection                            # in a notebook: the page
 
 Shapes are named as in tril/weights.py.
 """

@@ -13,7 +13,7 @@ nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 
 TOUR = ROOT / "docs" / "tour.ipynb"
-DEPENDS = ("%run", "inspect_heads(RUN", "print(found.")  # in cells whose words, too, depend on what was learnt
+DEPENDS = ("%run", "inspect_heads(RUN", "print(inspection.")  # in cells whose words, too, depend on what was learnt
 
 
 def shown(cell: nbformat.NotebookNode) -> list[str]:
