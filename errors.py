@@ -2,9 +2,9 @@
 
 from numbers import Real
 
-from tril.errors import UserError, errors_as_user_error, visible
+from tril.errors import UserError, errors_as_user_error, printable
 
-__all__ = ["UserError", "check_numbers", "errors_as_user_error", "visible"]
+__all__ = ["UserError", "check_numbers", "errors_as_user_error", "printable"]
 
 
 def check_numbers(options: object, **ranges: tuple[float, float]) -> None:

@@ -29,7 +29,7 @@ import tyro
 from tqdm import tqdm
 
 from cli.options import names_in, parse
-from cli.script import read_prompt, run_script, visible
+from cli.script import printable, read_prompt, run_script
 from data.encoding import REPLACEMENT
 from data.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer
 from errors import check_numbers, errors_as_user_error
@@ -129,7 +129,7 @@ class Text:
 
 def show(text: str) -> None:
     """Print at once. On a terminal, control characters are made visible and have no effect."""
-    print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from errors import errors_as_user_error, visible
+from errors import errors_as_user_error, printable
 from files import expand
 
 INTERVAL = 10  # seconds between two lines of a progress bar in a log file
@@ -55,7 +55,7 @@ def run_script(main: Callable[[], None]) -> None:
 
 def fail(message: str, exit_code: int) -> None:
     """Print a message on stderr, and exit. A long one loses its middle: the end has the advice."""
-    text = re.sub("(?s)(.{400}).*(.{400})", r"\1 ... \2", visible(message))
+    text = re.sub("(?s)(.{400}).*(.{400})", r"\1 ... \2", printable(message))
     with contextlib.suppress(OSError):  # the terminal may be gone
         print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
     sys.exit(exit_code)

@@ -132,7 +132,7 @@ if __name__ == "__main__":
     import tyro
 
     from cli.options import parse
-    from cli.script import run_script, visible
+    from cli.script import printable, run_script
 
     @dataclass(frozen=True)
     class Arguments(DataConfig):
@@ -152,7 +152,7 @@ if __name__ == "__main__":
         sys.argv[0] = "python -m data.prepare"  # in --help
         arguments = parse(Arguments, sys.argv[1:])
         corpus = prepare(arguments, arguments.out)
-        print(visible(f"{corpus.directory}: {corpus}"))
+        print(printable(f"{corpus.directory}: {corpus}"))
         words = ["--data.source", str(corpus.directory), "--data.tokenizer", arguments.tokenizer]
         print(f"next: python train.py {shlex.join(words)}")
 

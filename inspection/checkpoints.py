@@ -17,7 +17,7 @@ from data.encoding import TOKENIZER_JSON, Tokenizer
 from data.prepare import find_prepared
 from data.sources import DataConfig, documents
 from data.tokenizer import load_tokenizer
-from errors import UserError, errors_as_user_error, visible
+from errors import UserError, errors_as_user_error, printable
 from model.checkpoint import PROBE_TOKENS, STEP, Checkpoint, find_checkpoint, read_json, tensor_files
 from model.device import autocast, dtype_name, find_device, is_fast
 from model.huggingface import OWN_KEY
@@ -178,7 +178,7 @@ def name_of_model(directory: Path) -> str:
     directory = directory.resolve()
     if directory.parent.name == "snapshots":  # in the hub's cache
         return directory.parts[-3].removeprefix("models--").replace("--", "/")
-    return visible(" ".join(directory.parts[-3::2]) if directory.match(STEP) else directory.name)
+    return printable(" ".join(directory.parts[-3::2]) if directory.match(STEP) else directory.name)
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:

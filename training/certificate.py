@@ -47,7 +47,7 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, sp
             return model(idx)
 
     exact = exact_products(model.device)(model.__call__)  # in this context
-    decode = exact_products(model.device)(partial(read_in_parts, model))
+    decode = exact_products(model.device)(partial(decode_in_parts, model))
     began = time.perf_counter()
     with progress_bar(desc="asking whether the model sees the future", unit=" texts", leave=False, delay=1) as bar:
         outcome = check_causality(
@@ -72,7 +72,7 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, sp
     return {"causal": str(outcome)}
 
 
-def read_in_parts(model: nn.Module, idx: Tensor) -> Tensor:
+def decode_in_parts(model: nn.Module, idx: Tensor) -> Tensor:
     """Return the logits of a text that a `GPT` reads in four parts, with a cache: (B, T) -> (B, T, V)."""
     T = idx.size(1)
     caches = model.new_cache(len(idx), T)

@@ -3,7 +3,7 @@
 Training writes report.html at its start, at each evaluation and checkpoint, and at its end. Nothing reads it back.
 
 The page has no script, and its policy forbids every request. All values reach it through one template, in which Jinja
-escapes markup and `visible` escapes hidden characters: samples, names and options stay text.
+escapes markup and `printable` escapes hidden characters: samples, names and options stay text.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 import jinja2
 import numpy as np
 
-from cli.script import visible
+from cli.script import printable
 from files import replace_file
 from model.checkpoint import step_directories
 from training.options import Config, to_toml
@@ -28,7 +28,7 @@ from tril.kinds import KINDS, name_of
 from tril.metrics import METRICS
 
 SOURCE = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: visible(str(value)), trim_blocks=True)
+TEMPLATE = jinja2.Template(SOURCE, autoescape=True, finalize=lambda value: printable(str(value)), trim_blocks=True)
 # The norm can show trouble before the loss does. The configuration determines the learning rate, one number the speed.
 LOSSES = {"Loss, nats a token": ("train_loss", "val_loss"), "Gradient norm": ("grad_norm",)}
 MOST_ABLATED = 50

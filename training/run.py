@@ -19,7 +19,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from cli.script import visible
+from cli.script import printable
 from data.batches import seed_for
 from data.corpus import Corpus
 from data.tokenizer import GENERATION_CONFIG
@@ -200,7 +200,7 @@ class RunDirectory:
         if "heads" not in record:
             text += f"\n{'':12} | {record['heads_proof']}"
         if "sample" in record:
-            text += f"\n{'':12} | {visible(' '.join(record['sample'].split())[:SAMPLE_WIDTH])}"
+            text += f"\n{'':12} | {printable(' '.join(record['sample'].split())[:SAMPLE_WIDTH])}"
         return text
 
     def save(self, progress: Progress, model: GPT, optimizer: Optimizer, scaler: GradScaler) -> None:
@@ -288,7 +288,7 @@ def make_model(config: Config, corpus: Corpus, base: Checkpoint | None) -> GPT:
     Raises UserError for a configuration that no checkpoint could hold (now, not when it is to be saved), or if the
     tokenizer has more tokens than the model.
     """
-    print(visible(f"data:   {corpus}"))
+    print(printable(f"data:   {corpus}"))
     shape = asdict(config.model)
     if base:
         model = load_model(base, dtype=torch.float32, **shape)

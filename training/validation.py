@@ -6,7 +6,7 @@ from itertools import takewhile
 import numpy as np
 import torch
 
-from cli.script import visible
+from cli.script import printable
 from data.batches import validation_batches
 from data.corpus import Corpus
 from errors import UserError
@@ -100,4 +100,4 @@ class Validation:
     def print_sample(self, model: GPT) -> None:
         """Print a longer sample for the end of a run, if samples are wanted."""
         if self.config.sample_tokens:
-            print(f"\nA sample of what it writes:\n{visible(self.sample(model, 3 * self.config.sample_tokens))}\n")
+            print(f"\nA sample of what it writes:\n{printable(self.sample(model, 3 * self.config.sample_tokens))}\n")

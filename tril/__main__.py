@@ -20,7 +20,7 @@ from torch import nn
 
 import tril
 from tril.decoder import open_by_transformers
-from tril.errors import UserError, errors_as_user_error, visible
+from tril.errors import UserError, errors_as_user_error, printable
 from tril.inspection import check_output
 from tril.kinds import choose_heads, name_of
 from tril.terminal import COLUMNS
@@ -96,7 +96,7 @@ def ids(text: str) -> list[int]:
 def check(options: argparse.Namespace) -> int:
     """Print the answer of the certificate and how the model was called; return the exit code."""
     report = tril.check_causality(make_model(options.model), length=options.length, strict=options.strict)
-    print(visible(f"{report}; {report.call}"))
+    print(printable(f"{report}; {report.call}"))
     return 3 if report.is_blind else not report.ok
 
 
@@ -146,7 +146,7 @@ def main() -> None:
         code = options.run(options)
     except (Exception, SystemExit) as error:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        parser.exit(2, visible(" ".join(f"{options.model}: {kind}{error}".split())) + "\n")
+        parser.exit(2, printable(" ".join(f"{options.model}: {kind}{error}".split())) + "\n")
     sys.exit(code)
 
 

@@ -532,13 +532,13 @@ class Prober:
                 self.remarks.add(f"a text cut after {n} tokens not asked for: it cannot be read")
                 return
             for position in (moved & ~self.masks(idx)[:, :n, n:].any(-1)).nonzero()[:1, 1]:
-                said = (
+                finding = (
                     f"position {position} of a text cut after {n} tokens is predicted otherwise than within the whole "
                     "text: it depends on the length"
                 )
                 if self.strict:
-                    raise Finding(said)
-                self.remarks.add(said)
+                    raise Finding(finding)
+                self.remarks.add(finding)
                 return
 
     def gradient(self, exact: Forward) -> None:

@@ -60,7 +60,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
-def read(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None)) -> Tensor:
+def logits_at(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(None)) -> Tensor:
     """Return the logits of some positions of a text, (B, T) -> (B, positions, V). A known head computes no others.
 
     Raises UserError if the model cannot read the text, or returns no logits of all positions.
@@ -113,7 +113,7 @@ PLAIN = ("", "[0]", ".logits", "['logits']")  # places of logits where `logits_o
 OF_LOSS = ", logits as its cross_entropy got them"
 
 
-class Seen(TorchFunctionMode):
+class Watcher(TorchFunctionMode):
     """Sees the logits that a cross-entropy is given, and the number of rows of an embedding that reads these ids."""
 
     def __init__(self, ids: Tensor) -> None:
@@ -179,17 +179,17 @@ class Decoder:
 
     def logits(self, ids: Tensor) -> Tensor:
         """Return the logits of what the model is given as it is, (*ids.shape, V)."""
-        outputs = self.outputs(ids, Seen(ids) if self.place == OF_LOSS else None)
+        outputs = self.outputs(ids, Watcher(ids) if self.place == OF_LOSS else None)
         if self.place not in outputs:  # in training a model may return a loss beside them, or none
             return next(x for x in outputs.values() if x.shape == (*ids.shape, self.vocab_size))
         return LAYOUTS[self.layout](outputs[self.place], ids)
 
-    def outputs(self, ids: Tensor, seen: Seen | None) -> dict[str, Tensor]:
-        """Call the function, seen or not. Return each tensor of numbers in what it returns, by its place."""
+    def outputs(self, ids: Tensor, watcher: Watcher | None) -> dict[str, Tensor]:
+        """Call the function, watched or not. Return each tensor of numbers in what it returns, by its place."""
         options = {name: MAKE[FILL[name]](ids) for name in self.passed}
-        with seen or nullcontext():
+        with watcher or nullcontext():
             output = self.function(*(() if "input_ids" in options else (ids,)), **options)
-        return dict(leaves(output)) | (seen.logits if seen else {})
+        return dict(leaves(output)) | (watcher.logits if watcher else {})
 
 
 class Called(nn.Module):
@@ -231,7 +231,7 @@ def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
         model = of_torch and (getattr(model, "_orig_mod", None) or getattr(model, "module", None))
 
 
-def numbers_of(names: Iterable[str], *models: object) -> Iterator[int]:
+def config_numbers(names: Iterable[str], *models: object) -> Iterator[int]:
     """Yield the numbers of these names that models or their configs have."""
     for model in models:
         config = getattr(model, "config", getattr(model, "cfg", None))
@@ -261,29 +261,29 @@ def find_call(
     *wrappers, module = unwrapped(model)
     if device_of(module).type == "meta":
         raise UserError("the model is on the meta device, where it has no weights: put it on another, and load them")
-    said = {}
+    answers = {}
     for name in ("model", "model.model", "model.net"):
-        inner = getattr(module, name.partition(".")[2], None) if said else module
+        inner = getattr(module, name.partition(".")[2], None) if answers else module
         # Inside is the decoder of one that has no forward, or returns a loss.
         if (
             not isinstance(inner, nn.Module)
-            or said
-            and not any("NotImplemented" in what or " ()" in what for what in said)
+            or answers
+            and not any("NotImplemented" in what or " ()" in what for what in answers)
         ):
             continue
-        context = length or next(numbers_of(CONTEXTS, inner, module, *wrappers), None)
+        context = length or next(config_numbers(CONTEXTS, inner, module, *wrappers), None)
         for T in dict.fromkeys([min(LENGTHS[0], context), context]) if context else LENGTHS:
             idx = torch.randint(2, (TEXTS, T), generator=torch.Generator().manual_seed(0))
             for way in ways(Decoder(inner, call or inner, "call" if call else name)):
                 with evaluating(module), torch.no_grad():
-                    found = settle(way, idx.to(device_of(inner)), vocab_size)
+                    found = locate_logits(way, idx.to(device_of(inner)), vocab_size)
                 if isinstance(found, Decoder):
                     read = USUAL if T == LENGTHS[0] else T
                     return replace(found, context_length=context, length=context or read)
-                said.setdefault(found, way)
-            if any(what.startswith("returned") for what in said):
+                answers.setdefault(found, way)
+            if any(what.startswith("returned") for what in answers):
                 break
-    tried = "; ".join(f"{way} {what}" for what, way in [*said.items()][:3])
+    tried = "; ".join(f"{way} {what}" for what, way in [*answers.items()][:3])
     raise UserError(f"no logits of all positions, (B, T, V), are found: {tried}; pass call=lambda ids: model(ids, ...)")
 
 
@@ -306,27 +306,27 @@ def ways(way: Decoder) -> Iterator[Decoder]:
         yield replace(way, form=form, passed=(*needed, *target, *helper))
 
 
-def settle(way: Decoder, idx: Tensor, vocab_size: int | None) -> Decoder | str:
+def locate_logits(way: Decoder, idx: Tensor, vocab_size: int | None) -> Decoder | str:
     """Return a way with the place and the axes of the logits in what it returns; if there are none, what came back.
 
     Texts (T, B) are told by which logits a token moves: those of its column, and of no other, wherever that is.
     """
     ids = idx[0] if way.form == "text" else idx
-    seen = Seen(ids)
+    watcher = Watcher(ids)
     found = []
     try:
-        outputs = way.outputs(ids, seen)
+        outputs = way.outputs(ids, watcher)
         for (place, output), (layout, order) in product(outputs.items(), LAYOUTS.items()):
             with suppress(RuntimeError, IndexError, ValueError):
                 *shape, V = order(output, ids).shape
-                if shape == [*ids.shape] and (V == vocab_size if vocab_size else V > 1 and 2 * V >= seen.rows):
+                if shape == [*ids.shape] and (V == vocab_size if vocab_size else V > 1 and 2 * V >= watcher.rows):
                     is_other = not place.strip("[]'").endswith("logits")
-                    found.append((is_other, abs(V - (seen.rows or V)), len(found), place, layout, V))
+                    found.append((is_other, abs(V - (watcher.rows or V)), len(found), place, layout, V))
         if not found:
             shapes = ", ".join(f"{place or 'a tensor'} {tuple(output.shape)}" for place, output in outputs.items())
             return f"returned {shapes or 'no tensor'}"
         *_, place, layout, V = min(found)
-        way = replace(way, place=place, layout=layout, vocab_size=V, num_ids=min(V, seen.rows or V))
+        way = replace(way, place=place, layout=layout, vocab_size=V, num_ids=min(V, watcher.rows or V))
         if way.form == "ids" and idx.size(1) > 1:
             changed = idx.clone()
             changed[0, 0] = 1 - idx[0, 0]
@@ -343,7 +343,7 @@ def settle(way: Decoder, idx: Tensor, vocab_size: int | None) -> Decoder | str:
 # What is asked of a model.
 
 
-def read_in_parts(model: nn.Module, idx: Tensor) -> Tensor:
+def decode_by_transformers(model: nn.Module, idx: Tensor) -> Tensor:
     """Return the logits of a text, (B, T) -> (B, T, V), that a model of `transformers` reads with its own cache."""
     T = idx.size(1)
     sizes = [T // 2, 1, 2, T - T // 2 - 3]
@@ -388,7 +388,7 @@ def check_causality(
     decoder = find_call(model, vocab_size, length, call)
     size = sum(weight.numel() for weight in decoder.module.parameters())
     T = int(length or (decoder.length if size * decoder.length <= LARGE else min(USUAL, decoder.length)))
-    window = max(numbers_of(WINDOWS, decoder.module), default=0)
+    window = max(config_numbers(WINDOWS, decoder.module), default=0)
     beyond = min(2 * window + 1, decoder.context_length or math.inf)
     if length is None and size * beyond <= LARGE and beyond <= FAR:
         T = max(T, beyond)
@@ -401,7 +401,7 @@ def check_causality(
     is_compiled = hasattr(model, "_orig_mod") and not call
     forward = replace(decoder, function=model) if is_compiled else decoder
     options.setdefault("extreme", [decoder])
-    decode = partial(read_in_parts, decoder.function)
+    decode = partial(decode_by_transformers, decoder.function)
     with evaluating(decoder.module), torch.no_grad(), suppress(Exception):  # without a cache, or with a strange one
         idx = torch.zeros(2, T, dtype=int, device=device_of(decoder.module))
         logits_of(decode(idx), (2, T, decoder.vocab_size))
@@ -410,12 +410,12 @@ def check_causality(
         ask = partial(causality.check_causality, forward, decoder.vocab_size, T, module=decoder.module)
         report = ask(**options)
         if options.get("decode") is decode:
-            said = report.finding or ""
-            if "decoding" not in said or options.get("strict"):
-                said = "decoding with its cache was asked for"
+            remark = report.finding or ""
+            if "decoding" not in remark or options.get("strict"):
+                remark = "decoding with its cache was asked for"
             else:
                 report = ask(**options | {"decode": None})
-            report.remarks.add(said)
+            report.remarks.add(remark)
     if report.is_blind:
         report = replace(report, finding=f"{report.finding} (if that is meant, as of a window, pass mask=)")
     if T < beyond:

@@ -33,7 +33,7 @@ def errors_as_user_error(problem: str) -> Iterator[None]:
         raise UserError(f"{problem}: {reason:.300}") from error
 
 
-def visible(text: str) -> str:
+def printable(text: str) -> str:
     """Return the text with escapes for characters that nobody sees, or that a terminal would obey."""
     text = LONE.sub(lambda found: ascii(found[0])[1:-1], text)
     shown = {"\n", "\t", "\u200c", "\u200d"}

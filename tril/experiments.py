@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from tril.causality import watched
-from tril.decoder import device_of, evaluating, read
+from tril.decoder import device_of, evaluating, logits_at
 from tril.errors import UserError
 from tril.kinds import LEAST, Upstream, kind_of
 from tril.look import Captured, Edits, capture, look
@@ -269,7 +269,7 @@ def influence(model: nn.Module, idx: Tensor, effort: float = 1.0, edits: Edits |
     seen = capture(model, edits, tuple(idx.shape))
     no_derivative = suppress(NotImplementedError, UserError)  # a kernel may have none
     with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded, seen, no_derivative:
-        logits = read(model, idx, rows.to(idx.device))
+        logits = logits_at(model, idx, rows.to(idx.device))
         if not embedded or not logits.requires_grad:
             return shares
         likeliest = logits[0].float().log_softmax(-1).amax(-1)

@@ -29,11 +29,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tril.decoder import evaluating, read
+from tril.decoder import evaluating, logits_at
 from tril.errors import UserError
 from tril.metrics import Head, Metrics, measure
 from tril.products import PRODUCTS, find_attention, is_plain, num_texts
-from tril.weights import HIDES, TOLERANCE, Call, Computed, Proof, Read, join
+from tril.weights import HIDES, TOLERANCE, Call, Computed, Proof, WrittenOut, join
 
 MOST_SUM = 10.0  # of a row that is read with dropout: dropout of nine tenths makes a weight ten times as large
 LEAK = 0.01  # the largest share of a row that later tokens may have, if its mask only lowers their scores
@@ -225,7 +225,7 @@ class Captured(TorchFunctionMode):
         output, *others = output
         identity = torch.eye(key.size(2)).to(value).expand(*value.shape[:2], -1, -1)
         weights, *_ = func(query, key, identity, *args)
-        call = Read(value.detach(), weights.detach())
+        call = WrittenOut(value.detach(), weights.detach())
         reason = self.judge(call)
         if reason is None:
             return self.keep(call, output), *others
@@ -246,7 +246,7 @@ class Captured(TorchFunctionMode):
         is_doubtful = any(x in self.exponentials for x in given)
         reasons = []
         for weights, values, order, is_flat in find_attention(name, arguments, output, self.text, self.text_of_call):
-            call = Read(values, weights.clone())
+            call = WrittenOut(values, weights.clone())
             reason = self.judge(call, is_doubtful)
             if reason is None:
                 output = self.keep(call, output, order, is_flat)
@@ -257,7 +257,7 @@ class Captured(TorchFunctionMode):
         self.left_out += reasons[:1]
         return output
 
-    def judge(self, call: Read, is_doubtful: bool = False) -> str | None:
+    def judge(self, call: WrittenOut, is_doubtful: bool = False) -> str | None:
         """Return why weights are not those of a text to itself and its past: "" if they are nothing like it.
 
         is_doubtful: whether they may be numerators.
@@ -425,7 +425,7 @@ def look(
     Raises UserError if the model cannot be read, or for an edit of a head that there is not.
     """
     with evaluating(model), capture(model, edits, tuple(idx.shape), kind) as att:
-        logits = read(model, idx, positions)
+        logits = logits_at(model, idx, positions)
     if missing := {*(edits or {})} - att.edited:
         raise UserError(f"there is no head {'.'.join(map(str, min(missing)))} to change")
     return att, logits

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from tril.errors import visible
+from tril.errors import printable
 from tril.kinds import KINDS, Upstream, by_kind, name_of, short
 from tril.metrics import METRICS, Head, Heads, HeadScores, Metrics
 
@@ -25,7 +25,7 @@ MOST_NAMED = 2  # heads of a kind that fit a line of 80 columns
 def label(token: bytes | str) -> str:
     """Show a token with every character visible: `␣the`, `↵`; `\\xe2` is a part of one, `\\u200b` a hidden one."""
     text = token if isinstance(token, str) else token.decode(errors="backslashreplace")
-    return visible(text).translate(SHOWN)
+    return printable(text).translate(SHOWN)
 
 
 def report(scores: HeadScores, shown: Heads, heads: Heads, upstream: Mapping[Head, Upstream]) -> str:

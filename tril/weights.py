@@ -38,7 +38,7 @@ class Proved(NamedTuple):
         return f"match the fused kernel: max row error {self.error:.1e}"
 
 
-class Seen(NamedTuple):
+class RowSums(NamedTuple):
     """What is known of weights that the model wrote out."""
 
     least: float
@@ -54,16 +54,16 @@ class Seen(NamedTuple):
         return f"read where they met the values: {sums}, later tokens get {self.later:.1g}"
 
 
-Proof = Proved | Seen
+Proof = Proved | RowSums
 
 
 def summarise(proofs: Sequence[Proof]) -> str:
     """Say what is known of the weights: the worst of all layers that were proved, and of all that were read."""
     errors = [proof.error for proof in proofs if isinstance(proof, Proved)]
     found = [Proved(max(errors))] if errors else []
-    if seen := [proof for proof in proofs if isinstance(proof, Seen)]:
+    if seen := [proof for proof in proofs if isinstance(proof, RowSums)]:
         least, most, later = zip(*seen, strict=True)
-        found.append(Seen(min(least), max(most), max(later)))
+        found.append(RowSums(min(least), max(most), max(later)))
     return "; ".join(f"weights {proof}" for proof in found)
 
 
@@ -207,7 +207,7 @@ class Computed(Call):
 
 
 @dataclass(frozen=True, eq=False)
-class Read(Call):
+class WrittenOut(Call):
     """Weights that met the values: a model wrote them out, or was asked for them."""
 
     source: Tensor  # the weights, (B, H, T_query, T_key), in the model's precision
@@ -237,13 +237,13 @@ class Read(Call):
         """Return the weighted sums of the values, (B, H, T_query, D)."""
         return self.source @ repeat_heads(self.values, self.shape[1])
 
-    def prove(self, layer: int) -> Seen:
+    def prove(self, layer: int) -> RowSums:
         """Return what rows sum to, and the largest share of one that later tokens have."""
         weights = self.weights()
         sums = weights.sum(-1)
         later = weights.triu(weights.size(3) - weights.size(2) + 1).sum(-1)
         shares = (later / sums).nan_to_num(0.0)  # a row may be all zeros
-        return Seen(sums.min().item(), sums.max().item(), shares.max().item())
+        return RowSums(sums.min().item(), sums.max().item(), shares.max().item())
 
 
 def join(calls: Sequence[Call], axis: int = 1) -> Call:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.script import outlives_readers, read_prompt, run_script, visible
+from cli.script import outlives_readers, printable, read_prompt, run_script
 from errors import UserError
 from tests.conftest import ROOT, run_python
 
@@ -44,12 +44,12 @@ def test_a_mistake_is_a_sentence_and_a_bug_a_traceback(
 
 
 def test_what_a_stranger_wrote_is_visible_and_commands_no_terminal() -> None:
-    assert visible("\ta猫 é🙂\n") == "\ta猫 é🙂\n"
+    assert printable("\ta猫 é🙂\n") == "\ta猫 é🙂\n"
     for text in ("می\u200cخواهم", "क्\u200dष", "👩🏽\u200d🚀", "❤\ufe0f\u200d🔥"):  # joined letters and emoji
-        assert visible(text) == text
-        assert visible(text[:2] + "\u200c\u202e") == text[:2] + "\\u200c\\u202e"
+        assert printable(text) == text
+        assert printable(text[:2] + "\u200c\u202e") == text[:2] + "\\u200c\\u202e"
     for hidden in "\x1b\x07\x9b\r\u202e\u2066\u200c\u200d\xad\u2028\u2029\udc80":
-        assert visible(f"a{hidden}b") == f"a{ascii(hidden)[1:-1]}b"
+        assert printable(f"a{hidden}b") == f"a{ascii(hidden)[1:-1]}b"
 
 
 def run_code(code: str, **options: object) -> subprocess.CompletedProcess:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import train
 import tril.weights
 from cli.options import parse
-from cli.script import visible
+from cli.script import printable
 from model.checkpoint import step_directories
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.options import Config, to_toml
@@ -89,7 +89,7 @@ def test_a_finished_run_is_shown_in_full(straight: Path) -> None:
     page = Page(straight)
     assert ("a", {"href": "heads.html"}) in page.tags and "last command" not in page.texts["a"][0]
     for step, text in metrics(straight, "sample").items():
-        assert page.entries[f"step {step}: {losses[step]:.4f} nats a token"] == visible(text)
+        assert page.entries[f"step {step}: {losses[step]:.4f} nats a token"] == printable(text)
     shutil.rmtree(straight / "checkpoints" / "step-00000012")
     assert Page(straight).texts["pre"][0].startswith(f"python train.py --resume {straight}\n")
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sample
 import train
 from benchmarks.bench import flops_per_token
-from cli.script import visible
+from cli.script import printable
 from data.batches import IGNORE, Batches
 from model import GPT, GPTConfig
 from tests.conftest import make_gpt, metrics, same_bits, tiny_run, weights
@@ -62,7 +62,7 @@ def test_samples_are_of_each_evaluation_and_change_nothing_else(run, straight: P
     texts = metrics(tmp_path / "other", "sample")
     assert list(texts) == list(metrics(straight, "val_loss")) and len({*texts.values()}) > 1
     assert all(text.startswith("7 is") and len(text) <= 4 + 5 for text in texts.values())
-    assert f"{'':12} | {visible(' '.join(texts[4].split()))}" in result.out.splitlines()
+    assert f"{'':12} | {printable(' '.join(texts[4].split()))}" in result.out.splitlines()
     run(train, *tiny_run(corpus_file, tmp_path / "none", train__sample_tokens=0))
     assert not metrics(tmp_path / "none", "sample")
     for out in (tmp_path / "other", tmp_path / "none"):

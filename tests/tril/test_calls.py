@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import tril
 from tests.conftest import run_python
 from tests.decoders import make_decoder
-from tril.decoder import find_call, read
+from tril.decoder import find_call, logits_at
 from tril.experiments import predict
 
 V, T, C, H = 17, 11, 30, 3
@@ -500,7 +500,7 @@ def test_a_test_of_theirs_fails_with_the_sentence() -> None:
 def test_a_found_call_reads_and_predicts() -> None:
     model, ids = Last().eval(), torch.tensor([[1, 2, 3, 2]])
     decoder = find_call(model)
-    assert torch.equal(read(decoder.as_module(), ids, slice(1, 3)), model(ids, ids)[0][:, 1:3])
+    assert torch.equal(logits_at(decoder.as_module(), ids, slice(1, 3)), model(ids, ids)[0][:, 1:3])
     _, loss, predictions = predict(decoder.as_module(), ids)
     assert torch.isclose(loss, F.cross_entropy(model(ids, ids)[0][0, :-1], ids[0, 1:])) and len(predictions) == 4
 
