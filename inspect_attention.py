@@ -135,7 +135,7 @@ def main() -> None:
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(textwrap.fill(found.verified, 80, initial_indent=" " * 8, subsequent_indent=" " * 8), flush=True)
         if has_page and found is not last:
-            earlier.append(found.describe(places=False))
+            earlier.append(found.page_data(places=False))
 
     print(f"\n{found.name}{', on average' if len(found.scores.losses) > 1 else ''}")
     heads = found.heads if options.heads else ()

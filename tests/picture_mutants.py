@@ -55,7 +55,7 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
         "the file stores the first checkpoint only": ("each.stored[name] for", "checkpoints[0].stored[name] for"),
     },
     "inspection.py": {
-        "the file stores patterns transposed": ("encode(self.pattern(*head))", "encode(self.pattern(*head).T)"),
+        "the file stores patterns transposed": ("pattern(self.pattern(*head))", "pattern(self.pattern(*head).T)"),
         "the file stores norms in another order": (
             "torch.stack([self.value_norms[head] for head in self.heads])",
             "torch.stack([self.value_norms[head] for head in self.heads[::-1]])",

@@ -71,9 +71,9 @@ class Comparison:
             lines.append("  ".join([*named, *map(short, distances)]))
         return "\n".join([MATCHES, *lines, "", repr(self.known)])
 
-    def describe(self) -> list[page.Described]:
+    def page_data(self) -> list[page.PageData]:
         """Return what a page shows of both. There the heads have the names of those of a."""
-        a, b = (found.describe(places=False) for found in (self.a, self.b))
+        a, b = (found.page_data(places=False) for found in (self.a, self.b))
         pairs = [(*map(name_of, match[:2]), *map(short, match[2:])) for match in self.matches]
         names = {other: head for head, other, *_ in pairs}
         stored = {names.get(name, name): numbers for name, numbers in b.stored.items()}
@@ -83,11 +83,11 @@ class Comparison:
     def save(self, path: str | Path) -> None:
         """Write a page, .html, of both. A failure leaves an old file there. Raises UserError for another suffix."""
         check_output(Path(path), FORMATS[:1])
-        write_file(Path(path), page.render(self.describe()).encode())
+        write_file(Path(path), page.render(self.page_data()).encode())
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""
-        return page.in_frame(page.render(self.describe()))
+        return page.in_frame(page.render(self.page_data()))
 
 
 def compare(a: Inspection, b: Inspection) -> Comparison:

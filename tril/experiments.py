@@ -26,7 +26,7 @@ from tril.decoder import device_of, evaluating, logits_at
 from tril.errors import UserError
 from tril.kinds import LEAST, Upstream, kind_of
 from tril.look import Captured, Edits, capture, look
-from tril.metrics import Head, Heads, HeadScores, Metrics, Prediction, measure
+from tril.metrics import Head, Heads, HeadScores, Metrics, Prediction, layer_metrics
 from tril.weights import Computed, NotTheKernels
 
 POSITIONS = 1024  # logits are computed for so many positions of a sequence at a time: V numbers each
@@ -241,7 +241,7 @@ def by_sides(model: nn.Module, texts: Sequence[Tensor], edits: Edits, head: Head
         plain, edited = (look(model, idx, each)[0].calls[layer].of_head(number) for each in (None, edits))
         for name, field in {"keys": "k", "queries": "q"}.items() if isinstance(plain, Computed) else ():
             changed = replace(plain, **{field: getattr(edited, field)})
-            found[name].append(measure(changed.blocks(), idx.size(1) // 2)[metric][0, 0].item())
+            found[name].append(layer_metrics(changed.blocks(), idx.size(1) // 2)[metric][0, 0].item())
     return {name: sum(scores) / len(texts) for name, scores in found.items()}
 
 

@@ -223,11 +223,11 @@ class Inspection:
         """Format a line for each of these heads, and one for each kind. By default of many heads the best are shown."""
         return report(self.scores, self.heads, heads, self.upstream)
 
-    def save(self, path: str | Path, earlier: Sequence[page.Described] = ()) -> None:
+    def save(self, path: str | Path, earlier: Sequence[page.PageData] = ()) -> None:
         """Write a page (.html), a picture (.png, .svg) or arrays (.npz). A failure leaves an old file there.
 
         Arrays are heads (n, 2), weights (n, T, T), tokens (T,), losses (N,), and metrics by their names, (L, H).
-        earlier: what `describe` returned of earlier checkpoints, for a page of all. Raises UserError for another
+        earlier: what `page_data` returned of earlier checkpoints, for a page of all. Raises UserError for another
         suffix, and if the heads do not fit; OSError if it cannot be written.
         """
         path = Path(path)
@@ -235,7 +235,7 @@ class Inspection:
         content = BytesIO()
         suffix = path.suffix.lower()
         if suffix == ".html":
-            content.write(page.render([*earlier, self.describe()]).encode())
+            content.write(page.render([*earlier, self.page_data()]).encode())
         elif suffix == ".npz":
             weights = torch.stack([self.pattern(*head) for head in self.heads])
             arrays = {"heads": self.heads, "weights": weights, "tokens": self.labels, "losses": self.scores.losses}
@@ -253,7 +253,7 @@ class Inspection:
         ids = self.names.ids(text)
         return inspection_of(self.decoder, self.names, ids, name=self.name, asked=self.asked, probe=None)
 
-    def describe(self, places: bool = True) -> page.Described:
+    def page_data(self, places: bool = True) -> page.PageData:
         """Return what a page shows, without the model; places: also the strongest places."""
         page.check_room(len(self.heads), len(self.labels))
         predictions = self.scores.predictions[: len(self.labels)]  # the first text may be shown in part
@@ -275,8 +275,8 @@ class Inspection:
                 for token, chance, loss in predictions
             ],
         }
-        stored = {name_of(head): page.encode(self.pattern(*head)) for head in self.heads}
-        stored["influence"] = page.encode(self.influence.nan_to_num())  # 0: not computed
+        stored = {name_of(head): page.pack_pattern(self.pattern(*head)) for head in self.heads}
+        stored["influence"] = page.pack_pattern(self.influence.nan_to_num())  # 0: not computed
         if self.value_norms:
             stored["values"] = page.pack(torch.stack([self.value_norms[head] for head in self.heads]), "<f4")
         if self.logit_attribution:
@@ -292,7 +292,7 @@ class Inspection:
         strongest = self.strongest if places else {}
         if strongest:
             stored["places"] = page.pack_places(strongest.values())
-        return page.Described(
+        return page.PageData(
             self.name,
             self.note,
             self.labels,
@@ -309,7 +309,7 @@ class Inspection:
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""
-        return page.in_frame(page.render([self.describe()]))
+        return page.in_frame(page.render([self.page_data()]))
 
 
 def write_file(path: Path, content: bytes) -> None:

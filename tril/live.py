@@ -104,7 +104,7 @@ def answers(plain: Inspection, written: str) -> Callable[..., str]:
             for head in choose_heads(names.split() or "", L, H):
                 edits[head] = change or patch(att, head)
         found = replace(found, measured=found.shown, probe=None, edits=edits, effort=EFFORT, plain=plain, corpus=None)
-        return page.render([found.describe()], written)
+        return page.render([found.page_data()], written)
 
     return answer
 

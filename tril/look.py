@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tril.decoder import evaluating, logits_at
 from tril.errors import UserError
-from tril.metrics import Head, Metrics, measure
+from tril.metrics import Head, Metrics, layer_metrics
 from tril.products import PRODUCTS, find_attention, is_plain, num_texts
 from tril.weights import HIDES, TOLERANCE, Call, Computed, Proof, WrittenOut, join
 
@@ -347,7 +347,7 @@ class Captured(TorchFunctionMode):
     def scores(self, repeat: int | None = None) -> Metrics:
         """Return the metrics of all heads in each sequence: metric -> (B, L, H).
 
-        The metrics are those of `measure` in tril/metrics.py. Of a kernel no T x T matrix is stored.
+        The metrics are those of `layer_metrics` in tril/metrics.py. Of a kernel no T x T matrix is stored.
 
         repeat: the length L of the repeated part if the text is a `repeat_probe`.
 
@@ -360,7 +360,7 @@ class Captured(TorchFunctionMode):
         _, B, H, _ = self.shape
         if any(call.is_padded for call in self.calls):
             raise UserError("some tokens no query may see, as padding: scores are means over all, so read texts alone")
-        layers = [measure(call.blocks(), repeat) for call in self.calls]
+        layers = [layer_metrics(call.blocks(), repeat) for call in self.calls]
         return tuple(
             {name: torch.stack([layer[name][:, part].expand(B, H) for layer in layers], dim=1) for name in layers[0]}
             for part in (slice(H), slice(H, None))

@@ -52,7 +52,7 @@ class HeadScores:
         return {name: samples.mean(0) for name, samples in self.samples.items()}
 
 
-def measure(blocks: Iterable[tuple[Tensor, Tensor]], repeat: int | None = None) -> Metrics:
+def layer_metrics(blocks: Iterable[tuple[Tensor, Tensor]], repeat: int | None = None) -> Metrics:
     """Return the metrics of one layer, float64 on the CPU: metric -> (B, H + 1 or 2H).
 
     Behind its heads are those that attend evenly to what they may see: one, or one for each. A metric without any row

@@ -29,7 +29,7 @@ from tril.places import Places
 MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
 
 
-class Described(NamedTuple):
+class PageData(NamedTuple):
     """What a page shows of one model, as texts and as packed numbers."""
 
     name: str  # of the model
@@ -65,7 +65,7 @@ def environment() -> object:
     return found
 
 
-def render(checkpoints: Sequence[Described], live: str | None = None) -> str:
+def render(checkpoints: Sequence[PageData], live: str | None = None) -> str:
     """Return the page of one or more checkpoints, in order, of which the last gives the text.
 
     live: of a page that is served, the text to begin with. It has a form to ask for another.
@@ -106,7 +106,7 @@ def pack(numbers: Tensor, dtype: str) -> str:
     return deflate(numbers.numpy().astype(dtype).tobytes())
 
 
-def encode(pattern: Tensor) -> str:
+def pack_pattern(pattern: Tensor) -> str:
     """Return the lower triangle of (T, T) as the page stores it."""
     weights = pattern[*torch.tril_indices(*pattern.shape)]
     return pack((weights.clip(0, 1) * 65535).round(), "<u2")

@@ -21,7 +21,7 @@ from tril import ablate, head_scores, influence, repeat_probe
 from tril.experiments import by_sides, predict, upstream_heads
 from tril.inspection import Inspection
 from tril.look import look
-from tril.metrics import measure
+from tril.metrics import layer_metrics
 
 B, T, V, L, H = 2, 11, 17, 2, 3
 REPEAT = 7  # r_1 to r_7, twice, behind a start
@@ -29,7 +29,7 @@ SIZE = 2 * REPEAT + 1
 
 
 def in_blocks(pattern: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (T, T) in blocks of rows as `measure` reads them, for a batch and heads of one that see all their past."""
+    """Yield (T, T) in blocks of rows for `layer_metrics`, for a batch and heads of one that see all their past."""
     past = torch.ones_like(pattern, dtype=torch.bool).tril()[None, None]
     for start in range(0, len(pattern), rows):
         block = pattern[start : start + rows, : start + rows][None, None].clone()
@@ -68,7 +68,7 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_heads_have_their_known_values(name: str, rows: int) -> None:
     pattern, values = KNOWN[name]
-    found = measure(in_blocks(pattern, rows), REPEAT)
+    found = layer_metrics(in_blocks(pattern, rows), REPEAT)
     names = ("entropy", "distance", "sink", "current", "previous", "duplicate", "induction")
     for metric, *known in zip(names, values, KNOWN["uniform"][1], strict=True):  # of the head, and of an even one
         assert found[metric].tolist() == [pytest.approx(known, abs=1e-6)], metric
@@ -86,7 +86,7 @@ def test_scores_do_not_depend_on_blocks_and_are_those_of_the_patterns(size: int,
     for layer in range(L):
         for head in range(H):
             for b in range(B):
-                alone = measure(in_blocks(att.pattern(layer, head)[b], T), 5)
+                alone = layer_metrics(in_blocks(att.pattern(layer, head)[b], T), 5)
                 for name in found:
                     torch.testing.assert_close(found[name][b, layer, head], alone[name][0, 0], rtol=0, atol=1e-6)
 
@@ -248,7 +248,7 @@ def test_both_sides_are_the_whole_ablation_and_a_head_replaced_by_itself_moves_n
         for n, idx in enumerate(texts):  # the queries of the whole ablation with its keys
             ablated = look(model, idx, edits)[0].calls[1].of_head(head[1])
             mixed = dataclasses.replace(look(model, idx)[0].calls[1].of_head(head[1]), q=ablated.q, k=ablated.k)
-            assert measure(mixed.blocks(), REPEAT)["induction"][0, 0].item() == without[n]
+            assert layer_metrics(mixed.blocks(), REPEAT)["induction"][0, 0].item() == without[n]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "nanochat"])

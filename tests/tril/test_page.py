@@ -107,7 +107,7 @@ def reasons_of(num_heads: int, length: int) -> torch.Tensor:
 
 
 def write(path: Path, *inspections: Inspection) -> None:
-    path.write_text(page.render([each.describe() for each in inspections or [inspected()]]), encoding="utf-8")
+    path.write_text(page.render([each.page_data() for each in inspections or [inspected()]]), encoding="utf-8")
 
 
 def stored(path: Path, name: str) -> np.ndarray:
@@ -133,7 +133,7 @@ def test_the_file_loads_nothing_and_tokens_stay_text(tmp_path: Path) -> None:
     write(path, inspected(**hostile, known=False))
     text = path.read_text()
     nonces = re.findall(r"""nonce[-=]['"]?([\w-]{43})['"]""", text)
-    assert len(nonces) == 4 and len({*nonces}) == 1 and nonces[0] not in page.render([inspected().describe()])
+    assert len(nonces) == 4 and len({*nonces}) == 1 and nonces[0] not in page.render([inspected().page_data()])
     policy = "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'".format(nonces[0])
     for part in (f'content="{policy}"', f'<style nonce="{nonces[0]}">', f'<script nonce="{nonces[0]}">'):
         assert text.count(part) == 1
@@ -307,10 +307,10 @@ def test_a_notebook_shows_it_in_a_frame_without_an_address(show: Callable) -> No
 
 @pytest.mark.long
 def test_a_view_that_is_unknown_says_so(show: Callable) -> None:
-    described = inspected(known=False).describe()
+    described = inspected(known=False).page_data()
     del described.stored["why"]
     described.texts["unexplained"] = "why is not known"
-    page = show(SimpleNamespace(describe=lambda: described), link="#0.1/4/values")
+    page = show(SimpleNamespace(page_data=lambda: described), link="#0.1/4/values")
     views = page.locator("#views input:disabled").evaluate_all("(views) => views.map((view) => view.value)")
     assert views == ["values", "logits"]
     assert page.locator("#meaning").inner_text().endswith("Unknown for this type of model: values and logits.")

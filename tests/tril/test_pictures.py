@@ -346,7 +346,7 @@ def mutated(file: str, old: str, new: str) -> Iterator[None]:
     try:
         if file == "inspection.py":
             exec(compile(changed, path, "exec"), found := dict(vars(module)))
-            for name in ("describe", "save"):
+            for name in ("page_data", "save"):
                 setattr(Inspection, name, vars(found["Inspection"])[name])
         elif path.suffix == ".js":
             whole = module.environment()
@@ -356,7 +356,7 @@ def mutated(file: str, old: str, new: str) -> Iterator[None]:
             exec(compile(changed, path, "exec"), module.__dict__)
         yield
     finally:
-        for name in ("describe", "save"):
+        for name in ("page_data", "save"):
             setattr(Inspection, name, kept[name])
         if file != "inspection.py":
             importlib.reload(module)

@@ -212,7 +212,7 @@ def test_a_model_in_bfloat16_is_followed_where_it_would_train_by_the_formula(fam
 def test_a_score_as_small_as_its_rounding_is_followed() -> None:
     """In bfloat16 one writer's part differs from such a score by more than a tenth."""
     for first in (4, 9):
-        assert "why" in inspect_heads(make("qwen3").bfloat16(), [first, 3]).describe().stored
+        assert "why" in inspect_heads(make("qwen3").bfloat16(), [first, 3]).page_data().stored
 
 
 def test_without_numbers_it_is_the_place_where_a_head_looks_most() -> None:
@@ -365,7 +365,7 @@ def test_where_it_cannot_be_followed_a_sentence_says_what_is_known(model, words:
     assert found.pattern(1, 2).shape == (T, T)
     with pytest.raises(UserError, match=f"where heads look is known, why is not: .*{words}"):
         found.why(1, 2, 5, 4)
-    described = found.describe()
+    described = found.page_data()
     assert "why" not in described.stored and "why is not" in described.texts["unexplained"]
 
 
@@ -398,7 +398,7 @@ def test_a_changed_head_writes_nothing() -> None:
 
 def test_the_page_has_the_parts_of_the_largest_weights(monkeypatch) -> None:
     found = inspect_heads(make("gpt2").double(), IDS, heads=["2.5", "0.1", "1.*"])
-    described = found.describe()
+    described = found.page_data()
     numbers = np.frombuffer(zlib.decompress(b64decode(described.stored["why"])), "<i4").reshape(
         22, len(found.heads), T, 3
     )
@@ -421,4 +421,4 @@ def test_the_page_has_the_parts_of_the_largest_weights(monkeypatch) -> None:
                     assert np.abs(parts[: len(largest)] - [100 * side[name] for name in largest]).max() <= 0.5 + 1e-9
                     assert not parts[len(largest) :].any()
     monkeypatch.setattr(why, "CPU_FLOPS", 1)
-    assert "too much to compute" in replace(found).describe().texts["unexplained"]
+    assert "too much to compute" in replace(found).page_data().texts["unexplained"]
