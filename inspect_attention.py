@@ -128,8 +128,8 @@ def main() -> None:
     if has_page:  # check now, not after the work
         check_room(num_heads, len(last.labels), len(checkpoints))
     print(last.note)
-    if last.num_written:
-        print("wrote:  " + "".join(last.labels[-last.num_written :]))
+    if last.num_generated:
+        print("wrote:  " + "".join(last.labels[-last.num_generated :]))
     before = (beside(last, checkpoint, device) for checkpoint in checkpoints[:-1])
     for found in chain(before, [last]):
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")

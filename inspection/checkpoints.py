@@ -103,10 +103,10 @@ def inspect_checkpoint(
     if text is not None:
         given = names.ids(text)
         ids = given + continued(decoder, given, num_tokens, sampler)
-        found = inspection_of(decoder, names, ids, tokens=seen, num_written=len(ids) - len(given), **options)
+        found = inspection_of(decoder, names, ids, tokens=seen, num_generated=len(ids) - len(given), **options)
         if num_tokens:
-            full = ", then the context was full" if found.num_written < num_tokens else ""
-            found.text_note += f", of which the model wrote {found.num_written}{full}"
+            full = ", then the context was full" if found.num_generated < num_tokens else ""
+            found.text_note += f", of which the model wrote {found.num_generated}{full}"
         return found
     if long is None:
         raise UserError(

@@ -69,7 +69,7 @@ class Inspection:
     name: str = "model"  # as "quickstart step-00000400"
     text_note: str = ""  # describes `measured`
     pool: str = "vocabulary"  # what the tokens of the probe were drawn from
-    num_written: int = 0  # of the tokens shown, so many of the last are the model's own
+    num_generated: int = 0  # of the tokens shown, so many of the last are the model's own
     ablation: Ablation | None = None
     edits: Edits | None = None  # while the text is read
     effort: float = 1.0  # the part of CPU_FLOPS to spend on each extra of a page
@@ -296,7 +296,7 @@ class Inspection:
             self.name,
             self.note,
             self.labels,
-            self.num_written,
+            self.num_generated,
             [*map(name_of, self.heads)],
             self.probe is not None,
             bool(strongest),

@@ -386,7 +386,7 @@ function shade(parts, amounts, colour, shown, unseen, other) {
     const mark = i === shown ? "shown" : i === other ? "other" : unseen(i) ? "unseen" : "";
     const percent = ((100 * amounts[i]) / largest).toFixed(1);
     part.style.backgroundColor = amounts[i] > 0 ? tint(colour, percent) : "";
-    part.className = `token ${mark}${i < given ? "" : " written"}`.trim();
+    part.className = `token ${mark}${i < given ? "" : " generated"}`.trim();
   });
   return largest;
 }
@@ -548,7 +548,7 @@ async function drawPlaces() {
   }));
 }
 
-function drawPlace(text, amount, start, query, key, written) {
+function drawPlace(text, amount, start, query, key, likeliest) {
   const word = (i) => make(`bdi.token${i === query ? ".shown" : ""}${i === key ? ".key" : ""}`, text[i]);
   const distance = (i) => Math.min(Math.abs(i - query), Math.abs(i - key));
   const part = (i) => (distance(i) <= NEAR ? word(i) : i > key && i === query - NEAR - 1 ? " … " : []);
@@ -556,8 +556,8 @@ function drawPlace(text, amount, start, query, key, written) {
   const whole = make("div.text");
   const number = (start + query).toLocaleString("en");
   const figures = [amount.toFixed(2), number].map((each) => make("span", each));
-  const writes = make("span.writes", written.map((label) => [make("bdi.token", label), " "]));
-  const details = make("details.place", make("summary", figures, line, writes), whole);
+  const tokens = make("span.likeliest", likeliest.map((label) => [make("bdi.token", label), " "]));
+  const details = make("details.place", make("summary", figures, line, tokens), whole);
   details.ontoggle = () => {
     if (!details.open || whole.firstChild) return;
     whole.append(...text.flatMap((label, i) => [word(i), endOf(label)]));

@@ -35,7 +35,7 @@ class PageData(NamedTuple):
     name: str  # of the model
     note: str  # says what text and what probe were read
     labels: Sequence[str]  # of the tokens
-    num_written: int  # of the tokens, so many of the last are the model's own
+    num_generated: int  # of the tokens, so many of the last are the model's own
     heads: Sequence[str]  # their names
     probe: bool  # whether there was one
     strongest: bool  # whether there are places
@@ -90,7 +90,7 @@ def pack_places(found: Iterable[Places]) -> str:
     groups = [(places.note, places.groups) for places in found]
     texts = {place.start: place.labels for _, titled in groups for _, some in titled for place in some}
     shown = [
-        (note, [(title, [(*place[:4], place.written) for place in some]) for title, some in titled])
+        (note, [(title, [(*place[:4], place.likeliest) for place in some]) for title, some in titled])
         for note, titled in groups
     ]
     return deflate(json.dumps([texts, shown]).encode())

@@ -22,7 +22,7 @@ from tril.texts import draw_texts
 from tril.views import projected_values, unembedding
 
 MOST_PLACES = 12  # of a head
-MOST_WRITTEN = 3  # tokens that are made likelier at a place
+MOST_LIKELIEST = 3  # tokens that are made likelier at a place
 NUM_PIECES = 8  # of a corpus, in which losses are measured without a head
 MINUTE = 1.2e12  # tokens times parameters that a CPU core reads in about a minute
 LEAST_SIZE = 5e6  # parameters that are added for the attention, most of the work of a small model
@@ -41,7 +41,7 @@ class Place(NamedTuple):
     query: int
     key: int
     labels: list[str]  # of the text, (T,)
-    written: list[str]  # the tokens that the head makes likeliest by what it moves from the key
+    likeliest: list[str]  # the tokens that the head makes likeliest by what it moves from the key
 
     def near(self, i: int) -> str:
         """Return a token of the text and what is around it, in 27 characters."""
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
     def __repr__(self) -> str:
         line = f"{self.amount:.2f} {self.start + self.query:8d} {self.near(self.query)} {self.near(self.key)}"
-        return f"{line} {' '.join(self.written):.10}".rstrip()
+        return f"{line} {' '.join(self.likeliest):.10}".rstrip()
 
 
 class Places(NamedTuple):
@@ -100,7 +100,7 @@ def find_places(
             title = MISSED.format(lost[head].mean(), lost[head].numel())
             missed = choose(starts, texts, label, lost[head], keys)
             found[head].groups.insert(1, (title, missed))
-    add_written(model, corpus, found, label)
+    add_likeliest(model, corpus, found, label)
     return found
 
 
@@ -144,7 +144,7 @@ def choose(
     return found
 
 
-def add_written(
+def add_likeliest(
     model: nn.Module, corpus: Sequence[int], found: Mapping[Head, Places], label: Callable[[int], str]
 ) -> None:
     """Add to places, but those by decile, what the head makes likeliest there, if that is known of the model."""
@@ -153,10 +153,10 @@ def add_written(
         for _, group in places.groups[:-1]:
             for place in group:
                 by_text[place.start].append((head, place))
-    for start, there in progress(by_text.items(), desc="written there", unit=" texts"):
+    for start, there in progress(by_text.items(), desc="likeliest there", unit=" texts"):
         T = len(there[0][1].labels)
         att, _ = look(model, draw_texts(corpus[start : start + T], T, 1)[1])
         out = unembedding(att)
         for head, place in there if out else ():
             logits = out.logits(projected_values(att, head)[None, place.key - T])[0]
-            place.written.extend(map(label, logits.argsort(descending=True)[:MOST_WRITTEN].tolist()))
+            place.likeliest.extend(map(label, logits.argsort(descending=True)[:MOST_LIKELIEST].tolist()))

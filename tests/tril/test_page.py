@@ -249,7 +249,7 @@ def test_a_press_goes_to_an_upstream_head_and_back(show: Callable) -> None:
 
 @pytest.mark.long
 def test_what_the_model_wrote_is_in_italics(show: Callable) -> None:
-    page = show(inspected(num_written=3), link="#1.1/8")
+    page = show(inspected(num_generated=3), link="#1.1/8")
     styles = page.locator("#text .token").evaluate_all(
         "(parts) => parts.map((part) => getComputedStyle(part).fontStyle)"
     )

@@ -158,7 +158,7 @@ def test_what_a_head_writes_is_its_direct_logits_at_a_weight_of_one() -> None:
             alone[place.query, place.key] = 1
             att.pattern = lambda *_, alone=alone: alone[None]
             found = attribute_logits(att, unembedding(att), [head])
-            assert [*place.written] == [*map(str, found[head][0][place.query, :3].tolist())]
+            assert [*place.likeliest] == [*map(str, found[head][0][place.query, :3].tolist())]
 
 
 def test_what_cannot_be_read_in_a_minute_is_drawn_evenly(monkeypatch) -> None:
