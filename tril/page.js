@@ -313,8 +313,8 @@ function drawHead() {
   drawLarge();
 }
 
-// The upstream heads, and the heads that this one is upstream of: each head that is named is a button that goes there. Scores have no digit
-// before the point, or two after it.
+// The upstream heads, and the heads that this one is upstream of: each that is named is a button that goes there. Scores
+// have no digit before the point, or two after it.
 function drawUpstream() {
   if (pairs) {
     const [distance, next] = pairs[state.head].slice(2);
