@@ -290,6 +290,7 @@ def named_cuda() -> Iterator[None]:
         "torch.nn.functional.scaled_dot_product_attention": scaled_dot_product_attention,
         "torch.Generator": HostGenerator,
         "model.recorded.record": lambda work: work,
+        "torch._subclasses.fake_tensor.FakeTensor.data_ptr": lambda tensor: tensor.untyped_storage()._cdata,
         "torch.cuda.make_graphed_callables": lambda module, example: module,
     }
     with ExitStack() as patches:

@@ -1,51 +1,81 @@
 """Decoding by a CUDA graph: one token a call, whose kernels the host does not launch one by one."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.cache import LayerCache
+from model.families import autocast_dtype
 
 # Outside of a graph, cuDNN's kernel would make a new plan for every number of keys. In a graph one query has a mask:
 # there cuDNN's is the fastest, and in a precision that it does not have, the formula.
 ONE_BY_ONE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 RECORDED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+ROOM = 256  # caches have a multiple of it, so that texts of other lengths can use the same graph
 LIMIT = 0.05  # of the size of logits; 12 layers round by 0.015 of it in bfloat16, where another kernel is used
 
+KEPT = WeakKeyDictionary()  # model -> {key of its last graph: (its caches, what reads a token by it)}
 Read = Callable[[Tensor], Tensor]  # the next tokens, (B, T) -> logits of the token after them, (B, V)
 
 
-def reader(model: nn.Module, caches: list[LayerCache]) -> Read:
-    """Return a function that reads tokens into the caches of a `GPT`. A call may overwrite the logits of the last."""
+@contextmanager
+def reader(model: nn.Module, idx: Tensor, capacity: int) -> Iterator[tuple[list[LayerCache], Read]]:
+    """Yield the empty caches of a text that begins with idx, and a function by which a `GPT` reads tokens into them.
+
+    A call may overwrite the logits of the last. A graph and its caches are kept for the model's next text, but not in
+    training, which needs the memory.
+    """
+    key = None
+    if can_record(model, idx):
+        capacity = min(capacity + -capacity % ROOM, model.config.context_length)
+        # What a graph has decided once. It reads what is written into a weight, and not a tensor in its place.
+        key = (
+            len(idx),
+            capacity,
+            autocast_dtype(idx),
+            torch.get_float32_matmul_precision(),
+            *((tensor.data_ptr(), tensor.stride()) for tensor in (*model.parameters(), *model.buffers())),
+            *(id(value) for part in model.modules() for value in vars(part).values()),
+        )
+    # Taken out, so that no other text uses it meanwhile.
+    caches, step = key and KEPT.pop(model, {}).get(key) or (model.new_cache(len(idx), capacity), None)
 
     @sdpa_kernel(ONE_BY_ONE)
     def read(idx: Tensor) -> Tensor:
         return model.logits(model.hidden(idx, caches)[:, -1])
 
-    def prefill(idx: Tensor) -> Tensor:
-        """Read several tokens; a prompt that all rows have is read once."""
-        rows = idx[:1] if len(idx) > 1 and (idx == idx[:1]).all() else idx
-        return read(rows).expand(len(idx), -1)
+    def read_next(idx: Tensor) -> Tensor:
+        """Read one token by a graph, or several, which are read once if all rows have them."""
+        nonlocal step
+        if idx.size(1) > 1:
+            rows = idx[:1] if len(idx) > 1 and (idx == idx[:1]).all() else idx
+            return read(rows).expand(len(idx), -1)
+        if step is None:
+            step = record_step(model, caches, idx, read) if key else read
+        return step(idx)
 
-    replay = None
-
-    def decode_one_token(token: Tensor) -> Tensor:
-        nonlocal replay
-        if replay is None:
-            logits, replay = record_step(model, caches, token, read)
-            return logits
-        return replay(token)
-
-    return lambda idx: decode_one_token(idx) if idx.size(1) == 1 else prefill(idx)
+    try:
+        yield caches, read_next
+    finally:
+        if step not in (None, read) and not model.training:
+            for cache in caches:
+                cache.length = 0
+                cache.keys.zero_()  # no mask would hide a nan of this text from the next
+                cache.values.zero_()
+            KEPT[model] = {key: (caches, step)}
 
 
 def can_record(model: nn.Module, token: Tensor) -> bool:
     """Return whether a graph may be recorded: on CUDA, and if no hook listens, as those of an inspection do."""
-    return token.is_cuda and not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    return token.is_cuda and not any(
+        part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in model.modules()
+    )
 
 
 @dataclass
@@ -66,24 +96,23 @@ class StepCache:
         return self.cache.keys, self.cache.values
 
 
-def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read: Read) -> tuple[Tensor, Read]:
-    """Read a token, (B, 1), into the caches. Return its logits, and what reads single tokens from then on.
+def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read: Read) -> Read:
+    """Return what reads single tokens, such as this one, (B, 1), into the caches, which stay as they are.
 
     That is a graph, or `read` where the two do not agree on this token. A graph repeats what Python has decided once:
     it does not fit a model that asks the host, or one that counts the keys of its caches.
     """
-    if not can_record(model, token):
-        return read(token), read
     token = token.clone()
-    position = torch.full((1,), caches[0].length, device=token.device)
+    position = token.new_full((1,), caches[0].length)
     steps = [StepCache(cache, position) for cache in caches]
     try:
         replay = record(lambda: model.logits(model.hidden(token, steps)[:, -1]))
     except Exception:  # whatever a changed model may do that a graph cannot
-        return read(token), read
+        return read
     replayed = replay()
     logits = read(token)
-    agrees = (replayed - logits).norm() < LIMIT * logits.norm()
+    for cache in caches:
+        cache.length -= 1
 
     def read_one(next_token: Tensor) -> Tensor:
         token.copy_(next_token)
@@ -92,7 +121,7 @@ def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read:
             cache.length += 1
         return replay()
 
-    return logits, read_one if agrees else read
+    return read_one if (replayed - logits).norm() < LIMIT * logits.norm() else read
 
 
 def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:

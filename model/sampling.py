@@ -64,19 +64,18 @@ def stream(model: nn.Module, idx: Tensor, num_tokens: int, sampler: Sampler, see
     generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
     context_length = model.config.context_length
     context = idx[:, -context_length:]
-    caches = model.new_cache(len(idx), min(context_length, context.size(1) + num_tokens))
-    read = reader(model, caches)
     modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        for _ in range(num_tokens):
-            if context.size(1) > context_length:
-                context = context[:, -(context_length - context_length // 2) :]
-                for cache in caches:
-                    cache.length = 0  # forgets all positions and keeps the storage
-            token = sampler.choose(read(context[:, caches[0].length :]), generator)
-            context = torch.cat((context, token), dim=1)
-            yield token
-    finally:
-        for part, was_training in modes:
-            part.training = was_training
+    with reader(model, context, min(context_length, context.size(1) + num_tokens)) as (caches, read):
+        model.eval()
+        try:
+            for _ in range(num_tokens):
+                if context.size(1) > context_length:
+                    context = context[:, -(context_length - context_length // 2) :]
+                    for cache in caches:
+                        cache.length = 0  # forgets all positions and keeps the storage
+                token = sampler.choose(read(context[:, caches[0].length :]), generator)
+                context = torch.cat((context, token), dim=1)
+                yield token
+        finally:
+            for part, was_training in modes:
+                part.training = was_training

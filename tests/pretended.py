@@ -195,3 +195,8 @@ def test_decoding_reads_one_number_a_token(family: str, dtype: str, n_kv_head: i
         assert len(gpu.waits) == 5 and not gpu.mixed
         cache = 2 * n_kv_head * 1007 * model.config.head_dim * DTYPES[dtype].itemsize
         assert gpu.peak - before < cache / 4  # no token copies the keys of a layer
+        second = torch.zeros(1, 991, dtype=torch.int64).to("cuda")
+        gpu.clear()
+        for token in stream(model, second, 7, Sampler(top_k=5), seed=1):
+            token.item()
+        assert len(gpu.waits) == 7 and not gpu.mixed  # the graph is kept

@@ -1,14 +1,22 @@
 """Generation: the cache changes nothing, the filters keep what they say, and the same seed writes the same text."""
 
+import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from errors import UserError
 from model.families import FAMILIES
-from model.sampling import keep_top_k, keep_top_p
+from model.recorded import KEPT, can_record
+from model.sampling import Sampler, keep_top_k, keep_top_p, stream
 from tests.conftest import make_gpt
 
 T, V = 11, 17
@@ -74,7 +82,7 @@ def test_a_seed_draws_what_multinomial_draws_from_the_whole_model(changes: dict,
 
 @pytest.mark.parametrize("changes", [*SHAPES, {"family": "llama", "n_embd": 18, "n_kv_head": 1}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length, launches", [(1, 29), (5, 27), (25, 26)])
+@pytest.mark.parametrize("length, launches", [(1, 30), (5, 28), (25, 27)])
 def test_a_step_of_static_shapes_writes_the_same_text(
     changes: dict, dtype: torch.dtype, length: int, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +91,106 @@ def test_a_step_of_static_shapes_writes_the_same_text(
     monkeypatch.setattr("model.recorded.can_record", lambda model, token: True)
     monkeypatch.setattr("model.recorded.record", lambda work: lambda: launched.append(1) or work())
     assert torch.equal(model.generate(idx, 3 * T, seed=7), expected)
-    assert len(launched) == launches  # of 33: the others come after a text, or half a window, or are read to compare
+    assert len(launched) == launches  # one to compare, and of 33 those that are not read with a text or half a window
+
+
+class Tape(TorchDispatchMode):
+    """Stands for a CUDA graph: the same operators again, on the storage that they had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}))
+        self.calls.append((func, args, kwargs, func(*args, **kwargs)))
+        return self.calls[-1][-1]
+
+    def replay(self) -> None:
+        for func, args, kwargs, made in self.calls:
+            for old, new in zip(tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True):
+                old.copy_(new)
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
+    tapes = []
+
+    def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        tapes.append(tape := Tape())
+        with tape:
+            logits = work()
+        return lambda: tape.replay() or logits
+
+    monkeypatch.setattr("model.recorded.can_record", lambda model, token: True)
+    monkeypatch.setattr("model.recorded.record", record)
+    return tapes
+
+
+def test_a_graph_is_kept_until_it_does_not_fit(tapes: list[Tape], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_gpt(family="qwen3", n_embd=18, context_length=23).double().eval()
+    weight = model.blocks[0].mlp.up_proj.weight
+    monkeypatch.setattr("model.recorded.ROOM", 13)
+
+    def check(recorded: int, rows: int = 3, length: int = 5) -> None:
+        idx = torch.randint(V, (rows, length))
+        with monkeypatch.context() as eager:
+            eager.setattr("model.recorded.can_record", lambda model, token: False)
+            expected = model.generate(idx, 4, seed=7)
+        assert torch.equal(model.generate(idx, 4, seed=7), expected)
+        assert len(tapes) == recorded
+
+    check(1)
+    check(1, length=2)
+    check(2, length=11)  # has no room in the caches
+    check(3, rows=2, length=11)
+    check(4)
+    weight.data.mul_(30)
+    check(4)
+    before = weight.data.clone()
+    weight.data.fill_(torch.nan)
+    model.generate(torch.zeros(3, 8, dtype=torch.int64), 4)
+    weight.data.copy_(before)
+    check(4)
+    weight.data = weight.data.roll(1)
+    check(5)
+    model.blocks[1].mlp = copy.deepcopy(model.blocks[0].mlp)
+    check(6)
+    model.blocks[0].attention.q_norm.eps = 1.0
+    check(7)
+    model.train()  # keeps none
+    check(8)
+    check(9)
+
+
+def test_a_part_that_is_watched_or_replaced_is_not_recorded() -> None:
+    model, token = make_gpt(), SimpleNamespace(is_cuda=True)
+    hook = model.blocks[1].attention.attend.register_forward_hook(print)
+    assert not can_record(model, token)
+    hook.remove()
+    assert can_record(model, token)
+    model.blocks[1].mlp.forward = print
+    assert not can_record(model, token)
+
+
+def test_two_texts_at_a_time_do_not_share_a_graph(tapes: list[Tape]) -> None:
+    model, idx = make_gpt().eval(), torch.randint(V, (3, 5))
+    expected = model.generate(idx, 4, seed=7)[:, 5:]
+    texts = zip(*(stream(model, idx, 4, Sampler(), seed=7) for _ in range(2)), strict=True)
+    assert all(torch.equal(torch.cat(text, dim=1), expected) for text in zip(*texts, strict=True))
+    assert len(tapes) == 2
+
+
+def test_a_kept_graph_is_no_part_of_the_model_and_ends_with_it(tapes: list[Tape]) -> None:
+    model, idx = make_gpt().eval(), torch.randint(V, (3, 5))
+    expected = model.generate(idx, 4, seed=7)
+    for another in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(another.generate(idx, 4, seed=7), expected)
+    assert len(tapes) == 3 and model in KEPT
+    kept = weakref.ref(next(iter(KEPT[model].values()))[0][0])
+    del model
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("record", [lambda work: lambda: work().flip(-1), lambda work: 1 / 0], ids=["other", "none"])

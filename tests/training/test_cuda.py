@@ -14,6 +14,7 @@ from errors import UserError
 from model import GPT, GPTConfig
 from model.attention import Attend
 from model.families import FAMILIES
+from model.recorded import record
 from model.sampling import Sampler
 from tests.conftest import same_bits, tiny_run, weights
 from training.certificate import certify
@@ -120,15 +121,27 @@ def test_no_step_waits_for_the_gpu(
 @torch.no_grad()
 def test_a_recorded_step_writes_what_its_kernels_do(family: str, n_kv_head: int, monkeypatch) -> None:
     torch.set_float32_matmul_precision("highest")
-    model = GPT(GPTConfig(**SHAPE, family=family, n_kv_head=n_kv_head)).to(DEVICE)
-    idx = torch.randint(4099, (3, 101), device=DEVICE)
-    launches = []
+    model = GPT(GPTConfig(**SHAPE, family=family, n_kv_head=n_kv_head)).to(DEVICE).eval()
+    weight = model.blocks[1].mlp.up_proj.weight
+    launches, recordings = [], []
     replay = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: launches.append(1) or replay(graph))
-    graph = model.generate(idx, 300, temperature=0.5, seed=1)  # more than the context
-    assert len(launches) > 290
-    monkeypatch.setattr("model.recorded.can_record", lambda model, token: False)
-    assert graph.equal(model.generate(idx, 300, temperature=0.5, seed=1))
+    monkeypatch.setattr("model.recorded.record", lambda work: recordings.append(1) or record(work))
+
+    def check(recorded: int, length: int = 101) -> None:
+        launches.clear()
+        text = partial(model.generate, torch.randint(4099, (3, length), device=DEVICE), 300, temperature=0.5, seed=1)
+        graph = text()  # more than the context
+        assert len(launches) > 290 and len(recordings) == recorded
+        with monkeypatch.context() as eager:
+            eager.setattr("model.recorded.can_record", lambda model, token: False)
+            assert graph.equal(text())
+
+    check(1)
+    weight.mul_(3)
+    check(1, length=83)  # the graph of the first text
+    weight.data = weight.roll(1)
+    check(2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
