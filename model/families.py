@@ -142,7 +142,7 @@ class Dropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements with probability p, on a CPU to 1 / 65,536, and divide the others by 1 - p, in training."""
         if x.device.type != "cpu" or not self.training or self.p == 0:
-            return super().forward(x)
+            return super().forward(x) if self.training else x  # the call would take 1 % of a token
         words = torch.randint(-(2**63), 2**63 - 1, (x.numel() // 4 + 1,))
         bits = words.view(torch.int16)[: x.numel()].view(x.shape)
         kept = bits >= round(self.p * 2**16) - 2**15

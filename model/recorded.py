@@ -46,9 +46,11 @@ def reader(model: nn.Module, idx: Tensor, capacity: int) -> Iterator[tuple[list[
     # Taken out, so that no other text uses it meanwhile.
     caches, step = key and KEPT.pop(model, {}).get(key) or (model.new_cache(len(idx), capacity), None)
 
-    @sdpa_kernel(ONE_BY_ONE)
     def read(idx: Tensor) -> Tensor:
         return model.logits(model.hidden(idx, caches)[:, -1])
+
+    if model.device.type == "cuda":  # on a CPU the choice of a kernel takes 2 % of a token
+        read = sdpa_kernel(ONE_BY_ONE)(read)
 
     def read_next(idx: Tensor) -> Tensor:
         """Read one token by a graph, or several, which are read once if all rows have them."""
