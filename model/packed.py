@@ -3,7 +3,8 @@
     with packed(model):
         model.generate(idx, 100)
 
-Each new token reads all weights once. PyTorch also reorders them for the CPU's instructions, each time.
+Each new token reads all weights once. PyTorch also reorders them for the CPU's instructions, each time: a prompt is
+read faster as well (benchmarks/results/decode_cpu_2026-11-29.md).
 """
 
 from collections.abc import Iterator
@@ -11,13 +12,10 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.device import has_bfloat16
 from model.families import Head
-
-MOST_ROWS = 16  # of an input that is multiplied by packed weights; a prompt has more
 
 
 @contextmanager
@@ -48,8 +46,7 @@ def can_be_packed(layer: nn.Module) -> bool:
 
 
 def multiply(layer: nn.Linear, weight: Tensor, x: Tensor) -> Tensor:
-    """Apply a layer: (..., in_features) -> (..., out_features), by its packed weight if there are few rows."""
-    few = x.numel() <= MOST_ROWS * layer.in_features
-    if not few or x.dtype != torch.bfloat16 or x.size(-1) != layer.in_features or torch.is_grad_enabled():
-        return F.linear(x, layer.weight, layer.bias)
+    """Apply a layer: (..., in_features) -> (..., out_features), by its packed weight if it computes no gradient."""
+    if x.dtype != torch.bfloat16 or x.size(-1) != layer.in_features or torch.is_grad_enabled():
+        return nn.Linear.forward(layer, x)
     return torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")

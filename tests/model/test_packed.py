@@ -10,7 +10,7 @@ from torch import nn
 import sample
 from model import GPT, GPTConfig
 from model.device import has_bfloat16
-from model.packed import MOST_ROWS, multiply, packed
+from model.packed import multiply, packed
 
 needs_bfloat16 = pytest.mark.skipif(
     not has_bfloat16(torch.device("cpu")), reason="this CPU has no units for bfloat16: nothing is packed"
@@ -61,16 +61,15 @@ def test_sampling_packs_the_weights(run, straight: Path, monkeypatch: pytest.Mon
 
 
 @needs_bfloat16
-def test_layers_of_other_kinds_many_rows_and_gradients_are_left_alone() -> None:
+def test_layers_of_other_kinds_and_gradients_are_left_alone() -> None:
     model = nn.Sequential(nn.Linear(67, 71), Doubled(71, 73)).bfloat16()
-    few = torch.randn(MOST_ROWS, 67).bfloat16()
-    many = torch.randn(MOST_ROWS + 1, 67).bfloat16()
+    few = torch.randn(3, 67).bfloat16()
+    many = torch.randn(101, 67).bfloat16()
     with torch.no_grad():
         expected = model(few), model(many)
         with pytest.raises(KeyError), packed(model):
             assert "forward" in vars(model[0]) and "forward" not in vars(model[1])
-            torch.testing.assert_close(model(few), expected[0])
-            assert model(many).equal(expected[1])
+            torch.testing.assert_close((model(few), model(many)), expected)
             with torch.enable_grad():
                 model(few).sum().backward()
             with torch.autocast("cpu", torch.bfloat16):
