@@ -237,9 +237,10 @@ def read_csv(path: str, file: TextIO, text_column: str, delimiters: str = ",;\t|
 
     Its delimiter is the one of these that the first line has most of.
     """
-    csv.field_size_limit(LONGEST)
-    header = file.readline(LONGEST)
-    rows = csv.reader(chain([header], file), delimiter=max(delimiters, key=header.count), strict=True)
+    csv.field_size_limit(LONGEST - 1)  # a line that is cut to be read is no row
+    lines = iter(partial(file.readline, LONGEST), "")
+    header = next(lines, "")
+    rows = csv.reader(chain([header], lines), delimiter=max(delimiters, key=header.count), strict=True)
     line = 1
     try:
         names = next(rows, [])

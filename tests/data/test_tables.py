@@ -77,13 +77,24 @@ def test_json_is_read_as_its_first_line_is_not_as_its_name(monkeypatch: pytest.M
     assert [read(name) for name in ("lines.json", "array.jsonl", "one.json")] == [ROWS, ROWS, ROWS[:1]]
 
 
-@pytest.mark.parametrize("content", ['[{"text": "%s"}]', '{"text": "a"}\n{"text": "%s"}', '[\n{"text": "a"},\n"%s"]'])
-def test_no_more_of_json_is_read_at_a_time_than_the_longest_row(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "read_table, content, sentence",
+    [
+        (sources.read_json, '[{"text": "%s"}]', "expected a row of JSON on this line, or on .* 997 charac"),
+        (sources.read_json, '{"text": "a"}\n{"text": "%s"}', "expected a row of JSON"),
+        (sources.read_json, '[\n{"text": "a"},\n"%s"]', "expected a row of JSON"),
+        (sources.read_csv, "text\n%s", "field larger than field limit"),
+        (sources.read_csv, 'n,text\n1,"%s"', "field larger than field limit"),
+    ],
+)
+def test_no_more_of_a_table_is_read_at_a_time_than_the_longest_row(
+    read_table: Callable, content: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "LONGEST", 997)
     file = io.StringIO(content % ("a" * 10**6))
-    with pytest.raises(UserError, match=r"t.json, line [12]: expected a row of JSON on this line, or on .* 997 charac"):
-        list(sources.read_json("t.json", file, "text"))
-    assert file.tell() < 2 * 997
+    with pytest.raises(UserError, match=f"a.table, line [123]: {sentence}"):
+        list(read_table("a.table", file, "text"))
+    assert file.tell() < 3 * 997
 
 
 @pytest.mark.parametrize(
