@@ -113,8 +113,7 @@ def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Token
     Raises UserError if there is not enough text.
     """
     if tokenizer is None:
-        texts = chain.from_iterable(documents(config))
-        tokenizer = make_tokenizer(config.tokenizer, texts)
+        tokenizer = make_tokenizer(config.tokenizer, chain.from_iterable(documents(config)))
     save_tokenizer(tokenizer, directory)
     num_bytes = write_tokens(config, tokenizer, directory)
     dtype = dtype_of(tokenizer)

@@ -135,14 +135,13 @@ def fit_to_text(config: Config, num_tokens: int, on_gpu: bool, world: int = 1) -
         values["sharp_first_layer"] = not on_gpu  # of more than two layers it is not known to help
         if not on_gpu:
             values["eval_tokens"] = EVAL_TOKENS_ON_CPU
-        fitted = with_fitted(config, values)
-        c = fitted.train
-        tokens_per_step = c.batch_size * c.grad_accum_steps * fitted.model.context_length
-        values["max_steps"] = max(FEWEST_STEPS, round(tokens / tokens_per_step))
-        max_steps = with_fitted(fitted, values).train.max_steps
-        evaluations = max(1, min(EVALUATIONS, max_steps // FEWEST_STEPS))
-        values["eval_every"] = values["checkpoint_every"] = math.ceil(max_steps / evaluations)  # the last no short one
         config = with_fitted(config, values)
+        c = config.train
+        tokens_per_step = c.batch_size * c.grad_accum_steps * config.model.context_length
+        config = with_fitted(config, {"max_steps": max(FEWEST_STEPS, round(tokens / tokens_per_step))})
+        max_steps = config.train.max_steps
+        every = math.ceil(max_steps / max(1, min(EVALUATIONS, max_steps // FEWEST_STEPS)))  # the last no short one
+        config = with_fitted(config, {"eval_every": every, "checkpoint_every": every})
         print(
             f"config: for {num_tokens:,} tokens to train on: {config.model.n_layer} layers of {config.model.n_embd}, "
             f"{config.data.tokenizer}, {config.train.max_steps:,} steps"

@@ -229,7 +229,7 @@ class RunDirectory:
             "batches": BATCHES,
             "config": tables(self.config),
         }
-        files = {
+        files = tokenizer.files | {
             "config.json": to_json(config_to_huggingface(model.config) | ids),
             "model.safetensors": weights,
             "optimizer.safetensors": moments,
@@ -237,13 +237,13 @@ class RunDirectory:
         }
         with errors_as_user_error(f"cannot save step {step} in {self.path}, older steps are untouched"):
             sync(self.metrics)
-            save_checkpoint(self.path / "checkpoints", step, files | tokenizer.files, self.about)
+            save_checkpoint(self.path / "checkpoints", step, files, self.about)
         best = best_checkpoint(self.path, self.lines)
         # Checkpoints of later steps stay: they are damaged, or the run would have resumed from them.
         past = [path for path in step_directories(self.path) if path.name <= f"step-{step:08d}"]
         for path in past[self.config.train.keep_checkpoints :]:
             if path != best:
-                remove(path, files | tokenizer.files)
+                remove(path, files)
         self.report()
 
     def report(self) -> None:

@@ -441,14 +441,9 @@ class Prober:
         self.module.train("training" in where)
         alone = count >= self.many
         count = max(count, alone * min(self.num_special, SMALL))
-        texts = self.texts(count, batch_size, alone)
-        idx = next(texts)
-        before = self.logits(forward, idx)
-        for changed in texts:
-            after = self.logits(forward, changed)
-            self.compare(forward, idx, before, changed, after)
-            idx = changed
-            before = after
+        read = ((idx, self.logits(forward, idx)) for idx in self.texts(count, batch_size, alone))
+        for before, after in itertools.pairwise(read):
+            self.compare(forward, *before, *after)
 
     def compare(self, forward: Forward, idx: Tensor, before: Tensor, changed: Tensor, after: Tensor) -> None:
         """Raise the fault if logits of a position differ that sees none of the tokens that were changed."""
