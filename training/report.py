@@ -109,10 +109,10 @@ def read_run(directory: Path, config: Config, lines: list[dict], about: dict) ->
     checkpoints = step_directories(directory)
     saved = int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
     finished = saved >= config.train.max_steps  # which is evaluated before it is saved
-    curves = {
-        key: thinned([(line["step"], line[key]) for line in newest_first if line.get(key) is not None])
-        for key in (*chain(*LOSSES.values()), "heads_proof", "heads")
-    }
+    curves = {}
+    for key in (*chain(*LOSSES.values()), "heads_proof", "heads"):
+        points = [(line["step"], line[key]) for line in newest_first if line.get(key) is not None]
+        curves[key] = points[:: math.ceil(len(points) / MOST_POINTS) or 1]  # evenly spread, the last one among them
     of_heads = defaultdict(list)
     for step, metrics in curves["heads"]:
         for name, score in flat({"heads": {kind: metrics[kind] for kind in KINDS if kind in metrics}}).items():
@@ -136,11 +136,6 @@ def read_run(directory: Path, config: Config, lines: list[dict], about: dict) ->
         "newest_first": newest_first,
         "config": to_toml(config),
     }
-
-
-def thinned(points: list) -> list:
-    """Return at most MOST_POINTS of these, evenly spread, the first among them."""
-    return points[:: math.ceil(len(points) / MOST_POINTS) or 1]
 
 
 def draw_charts(curves: dict[str, list], charts: dict[str, tuple[str, ...]], *scale: float) -> dict[str, dict]:

@@ -185,13 +185,6 @@ def logits_of(output: object, shape: tuple[int, ...] | None = None) -> Tensor:
     raise ValueError(f"expected logits of shape {shape or '(B, T, V)'}, got tensors of shapes {got}: {wrap}")
 
 
-def numbers_of(weight: Tensor) -> Tensor:
-    """Return the real numbers of a weight, or of this rank's shard of it, in the same memory."""
-    values = weight.detach()
-    values = values.to_local() if hasattr(values, "to_local") else values
-    return torch.view_as_real(values) if values.is_complex() else values
-
-
 def difference(before: Tensor, after: Tensor) -> Tensor:
     """Return how much logits differ, (B, T, V) each, in sizes of those at their position: (B, T)."""
     size = before.abs().median(-1).values  # those of padding may be -1e9
@@ -331,7 +324,9 @@ class Prober:
         """Give every weight a random value, so that each part of the model matters. Signs of gains and biases stay."""
         torch.manual_seed(draw + int(os.environ.get("RANK", 0)))  # a shard of FSDP on each rank, which must differ
         for weight in self.weights.values():
-            values = numbers_of(weight)
+            values = weight.detach()
+            values = values.to_local() if hasattr(values, "to_local") else values  # this rank's shard
+            values = torch.view_as_real(values) if values.is_complex() else values
             if weight.dim() < 2:
                 signed = torch.where(values == 0, torch.randn_like(values), values)
                 values.uniform_(0.5, 1.5).mul_(signed.sign())
