@@ -13,7 +13,7 @@ The options that people need first:
     --num_samples     how many texts
     --stop            end before this text
 
-The model's generation_config.json replaces defaults; a line says which.
+The generation_config.json of a model replaces the defaults, and a line says so.
 """
 
 import cores  # noqa: F401  before torch
@@ -142,12 +142,12 @@ def main() -> None:
     model = load_model(checkpoint, device, dtype)
     tokenizer = load_tokenizer(checkpoint.directory)
     tokenizer.check_fits(model.config.vocab_size)
-    said = json.loads(tokenizer.files.get(GENERATION_CONFIG, "{}"))
-    if said.get("do_sample") is False:
-        said = {"temperature": 0}
+    published = json.loads(tokenizer.files.get(GENERATION_CONFIG, "{}"))
+    if published.get("do_sample") is False:
+        published = {"temperature": 0}
     free = vars(options.sampler).keys() - names_in(argv)
     with errors_as_user_error(f"{GENERATION_CONFIG} must have numbers for {', '.join(sorted(free))}: give your own"):
-        words = [f"--{name}={value:.15g}" for name, value in said.items() if name in free and value is not None]
+        words = [f"--{name}={value:.15g}" for name, value in published.items() if name in free and value is not None]
     if words:
         print(f"from {GENERATION_CONFIG}: {' '.join(words)}", file=sys.stderr)
         options = parse(Options, words + argv)

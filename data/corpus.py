@@ -200,7 +200,7 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
     num_bytes = Counter()
     names = {END_OF_TEXT, *tokenizer.special_tokens}
     written = set()  # of the names
-    own = {}  # hash of the first piece of a document of val_source -> whether it is also to be trained on
+    shared = {}  # hash of the first piece of a document of val_source -> whether it is also to be trained on
     start = np.array(tokenizer.document_start, dtype_of(tokenizer))
     progress = progress_bar(desc="tokenising", unit="B", unit_scale=True, leave=False, delay=1)
     with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val, progress:
@@ -214,8 +214,8 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
                 if piece.is_start:
                     ids = np.concatenate((start, ids))
                     key = hash(piece.text)
-                    if val_fraction == 1 or key in own:  # documents that are dealt are never on both sides
-                        own[key] = val_fraction < 1
+                    if val_fraction == 1 or key in shared:  # documents that are dealt are never on both sides
+                        shared[key] = val_fraction < 1
                 files[piece.split].write(ids.astype(start.dtype).data)
                 room[piece.split] -= len(ids)
                 size = len(piece.text.encode())
@@ -230,8 +230,8 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
             "in a table each document has a row",
             file=sys.stderr,
         )
-    if num := sum(own.values()):
-        print(f"note: {num:,} of {len(own):,} documents to validate on are also in {config.source}", file=sys.stderr)
+    if num := sum(shared.values()):
+        print(f"note: {num:,} of {len(shared):,} documents to validate on are also in {config.source}", file=sys.stderr)
     return num_bytes
 
 
