@@ -146,7 +146,7 @@ def tokenizer_of(files: list[TokenFile], name: str, tokenizer: Tokenizer | None)
 
 
 def find_token_files(config: DataConfig) -> list[TokenFile]:
-    """Return the token files of a source, sorted by their names; [] for a source of another kind.
+    """Return the token files of a source, sorted, those for validation last; [] for a source of another kind.
 
     Empty ones of datatrove are left out. Raises UserError, with the name of the file, if one is not what its metadata
     or its header describe.
@@ -167,7 +167,7 @@ def find_token_files(config: DataConfig) -> list[TokenFile]:
         if size != file.num_tokens * file.token_size + bool(file.split) * HEADER_BYTES:
             expected = f"{file.num_tokens} tokens of {file.token_size} bytes"
             raise UserError(f"{file.path} has {size} bytes, and should have {expected}")
-    return files
+    return sorted(files, key=lambda file: file.split)
 
 
 def read_described(path: Path) -> TokenFile:
