@@ -12,6 +12,7 @@ If a rank dies, torchrun reports it and stops the others; with --max-restarts it
 """
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -90,10 +91,10 @@ class Ranks:
                 f"{self.world} ranks cannot share the {accum} micro-batches of a step: take as many ranks as divide "
                 "--train.grad_accum_steps, or begin a run with more of these and a smaller --train.batch_size"
             )
-        if config.parallel == "fsdp" and not (self.started and dtype != torch.float16 and config.optimizer == "adamw"):
+        if config.parallel == "fsdp" and not (self.started and dtype != torch.float16):
             raise UserError(
-                "--train.parallel fsdp is for several processes, AdamW, and bfloat16 or float32: torchrun "
-                "--nproc_per_node=N train.py ... --train.optimizer adamw --train.dtype float32"
+                "--train.parallel fsdp is for several processes, in bfloat16 or float32: torchrun --nproc_per_node=N "
+                "train.py ... --train.dtype float32"
             )
         if self.world == 1:
             return
@@ -172,6 +173,8 @@ def place_model(model: GPT, parallel: str, device: torch.device) -> GPT:
         return model.to(device)
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+    # In the first step of Muon each rank would warn that gloo gathers where NCCL exchanges.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     # The root is gathered again for the backward pass, which one could spare: but after a forward pass alone its
     # parameters would be whole copies, and what the certificate writes to those would be lost.

@@ -17,7 +17,7 @@ from model import GPT
 from model.huggingface import Tensors
 from model.load import read_tensors
 from training.config import TrainConfig
-from training.distributed import gather_tensor, shard_like
+from training.distributed import gather_tensor, is_sharded, shard_like
 
 # Coefficients of a x + b x^3 + c x^5. Applied five times, this polynomial takes singular values from 0.01 to 1 to
 # values between 0.7 and 1.2, which is near enough to 1 (Jordan et al. 2024).
@@ -42,7 +42,7 @@ def make_optimizer(
     Muon trains each matrix, wherever it is, but the weights of an nn.Embedding and of the head. Weight decay applies to
     matrices, with Muon to its own alone; never to what has another number of dimensions (biases, norms). A group's
     "lr_share" is its part of the learning rate. dtype is the precision of training. Muon's iteration has the same,
-    except that it is float32 for float16, whose range is too small. compiled: whether Muon's update is.
+    except that it is float32 for float16, whose range is too small. compiled: whether Muon's update is, but of shards.
     """
     kinds = {model.lm_head.weight: "head"}
     kinds |= {part.weight: "embedding" for part in model.modules() if isinstance(part, nn.Embedding)}  # or a tied head
@@ -61,6 +61,7 @@ def make_optimizer(
         {"params": parts["embedding"], "lr_share": config.embedding_rate},
     ]
     precision = torch.float32 if dtype == torch.float16 else dtype
+    compiled = compiled and config.parallel == "ddp"
     return Muon(parts["matrix"], config.weight_decay, groups, precision, compiled, **options)
 
 
@@ -185,8 +186,15 @@ def update(
     gradient = torch.stack(gradients)
     momentum.lerp_(gradient, 1 - beta)
     ahead = gradient.lerp(momentum, beta).to(precision)  # (Nesterov 1983)
-    change = orthogonalize(ahead).to(momentum.dtype)
-    torch._foreach_add_(matrices, list(change * rate))
+    if is_sharded(ahead):  # by rows; each rank orthogonalizes its share of whole matrices
+        from torch.distributed.tensor import DTensor, Shard
+
+        whole = orthogonalize(ahead.redistribute(placements=[Shard(0)]).to_local())
+        change = DTensor.from_local(whole, ahead.device_mesh, [Shard(0)], shape=ahead.shape, stride=ahead.stride())
+        change = change.redistribute(placements=ahead.placements)
+    else:
+        change = orthogonalize(ahead)
+    torch._foreach_add_(matrices, list(change.to(momentum.dtype) * rate))
 
 
 def optimizer_tensors(model: GPT, optimizer: Optimizer) -> Tensors:

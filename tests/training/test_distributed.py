@@ -49,16 +49,42 @@ def test_one_two_and_four_ranks_end_with_the_same_bits(tmp_path: Path, corpus_fi
             assert metrics(one, key) == metrics(other, key)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["nanochat", "llama", "gpt2"])
-def test_fsdp_trains_what_one_rank_does(tmp_path: Path, corpus_file: Path, family: str) -> None:
-    changes = {"model__family": family, "model__n_embd": 18}
-    one = trained(1, tmp_path, corpus_file, "one", **changes)
-    two = trained(2, tmp_path, corpus_file, "two", **changes, train__parallel="fsdp")
+def check_close(out: Path, expected: Path) -> None:
+    """Assert that two runs are one within rounding, in metrics, weights and the state of the optimizer."""
     for key in ("train_loss", "val_loss", "grad_norm"):
-        assert metrics(two, key) == pytest.approx(metrics(one, key), rel=1e-4), key
-    for name, tensor in weights(one).items():
-        torch.testing.assert_close(weights(two)[name], tensor, rtol=1e-3, atol=1e-4)
+        assert metrics(out, key) == pytest.approx(metrics(expected, key), rel=1e-4), key
+    for file in ("model", "optimizer"):
+        torch.testing.assert_close(weights(out, name=file), weights(expected, name=file), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "world, family, optimizer", [(4, "nanochat", "muon"), (2, "llama", "adamw"), (2, "gpt2", "muon")]
+)
+def test_fsdp_trains_what_one_rank_does(
+    tmp_path: Path, corpus_file: Path, world: int, family: str, optimizer: str
+) -> None:
+    changes = {"model__family": family, "model__n_embd": 18, "train__optimizer": optimizer}  # 18 rows, on four ranks
+    one = trained(1, tmp_path, corpus_file, "one", **changes)
+    check_close(trained(world, tmp_path, corpus_file, "fsdp", **changes, train__parallel="fsdp"), one)
+
+
+@pytest.mark.long
+def test_muon_goes_on_with_its_shards_and_with_the_whole(tmp_path: Path, corpus_file: Path) -> None:
+    def resumed(world: int, parallel: str, copied: Path) -> Path:
+        out = shutil.copytree(copied, tmp_path / f"{copied.name}, {world} {parallel}")
+        shutil.rmtree(out / "checkpoints" / "step-00000012")  # as if killed after the one of step 8
+        for end in Job(world, tmp_path / "said", ["--resume", str(out), "--train.parallel", parallel]).wait():
+            assert end.exit_code == 0, end.err
+        return out
+
+    muon = {"model__family": "nanochat", "model__n_embd": 18, "train__optimizer": "muon"}
+    fsdp = trained(2, tmp_path, corpus_file, "fsdp", **muon, train__parallel="fsdp")
+    again = resumed(2, "fsdp", fsdp)
+    for name in ("model", "optimizer"):
+        assert same_bits(weights(again, name=name), weights(fsdp, name=name))
+    check_close(resumed(4, "ddp", fsdp), fsdp)
+    check_close(resumed(4, "fsdp", trained(1, tmp_path, corpus_file, "ddp", **muon)), fsdp)
 
 
 @pytest.mark.long
@@ -76,12 +102,11 @@ def test_fsdp_compiled_trains_what_it_does_uncompiled(tmp_path: Path, corpus_fil
 def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks()
     ranks.world = 2
-    fsdp, refused = {"parallel": "fsdp"}, "fsdp is for several processes, AdamW, and bfloat16 or float32"
+    fsdp, refused = {"parallel": "fsdp"}, "fsdp is for several processes, in bfloat16 or float32"
     for ranks.started, options, dtype, message in (
         (True, {"grad_accum_steps": 3}, torch.float32, "2 ranks cannot share the 3 micro-batches of a step"),
         (False, fsdp, torch.float32, refused),
         (True, fsdp, torch.float16, refused),
-        (True, fsdp | {"optimizer": "muon"}, torch.float32, refused),
     ):
         with pytest.raises(UserError, match=message):
             ranks.check(TrainConfig(**{"grad_accum_steps": 4, **options}), step=3, dtype=dtype)

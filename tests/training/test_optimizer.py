@@ -164,6 +164,7 @@ def test_a_matrix_is_muons_wherever_it_is_and_an_embedding_never() -> None:
     assert shares[model.narrow.weight] is True and shares[model.blocks[1].values.weight] == 7.0
     assert shares[model.narrow.bias] == shares[model.stacked] == config.vector_rate
     assert shares.keys() == {*model.parameters()}
+    assert make_optimizer(model, make(parallel="fsdp")[1], compiled=True).compiled is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
