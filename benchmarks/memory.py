@@ -3,9 +3,9 @@
     python benchmarks/memory.py                                  the configurations of docs/train.md
     python benchmarks/memory.py --configs configs/my.toml        others
 
-Measured are the tensors of the certificate and of one step of train.py, in bfloat16: compiled, if there
-is a GPU, and uncompiled. A GPU needs more: a context, workspaces of libraries, and gaps between tensors. RESERVE is for
-these.
+Measured are the tensors of the certificate with the proof of the loss, and of one step of train.py, in bfloat16:
+compiled, if there is a GPU, and uncompiled. A GPU needs more: a context, workspaces of libraries, and gaps between
+tensors. A GiB of a card is left for these.
 """
 
 import gc
@@ -30,38 +30,38 @@ from cli.script import run_script
 from errors import UserError
 from model import GPT, GPTConfig
 from train import next_token_loss
-from training.certificate import certify
+from training.certificate import certify, prove_loss
 from training.config import Config, TrainConfig
 from training.device import compile_loss
 from training.optimizer import clip_gradients, make_optimizer
 
 GIB = 2**30
-RESERVE = GIB
 CARDS = (8, 16, 24, 80)  # GB, of which a GiB has more
+DTYPE = torch.bfloat16
+EAGER = partial(next_token_loss, dtype=DTYPE)
 VOCABULARIES = {"chars": 65, "bytes": 257, "gpt2": 50257, "model": 50257}  # Tiny Shakespeare has 65 characters
 
 
-def make_model(config: GPTConfig) -> GPT:
-    """Return a model on the GPU, without ever having its weights on the host."""
+def make(config: GPTConfig, train: TrainConfig) -> tuple[GPT, torch.optim.Optimizer]:
+    """Return a model on the GPU, without ever having its weights on the host, and its optimizer."""
     with torch.device("cuda"):
-        return GPT(config).train()
+        model = GPT(config).train()
+    return model, make_optimizer(model, train, DTYPE)
 
 
-def measure_certificate(config: GPTConfig, train: TrainConfig, dtype: torch.dtype, loss_fn: Callable) -> int:
-    """Return the most bytes on the GPU during the certificate of a run, with all that is there beside it."""
-    model = make_model(config)
-    optimizer = make_optimizer(model, train, dtype)  # Muon's momentum is there from the start
+def measure_certificate(config: GPTConfig, train: TrainConfig, loss_fn: Callable) -> int:
+    """Return the most bytes on the GPU during the proofs of a run, with all that is there beside them."""
+    model, _optimizer = make(config, train)  # Muon's momentum is there from the start
     torch.cuda.reset_peak_memory_stats()
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        certify(model, loss_fn, dtype, train.batch_size, special=())
-    del optimizer
+        certify(model, loss_fn, DTYPE, train.batch_size, special=())
+        prove_loss(model, loss_fn, EAGER, DTYPE, train.batch_size)
     return torch.cuda.max_memory_allocated()
 
 
-def measure_step(config: GPTConfig, train: TrainConfig, dtype: torch.dtype, loss_fn: Callable) -> int:
+def measure_step(config: GPTConfig, train: TrainConfig, loss_fn: Callable) -> int:
     """Return the most bytes on the GPU during a step, with all that is there beside it."""
-    model = make_model(config)
-    optimizer = make_optimizer(model, train, dtype)
+    model, optimizer = make(config, train)
     batch = torch.zeros(train.batch_size, config.context_length, dtype=torch.int64, device="cuda")
     for _ in range(2):  # the first one makes the state of AdamW
         torch.cuda.reset_peak_memory_stats()
@@ -93,30 +93,26 @@ def measure(work: Callable[..., int], *arguments: object) -> str:
     return found
 
 
-def cells_of(config: GPTConfig, train: TrainConfig, dtype: torch.dtype) -> list[str]:
+def cells_of(config: GPTConfig, train: TrainConfig) -> list[str]:
     """Return the cells of a row of the table, each compiled / uncompiled if there is a GPU, else uncompiled."""
-    ways = [partial(next_token_loss, dtype=dtype)]
+    ways = [EAGER]
     gpu = pretended_gpu()
     if torch.cuda.is_available():
         gpu = nullcontext()
         torch.compiler.reset()  # it compiles a function for a few models only
-        ways.insert(0, partial(compile_loss(next_token_loss, train, torch.device("cuda")), dtype=dtype))
+        ways.insert(0, partial(compile_loss(next_token_loss, train, torch.device("cuda")), dtype=DTYPE))
     with gpu:
         cells = [
-            " / ".join(measure(work, config, train, dtype, loss_fn) for loss_fn in ways)
+            " / ".join(measure(work, config, train, loss_fn) for loss_fn in ways)
             for work in (measure_certificate, measure_step)
         ]
-        return cells + [f"{most:,}" for most in largest_batches(config, train, dtype)]
+        return cells + [f"{most:,}" for most in largest_batches(config, train)]
 
 
-def largest_batches(config: GPTConfig, train: TrainConfig, dtype: torch.dtype) -> list[int]:
+def largest_batches(config: GPTConfig, train: TrainConfig) -> list[int]:
     """Return the most sequences of a micro-batch whose uncompiled step fits each of CARDS. It grows evenly."""
-    small = 2
-    large = 4
-    loss_fn = partial(next_token_loss, dtype=dtype)
-    less, more = (measure_step(config, replace(train, batch_size=size), dtype, loss_fn) for size in (small, large))
-    of_one = (more - less) / (large - small)
-    return [max(0, small + int((size * 1e9 - RESERVE - less) // of_one)) for size in CARDS]
+    two, three = (measure_step(config, replace(train, batch_size=size), EAGER) for size in (2, 3))
+    return [max(0, 2 + int((size * 1e9 - GIB - two) // (three - two))) for size in CARDS]
 
 
 @dataclass(frozen=True)
@@ -139,7 +135,7 @@ def main() -> None:
     print(f"| {' | '.join(titles)} |\n|---|{'---:|' * (len(titles) - 1)}")
     for (name, config), model in zip(runs, models, strict=True):
         cells = [f"{name}, {config.train.batch_size} x {model.context_length:,}"]
-        print(f"| {' | '.join(cells + cells_of(model, config.train, torch.bfloat16))} |", flush=True)
+        print(f"| {' | '.join(cells + cells_of(model, config.train))} |", flush=True)
 
 
 if __name__ == "__main__":

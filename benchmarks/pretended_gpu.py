@@ -274,23 +274,22 @@ def describe(func: object, tensors: list[Tensor]) -> str:
 @contextmanager
 def named_cuda() -> Iterator[None]:
     """Have PyTorch say inside of the `with` block that there is a GPU. Only fake tensors can be on it."""
-    values = {
-        "torch.cuda._lazy_init": lambda: None,
+    silent = ("_lazy_init", "set_device", "manual_seed", "set_rng_state", "empty_cache")
+    values = {f"torch.cuda.{name}": lambda *_: None for name in silent} | {
         "torch.cuda.is_available": lambda: True,
         "torch.cuda.is_bf16_supported": lambda including_emulation=True: True,
         "torch.cuda.device_count": lambda: 1,
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.get_device_name": lambda device=None: "a pretended GPU",
         "torch.cuda.get_device_capability": lambda device=None: (9, 0),
-        "torch.cuda.set_device": lambda device: None,
-        "torch.cuda.manual_seed": lambda seed: None,
         "torch.cuda.get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-        "torch.cuda.set_rng_state": lambda state, device=None: None,
-        "torch.cuda.empty_cache": lambda: None,
         "torch.nn.functional.scaled_dot_product_attention": scaled_dot_product_attention,
         "torch.Generator": HostGenerator,
         "model.recorded.record": lambda work: work,
         "torch._subclasses.fake_tensor.FakeTensor.data_ptr": lambda tensor: tensor.untyped_storage()._cdata,
+        # In the certificate all numbers differ, and no token is seen.
+        "tril.causality.Prober.vanishes": lambda *_: True,
+        "tril.causality.Prober.gradient": lambda self, exact: self.influence(exact, self.text(1), [0]),
         "torch.cuda.make_graphed_callables": lambda module, example: module,
     }
     with ExitStack() as patches:
