@@ -35,7 +35,7 @@ from data.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer
 from errors import check_numbers, errors_as_user_error
 from model import GPT
 from model.checkpoint import find_checkpoint
-from model.device import dtype_name, find_device, weights_dtype
+from model.device import dtype_name, find_device, keep_freed_memory, weights_dtype
 from model.load import load_model
 from model.packed import packed
 from model.sampling import Sampler, stream
@@ -139,6 +139,7 @@ def main() -> None:
     checkpoint = find_checkpoint(options.checkpoint)
     device = find_device(options.device)
     dtype = weights_dtype(options.dtype, device)
+    keep_freed_memory(device)
     model = load_model(checkpoint, device, dtype)
     tokenizer = load_tokenizer(checkpoint.directory)
     tokenizer.check_fits(model.config.vocab_size)

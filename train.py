@@ -22,17 +22,9 @@ from cli.script import outlives_readers, run_script
 from data.batches import IGNORE, Batches, seed_for
 from data.prepare import prepare
 from model import GPT
-from model.device import autocast
+from model.device import autocast, keep_freed_memory
 from training.certificate import certify, prove_loss
-from training.device import (
-    choose_device,
-    choose_kernels,
-    compile_loss,
-    environment,
-    keep_freed_memory,
-    record_loss,
-    set_seed,
-)
+from training.device import choose_device, choose_kernels, compile_loss, environment, record_loss, set_seed
 from training.distributed import Ranks, place_model
 from training.optimizer import FiniteGuard, clip_gradients, learning_rate_at, make_optimizer, set_schedule
 from training.options import Config, read_config

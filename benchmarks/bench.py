@@ -48,11 +48,11 @@ from data.batches import Batches, seed_for
 from data.prepare import DataConfig, prepare
 from errors import UserError
 from model import GPT, GPTConfig
-from model.device import dtype_name, find_device, has_bfloat16
+from model.device import dtype_name, find_device, has_bfloat16, keep_freed_memory
 from model.packed import packed
 from train import next_token_loss
 from training.config import TrainConfig
-from training.device import compile_loss, keep_freed_memory, set_seed
+from training.device import compile_loss, set_seed
 from training.optimizer import FiniteGuard, clip_gradients, make_optimizer, set_schedule
 from training.options import read_config
 

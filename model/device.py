@@ -1,10 +1,15 @@
-"""The device of a model, and the precisions in which it is fast."""
+"""The device of a model, the precisions in which it is fast, and its memory."""
 
 import contextlib
+import ctypes
 
 import torch
 
 from errors import errors_as_user_error
+
+M_TRIM_THRESHOLD = -1  # of mallopt(3)
+M_MMAP_THRESHOLD = -3
+MADV_HUGEPAGE = 14  # of madvise(2)
 
 
 def find_device(name: str) -> torch.device:
@@ -47,3 +52,25 @@ def dtype_name(dtype: torch.dtype) -> str:
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Return a context for mixed precision: matrix products in `dtype`, sensitive operations in float32."""
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """Have glibc's malloc keep freed memory for the next step, on a CPU, and in huge pages if Linux gives them.
+
+    It keeps tensors of up to 256 MiB, and a GiB at the end of a heap. By default malloc gives large tensors back to the
+    system, which clears their pages anew in each step: that took up to half of the quickstart's time. Huge pages save a
+    twentieth of training (benchmarks/results/huge_pages_cpu_2026-11-27.md), and a tenth of decoding, where each token
+    reads all weights (benchmarks/results/decode_cpu_2026-11-29.md).
+    """
+    if device.type == "cpu":
+        with contextlib.suppress(AttributeError, TypeError):  # another malloc has no such options, and Windows no libc
+            libc = ctypes.CDLL(None)
+            libc.mallopt(M_MMAP_THRESHOLD, 1 << 28)
+            libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
+            # The heap grows by memory that nothing has touched yet, which is then free, and stays advised.
+            libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+            start = libc.sbrk(0)
+            blocks = [libc.malloc(1 << 27) for _ in range(6)]
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(libc.sbrk(0) - start), MADV_HUGEPAGE)
+            for block in blocks:
+                libc.free(ctypes.c_void_p(block))

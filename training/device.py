@@ -1,7 +1,5 @@
-"""The machine of a run: device, precision, compiler, random numbers, and memory."""
+"""The machine of a run: device, precision, compiler, and random numbers."""
 
-import contextlib
-import ctypes
 import os
 from collections.abc import Callable
 
@@ -22,9 +20,6 @@ WIDE_ENOUGH = 64
 # Runs of fewer micro-batches are not compiled by default. On an H200 that took 15 s more for six layers, and saved 5 ms
 # in each micro-batch as a CUDA graph, else 3 ms (benchmarks/results/gpu_nvidia-h200_2026-11-26.md).
 ENOUGH_TO_COMPILE = 3000
-M_TRIM_THRESHOLD = -1  # of mallopt(3)
-M_MMAP_THRESHOLD = -3
-MADV_HUGEPAGE = 14  # of madvise(2)
 
 
 def choose_device(config: TrainConfig, n_embd: int, local_rank: int | None = None) -> tuple[torch.device, torch.dtype]:
@@ -159,24 +154,3 @@ def environment(device: torch.device, dtype: torch.dtype, kernels: str) -> dict[
         "threads": str(torch.get_num_threads()),
         "instructions": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def keep_freed_memory(device: torch.device) -> None:
-    """Have glibc's malloc keep freed memory for the next step, on a CPU, and in huge pages if Linux gives them.
-
-    It keeps tensors of up to 256 MiB, and a GiB at the end of a heap. By default malloc gives large tensors back to the
-    system, which clears their pages anew in each step: that took up to half of the quickstart's time. Huge pages save a
-    twentieth (benchmarks/results/huge_pages_cpu_2026-11-27.md).
-    """
-    if device.type == "cpu":
-        with contextlib.suppress(AttributeError, TypeError):  # another malloc has no such options, and Windows no libc
-            libc = ctypes.CDLL(None)
-            libc.mallopt(M_MMAP_THRESHOLD, 1 << 28)
-            libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
-            # The heap grows by memory that nothing has touched yet, which is then free, and stays advised.
-            libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
-            start = libc.sbrk(0)
-            blocks = [libc.malloc(1 << 27) for _ in range(6)]
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(libc.sbrk(0) - start), MADV_HUGEPAGE)
-            for block in blocks:
-                libc.free(ctypes.c_void_p(block))
