@@ -298,6 +298,7 @@ def measure_decode(bench: Bench) -> Iterator[dict]:
     """
     import transformers
 
+    keep_freed_memory(bench.device)  # as sample.py does
     if bench.device.type == "cpu":
         numbers = torch.zeros(2**14 if bench.tiny else 2**27)
         (ms,) = bench.measure({"sum": numbers.sum}).values()
