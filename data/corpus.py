@@ -194,8 +194,8 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
     """
     parts = [(config, config.val_fraction)]  # a source, and its share for validation
     if config.val_source:
-        own = replace(config, source=config.val_source, max_tokens=None)
-        parts = [(own, 1.0), (config, 0.0)]  # the small one first: it may be unusable
+        # The small one first: it may be unusable.
+        parts = [(replace(config, source=config.val_source, max_tokens=None), 1.0), (config, 0.0)]
     whole = not isinstance(tokenizer, TiktokenTokenizer)
     num_bytes = Counter()
     names = {END_OF_TEXT, *tokenizer.special_tokens}

@@ -54,8 +54,8 @@ def prepare(
             corpus = open_corpus(Path(config.source))
             wanted = tokenizer.identity if tokenizer else config.tokenizer
             if wanted not in (corpus.tokenizer.identity, corpus.meta["tokenizer"]):
-                own = corpus.meta["tokenizer"]
-                raise UserError(f"{config.source} was prepared with another tokenizer: --data.tokenizer {own}")
+                given = corpus.meta["tokenizer"]
+                raise UserError(f"{config.source} was prepared with another tokenizer: --data.tokenizer {given}")
         elif files := find_token_files(config):
             corpus = open_token_files(config, files, tokenizer)
         else:
@@ -102,12 +102,12 @@ def corpus_key(config: DataConfig, tokenizer: Tokenizer | None) -> str:
     Raises UserError if a file is for training and for validation.
     """
     files = config.files
-    own = find_files(config.val_source) if config.val_source else []
-    if shared := {*map(Path.resolve, files)} & {*map(Path.resolve, own)}:
+    val_files = find_files(config.val_source) if config.val_source else []
+    if shared := {*map(Path.resolve, files)} & {*map(Path.resolve, val_files)}:
         raise UserError(
             f"{min(shared)} is in --data.source and in --data.val_source: give a glob that leaves it out of one of them"
         )
-    stamps = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files + own]
+    stamps = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files + val_files]
     # An option that is added, and left at its default, changes no key: the corpora that exist are found.
     values = asdict(config).items()
     options = {name: value for name, value in values if name in IN_EVERY_KEY or value != getattr(type(config), name)}

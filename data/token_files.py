@@ -93,13 +93,13 @@ def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Toke
 
     Raises UserError, with the name of the file, if one is unlike the others, or for an unusable tokenizer.
     """
-    own = [file for file in files if file.split == "val"]
-    if config.val_source and not (own := find_token_files(DataConfig(config.val_source))):
+    val_files = [file for file in files if file.split == "val"]
+    if config.val_source and not (val_files := find_token_files(DataConfig(config.val_source))):
         raise UserError(f"{config.val_source} has to be token files, as {config.source} is")
-    files = [file for file in files if file.split != "val" and file not in own] + own
+    files = [file for file in files if file.split != "val" and file not in val_files] + val_files
     tokenizer = tokenizer_of(files, config.tokenizer, tokenizer)
     end = sum(file.num_tokens for file in files)
-    start = end - sum(file.num_tokens for file in own)  # of validation
+    start = end - sum(file.num_tokens for file in val_files)  # of validation
     stop = min(start, config.max_tokens or start)  # of training
     if start == end:
         end = stop
@@ -128,12 +128,12 @@ def tokenizer_of(files: list[TokenFile], name: str, tokenizer: Tokenizer | None)
     Raises UserError if the files disagree about it, or do not end as the one asked for ends a text.
     """
     first = files[0]
-    own = find_tokenizer(first.tokenizer, None)
+    written_by = find_tokenizer(first.tokenizer, None)
     if tokenizer is None and name == DataConfig.tokenizer:
         name = first.tokenizer
-        tokenizer = own
+        tokenizer = written_by
     tokenizer = tokenizer or make_tokenizer(name, [])
-    if own and own.files[TOKENIZER_JSON] != tokenizer.files[TOKENIZER_JSON]:
+    if written_by and written_by.files[TOKENIZER_JSON] != tokenizer.files[TOKENIZER_JSON]:
         raise UserError(f"{first.path} was written by {first.tokenizer:.200}, not by {name}")
     for file in files:
         if (file.tokenizer, file.token_size) != (first.tokenizer, first.token_size):

@@ -136,16 +136,16 @@ def compare_with_source(model: GPT, loss_fn: LossFn, eager: partial, batch: Tens
     A compiler draws its own random numbers: with dropout, only the sizes of gradients are alike.
     """
     for each in (batch.flip(0), batch.flip(1), batch):  # a CUDA graph is recorded in the second call, and then replayed
-        own = compute(model, loss_fn, each)
-    right = compute(model, eager, batch)
-    drawn = differences(compute(model, eager, batch, seed=1), right)
+        trained = compute(model, loss_fn, each)
+    source = compute(model, eager, batch)
+    drawn = differences(compute(model, eager, batch, seed=1), source)
     if max(drawn)[0] > 0:
         limits = [limits[0], MOST_NOISE]
-        for found in (own, right):
+        for found in (trained, source):
             del found["the loss"]
             found |= {name: x.norm()[None] for name, x in found.items() if x.dim()}
     advice = "train with --train.compile false"
-    how_far = refuse(differences(own, right), limits, "the loss as it is trained agrees with its source", advice)
+    how_far = refuse(differences(trained, source), limits, "the loss as it is trained agrees with its source", advice)
     print(f"loss:   agrees with its source {how_far}")
     return {"agrees_with_source": how_far}
 
@@ -204,15 +204,15 @@ def compute(model: GPT, loss_fn: LossFn, batch: Tensor, seed: int = 0) -> dict[s
     return found
 
 
-def differences(own: dict[str, Tensor], right: dict[str, Tensor]) -> list[tuple[float, str]]:
+def differences(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> list[tuple[float, str]]:
     """Return how much losses differ, and gradients, as a part of their size, at the most, and the name of each.
 
     A gradient that is small beside all others may be rounding alone.
     """
-    size = math.hypot(*(right[name].norm().item() for name in own if right[name].dim()))
+    size = math.hypot(*(expected[name].norm().item() for name in computed if expected[name].dim()))
     errors = [[(0.0, "")], [(0.0, "")]]
-    for name, tensor in own.items():
+    for name, tensor in computed.items():
         least = SMALL * size if tensor.dim() else 0.0
-        error = (tensor - right[name]).norm() / right[name].norm().clamp_min(max(least, TINY))
+        error = (tensor - expected[name]).norm() / expected[name].norm().clamp_min(max(least, TINY))
         errors[bool(tensor.dim())].append((error.nan_to_num(nan=math.inf).item(), name))
     return [*map(max, errors)]
