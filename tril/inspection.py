@@ -13,6 +13,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from io import BytesIO
@@ -42,7 +43,7 @@ from tril.metrics import METRICS, Head, Heads, HeadScores
 from tril.places import Places, find_places
 from tril.terminal import number, report
 from tril.texts import Names, Text, draw_texts
-from tril.views import LogitAttribution, attribute_logits, projected_values, unembedding
+from tril.views import LogitAttribution, Stream, attribute_logits, projected_values
 from tril.weights import HIDES, summarise
 from tril.why import Why, Writers, explain, explain_strongest
 
@@ -155,8 +156,10 @@ class Inspection:
     @cached_property
     def logit_attribution(self) -> Mapping[Head, LogitAttribution]:
         """What a head adds to logits of tokens, its direct logit attribution; empty if that is not known."""
-        out = unembedding(self.att)
-        return attribute_logits(self.att, out, self.heads, self.effort) if out else {}
+        with suppress(UserError):
+            stream, _ = look(self.model, self.shown, self.edits, slice(None), Stream)
+            return attribute_logits(self.att, stream, self.heads, self.effort)
+        return {}
 
     @cached_property
     def writers(self) -> Writers:

@@ -24,7 +24,6 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -72,9 +71,6 @@ class Captured(TorchFunctionMode):
         self.text_of_call = text  # B = 1 if the last linear layer has read one text
         self.has_dropout = False
         self.projections = {}  # layer -> weight of the nn.Linear that reads its output as it is
-        self.terms = WeakIdKeyDictionary()  # tensor -> ids of the weights of linear layers whose outputs it is a sum of
-        self.leaf = None  # the last module without parts that was called, its input and its output
-        self.last = None  # of the last linear layer the input and the weight, and the leaf before it
         self.layers: list[list[Call]] = []  # of each its calls, of several heads or of one each
         self.outputs = []  # of the last layer, each and that by head, (B, H, T, D), until a linear layer reads them
         self.is_open = False  # whether nothing has read these
@@ -96,12 +92,6 @@ class Captured(TorchFunctionMode):
     def leave(self, *_: object) -> None:
         """Note the end of a forward pass, as a hook."""
         self.is_inside = False
-
-    def pass_by(self, module: nn.Module, inputs: tuple, output: object) -> None:
-        """Note a module without parts that was called, as a hook."""
-        is_leaf = inputs and not any(module.children())
-        if is_leaf and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
-            self.leaf = module, inputs[0], output
 
     @property
     def layer(self) -> int:
@@ -140,10 +130,6 @@ class Captured(TorchFunctionMode):
             self.note("a sum of products cannot be looked into", weights)
         elif func is F.linear:
             self.see_linear(*args, **kwargs)
-            self.terms[output] = {id(args[1])}
-            self.last = *args[:2], self.leaf
-        elif name.strip("_") in ("add", "iadd", "radd") and not kwargs:
-            self.terms[output] = set().union(*(self.terms.get(x, ()) for x in args if isinstance(x, Tensor)))
         elif func is F.dropout:
             self.has_dropout |= output is not args[0]  # rows of weights may sum to more than one
         return output
@@ -399,7 +385,6 @@ def capture(
     embedding = next((part for part in model.modules() if isinstance(part, nn.Embedding)), None)
     hooks = [part.register_forward_pre_hook(captured.enter, with_kwargs=True) for part in (model, embedding) if part]
     hooks.append(model.register_forward_hook(captured.leave, always_call=True))
-    hooks.append(register_module_forward_hook(captured.pass_by))
     # To import it takes a second, and it is there if anything is compiled.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:

@@ -14,15 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tril.errors import UserError
 from tril.experiments import Ablation, progress, rises
 from tril.kinds import LEAST
 from tril.look import look
 from tril.metrics import Head, Heads
 from tril.texts import draw_texts
-from tril.views import projected_values, unembedding
+from tril.views import Stream, projected_values
 
 MOST_PLACES = 12  # of a head
 MOST_LIKELIEST = 3  # tokens that are made likelier at a place
+FEW = 8  # tokens of a text in which it is learnt how what is written reaches the logits
 NUM_PIECES = 8  # of a corpus, in which losses are measured without a head
 MINUTE = 1.2e12  # tokens times parameters that a CPU core reads in about a minute
 LEAST_SIZE = 5e6  # parameters that are added for the attention, most of the work of a small model
@@ -148,6 +150,11 @@ def add_likeliest(
     model: nn.Module, corpus: Sequence[int], found: Mapping[Head, Places], label: Callable[[int], str]
 ) -> None:
     """Add to places, but those by decile, what the head makes likeliest there, if that is known of the model."""
+    try:
+        stream, _ = look(model, draw_texts(corpus, FEW, 1)[1], positions=slice(None), kind=Stream)
+        logits_of = stream.unembedding()
+    except UserError:
+        return
     by_text = defaultdict(list)
     for head, places in found.items():
         for _, group in places.groups[:-1]:
@@ -156,7 +163,6 @@ def add_likeliest(
     for start, there in progress(by_text.items(), desc="likeliest there", unit=" texts"):
         T = len(there[0][1].labels)
         att, _ = look(model, draw_texts(corpus[start : start + T], T, 1)[1])
-        out = unembedding(att)
-        for head, place in there if out else ():
-            logits = out.logits(projected_values(att, head)[None, place.key - T])[0]
+        for head, place in there:
+            logits = logits_of(head[0], projected_values(att, head)[place.key - T], 0)
             place.likeliest.extend(map(label, logits.argsort(descending=True)[:MOST_LIKELIEST].tolist()))

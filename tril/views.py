@@ -3,16 +3,21 @@
 Shapes are named as in tril/weights.py; C is the width of the residual stream.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from tril.errors import UserError, errors_as_user_error
 from tril.experiments import affordable_rows
 from tril.look import Captured
 from tril.metrics import Head, Heads
 from tril.weights import TOLERANCE, exact_products
+from tril.why import Writers
 
+UNKNOWN = "what heads add to the logits is not known"
 NUM_LIKELIEST = 5  # tokens, of the likeliest and of the unlikeliest
 # The n likeliest and the n unlikeliest tokens, and what is added to their logits, each (T, 2n); nan: not computed.
 LogitAttribution = tuple[Tensor, Tensor]
@@ -35,75 +40,85 @@ def projected_values(att: Captured, head: Head) -> Tensor:
         return values.to(call.dtype) @ weight.T.to(call.dtype)
 
 
-class Unembedding(NamedTuple):
-    """How the residual stream of a text becomes logits: by the final norm, with the scale it has there, and the head.
+class Stream(Writers):
+    """The residual stream of a pass of one text, (1, T): linear layers are writers too, so no way leads through one."""
 
-    Both are linear then, so each part of the stream has its share of the logits (Elhage et al. 2021).
-    """
+    def begin(self, text: tuple[int, int] | None) -> None:
+        """Forget the forward pass before."""
+        super().begin(text)
+        self.added = {}  # layer -> what its output projection writes
+        self.last = None  # the input and the weight of the last linear layer
 
-    gain: Tensor  # (C,)
-    is_centred: bool  # the norm subtracts the mean first, as a LayerNorm does
-    scale: Tensor  # (T, 1)
-    weight: Tensor  # of the head, (V, C)
+    @torch.enable_grad()
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        """Call a function of PyTorch, and cut the pass there if it writes."""
+        output = super().__torch_function__(func, types, args, kwargs)
+        if func is not F.linear:
+            return output
+        self.last = args[:2]
+        output = self.write(["linear"], output)
+        if self.layer in self.projections:  # since this linear layer, or one before
+            self.added.setdefault(self.layer, self.written[-1][1])
+        return output
 
-    def logits(self, part: Tensor) -> Tensor:
-        """Return the logits that a part of the stream adds, (n, C) -> (n, V), but for the scale of its position."""
-        with exact_products(part.device):
-            return self.gain * (part - self.is_centred * part.mean(-1, keepdim=True)) @ self.weight.to(part).T
+    @torch.enable_grad()
+    def unembedding(self) -> Callable[[int, Tensor, Tensor], Tensor]:
+        """Return a function of a layer, a part of what it adds, (T, C) or (C,), and n rows: the logits of that, (n, V).
+
+        The unembedding is the last linear layer. What it reads is linear in what was written, with the scales that
+        norms have in this text (Elhage et al. 2021). So a part of it is a derivative, and all that was written sums to
+        it.
+
+        Raises UserError if it is no such sum, or if the output of a layer is no part of it.
+        """
+
+        def part_of(products: Iterable[Tensor]) -> Tensor:
+            """Return the Jacobian times something, given products of that and the transpose."""
+            return torch.autograd.grad(sum(product.sum() for product in products), zeros, retain_graph=True)[0]
+
+        with errors_as_user_error(UNKNOWN):
+            hidden, weight = self.last
+            zeros = torch.zeros_like(hidden, requires_grad=True)
+            pull = partial(torch.autograd.grad, hidden, grad_outputs=zeros, create_graph=True)
+            backs = pull([self.added[layer] for layer in range(len(self.calls))])
+            written = [x for _, x in self.written]
+            pairs = zip(pull(written, allow_unused=True), written, strict=True)
+            error = part_of(back * x for back, x in pairs if back is not None) - hidden
+            if not error.norm() <= 10 * TOLERANCE[hidden.dtype] * hidden.norm():
+                raise UserError(UNKNOWN)
+
+        @torch.enable_grad()
+        def logits(layer: int, part: Tensor, rows: Tensor) -> Tensor:
+            with exact_products(part.device):
+                share = part_of([backs[layer].flatten(0, -2) * part]).flatten(0, -2)[rows]
+                return share.to(part) @ weight.detach().T.to(part)
+
+        return logits
 
 
 @torch.no_grad()
-def unembedding(att: Captured) -> Unembedding | None:
-    """Return how what heads write in a text, (1, T), reaches the logits; None if that is not known.
-
-    It is if the outputs of all output projections are added to a stream as they are, a norm reads the stream, and a
-    linear layer the norm. Any class of norms will do: what it makes of zeros, ones and signs tells its bias, whether it
-    subtracts the mean, and its gain. With these its own output has to follow from its own input.
-
-    att: what `look` saw, which asks for the logits of the first position.
-    """
-    if not att.last or not att.last[2]:
-        return None
-    given, weight, (norm, x, y) = att.last
-    written = {id(each) for each in att.projections.values()}
-    is_read = given.equal(y[:, : given.size(1)])
-    if not is_read or len(att.projections) < len(att.calls) or not written <= att.terms.get(x, set()):
-        return None
-    wide = att.calls[0].dtype
-    ones = torch.ones_like(x, dtype=next(norm.parameters(), x).dtype)
-    signs = ones.clone()
-    signs[..., ::3] = -1
-    rounding = 10 * TOLERANCE[y.dtype]
-    bias, constant, of_signs = (norm(probe).to(wide) for probe in (0 * ones, ones, signs))
-    of_signs, y = of_signs - bias, y.to(wide) - bias
-    is_centred = (constant - bias).abs().max() < 0.1 * of_signs.abs().max()
-    x, signs = (each.to(wide) - is_centred * each.to(wide).mean(-1, keepdim=True) for each in (x, signs))
-    gain = of_signs / signs
-    scale = (y * gain * x).sum(-1, keepdim=True) / (gain * x).square().sum(-1, keepdim=True)
-    is_norm = (scale * gain * x - y).abs().max() <= rounding * y.abs().max()
-    return Unembedding(gain[0, 0], is_centred, scale.view(-1, 1), weight) if is_norm else None
-
-
-@torch.no_grad()
-def attribute_logits(
-    att: Captured, out: Unembedding, heads: Heads, effort: float = 1.0
-) -> dict[Head, LogitAttribution]:
+def attribute_logits(att: Captured, stream: Stream, heads: Heads, effort: float = 1.0) -> dict[Head, LogitAttribution]:
     """Return the tokens that each head makes likeliest and unlikeliest at each position: direct logit attribution.
 
     On a CPU only as many positions as `affordable_rows` are computed. A cap on logits is left out.
 
-    att, out: what was seen of one text, and its `unembedding`.
+    att, stream: of one text, the stream with all its logits. Raises UserError as `Stream.unembedding` does.
     """
-    n = min(NUM_LIKELIEST, len(out.weight) // 2)
-    flops_per_row = 2 * out.weight.numel() * len(heads)
-    rows = affordable_rows(len(out.scale), flops_per_row, out.scale.device, effort).to(out.scale.device)
+    logits_of = stream.unembedding()
+    V, C = stream.last[1].shape
+    T = att.shape[-1]
+    n = min(NUM_LIKELIEST, V // 2)
+    device = stream.last[1].device
+    rows = affordable_rows(T, 2 * V * C * len(heads), device, effort).to(device)
     found = {}
     for head in heads:
-        logits = out.scale.new_full((len(out.scale), 2 * n), torch.nan)
+        moved = projected_values(att, head)
+        output = moved.new_zeros(T, C)
+        with exact_products(device):
+            output[rows] = att.pattern(*head)[0, rows] @ moved
+        shares = logits_of(head[0], output, rows)
+        logits = output.new_full((T, 2 * n), torch.nan)
         tokens = torch.zeros_like(logits, dtype=torch.long)
-        with exact_products(logits.device):
-            output = att.pattern(*head)[0, rows] @ projected_values(att, head)
-        shares = out.scale[rows] * out.logits(output)
         ends = shares.topk(n), shares.topk(n, largest=False)
         logits[rows], tokens[rows] = (torch.cat(each, dim=1) for each in zip(*ends, strict=True))
         found[head] = tokens.cpu(), logits.cpu()

@@ -33,8 +33,8 @@ from tril.weights import HIDES, TOLERANCE, Call, Computed, exact_products
 ADD = {**dict.fromkeys(("add", "iadd", "radd"), (0, 1)), "linear": (2,), "addmm": (0,)}
 MULTIPLY = ("mul", "imul", "rmul", "div", "truediv", *(name.strip("_") for name in PRODUCTS))
 NOT_LINEAR = frozenset(
-    "abs clamp elu erf exp expm1 gelu hardswish leaky_relu linalg_vector_norm log maximum mish norm pow reciprocal "
-    "relu relu6 rsqrt selu sigmoid silu softmax softplus sqrt square std tanh var".split()
+    "abs clamp elu erf exp expm1 gelu hardswish leaky_relu linalg_norm linalg_vector_norm log maximum mish norm pow "
+    "reciprocal relu relu6 rsqrt selu sigmoid silu softmax softplus sqrt square std tanh var".split()
 )
 UNKNOWN = "where heads look is known, why is not"
 MOST_PARTS = 5  # of a side that are shown
@@ -50,6 +50,11 @@ def layer_norm(x: Tensor, shape: object, weight: object = None, bias: object = N
     return x if bias is None else x + bias
 
 
+def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **_: object) -> Tensor:
+    """Normalise as `F.normalize`, in steps."""
+    return x / x.norm(p, dim, keepdim=True).clamp_min(eps)
+
+
 def rms_norm(x: Tensor, shape: object, weight: object = None, eps: float | None = None) -> Tensor:
     """Normalise as `F.rms_norm`, in steps."""
     eps = torch.finfo(x.dtype).eps if eps is None else eps
@@ -57,7 +62,7 @@ def rms_norm(x: Tensor, shape: object, weight: object = None, eps: float | None 
     return x if weight is None else x * weight
 
 
-IN_STEPS = {F.layer_norm: layer_norm, F.rms_norm: rms_norm}
+IN_STEPS = {F.layer_norm: layer_norm, F.normalize: normalize, F.rms_norm: rms_norm}
 
 
 class Writers(Captured):
@@ -94,11 +99,12 @@ class Writers(Captured):
             is_constant = isinstance(x, Tensor) and x.is_floating_point() and not x.requires_grad
             if is_constant and i in ADD.get(name, ()):
                 args[i] = self.write(["bias" if x.dim() == 1 else "position"], x)
+        before = len(self.written)
         output = super().__torch_function__(func, types, args, kwargs)
         if func is F.embedding and not self.written and args[0].numel() == self.text[1]:
             return self.write(["embedding"], output)
         num = num_written((args, kwargs))
-        if (num and name in NOT_LINEAR) or (num > 1 and name in MULTIPLY):
+        if len(self.written) == before and ((num and name in NOT_LINEAR) or (num > 1 and name in MULTIPLY)):
             # One number for a token, or for all, is the scale of a norm.
             return output.detach() if output.shape[-1:].numel() == 1 else self.write([f"mlp {self.layer}"], output)
         return output

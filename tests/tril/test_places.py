@@ -16,7 +16,7 @@ from tril import NotTheKernels, ablate
 from tril.look import look
 from tril.places import MISSED, STRONGEST, Place, find_places
 from tril.texts import draw_texts
-from tril.views import attribute_logits, unembedding
+from tril.views import Stream, attribute_logits
 
 T, WORDS = 29, "abcdefghijklm()"
 CORPUS = [WORDS.index(letter) for letter in random.Random(0).choices(WORDS, [5] * 13 + [6, 7], k=997)]
@@ -157,7 +157,8 @@ def test_what_a_head_writes_is_its_direct_logits_at_a_weight_of_one() -> None:
             alone = torch.zeros(7, 7)
             alone[place.query, place.key] = 1
             att.pattern = lambda *_, alone=alone: alone[None]
-            found = attribute_logits(att, unembedding(att), [head])
+            stream, _ = look(model, torch.tensor([[*map(int, place.labels)]]), positions=slice(None), kind=Stream)
+            found = attribute_logits(att, stream, [head])
             assert [*place.likeliest] == [*map(str, found[head][0][place.query, :3].tolist())]
 
 

@@ -105,7 +105,7 @@ def test_a_module_a_text_and_labels_are_enough(tmp_path: Path) -> None:
     assert found.name == "Book" and found.labels == list(TEXT) and len(found.scores.predictions) == 12
     assert all(proof.error < 1e-5 for proof in found.scores.proofs)
     assert found.pattern(1, 2).shape == (12, 12) and not found.influence.isnan().any()
-    assert len(found.value_norms) == 6 and found.value_norms[1, 2].shape == (12,) and not found.logit_attribution
+    assert len(found.value_norms) == len(found.logit_attribution) == 6 and found.value_norms[1, 2].shape == (12,)
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert "Heads of Book" in found._repr_html_()
     write_tokenizer(tmp_path)

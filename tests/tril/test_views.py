@@ -10,19 +10,20 @@ from tests.conftest import make_gpt
 from tests.decoders import make_decoder
 from tril import capture, inspect_heads
 from tril.look import look
-from tril.views import attribute_logits, projected_values, unembedding
+from tril.views import Stream, attribute_logits, projected_values
 
 T, L, H = 7, 2, 3
 FAMILIES = {"gpt2": {"n_embd": 15}, "llama": {"n_embd": 18}, "qwen3": {"n_embd": 18}, "nanochat": {"n_embd": 18}}
 
 
 def captured(model: GPT, idx: Tensor):
-    """Run a model: its `Captured`, how it makes logits, and the inputs and outputs of its attention and last norm."""
+    """Run a model: its `Captured`, its `Stream`, and the inputs and outputs of its attention and last norm."""
     seen = []
     for module in [*(block.attention for block in model.blocks), model.final_norm]:
         module.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0][0], output[0])))
     att, _ = look(model, idx)
-    return att, unembedding(att), seen[: len(model.blocks) + 1]
+    stream, _ = look(model, idx, positions=slice(None), kind=Stream)
+    return att, stream, seen[: len(model.blocks) + 1]
 
 
 def transformed(model: GPT, layer: int, head: int, x: Tensor) -> Tensor:
@@ -43,8 +44,11 @@ def transformed(model: GPT, layer: int, head: int, x: Tensor) -> Tensor:
 def test_what_heads_move_and_say_are_their_shares_of_the_whole(family: str, n_kv_head: int) -> None:
     model = make_gpt(family=family, n_kv_head=n_kv_head, bias=None, **FAMILIES[family]).eval()
     idx = torch.randint(17, (1, T))
-    att, out, (*seen, (residual, _)) = captured(model, idx)
-    found = attribute_logits(att, out, [(layer, head) for layer in range(L) for head in range(H)])
+    if family == "gpt2":  # no way may lead through an MLP, not even through one that is linear but for signs
+        for mlp in (block.mlp for block in model.blocks):
+            mlp.activate = lambda x, up=mlp.up_proj: up(x) * (up(x) > 0)
+    att, stream, (*seen, (residual, _)) = captured(model, idx)
+    found = attribute_logits(att, stream, [(layer, head) for layer in range(L) for head in range(H)])
 
     # The logits are linear in the parts of the residual stream once the scale of the final norm is that of the whole.
     norm = model.final_norm
@@ -79,44 +83,55 @@ def test_what_heads_move_and_say_are_their_shares_of_the_whole(family: str, n_kv
     torch.testing.assert_close(total, model(idx)[0], rtol=1e-3, atol=1e-3)
 
 
-STRANGERS = {  # type -> whether what its heads write is known to reach the logits, and of a block that adds at once
-    **dict.fromkeys("llama nemotron gemma starcoder2".split(), (True, False)),
-    **dict.fromkeys("gptj phi".split(), (True, True)),
-    **dict.fromkeys("gemma2 olmo2 granite".split(), (False, False)),  # a norm or a factor behind attention
-}
+BEHIND = {"gemma2": "post_attention_layernorm", "olmo2": "post_attention_layernorm"}  # a norm of what heads write
 
 
-@pytest.mark.parametrize("name", STRANGERS)
+@pytest.mark.parametrize("name", ["llama", "gemma", "gemma2", "olmo2", "granite"])
 @torch.no_grad()
-def test_how_a_stranger_makes_logits_is_seen_or_not_known(name: str) -> None:
-    """Norms of several classes. Logits are linear in the stream but for what is the same at all positions."""
-    is_known, adds_at_once = STRANGERS[name]
+def test_norms_and_factors_between_heads_and_logits_are_followed(name: str) -> None:
+    """With the scale that it has, a norm without a mean multiplies each number by a number."""
     model, idx = make_decoder(name), torch.randint(2, 61, (1, T))
-    att, logits = look(model, idx, positions=slice(None))
+    ratios = {}
+    for part in model.modules():
+        if "RMSNorm" in type(part).__name__:
+            part.register_forward_hook(lambda part, inputs, output: ratios.update({part: (output / inputs[0])[0]}))
+    found = inspect_heads(model, idx).logit_attribution
     att, _ = look(model, idx)
-    out = unembedding(att)
-    assert (out is not None) == is_known == bool(inspect_heads(model, idx).logit_attribution)
-    if is_known:
-        rest = logits[0] - out.scale * out.logits(att.last[2][1][0])
-        torch.testing.assert_close(rest, rest[:1].expand(T, -1), rtol=1e-4, atol=1e-4)
-    if adds_at_once:  # nothing reads a head of the last layer but the norm
-        without, _ = look(model, idx, {(1, 2): torch.zeros_like})
-        lost = (att.last[2][1] - without.last[2][1])[0]
-        torch.testing.assert_close(lost, att.pattern(1, 2)[0] @ projected_values(att, (1, 2)), rtol=1e-4, atol=1e-5)
+    factor = getattr(model.config, "residual_multiplier", 1.0)
+    for layer, head in found:
+        behind = ratios[getattr(model.model.layers[layer], BEHIND[name])] if name in BEHIND else 1.0
+        part = att.pattern(layer, head)[0] @ projected_values(att, (layer, head)) * behind * factor
+        share = part * ratios[model.model.norm] @ model.lm_head.weight.T
+        tokens, logits = found[layer, head]
+        torch.testing.assert_close(logits, share.gather(1, tokens), rtol=1e-4, atol=1e-6)
+    assert len(found) == 2 * H
 
 
-@pytest.mark.parametrize("last", [nn.Tanh(), nn.Linear(42, 42), nn.Softmax(-1)], ids=str)
-def test_what_is_no_norm_is_not_taken_for_one(last: nn.Module) -> None:
+@pytest.mark.parametrize("name", "nemotron starcoder2 gptj phi".split())
+def test_norms_of_several_classes_are_followed(name: str) -> None:
+    assert len(inspect_heads(make_decoder(name), [2, 3, 5, 7]).logit_attribution) == 2 * H
+
+
+class Normalize(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(x, dim=-1)
+
+
+LASTS = {nn.Tanh(): False, nn.Linear(42, 42): False, nn.Softmax(-1): False, Normalize(): True}
+
+
+@pytest.mark.parametrize("last, is_known", LASTS.items(), ids=str)
+def test_what_is_no_norm_is_not_taken_for_one(last: nn.Module, is_known: bool) -> None:
     model = make_decoder("llama")
     model.model.norm = last
-    assert unembedding(look(model, torch.randint(2, 61, (1, T)))[0]) is None
+    assert bool(inspect_heads(model, torch.randint(2, 61, (1, T))).logit_attribution) == is_known
 
 
 def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -> None:
     model = make_gpt().eval()
-    att, out, _ = captured(model, torch.randint(17, (1, T)))
+    att, stream, _ = captured(model, torch.randint(17, (1, T)))
     monkeypatch.setattr(tril.experiments, "CPU_FLOPS", 2 * 17 * 15 * 3.5)
-    tokens, logits = attribute_logits(att, out, [(0, 1)])[0, 1]
+    tokens, logits = attribute_logits(att, stream, [(0, 1)])[0, 1]
     assert (~logits.isnan()).all(1).nonzero().flatten().tolist() == [0, 3, 6]
     assert tokens.shape == logits.shape == (T, 10)
 
