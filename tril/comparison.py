@@ -78,7 +78,7 @@ class Comparison:
         names = {other: head for head, other, *_ in pairs}
         stored = {names.get(name, name): numbers for name, numbers in b.stored.items()}
         stored["places"] = page.pack_places([self.known] * len(pairs))
-        return [a, b._replace(heads=a.heads, strongest=True, stored=stored, texts=b.texts | {"pairs": pairs})]
+        return [a, b._replace(stored=stored, texts=b.texts | {"pairs": pairs})]
 
     def save(self, path: str | Path) -> None:
         """Write a page, .html, of both. A failure leaves an old file there. Raises UserError for another suffix."""
@@ -87,7 +87,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""
-        return page.in_frame(page.render(self.page_data()))
+        return page.in_frame(self.page_data())
 
 
 def compare(a: Inspection, b: Inspection) -> Comparison:

@@ -292,27 +292,17 @@ class Inspection:
             stored["why"] = page.pack(numbers, "<i4")
         except UserError as error:
             texts["unexplained"] = str(error)
-        strongest = self.strongest if places else {}
-        if strongest:
-            stored["places"] = page.pack_places(strongest.values())
-        return page.PageData(
-            self.name,
-            self.note,
-            self.labels,
-            self.num_generated,
-            [*map(name_of, self.heads)],
-            self.probe is not None,
-            bool(strongest),
-            texts,
-            stored,
-        )
+        if places and self.strongest:
+            stored["places"] = page.pack_places(self.strongest.values())
+        heads = [*map(name_of, self.heads)]
+        return page.PageData(self.note, self.labels, self.num_generated, heads, texts, stored)
 
     def __repr__(self) -> str:
         return f"{self.note}\n{self.verified}\n{self.table()}"
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""
-        return page.in_frame(page.render([self.page_data()]))
+        return page.in_frame([self.page_data()])
 
 
 def write_file(path: Path, content: bytes) -> None:

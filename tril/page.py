@@ -32,13 +32,10 @@ MOST_WEIGHTS = 40_000_000  # of all heads, checkpoints, and the influence
 class PageData(NamedTuple):
     """What a page shows of one model, as texts and as packed numbers."""
 
-    name: str  # of the model
-    note: str  # says what text and what probe were read
+    note: str  # says what text was read, and in a second line what probe, if there was one
     labels: Sequence[str]  # of the tokens
     num_generated: int  # of the tokens, so many of the last are the model's own
     heads: Sequence[str]  # their names
-    probe: bool  # whether there was one
-    strongest: bool  # whether there are places
     texts: dict  # of the model, its heads and its predictions, for JSON
     stored: dict[str, str]  # name -> packed numbers
 
@@ -66,7 +63,7 @@ def environment() -> object:
 
 
 def render(checkpoints: Sequence[PageData], live: str | None = None) -> str:
-    """Return the page of one or more checkpoints, in order, of which the last gives the text.
+    """Return the page of one or more checkpoints, in order. The first names the heads, the last gives the text.
 
     live: of a page that is served, the text to begin with. It has a form to ask for another.
 
@@ -75,14 +72,15 @@ def render(checkpoints: Sequence[PageData], live: str | None = None) -> str:
     last = checkpoints[-1]
     check_room(len(last.heads), len(last.labels), len(checkpoints))
     stored = {f"{place}/{name}": each.stored[name] for place, each in enumerate(checkpoints) for name in each.stored}
-    shown = {"inputs": last, "heads": last.heads, "checkpoints": [each.texts for each in checkpoints]}
+    shown = {"inputs": last, "heads": checkpoints[0].heads, "checkpoints": [each.texts for each in checkpoints]}
     known = {"kinds": KINDS, "metrics": METRICS, "nonce": secrets.token_urlsafe()}
     return environment().get_template("page.html").render(stored=stored, live=live, **shown, **known)
 
 
-def in_frame(content: str) -> str:
-    """Return a page in a frame, for a notebook."""
-    return f'<iframe srcdoc="{html.escape(content)}" style="width: 100%; height: 50rem; border: 0"></iframe>'
+def in_frame(checkpoints: Sequence[PageData]) -> str:
+    """Return the page in a frame, for a notebook."""
+    content = html.escape(render(checkpoints))
+    return f'<iframe srcdoc="{content}" style="width: 100%; height: 50rem; border: 0"></iframe>'
 
 
 def pack_places(found: Iterable[Places]) -> str:
