@@ -112,7 +112,7 @@ def heads(options: argparse.Namespace) -> int:
     names = open_tokenizer(tokenizer) if tokenizer else None
     found = tril.inspect_heads(make_model(options.model), text, names)
     print(found)
-    for place in choose_heads(head, *found.att.shape[::2]) if head else ():
+    for place in choose_heads(head, found.att.shape) if head else ():
         print(f"\nhead {name_of(place)}\n{found.why(*place, *map(int, pair))}")
     for path in options.out:
         found.save(path)

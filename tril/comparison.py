@@ -114,11 +114,10 @@ def compare(a: Inspection, b: Inspection) -> Comparison:
         other = divmod(j, b.att.shape[2])
         matches[i] = Match(a.heads[i], other, apart[i, j].item(), others.min().item())
     shown = [matches[i] for i in sorted(matches)]
-    names = [a.name, b.name] if a.name != b.name else [f"{a.name} a", f"{b.name} b"]
-    a, b = (
-        replace(found, name=names[side], asked=[name_of(match[side]) for match in shown])
-        for side, found in enumerate((a, b))
-    )
+    heads, others, *_ = zip(*shown, strict=True)
+    are_namesakes = a.name == b.name
+    a = replace(a, name=a.name + " a" * are_namesakes, asked=heads)
+    b = replace(b, name=b.name + " b" * are_namesakes, asked=others)
     return Comparison(a, b, shown)
 
 

@@ -64,7 +64,7 @@ class Inspection:
     measured: Tensor  # (N, T), scores are means over these sequences
     shown: Tensor  # (1, T), the text of the pictures
     labels: Sequence[str]  # of the T tokens that are shown
-    asked: str | Sequence[str] = ()  # patterns of the heads to show
+    asked: str | Sequence[str | Head] = ()  # patterns of the heads to show
     probe: RepeatProbe | None = None
     corpus: Sequence[int] | None = None  # (n,) ids of a long text, for the strongest places
     name: str = "model"  # as "quickstart step-00000400"
@@ -96,8 +96,7 @@ class Inspection:
     @cached_property
     def heads(self) -> list[Head]:
         """The heads to show."""
-        L, _, H, _ = self.att.shape
-        return choose_heads(self.asked, L, H)
+        return choose_heads(self.asked, self.att.shape)
 
     @cached_property
     def scores(self) -> HeadScores:
@@ -200,8 +199,8 @@ class Inspection:
 
         Raises UserError for tokens that are not there, or not seen, and if it is not known.
         """
-        L, _, H, T = self.att.shape
-        [(layer, head)] = choose_heads([(layer, head)], L, H)
+        [(layer, head)] = choose_heads([(layer, head)], self.att.shape)
+        T = len(self.labels)
         parts = self.writers.parts(layer)
         weights = self.pattern(layer, head)
         elsewhere = weights.tril(-1)

@@ -57,7 +57,7 @@ class Upstream(NamedTuple):
 
 def name_of(head: Head) -> str:
     """Return the name of a head, LAYER.HEAD: (5, 1) -> "5.1"."""
-    return f"{head[0]}.{head[1]}"
+    return "{}.{}".format(*head)
 
 
 def kind_of(scores: HeadScores, head: Head) -> Kind:
@@ -101,11 +101,14 @@ def by_kind(scores: HeadScores, heads: Heads) -> dict[str, list[tuple[Head, Kind
     return {name: group for name in KINDS if (group := [pair for pair in found if pair[1].name == name])}
 
 
-def choose_heads(patterns: str | Sequence[str], L: int, H: int) -> list[Head]:
+def choose_heads(patterns: str | Sequence[str | Head], shape: Sequence[int]) -> list[Head]:
     """List the heads that match, as "5.1" or "-1.*", in the order of the patterns; without patterns all.
+
+    shape: L, B, H, T of a `Captured`.
 
     Raises UserError for a head that does not exist.
     """
+    L, _, H, _ = shape
     # Layers are also counted from the last, which is -1.
     heads = {f"{layer}.{head}": (layer % L, head) for layer in range(-L, L) for head in range(H)}
     chosen = {}

@@ -83,7 +83,6 @@ def answers(plain: Inspection, written: str) -> Callable[..., str]:
     plain: of the model as it is, on the first text; its scores on the probe are shown with any text. written: the text
     in the form, at first.
     """
-    L, _, H, _ = plain.att.shape
 
     def read(box: str, text: str) -> Inspection:
         try:
@@ -101,7 +100,7 @@ def answers(plain: Inspection, written: str) -> Callable[..., str]:
         edits = {}
         for mode, names in changes.items():
             change = mode != "patch" and change_of(mode)
-            for head in choose_heads(names.split() or "", L, H):
+            for head in choose_heads(names.split() or "", plain.att.shape):
                 edits[head] = change or patch(att, head)
         found = replace(found, measured=found.shown, probe=None, edits=edits, effort=EFFORT, plain=plain, corpus=None)
         return page.render([found.page_data()], written)
