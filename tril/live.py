@@ -23,7 +23,7 @@ from tril.errors import UserError
 from tril.experiments import change_of
 from tril.inspection import Inspection
 from tril.kinds import choose_heads
-from tril.look import Captured, look
+from tril.look import Captured
 from tril.metrics import Head
 from tril.weights import NotTheKernels
 
@@ -95,13 +95,11 @@ def answers(plain: Inspection, written: str) -> Callable[..., str]:
         found = plain if text is None else read("text", text)
         if other or "patch" in changes:
             beside = read("other", other)
-        if "patch" in changes:
-            att, _ = look(plain.model, beside.shown)
         edits = {}
         for mode, names in changes.items():
             change = mode != "patch" and change_of(mode)
             for head in choose_heads(names.split() or "", plain.att.shape):
-                edits[head] = change or patch(att, head)
+                edits[head] = change or patch(beside.att, head)
         found = replace(found, measured=found.shown, probe=None, edits=edits, effort=EFFORT, plain=plain, corpus=None)
         return page.render([found.page_data()], written)
 
