@@ -36,7 +36,8 @@ ON_REPEATS = ("duplicate", "induction")  # the metrics that need a probe
 MOST_UPSTREAM = 2
 MOST_EARLIER = 16  # heads of which each is taken away without being asked to
 Ablation = Literal["zero", "mean"]  # what takes the place of a head's output
-CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+Change = Callable[[Tensor], Tensor]  # of a head's output: returns what takes its place
+CHANGES: dict[str, Change] = {
     "zero": torch.zeros_like,
     "mean": lambda output: output.mean((0, 1)).expand_as(output),
 }
@@ -156,8 +157,8 @@ def joined(parts: Sequence[Metrics], names: Iterable[str]) -> Metrics:
     return {name: torch.cat([part[name] for part in parts]) for name in names}
 
 
-def change_of(mode: str) -> Callable[[Tensor], Tensor]:
-    """Return the function of a head's output that takes its place. Raises UserError for an unknown mode."""
+def change_of(mode: str) -> Change:
+    """Return the change of this name. Raises UserError for an unknown mode."""
     if mode not in CHANGES:
         raise UserError(f"a head becomes {' or '.join(CHANGES)}, not {mode!r}")
     return CHANGES[mode]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tril import page
 from tril.errors import UserError
-from tril.experiments import change_of
+from tril.experiments import Change, change_of
 from tril.inspection import Inspection
 from tril.kinds import choose_heads
 from tril.look import Captured
@@ -106,8 +106,8 @@ def answers(plain: Inspection, written: str) -> Callable[..., str]:
     return answer
 
 
-def patch(att: Captured, head: Head) -> Callable[[Tensor], Tensor]:
-    """Return the function of a head's output that puts the one on another text in its place."""
+def patch(att: Captured, head: Head) -> Change:
+    """Return the change of a head's output to the one on another text."""
     layer, number = head
     other = att.calls[layer].of_head(number).output()[:, 0]
 
