@@ -74,8 +74,8 @@ def make_probe(
 
     It begins with the last of `start`; if that is empty, with the last token. See `repeat_probe`.
     """
-    drawn = np.setdiff1d(np.array(tokens, dtype=np.int64), list(special))
-    return repeat_probe(torch.from_numpy(drawn), int([0, *drawn[-1:], *start][-1]), context_length)
+    drawn = np.setdiff1d(tokens, list(special))
+    return repeat_probe(torch.from_numpy(drawn).long(), int([0, *drawn[-1:], *start][-1]), context_length)
 
 
 def predict(model: nn.Module, idx: Tensor, edits: Edits | None = None) -> tuple[Captured, Tensor, list[Prediction]]:
