@@ -65,8 +65,8 @@ def inspect_heads(
     As `tril.inspect_heads`, with what a checkpoint has of its own: its tokenizer, and its validation text, which text
     or corpus None stands for, if it is on this machine. device: as for `find_device`.
     """
-    options = {"asked": heads, "ablation": ablate}
-    found = inspect_checkpoint(find_checkpoint(place), find_device(device), text, corpus, **options)
+    checkpoint = find_checkpoint(place)
+    found = inspect_checkpoint(checkpoint, find_device(device), text, corpus, asked=heads, ablation=ablate)
     len(found.heads)  # raises now if nothing can be shown
     return found
 
