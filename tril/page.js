@@ -409,12 +409,12 @@ function mostTable(shown, amounts, unseen) {
   const seen = [...labels.keys()].filter((i) => !unseen(i));
   const largest = seen.sort((a, b) => amounts[b] - amounts[a]).slice(0, rows);
   const order = largest.filter((i, place) => place === 0 || Number(figure(amounts[i])) > 0);
-  const explained = reasonsOf(shown);
-  const find = (i) => explained.some(({ other }) => other === i);
+  const explained = reasonsOf(shown).map(({ other }) => other);
   return make("table", order.map((i) => {
     const bar = make("span.bar");
     bar.style.width = `${(100 * amounts[i]) / (amounts[order[0]] || 1)}%`;
-    const name = find(i) ? clickable("button.go", () => show({ view: "why", other: i }), whole(labels[i])) : whole(labels[i]);
+    const label = whole(labels[i]);
+    const name = explained.includes(i) ? clickable("button.go", () => show({ view: "why", other: i }), label) : label;
     const words = [make("td.figure.before", beside(i, -1)), make("td.name", name, beside(i, 1))];
     return make("tr", make("td.figure.quiet", i), words, make("td.figure", figure(amounts[i])), make("td", bar));
   }));
@@ -435,13 +435,13 @@ function reasonsOf(shown) {
     for (let n = 0; n < count; n++) {
       const field = (number) => reasons[((number * heads.length + state.head) * T + query) * count + n];
       const key = field(0);
-      if (key > query || key < 0 || (state.who && key !== shown)) continue;
+      if (key > query || (state.who && key !== shown)) continue;
       const sides = [2, 12].map((first) => {
         const parts = [0, 1, 2, 3, 4].map((i) => [writers[field(first + i)], field(first + 5 + i)]);
         if (parts[4][1]) parts.push(["the rest", parts.reduce((rest, [, part]) => rest - part, field(1))]);
         return parts.filter(([, part]) => part);
       });
-      found.push({ query, key, other: state.who ? query : key, weight: weight(query, key), advantage: field(1), sides });
+      found.push({ other: state.who ? query : key, weight: weight(query, key), advantage: field(1), sides });
     }
   }
   return found.sort((a, b) => b.weight - a.weight).slice(0, 5);
