@@ -471,7 +471,7 @@ function whyTable(shown) {
     return make("div", make("p.quiet", `written to the ${i ? "key" : "query"} by`), make("table", lines));
   });
   const above = `score ${signed(reason.advantage / 100)} above the other keys`;
-  return [make("p.row", others, make("span.quiet", above)), Object.assign(make("div.why", columns), { id: "columns" })];
+  return [make("p.row", others, make("span.quiet", above)), make("div.columns.why", columns)];
 }
 
 // The tokens before or after one, as many as fit ten letters.
@@ -507,7 +507,7 @@ function logitsTable(shown) {
   };
   const makes = changes.has(heads[state.head]) ? "not added; would make" : "makes";
   const likeliest = column(0, `${makes} likeliest after `, named(shown));
-  return Object.assign(make("div", likeliest, column(count / 2, `${makes} unlikeliest (logits)`)), { id: "columns" });
+  return make("div.columns", likeliest, column(count / 2, `${makes} unlikeliest (logits)`));
 }
 
 const TABLES = { logits: logitsTable, why: whyTable };

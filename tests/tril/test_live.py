@@ -307,15 +307,15 @@ def test_a_person_tries_a_text_changes_a_head_and_goes_back(browser, serving, an
     assert tab.evaluate("document.activeElement.selectionStart") == 10  # to write on
     assert [line[0] for line in before] == [*"1␣↵is␣<b>↵"]
     tab.locator("#views label", has_text="logits").click()
-    assert tab.locator("#columns p").first.inner_text() == "makes likeliest after ↵ (9)"
+    assert tab.locator(".columns p").first.inner_text() == "makes likeliest after ↵ (9)"
     tab.locator("[name=zero]").click()
     tab.wait_for_url(lambda url: f"&zero={head}#{head}/" in url)
     changed = rows(5)
     focus_is_on("zero")
     assert [line[:3] for line in changed] == before
     tab.locator("#predicted th", has_text="next, changed (pink worse, green better)").wait_for()
-    assert tab.locator("#columns p").first.inner_text() == "not added; would make likeliest after ↵ (9)"
-    assert tab.locator("#columns p").last.inner_text() == "not added; would make unlikeliest (logits)"
+    assert tab.locator(".columns p").first.inner_text() == "not added; would make likeliest after ↵ (9)"
+    assert tab.locator(".columns p").last.inner_text() == "not added; would make unlikeliest (logits)"
     assert tab.locator("#kind").inner_text() == "its output is not added (zero)"
     assert tab.locator("[name=zero]").get_attribute("aria-pressed") == "true"
     tab.locator("[name=other]").fill("2 \nis <b>\n")

@@ -328,14 +328,14 @@ def test_both_sides_of_why_have_one_scale_and_sum_to_the_score(show: Callable, w
     numbers[17:] = torch.tensor(sizes).view(5, 1, 1, 1)
     page = show(inspected(length=257, explained=(WRITERS, numbers)), link="#1.1/104/why", width=width)
     assert "how much each writer (embedding, head, MLP) adds" in page.locator("#meaning").inner_text()
-    rows = page.locator("#columns tr").all_inner_texts()
+    rows = page.locator(".columns tr").all_inner_texts()
     assert [row.split("\t")[1] for row in rows[:2]] == ["+3.00", "−0.50"]  # all there are
     assert len(rows) == 8 and rows[-1].split("\t")[:2] == ["the rest", "+0.11"]
-    boxes = [bar.bounding_box() for bar in page.locator("#columns .bar").all()]
+    boxes = [bar.bounding_box() for bar in page.locator(".columns .bar").all()]
     shares = [abs(size) / 300 for size in (300, -50, *sizes, 11)]
     assert [box["width"] / boxes[0]["width"] for box in boxes] == pytest.approx(shares, abs=0.01)
     assert boxes[0]["width"] > 150
-    tops = [title.bounding_box()["y"] for title in page.locator("#columns p").all()]
+    tops = [title.bounding_box()["y"] for title in page.locator(".columns p").all()]
     assert (tops[0] == tops[1]) == (width > 375)
     page.locator("#most p").first.evaluate("(part) => part.append('another token '.repeat(9))")
     assert page.locator("#most").evaluate("(part) => part.scrollHeight <= part.clientHeight")

@@ -63,7 +63,7 @@ LOOK = """async (link) => {
         captions: [...document.querySelectorAll("#heads span")].map((part) => plain(part.textContent)),
         chosen: texts("#heads [aria-pressed=true] span"),
         words: texts(`#sentence, #head, #kind, #of-scores, #checkpoint, #next, #chance, #last, #pooled, #strip-note,
-            #columns p`),
+            .columns p`),
         ticks: texts("#ticks span").map(Number),
         scores: table("#scores"),
         most: table("#most"),
