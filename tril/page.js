@@ -37,6 +37,7 @@ const best = ranks.indexOf(Math.min(...ranks));
 // other: the token that the chosen one looks at, or is looked at by, in the view "why"; null: the first in order.
 const opening = { checkpoint: initial, head: best, token: undefined, who: false, view: "weights", other: null };
 const state = { ...opening };
+const described = () => checkpoints[state.checkpoint];
 let pointed = {};  // what the mouse points at: a token, or a cell [query, key] of the large picture
 
 const stored = (checkpoint, name) => $(`${checkpoint}/${name}`);
@@ -154,7 +155,7 @@ const poolNote = (step) => {
 
 // ---- What a head is named for.
 
-const kindOf = (head) => checkpoints[state.checkpoint].heads[head].kind;  // its name, the score, and that of an even head
+const kindOf = (head) => described().heads[head].kind;  // its name, the score, and that of an even head
 const short = (score) => score.toFixed(2).replace(/^0/, "");
 let example;  // the token at which the head does most clearly what it is named for
 
@@ -260,7 +261,7 @@ async function show(change) {
 }
 
 function drawHeads() {
-  const { name, summary } = checkpoints[state.checkpoint];
+  const { name, summary } = described();
   fill("checkpoint", last === 0 ? summary.slice(name.length + 3) : summary);  // the title has the name
   for (const input of $("views").querySelectorAll("input")) {
     input.checked = input.value === state.view;
@@ -287,7 +288,7 @@ function drawHeads() {
 }
 
 function drawHead() {
-  const { scores } = checkpoints[state.checkpoint].heads[state.head];
+  const { scores } = described().heads[state.head];
   const [kind, , even] = kindOf(state.head);
   const name = nameOf(state.head);
   const tag = tagOf(state.head);
@@ -321,7 +322,7 @@ function drawUpstream() {
     const match = pairs[state.head][1 - state.checkpoint];
     return fill("upstream", `match ${match} differs by ${distance}, next best ${next}`);
   }
-  const upstream = checkpoints[state.checkpoint].heads.map((head) => head.upstream);
+  const upstream = described().heads.map((head) => head.upstream);
   const needed = upstream[state.head] && `score ${upstream[state.head]}`;
   const others = heads.filter((_, i) => upstream[i].includes(` ${heads[state.head]} `)).join(", ");
   const words = [needed, others && `upstream of ${others}`].filter(Boolean).join("; ").split(/(\d+\.\d+)/);
@@ -427,7 +428,7 @@ function mostTable(shown, amounts, unseen) {
 // weight comes first.
 function reasonsOf(shown) {
   const { reasons } = loaded;
-  const { writers } = checkpoints[state.checkpoint];
+  const { writers } = described();
   const count = reasons ? reasons.length / heads.length / T / 22 : 0;  // keys of a token
   const found = [];
   for (const query of state.who ? labels.keys() : [shown]) {
@@ -452,7 +453,7 @@ const signed = (number) => `${number < 0 ? "−" : "+"}${Math.abs(number).toFixe
 function whyTable(shown) {
   const found = reasonsOf(shown);
   const reason = found.find(({ other }) => other === state.other) ?? found[0];
-  const { unexplained = "Nothing that is among the largest weights of a token." } = checkpoints[state.checkpoint];
+  const { unexplained = "Nothing that is among the largest weights of a token." } = described();
   if (!reason) return make("p.quiet", unexplained);
   const largest = Math.max(...reason.sides.flat().map(([, part]) => Math.abs(part)));
   const others = found.map(({ other, weight }) => {
@@ -500,7 +501,7 @@ function logitsTable(shown) {
     const lines = Array.from({ length: count / 2 }, (_, i) => {
       const place = start(shown) + first + i;
       const logit = loaded.logits[place];
-      const label = checkpoints[state.checkpoint].token_names[loaded.tokens[place]];
+      const label = described().token_names[loaded.tokens[place]];
       return make("tr", make("td.name", whole(label)), make("td.figure", signed(logit)), make("td"));
     });
     return make("div", make("p.quiet", title), make("table", lines));
@@ -513,7 +514,7 @@ function logitsTable(shown) {
 const TABLES = { logits: logitsTable, why: whyTable };
 
 function drawPrediction(shown) {
-  const [next, chance] = checkpoints[state.checkpoint].predictions[shown];
+  const [next, chance] = described().predictions[shown];
   fill("last", named(shown));
   fill("next", next);
   fill("chance", chance);
