@@ -11,7 +11,7 @@ const VIEWS = {
   why: `Weights, and how much each writer (embedding, head, MLP) adds to a key's score above the other keys, by what it
     wrote to the query and by what it wrote to the key. Each list alone sums to the total (Elhage et al. 2021).`,
 };
-const large = $("picture").querySelector("canvas");
+const large = $("picture").firstElementChild;
 let loaded;  // what is stored of the checkpoint that is shown
 let sides;  // that, or what is stored of both models
 let rows = 5;  // how many of the largest amounts are shown in figures
@@ -148,10 +148,8 @@ function paint(canvas, head, width, side = loaded) {
   return step;
 }
 
-const poolNote = (step) => {
-  const what = inValues() ? "values" : "weights";
-  return step > 1 ? `a point is the largest of ${step} × ${step} ${what}` : "";
-};
+const poolNote = (step) =>
+  step > 1 ? `a point is the largest of ${step} × ${step} ${inValues() ? "values" : "weights"}` : "";
 
 // ---- What a head is named for.
 
@@ -269,7 +267,7 @@ function drawHeads() {
   }
   const missing = Object.keys(VIEWS).filter((view) => !has(view)).join(" and ");
   fill("meaning", VIEWS[state.view] + (missing && ` Unknown for this type of model: ${missing}.`));
-  const width = buttons[0].querySelector("canvas").getBoundingClientRect().width;
+  const width = buttons[0].firstChild.getBoundingClientRect().width;
   const steps = buttons.map((button, i) => {
     const tag = tagOf(i).replaceAll(" ", "\u00a0");  // a tag that does not fit is hidden whole
     const caption = pairs ? `${pairs[i][0]} | ${pairs[i][1]} ${pairs[i][2]}` : `${heads[i]} ${tag}`;
@@ -394,13 +392,12 @@ function shade(parts, amounts, colour, shown, unseen, other) {
 
 function drawReadout(query, key) {
   if (query === undefined) return fill("readout");
-  const lines = ["query ", named(query), "\nkey ", named(key), `\nweight ${weight(query, key).toFixed(5)}`];
-  if (inValues()) {
-    lines.push(` × length ${normOf(key).toPrecision(4)}\nvalue ${amount(query, key).toPrecision(4)}`);
-  }
   const influence = weight(query, key, loaded.influence);
-  if (influence > 0) lines.push(`\ninfluence ${influence.toFixed(5)}`);
-  fill("readout", lines);
+  fill(
+    "readout", "query ", named(query), "\nkey ", named(key), `\nweight ${weight(query, key).toFixed(5)}`,
+    inValues() ? ` × length ${normOf(key).toPrecision(4)}\nvalue ${amount(query, key).toPrecision(4)}` : [],
+    influence > 0 ? `\ninfluence ${influence.toFixed(5)}` : [],
+  );
 }
 
 const whole = (label) => Object.assign(make("bdi.token", label), { title: label });
