@@ -34,8 +34,8 @@ const initial = pairs ? 0 : last;  // where the page opens
 // The first head to look at is the best of the first kind. The first token, its clearest example, is found once loaded.
 const ranks = checkpoints[initial].heads.map(({ kind: [name, score] }) => Object.keys(kinds).indexOf(name) - score / 2);
 const best = ranks.indexOf(Math.min(...ranks));
-// other: the token that the chosen one looks at, or is looked at by, in the view "why"; null: the first in order.
-const opening = { checkpoint: initial, head: best, token: undefined, who: false, view: "weights", other: null };
+// other: the token that the chosen one looks at, or is looked at by, in the view "why"; undefined: the first in order.
+const opening = { checkpoint: initial, head: best, token: undefined, who: false, view: "weights", other: undefined };
 const state = { ...opening };
 const described = () => checkpoints[state.checkpoint];
 let pointed = {};  // what the mouse points at: a token, or a cell [query, key] of the large picture
@@ -47,8 +47,8 @@ const inValues = () => state.view === "values";
 
 function address() {
   const { head, token, who, view, checkpoint, other } = state;
-  const rest = [who && "who", view !== "weights" && view, checkpoint !== initial && places[checkpoint]];
-  return `#${[heads[head], token, ...rest.filter(Boolean), ...(other === null ? [] : [other])].join("/")}`;
+  const rest = [who && "who", view !== "weights" && view, checkpoint !== initial && places[checkpoint], other?.toString()];
+  return `#${[heads[head], token, ...rest.filter(Boolean)].join("/")}`;
 }
 
 // Reads an address; one that does not fit is as the page opens.
@@ -236,7 +236,7 @@ const buttons = heads.map((name, i) => {
 const both = pairs && [load(0), load(1)];
 
 async function show(change) {
-  if (["head", "token", "who"].some((name) => name in change)) state.other = null;
+  if (["head", "token", "who"].some((name) => name in change)) state.other = undefined;
   const sameHead = ["checkpoint", "head", "view"].every((name) => !(name in change) || change[name] === state[name]);
   Object.assign(state, change);
   if (!has(state.view)) state.view = "weights";
