@@ -43,7 +43,7 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
         "the pointer names the corner of a pool": ("if (!found || amount", "if (!found || 0 > amount"),
         "the pointer takes keys for queries": (" = place(event.clientY - box.top", " = place(event.clientX - box.left"),
         "a press chooses the key": ("cell[state.who ? 1 : 0]", "cell[1]"),
-        "a button chooses the head before": ("show({ head: i, ...", "show({ head: i - 1, ..."),
+        "a button chooses the head before": ("show({ head: i })", "show({ head: i - 1 })"),
         "query and key change places in the reasons": ("[2, 12].map", "[12, 2].map"),
         "parts have the writers of the next": ("writers[field(first + i)]", "writers[field(first + i + 1)]"),
         "the right arrow goes two tokens on": ("state.token + 1)", "state.token + 2)"),

@@ -221,11 +221,9 @@ const buttons = heads.map((name, i) => {
     group.dataset.layer = layer;
     $("heads").append(group);
   }
-  const canvases = (pairs ? [0, 1] : [0]).map(() => make("canvas"));
-  const button = clickable("button", ({ target }) => {
-    const side = canvases.indexOf(target);
-    show({ head: i, ...(pairs && side >= 0 && { checkpoint: side }) });
-  }, canvases, make("span"));
+  // A press on a canvas reaches its button too.
+  const canvas = pairs ? [0, 1].map((side) => clickable("canvas", () => show({ checkpoint: side }))) : make("canvas");
+  const button = clickable("button", () => show({ head: i }), canvas, make("span"));
   button.ariaLabel = `head ${name}`;
   group.append(button);
   return button;
