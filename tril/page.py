@@ -71,10 +71,17 @@ def render(checkpoints: Sequence[PageData], live: str | None = None) -> str:
     """
     last = checkpoints[-1]
     check_room(len(last.heads), len(last.labels), len(checkpoints))
-    stored = {f"{place}/{name}": each.stored[name] for place, each in enumerate(checkpoints) for name in each.stored}
-    shown = {"inputs": last, "heads": checkpoints[0].heads, "checkpoints": [each.texts for each in checkpoints]}
-    known = {"kinds": KINDS, "metrics": METRICS, "nonce": secrets.token_urlsafe()}
-    return environment().get_template("page.html").render(stored=stored, live=live, **shown, **known)
+    template = environment().get_template("page.html")
+    return template.render(
+        inputs=last,
+        heads=checkpoints[0].heads,
+        checkpoints=[each.texts for each in checkpoints],
+        stored={f"{place}/{name}": each.stored[name] for place, each in enumerate(checkpoints) for name in each.stored},
+        kinds=KINDS,
+        metrics=METRICS,
+        live=live,
+        nonce=secrets.token_urlsafe(),
+    )
 
 
 def in_frame(checkpoints: Sequence[PageData]) -> str:
