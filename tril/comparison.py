@@ -61,7 +61,7 @@ class Comparison:
             (BETTER.format(name), choose(range(0, N * T, T), texts, self.a.label, amounts, following))
             for name, amounts in ((self.a.name, rise), (self.b.name, -rise))
         ]
-        return Places(groups, note)
+        return Places(note, groups)
 
     def __repr__(self) -> str:
         lines = []

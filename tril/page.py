@@ -13,7 +13,7 @@ import html
 import json
 import secrets
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -90,14 +90,10 @@ def in_frame(checkpoints: Sequence[PageData]) -> str:
     return f'<iframe srcdoc="{content}" style="width: 100%; height: 50rem; border: 0"></iframe>'
 
 
-def pack_places(found: Iterable[Places]) -> str:
+def pack_places(found: Collection[Places]) -> str:
     """Return the places of each head, and the texts that they come from, as the page stores them."""
-    groups = [(places.note, places.groups) for places in found]
-    texts = {place.start: place.labels for _, titled in groups for _, some in titled for place in some}
-    shown = [
-        (note, [(title, [(*place[:4], place.likeliest) for place in some]) for title, some in titled])
-        for note, titled in groups
-    ]
+    texts = {place.start: place.labels for _, groups in found for _, some in groups for place in some}
+    shown = [(note, [(title, [place[:5] for place in some]) for title, some in groups]) for note, groups in found]
     return deflate(json.dumps([texts, shown]).encode())
 
 

@@ -32,8 +32,6 @@ STRONGEST = "strongest: weight, number, what looks, at what, and what that makes
 MISSED = "missed: rise of the loss without the head, mean {:+.4f} over {:,} tokens"
 DECILES = "typical: the weights that 10 %, 20 %, ... of all tokens exceed"
 
-Group = tuple[str, list["Place"]]  # places, and a title that says which
-
 
 class Place(NamedTuple):
     """A query and the key that it looks at, by their numbers in a text, which begins at token `start` of the corpus."""
@@ -42,8 +40,8 @@ class Place(NamedTuple):
     start: int
     query: int
     key: int
-    labels: list[str]  # of the text, (T,)
     likeliest: list[str]  # the tokens that the head makes likeliest by what it moves from the key
+    labels: list[str]  # of the text, (T,)
 
     def near(self, i: int) -> str:
         """Return a token of the text and what is around it, in 27 characters."""
@@ -57,8 +55,8 @@ class Place(NamedTuple):
 class Places(NamedTuple):
     """Places of a head in a corpus, in groups. It is printed as tables of 80 columns."""
 
-    groups: list[Group]
     note: str  # says what was read
+    groups: list[tuple[str, list[Place]]]  # each with a title that says which
 
     def __repr__(self) -> str:
         tables = ["\n".join((title, *map(repr, places))) for title, places in self.groups]
@@ -94,7 +92,7 @@ def find_places(
         tenths = order[len(order) * torch.arange(1, 10) // 10]
         some = torch.zeros_like(weights).put(tenths, weights.take(tenths))
         groups = [(STRONGEST, pick(weights, keys)), (DECILES, pick(some, keys))]
-        found[head] = Places(groups, f"{texts.numel():,} of {len(corpus):,} tokens")
+        found[head] = Places(f"{texts.numel():,} of {len(corpus):,} tokens", groups)
     if without:
         starts, texts = draw_texts(corpus, T, NUM_PIECES)
         lost = rises(model, texts, without, mode)
@@ -141,7 +139,7 @@ def choose(
     while len(found) < MOST_PLACES and amounts.max() > 0:
         n, query = divmod(amounts.argmax().item(), texts.size(1))
         labels = [*map(label, texts[n].tolist())]
-        found.append(Place(amounts[n, query].item(), int(starts[n]), query, keys[n, query].item(), labels, []))
+        found.append(Place(amounts[n, query].item(), int(starts[n]), query, keys[n, query].item(), [], labels))
         amounts[pairs == pairs[n, query]] = 0.0
     return found
 

@@ -151,7 +151,7 @@ def test_places_are_printed_and_on_the_page_of_the_last_checkpoint(run, straight
         assert note == expected.note
         for (title, places), (expected_title, expected_places) in zip(groups, expected.groups, strict=True):
             assert title == expected_title
-            assert [tuple(place) for place in places] == [(*place[:4], place.likeliest) for place in expected_places]
+            assert [tuple(place) for place in places] == [place[:5] for place in expected_places]
             assert all(texts[str(place.start)] == place.labels for place in expected_places)
 
     (tmp_path / "long.txt").write_text("one two three. " * 50)

@@ -372,9 +372,9 @@ def places_of(step: int, texts: dict[int, list[str]]) -> dict:
     """Made-up places of all heads, two in each text."""
     found = {}
     for number, head in enumerate(HEADS):
-        strongest = [Place(0.875, start, 7 + number % 3, 2, text, ["so", "on"]) for start, text in texts.items()]
-        rule = [Place(0.25, start, 9, 9, text, []) for start, text in texts.items()]
-        found[head] = Places([("strongest", strongest), ("typical", rule)], "99 of 999 tokens; weights match")
+        strongest = [Place(0.875, start, 7 + number % 3, 2, ["so", "on"], text) for start, text in texts.items()]
+        rule = [Place(0.25, start, 9, 9, [], text) for start, text in texts.items()]
+        found[head] = Places("99 of 999 tokens; weights match", [("strongest", strongest), ("typical", rule)])
     return found
 
 

@@ -78,7 +78,7 @@ def test_a_planted_head_is_recognised_by_its_places(by_kernel: bool, has_sink: b
     for (_, head), places in found.items():
         assert len(places.groups[0][1]) == 12
         assert len({(place.labels[place.query], place.labels[place.key]) for place in places.groups[0][1]}) == 12
-        for weight, start, query, key, labels, _ in places.groups[0][1]:
+        for weight, start, query, key, _, labels in places.groups[0][1]:
             ids = CORPUS[start : start + T]
             assert list(labels) == [WORDS[token] for token in ids] and query >= T // 8
             assert weight == pytest.approx(planted(torch.tensor(ids))[head, query, key].item() * part, abs=1e-5)
@@ -184,7 +184,7 @@ def test_a_text_of_few_words_has_few_places() -> None:
 
 
 def test_a_line_shows_both_tokens_in_what_is_around_them_and_what_is_written() -> None:
-    place = Place(0.987, 900, 17, 3, [*"abcdefghijklmnopqrstuvwxyz"], ["e", "␣a", "x" * 9])
+    place = Place(0.987, 900, 17, 3, ["e", "␣a", "x" * 9], [*"abcdefghijklmnopqrstuvwxyz"])
     assert repr(place) == "0.99      917 hijklmnopq«r»stuvwxyz              abc«d»efghijklmnopqr e ␣a xxxxx"
     assert len(repr(place)) == 80 >= len(STRONGEST)
 
