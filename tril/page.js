@@ -445,6 +445,13 @@ function reasonsOf(shown) {
 
 const signed = (number) => `${number < 0 ? "−" : "+"}${Math.abs(number).toFixed(2)}`;
 
+// Below a text, a column of lines: name, amount, and perhaps a bar.
+function column(title, lines) {
+  const parts = lines.map(([name, amount, bar = []]) =>
+    make("tr", make("td.name", name), make("td.figure", signed(amount)), make("td", bar)));
+  return make("div", make("p.quiet", title), make("table", parts));
+}
+
 function whyTable(shown) {
   const found = reasonsOf(shown);
   const reason = found.find(({ other }) => other === state.other) ?? found[0];
@@ -462,9 +469,9 @@ function whyTable(shown) {
       const writer = place < 0 ? name : clickable("button", () => show({ head: place }), name);
       const bar = make(part < 0 ? "span.bar.against" : "span.bar");
       bar.style.width = `${(100 * Math.abs(part)) / largest}%`;
-      return make("tr", make("td.name", writer), make("td.figure", signed(part / 100)), make("td", bar));
+      return [writer, part / 100, bar];
     });
-    return make("div", make("p.quiet", `written to the ${i ? "key" : "query"} by`), make("table", lines));
+    return column(`written to the ${i ? "key" : "query"} by`, lines);
   });
   const above = `score ${signed(reason.advantage / 100)} above the other keys`;
   return [make("p.row", others, make("span.quiet", above)), make("div.columns.why", columns)];
@@ -492,18 +499,13 @@ function logitsTable(shown) {
     const go = clickable("button.go", () => show({ token: next }), "go there");
     return make("p", "Not computed at this token. The nearest that was is ", named(next), where, go);
   }
-  const column = (first, ...title) => {
-    const lines = Array.from({ length: count / 2 }, (_, i) => {
-      const place = start(shown) + first + i;
-      const logit = loaded.logits[place];
-      const label = described().token_names[loaded.tokens[place]];
-      return make("tr", make("td.name", whole(label)), make("td.figure", signed(logit)), make("td"));
-    });
-    return make("div", make("p.quiet", title), make("table", lines));
-  };
+  const linesFrom = (first) => Array.from({ length: count / 2 }, (_, i) => {
+    const place = start(shown) + first + i;
+    return [whole(described().token_names[loaded.tokens[place]]), loaded.logits[place]];
+  });
   const makes = changes.has(heads[state.head]) ? "not added; would make" : "makes";
-  const likeliest = column(0, `${makes} likeliest after `, named(shown));
-  return make("div.columns", likeliest, column(count / 2, `${makes} unlikeliest (logits)`));
+  const likeliest = column([`${makes} likeliest after `, named(shown)], linesFrom(0));
+  return make("div.columns", likeliest, column(`${makes} unlikeliest (logits)`, linesFrom(count / 2)));
 }
 
 const TABLES = { logits: logitsTable, why: whyTable };
