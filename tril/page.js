@@ -310,6 +310,12 @@ function drawHead() {
   drawLarge();
 }
 
+// The name of a head as a button that goes there; any other word as it is.
+function linked(word) {
+  const place = heads.findIndex((_, head) => nameOf(head) === word);
+  return place < 0 ? word : clickable("button", () => show({ head: place }), word);
+}
+
 // The upstream heads, and the heads that this one is upstream of: each that is named is a button that goes there. Scores
 // have no digit before the point, or two after it.
 function drawUpstream() {
@@ -322,10 +328,7 @@ function drawUpstream() {
   const needed = upstream[state.head] && `score ${upstream[state.head]}`;
   const others = heads.filter((_, i) => upstream[i].includes(` ${heads[state.head]} `)).join(", ");
   const words = [needed, others && `upstream of ${others}`].filter(Boolean).join("; ").split(/(\d+\.\d+)/);
-  fill("upstream", words.map((word) => {
-    const place = heads.indexOf(word);
-    return place < 0 ? word : clickable("button", () => show({ head: place }), word);
-  }));
+  fill("upstream", words.map(linked));
 }
 
 // Draws the large picture, numbers its axes, and names their tokens where there is room.
@@ -465,11 +468,9 @@ function whyTable(shown) {
   });
   const columns = reason.sides.map((side, i) => {
     const lines = side.map(([name, part]) => {
-      const place = heads.findIndex((_, head) => nameOf(head) === name);
-      const writer = place < 0 ? name : clickable("button", () => show({ head: place }), name);
       const bar = make(part < 0 ? "span.bar.against" : "span.bar");
       bar.style.width = `${(100 * Math.abs(part)) / largest}%`;
-      return [writer, part / 100, bar];
+      return [linked(name), part / 100, bar];
     });
     return column(`written to the ${i ? "key" : "query"} by`, lines);
   });
