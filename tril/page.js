@@ -550,11 +550,10 @@ async function drawPlaces() {
 function drawPlace(text, amount, start, query, key, likeliest) {
   const word = (i) => make(`bdi.token${i === query ? ".shown" : ""}${i === key ? ".key" : ""}`, text[i]);
   const distance = (i) => Math.min(Math.abs(i - query), Math.abs(i - key));
-  const part = (i) => (distance(i) <= NEAR ? word(i) : i > key && i === query - NEAR - 1 ? " … " : []);
-  const line = make("span.text", text.map((_, i) => part(i)));
+  const isGap = (i) => i > key && i === query - NEAR - 1;
+  const line = make("span.text", text.map((_, i) => (distance(i) <= NEAR ? word(i) : isGap(i) ? " … " : [])));
   const whole = make("div.text");
-  const number = (start + query).toLocaleString("en");
-  const figures = [amount.toFixed(2), number].map((each) => make("span", each));
+  const figures = [make("span", amount.toFixed(2)), make("span", (start + query).toLocaleString("en"))];
   const tokens = make("span.likeliest", likeliest.map((label) => [make("bdi.token", label), " "]));
   const details = make("details.place", make("summary", figures, line, tokens), whole);
   details.ontoggle = () => {
