@@ -347,7 +347,7 @@ def inspect_heads(
     if ablate:
         change_of(ablate)
     decoder = find_call(model, call=call)
-    names = names if isinstance(names, Names) else Names(names)
+    names = Names(names)
     found = inspection_of(
         decoder,
         names,
@@ -399,7 +399,7 @@ def inspection_of(
     known = range(min(decoder.num_ids, names.vocab_size or decoder.num_ids))
     T = decoder.context_length or measured.size(1)
     fields = {
-        "probe": make_probe(tokens if len(tokens) else known, names.special, names.start, T),
+        "probe": make_probe(tokens or known, names.special, names.start, T),
         "text_note": f"{cut}{len(ids):,} tokens",
     }
     return Inspection(decoder, names, measured, shown, labels[: shown.size(1)], **fields | options)
