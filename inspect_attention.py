@@ -33,14 +33,13 @@ from cli.options import parse
 from cli.script import read_prompt, run_script
 from errors import UserError, check_numbers
 from files import expand
-from inspection.checkpoints import OurNames, inspect_checkpoint, name_of_model, open_model, tokenizer_of
+from inspection.checkpoints import inspect_checkpoint, opened
 from model.checkpoint import STEP, Checkpoint, find_checkpoint
 from model.device import find_device
 from model.sampling import Sampler
 from tril import compare, terminal
-from tril.decoder import find_call
 from tril.experiments import Ablation
-from tril.inspection import FORMATS, Inspection, check_output
+from tril.inspection import FORMATS, check_output
 from tril.kinds import name_of
 from tril.live import answers, serve
 from tril.page import check_room
@@ -116,7 +115,7 @@ def main() -> None:
         ablation=options.ablate,
     )
     if are_two:
-        both = compare(last, beside(last, checkpoints[0], device))
+        both = compare(last, replace(last, **opened(checkpoints[0], device)))
         print(f"{last.note}\n\n{both}")
         for output in outputs:
             both.save(output)
@@ -130,7 +129,7 @@ def main() -> None:
     print(last.note)
     if last.num_generated:
         print("wrote:  " + "".join(last.labels[-last.num_generated :]))
-    before = (beside(last, checkpoint, device) for checkpoint in checkpoints[:-1])
+    before = (replace(last, **opened(checkpoint, device)) for checkpoint in checkpoints[:-1])
     for found in chain(before, [last]):
         print(f"model:  {found.name}, loss {found.loss:.4f} on the text")
         print(textwrap.fill(found.verified, 80, initial_indent=" " * 8, subsequent_indent=" " * 8), flush=True)
@@ -176,16 +175,6 @@ def run_of(checkpoint: Checkpoint) -> Path:
     """Return the directory that the checkpoints of a run share, or that of any other checkpoint."""
     path = checkpoint.directory.resolve()
     return path.parent if path.match(STEP) else path
-
-
-def beside(found: Inspection, checkpoint: Checkpoint, device: torch.device) -> Inspection:
-    """Return the inspection of another checkpoint on the same tokens."""
-    return replace(
-        found,
-        decoder=find_call(open_model(checkpoint, device)),
-        names=OurNames(tokenizer_of(checkpoint)),
-        name=name_of_model(checkpoint.directory),
-    )
 
 
 if __name__ == "__main__":

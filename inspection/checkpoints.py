@@ -89,15 +89,14 @@ def inspect_checkpoint(
 
     Raises UserError if there is no text, or if the tokenizer has more tokens than the model.
     """
-    decoder = find_call(open_model(checkpoint, device))
-    names = OurNames(tokenizer_of(checkpoint))
+    decoder, names, name = opened(checkpoint, device).values()
     names.tokenizer.check_fits(decoder.num_ids)
     seen = checkpoint.trainer.get(PROBE_TOKENS, [])
     if isinstance(corpus, Path):
         read = documents(DataConfig(source=str(corpus)))
         corpus = [token for document in read for token in names.ids("".join(document))]
     long = validation_text(checkpoint) if corpus is None else names.ids(corpus)
-    options |= {"name": name_of_model(checkpoint.directory), "corpus": long}
+    options |= {"name": name, "corpus": long}
     if seen:
         options["pool"] = "validation text"
     if text is not None:
@@ -117,6 +116,15 @@ def inspect_checkpoint(
     origin = "its validation text" if corpus is None else "the corpus"
     options["text_note"] = f"{len(texts)} x {texts.size(1)} tokens of {origin}, in pictures the first {len(shown)}"
     return inspection_of(decoder, names, shown, texts, seen, **options)
+
+
+def opened(checkpoint: Checkpoint, device: torch.device) -> dict[str, object]:
+    """Return the fields of an `Inspection` in which two checkpoints differ."""
+    return {
+        "decoder": find_call(open_model(checkpoint, device)),
+        "names": OurNames(tokenizer_of(checkpoint)),
+        "name": name_of_model(checkpoint.directory),
+    }
 
 
 def continued(decoder: Decoder, ids: list[int], num_tokens: int, sampler: Sampler | None) -> list[int]:
