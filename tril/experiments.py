@@ -79,25 +79,24 @@ def make_probe(
 
 
 def predict(model: nn.Module, idx: Tensor, edits: Edits | None = None) -> tuple[Captured, Tensor, list[Prediction]]:
-    """Return the attention of a model on a text (1, T), its loss, and its prediction at each token.
+    """Return the attention of a model on a text (1, T), the loss at each token but the last, and all its predictions.
 
     A prediction is the likeliest next token, its probability, and the cross-entropy of the token that does follow, in
-    nats; of the last token None. The loss is the mean of these, (), for T = 1 nan. For each part of the logits the
-    model runs again. edits: those of `look`.
+    nats; of the last token None. Losses are these, (T - 1,). For each part of the logits the model runs again.
+    edits: those of `look`.
     """
-    loss = 0.0
+    parts = []
     predictions = []
-    T = idx.size(1)
-    for start in range(0, T, POSITIONS):
+    for start in range(0, idx.size(1), POSITIONS):
         part = slice(start, start + POSITIONS)
         att, logits = look(model, idx, edits, part)
         logits = logits[0].float().log_softmax(-1)
         targets = idx[0, 1:][part].to(logits.device)  # the last position has no next token
         losses = F.nll_loss(logits[: len(targets)], targets, reduction="none")
-        loss += losses.sum().cpu()
+        parts.append(losses.cpu())
         values, tokens = logits.max(-1)
         predictions += zip_longest(tokens.tolist(), values.exp().tolist(), losses.tolist())
-    return att, loss / (T - 1), predictions
+    return att, torch.cat(parts), predictions
 
 
 def head_scores(
@@ -125,8 +124,8 @@ def head_scores(
     # One by one, so that their order cannot be taken for that of the heads.
     for number, idx in enumerate(text.split(1) + repeated):
         if number < N:
-            att, loss, predicted = predict(model, idx, edits)
-            losses.append(loss)
+            att, found, predicted = predict(model, idx, edits)
+            losses.append(found.mean())
             predictions.append(predicted)
         else:
             att, _ = look(model, idx)
@@ -169,7 +168,7 @@ def token_losses(model: nn.Module, texts: Tensor, edits: Edits | None = None) ->
 
     edits: as for `look`.
     """
-    return torch.tensor([[loss for *_, loss in predict(model, idx, edits)[2][:-1]] for idx in texts.split(1)])
+    return torch.stack([predict(model, idx, edits)[1] for idx in texts.split(1)])
 
 
 def rises(model: nn.Module, texts: Tensor, heads: Iterable[Head], mode: Ablation) -> dict[Head, Tensor]:
