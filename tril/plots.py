@@ -7,7 +7,6 @@ diagonal, which a query cannot see, stay blank.
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import BinaryIO
 
 import torch
@@ -30,7 +29,7 @@ def pool(pattern: Tensor, step: int) -> Tensor:
 
 
 def draw_heads(
-    file: BinaryIO | Path, form: str, title: str, labels: Sequence[str], tiles: Mapping[str, Tensor], columns: int
+    file: BinaryIO, form: str, title: str, labels: Sequence[str], tiles: Mapping[str, Tensor], columns: int
 ) -> None:
     """Draw heads as tiles of one image, in rows of so many. form: png or svg; tiles: name -> weights (T, T).
 
