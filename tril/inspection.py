@@ -255,10 +255,19 @@ class Inspection:
         ids = self.names.ids(text)
         return inspection_of(self.decoder, self.names, ids, name=self.name, asked=self.asked, probe=None)
 
+    @property
+    def predictions(self) -> list[tuple[str, str, float | None]]:
+        """The likeliest token after each token, its probability, and the loss of the one that follows, for a page."""
+        return [  # JSON has no infinity, and no nan. The last token is followed by none.
+            (self.label(token), f"{chance:.1%}", loss if math.isfinite(loss or 0.0) else None)
+            for token, chance, loss in self.scores.predictions[
+                : len(self.labels)
+            ]  # the first text may be shown in part
+        ]
+
     def page_data(self, places: bool = True) -> page.PageData:
         """Return what a page shows, without the model; places: also the strongest places."""
         page.check_room(len(self.heads), len(self.labels))
-        predictions = self.scores.predictions[: len(self.labels)]  # the first text may be shown in part
         both = (self.scores.mean, self.scores.chance)
         texts = {
             "name": self.name,
@@ -271,11 +280,7 @@ class Inspection:
                 }
                 for head in self.heads
             ],
-            # JSON has no infinity, and no nan. The last token is followed by none.
-            "predictions": [
-                (self.label(token), f"{chance:.1%}", loss if math.isfinite(loss or 0.0) else None)
-                for token, chance, loss in predictions
-            ],
+            "predictions": self.predictions,
         }
         stored = {name_of(head): page.pack_pattern(self.pattern(*head)) for head in self.heads}
         stored["influence"] = page.pack_pattern(self.influence.nan_to_num())  # 0: not computed

@@ -100,8 +100,13 @@ def answers(plain: Inspection, written: str) -> Callable[..., str]:
             change = mode != "patch" and change_of(mode)
             for head in choose_heads(names.split() or "", plain.att.shape):
                 edits[head] = change or patch(beside.att, head)
-        found = replace(found, measured=found.shown, probe=None, edits=edits, effort=EFFORT, plain=plain, corpus=None)
-        return page.render([found.page_data()], written)
+        new = replace(found, measured=found.shown, probe=None, edits=edits, effort=EFFORT, plain=plain, corpus=None)
+        columns = {"as it is": found, "changed": new} if edits else {"as it is": new}
+        if other:
+            columns["other"] = beside
+        data = new.page_data()
+        data.texts["columns"] = [(name, each.labels, each.predictions) for name, each in columns.items()]
+        return page.render([data], written)
 
     return answer
 

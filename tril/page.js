@@ -724,34 +724,28 @@ async function fetchPage(query) {
   return JSON.parse(text.match(/ id="page">(.*?)<\/script>/s)[1]);
 }
 
-// Waits while the form takes nothing more, and shows the reason if it fails.
-async function wait(promise) {
+// Goes to the page of what is in the form. It is fetched before, so that what cannot be read is said here. Meanwhile the
+// form takes nothing more.
+async function ask(changed = changes) {
+  const query = new URLSearchParams(new FormData(form));
+  if (!asked.has("text") && query.get("text") === form.elements.text.defaultValue) query.delete("text");
+  for (const [head, way] of changed) query.set(way, [query.get(way), head].filter(Boolean).join(" "));
+  for (const [name, value] of [...query]) if (!value) query.delete(name);
   const focused = document.activeElement;
   fill("problem", "reading ...");
   form.inert = true;
   try {
-    const found = await promise;
+    const found = await fetchPage(query);
     fill("problem");
-    return found;
+    state.token = within(found.labels, state.token);
+    sessionStorage.pressed = [...form.elements].indexOf(focused);
+    location.assign(`?${query}${address()}`);
   } catch (error) {
     fill("problem", error.message);
   } finally {
     form.inert = false;
     focused.focus();
   }
-}
-
-// Goes to the page of what is in the form. It is fetched before, so that what cannot be read is said here.
-async function ask(changed = changes) {
-  const query = new URLSearchParams(new FormData(form));
-  if (!asked.has("text") && query.get("text") === form.elements.text.defaultValue) query.delete("text");
-  for (const [head, way] of changed) query.set(way, [query.get(way), head].filter(Boolean).join(" "));
-  for (const [name, value] of [...query]) if (!value) query.delete(name);
-  const found = await wait(fetchPage(query));
-  if (!found) return;
-  state.token = within(found.labels, state.token);
-  sessionStorage.pressed = [...form.elements].indexOf(document.activeElement);
-  location.assign(`?${query}${address()}`);
 }
 
 // Changes a head in this way, or no longer.
@@ -761,38 +755,26 @@ function change(head, way) {
 }
 
 // The predictions after each token side by side: as the model is, with heads changed, and on the other text.
-async function compare() {
-  const fetchOf = (text) => fetchPage(new URLSearchParams(text ? { text } : {}));
-  const page = { labels, checkpoints };
-  const columns = [["as it is", changes.size ? await fetchOf(asked.get("text")) : page]];
-  if (changes.size) columns.push(["changed", page]);
-  drawPredicted(columns);  // before the other text, which may be none
-  if (asked.get("other")) columns.push(["other", await fetchOf(asked.get("other"))]);
-  drawPredicted(columns);
-}
-
-function drawPredicted(columns) {
-  const predictionsOf = ([, page]) => page.checkpoints[0].predictions;
-  const titles = columns.map((column) => {
-    const [name] = column;
-    const losses = predictionsOf(column).slice(0, -1).map(([, , loss]) => loss);  // none after the last
+function drawPredicted() {
+  const { columns } = checkpoints[0];
+  const titles = columns.map(([name, , predictions]) => {
+    const losses = predictions.slice(0, -1).map(([, , loss]) => loss);  // none after the last
     const mean = losses.reduce((sum, loss) => sum + loss, 0) / losses.length;
     const own = name === "other" ? make("th.name", "after") : [];
     const key = name === "changed" ? " (pink worse, green better)" : "";
     return [own, make("th", `next, ${name}${key}`), make("th.figure", `loss ${mean.toFixed(3)}`)];
   });
-  const length = Math.max(...columns.map(([, page]) => page.labels.length));
+  const length = Math.max(...columns.map(([, words]) => words.length));
   const lines = Array.from({ length }, (_, i) => {
-    const cells = columns.map((column) => {
-      const [name, page] = column;
-      const [next, chance, loss] = predictionsOf(column)[i] ?? ["", "", null];
+    const cells = columns.map(([name, words, predictions]) => {
+      const [next, chance, loss] = predictions[i] ?? ["", "", null];
       const figure = make("td.figure", loss?.toFixed(2) ?? "");
       if (name === "changed" && loss !== null) {  // red for a loss that rose by a nat
-        const rise = loss - predictionsOf(columns[0])[i][2];
+        const rise = loss - columns[0][2][i][2];
         const percent = Math.min(100, 100 * Math.abs(rise));
         figure.style.backgroundColor = tint(rise > 0 ? "influence" : "attention", percent);
       }
-      const own = name === "other" ? make("td.name", make("bdi", page.labels[i] ?? "")) : [];
+      const own = name === "other" ? make("td.name", make("bdi", words[i] ?? "")) : [];
       return [own, make("td", make("bdi", next), ` ${chance}`), figure];
     });
     const first = make("td.name", i < T ? token(i) : []);
@@ -819,6 +801,10 @@ function drawLive(shown) {
 
 onpageshow = () => {  // also of a page that one comes back to
   for (const field of form.querySelectorAll("textarea")) field.value = asked.get(field.name) ?? field.defaultValue;
+  drawPredicted();
+  // The focus stays on what was pressed on the page before, or on what stands before that.
+  const isNext = (field, i) => i <= sessionStorage.pressed && !field.disabled;
+  [...form.elements].findLast(isNext)?.focus({ preventScroll: true });
 };
 form.onsubmit = (event) => {
   event.preventDefault();
@@ -839,6 +825,3 @@ fill("changes", [...changes].map(([head, way]) => {
 }));
 buttons.forEach((button, i) => button.classList.toggle("changed", changes.has(heads[i])));
 alsoDraw = drawLive;
-// The focus stays on what was pressed on the page before, or on what stands before that.
-const isNext = (field, i) => i <= sessionStorage.pressed && !field.disabled;
-wait(compare()).then(() => [...form.elements].findLast(isNext)?.focus({ preventScroll: true }));
