@@ -14,7 +14,7 @@ const VIEWS = {
 const large = $("picture").firstElementChild;
 let loaded;  // what is stored of the checkpoint that is shown
 let sides;  // that, or what is stored of both models
-let rows = 5;  // how many of the largest amounts are shown in figures
+let rows;  // how many of the largest amounts are shown in figures
 let across;  // tokens along a side of the large picture; more than T if its last pixel reaches beyond the text
 let alsoDraw;  // what a page that is served draws besides
 const changes = new Map();  // head -> "zero", "mean" or "patch": what the page that is served puts in its output's place
@@ -127,7 +127,7 @@ const tint = (colour, percent) => `color-mix(in srgb, var(--${colour}) ${percent
 // shows the largest: a mean would hide sharp heads. Returns how many tokens a side of a pixel stands for.
 function paint(canvas, head, width, side = loaded) {
   const triangle = side.triangles[head];
-  const norms = inValues() ? side.norms?.subarray(head * T) : null;
+  const norms = inValues() && side.norms?.subarray(head * T);
   const step = Math.ceil(T / Math.max(1, Math.floor(width * devicePixelRatio)));
   const n = Math.ceil(T / step);
   const largest = new Float32Array(n * n).fill(-1);  // -1 stays blank: a query cannot see that key
@@ -356,8 +356,9 @@ function drawToken() {
   const { who, view } = state;
   const shown = pointed.token ?? (who ? key : query) ?? state.token;
   const verbs = inValues() ? ["takes from", "gives to"] : ["looks at", "is looked at by"];
-  fill("sentence", named(shown), ` ${verbs[Number(who)]}`);
-  fill("who", `⇄ ${verbs[Number(!who)]}`);
+  if (who) verbs.reverse();
+  fill("sentence", named(shown), ` ${verbs[0]}`);
+  fill("who", `⇄ ${verbs[1]}`);
   $("clearest").ariaPressed = state.token === example && !who;
   const amounts = labels.map((_, i) => (who ? amount(i, shown) : amount(shown, i)));
   const unseen = (i) => (who ? i < shown : i > shown);
@@ -781,7 +782,7 @@ function drawPredicted() {
     return clickable("tr", () => i < T && show({ token: i }), first, cells);
   });
   const head = make("thead", make("tr", make("th", "after"), titles));
-  $("predicted").firstElementChild.replaceChildren(head, make("tbody", lines));
+  fill("predicted", make("table", head, make("tbody", lines)));
   drawLive(state.token);
 }
 
