@@ -94,8 +94,7 @@ async function load(number) {
     ...["influence", ...heads].map((name) => decode(number, name, Uint16Array)),
   ]);
   const found = { number, norms, tokens, logits, reasons, influence, triangles, largest: 0 };
-  if (!norms) return found;
-  for (let head = 0; head < heads.length; head++) {
+  for (let head = 0; norms && head < heads.length; head++) {
     for (let row = 0, i = 0; row < T; row++) {
       for (let key = 0; key <= row; key++, i++) {
         found.largest = Math.max(found.largest, (triangles[head][i] / 65535) * norms[head * T + key]);
