@@ -124,8 +124,8 @@ def head_scores(
     # One by one, so that their order cannot be taken for that of the heads.
     for number, idx in enumerate(text.split(1) + repeated):
         if number < N:
-            att, found, predicted = predict(model, idx, edits)
-            losses.append(found.mean())
+            att, nats, predicted = predict(model, idx, edits)
+            losses.append(nats.mean())
             predictions.append(predicted)
         else:
             att, _ = look(model, idx)

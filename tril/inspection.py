@@ -258,11 +258,11 @@ class Inspection:
     @property
     def predictions(self) -> list[tuple[str, str, float | None]]:
         """The likeliest token after each token, its probability, and the loss of the one that follows, for a page."""
-        return [  # JSON has no infinity, and no nan. The last token is followed by none.
+        shown = self.scores.predictions[: len(self.labels)]  # the first text may be shown in part
+        # JSON has no infinity, and no nan. The last token is followed by none.
+        return [
             (self.label(token), f"{chance:.1%}", loss if math.isfinite(loss or 0.0) else None)
-            for token, chance, loss in self.scores.predictions[
-                : len(self.labels)
-            ]  # the first text may be shown in part
+            for token, chance, loss in shown
         ]
 
     def page_data(self, places: bool = True) -> page.PageData:
