@@ -19,7 +19,7 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
         "score and chance change places": ("[score, even] = scores", "[even, score] = scores"),
         "labels of tokens off by one": ('make("bdi", labels[i])', 'make("bdi", labels[i + 1])'),
         "names on the axes off by one": ('[make("bdi", label), ` ${i}`]', "[labels.at(i - 1), ` ${i}`]"),
-        "numbers at the edges of cells": ("(100 * (i + 0.5)) / across", "(100 * i) / across"),
+        "numbers at the edges of cells": ("(i + 0.5) / across", "i / across"),
         "axes end with the text, pictures with a pool": ("Math.ceil(T / step) * step;", "T;"),
         "the outline of the row, not of the column": (
             "left: percent(shown), top: percent(shown), width: percent(1), height: percent(T - shown)",

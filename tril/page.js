@@ -195,6 +195,11 @@ function make(name, ...content) {
   return element;
 }
 
+// Makes an element of which a style is a share of the box around it.
+function placed(name, style, share, ...content) {
+  return Object.assign(make(name, content), { style: `${style}: ${100 * share}%` });
+}
+
 const clickable = (name, onclick, ...content) => Object.assign(make(name, ...content), { onclick });
 const fill = (id, ...content) => $(id).replaceChildren(...content.flat(Infinity));
 // Text in an element of its own: no token is read as markup, and right-to-left text ends with it.
@@ -275,11 +280,8 @@ function drawHeads() {
   const count = heads.length === 1 ? "1 head" : `${heads.length} heads${byLayer ? ", by layer" : ""}`;
   fill("strip-note", [count, pairs && `left ${names[0]}, right ${names[1]}`, poolNote(steps[0])].filter(Boolean).join(" · "));
   const end = scaleEnd();
-  fill("ticks", [0, 0.2, 0.4, 0.6, 0.8, 1].map((place) => {
-    const mark = make("span", Number((place ** 2 * end).toPrecision(2)));
-    mark.style.left = `${100 * place}%`;
-    return mark;
-  }));
+  const ticks = [0, 0.2, 0.4, 0.6, 0.8, 1];
+  fill("ticks", ticks.map((place) => placed("span", "left", place, Number((place ** 2 * end).toPrecision(2)))));
 }
 
 function drawHead() {
@@ -343,9 +345,7 @@ function drawLarge() {
   for (const [axis, side] of [["queries", "top"], ["keys", "left"]]) {
     fill(axis, labels.map((label, i) => {
       if (i % every) return [];
-      const mark = make("span", withNames ? [make("bdi", label), ` ${i}`] : i);
-      mark.style[side] = `${(100 * (i + 0.5)) / across}%`;
-      return mark;
+      return placed("span", side, (i + 0.5) / across, withNames ? [make("bdi", label), ` ${i}`] : i);
     }));
   }
 }
@@ -410,8 +410,7 @@ function mostTable(shown, amounts, unseen) {
   const order = largest.filter((i, place) => place === 0 || Number(figure(amounts[i])) > 0);
   const explained = reasonsOf(shown).map(({ other }) => other);
   return make("table", order.map((i) => {
-    const bar = make("span.bar");
-    bar.style.width = `${(100 * amounts[i]) / (amounts[order[0]] || 1)}%`;
+    const bar = placed("span.bar", "width", amounts[i] / (amounts[order[0]] || 1));
     const label = whole(labels[i]);
     const name = explained.includes(i) ? clickable("button.go", () => show({ view: "why", other: i }), label) : label;
     const words = [make("td.figure.before", beside(i, -1)), make("td.name", name, beside(i, 1))];
@@ -468,8 +467,7 @@ function whyTable(shown) {
   });
   const columns = reason.sides.map((side, i) => {
     const lines = side.map(([name, part]) => {
-      const bar = make(part < 0 ? "span.bar.against" : "span.bar");
-      bar.style.width = `${(100 * Math.abs(part)) / largest}%`;
+      const bar = placed(part < 0 ? "span.bar.against" : "span.bar", "width", Math.abs(part) / largest);
       return [linked(name), part / 100, bar];
     });
     return column(`written to the ${i ? "key" : "query"} by`, lines);
