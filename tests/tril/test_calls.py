@@ -501,8 +501,9 @@ def test_a_found_call_reads_and_predicts() -> None:
     model, ids = Last().eval(), torch.tensor([[1, 2, 3, 2]])
     decoder = find_call(model)
     assert torch.equal(logits_at(decoder.as_module(), ids, slice(1, 3)), model(ids, ids)[0][:, 1:3])
-    _, loss, predictions = predict(decoder.as_module(), ids)
-    assert torch.isclose(loss, F.cross_entropy(model(ids, ids)[0][0, :-1], ids[0, 1:])) and len(predictions) == 4
+    _, losses, predictions = predict(decoder.as_module(), ids)
+    expected = F.cross_entropy(model(ids, ids)[0][0, :-1], ids[0, 1:], reduction="none")
+    assert torch.allclose(losses, expected) and len(predictions) == 4
 
 
 def test_the_module_is_left_as_it_was() -> None:
