@@ -50,32 +50,32 @@ class Options:
     __doc__ = f"{__doc__}\n{terminal.COLUMNS}"
 
     checkpoints: tyro.conf.Positional[tuple[str, ...]]
-    """A run (its newest checkpoint), a checkpoint, a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on
-    their hub; several checkpoints of one run make a timeline, two of different runs are compared."""
+    """A run (its newest checkpoint), a checkpoint, a Hugging Face model directory, or OWNER/NAME or hf:OWNER/NAME on
+    the Hugging Face hub; several checkpoints of one run make a timeline, two of different runs are compared."""
     text: str = ""
     """Text to read; @FILE reads a file, - standard input, @@ is an @. Left out: the model's validation text."""
     heads: tuple[str, ...] = ()
     """Heads to show, as 0.1, "2.*" (a layer), "-1.*" (the last layer) or "*.*"; after the checkpoints. Up to 16
-    are also drawn. None: all, but of more than 16 the table has the best of each kind."""
+    are also drawn. Left out: all; if these are more than 16, the table has the best of each kind."""
     view: Literal["weights", "places", "why"] = "weights"
-    """What is printed of these heads: a text as a triangle; their places in the corpus; or why a token looks at
-    another, by who wrote what they are made of."""
+    """What to print for these heads. weights: the text as a triangle. places: where in the corpus they look. why: why a
+    token looks at another, split by who wrote to the two: embedding, heads, MLPs."""
     at: tuple[int, int] | None = None
-    """For --view why the numbers of a query and a key. Left out: where a head looks most."""
+    """The numbers of a query and a key, for --view why. Left out: where a head looks most."""
     corpus: str = ""
-    """A text in which places are looked for, which takes a CPU a minute at most: a file, folder or table, as
-    --data.source. Left out: the model's validation text."""
+    """A text to search for places: a file, folder or table, as --data.source. A CPU needs a minute at most.
+    Left out: the model's validation text."""
     ablate: Ablation | None = None
     """Measure the rise of the loss when a head's output is replaced by zero or by its mean, and find upstream heads.
-    That is also measured without it, by the mean, where at most 16 heads are in the layers before."""
+    Left out: upstream heads are still found, by the mean, if the layers before have at most 16 heads."""
     generate: int = 0
-    """Let the model continue the text by so many tokens, and inspect it all. Without --text it begins a document."""
+    """Let the model continue the text by this many tokens, and inspect it all. Without --text it begins a document."""
     sampler: Annotated[Sampler, tyro.conf.arg(name="")] = Sampler(0.8)
     seed: int = 0
     """The same seed generates the same tokens."""
     output: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """A file to write, any number of times: .html, a page of all checkpoints; of the last one .png or .svg, a picture,
-    or .npz, the weights and scores as arrays."""
+    """A file to write; may be repeated. .html: a page of all checkpoints. .png or .svg: a picture of the last one.
+    .npz: its weights and scores as arrays."""
     live: tyro.conf.FlagCreatePairsOff[bool] = False
     """Serve the page of the last checkpoint to a browser on this machine, to try texts and to switch heads off."""
     device: str = "auto"

@@ -49,11 +49,11 @@ class Options:
     __doc__ = __doc__
 
     checkpoint: tyro.conf.Positional[str]
-    """A checkpoint, a run (its newest checkpoint), a Hugging Face model directory, or hf:OWNER/NAME or OWNER/NAME on
-    their hub."""
+    """A checkpoint, a run (its newest checkpoint), a Hugging Face model directory, or OWNER/NAME or hf:OWNER/NAME on
+    the Hugging Face hub."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to continue; may be repeated. @FILE reads a file, - standard input, @@ is an @. None or an empty one
-    begins a document. Names of special tokens are ordinary text."""
+    """Text to continue; may be repeated. @FILE reads a file, - standard input, @@ is an @. Left out or empty: a
+    new document. Names of special tokens are ordinary text."""
     max_new_tokens: int = 256
     """The most tokens to generate; may be more than the context length."""
     sampler: Annotated[Sampler, tyro.conf.arg(name="")] = Sampler(0.8)
@@ -62,7 +62,7 @@ class Options:
     seed: int | None = None
     """The same seed gives the same texts for the same prompt and num_samples. None: different texts each time."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """End a text before this string, or the first of several; $'\\n' is the end of a line, to bash."""
+    """End a text before this string, or the first of several; $'\\n' is the end of a line in bash."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object per sample instead of text."""
     device: str = "auto"

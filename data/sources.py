@@ -59,18 +59,18 @@ class DataConfig:
     datatrove's token files (.ds); or bin:PATH, one of llm.c's shards (.bin)."""
     tokenizer: str = "bpe:4096"
     """bytes, chars, bpe:SIZE (trained on the source), a tiktoken name such as gpt2 or o200k_base,
-    the path of a tokenizer.json; or model: that of train.init_from."""
+    the path of a tokenizer.json; or model: the tokenizer of train.init_from."""
     text_column: str = "text"
     """The column that holds the text, in tables and hub data sets."""
     max_tokens: int | None = None
-    """Stop at this many tokens in both splits, or a piece of text later. None: everything. chars and bpe may learn from
-    text beyond them. Where the text to validate on is not part of the source, as with val_source or llm.c's shards,
-    these are the tokens of training."""
+    """Stop at this many tokens of both splits together, or a piece of text later. None: everything. chars and bpe may
+    learn from text beyond them. With val_source, or llm.c's shards, which have their own validation, only tokens to
+    train on count."""
     val_fraction: float = 0.1
-    """Share of the documents that is kept for validation. Of a few documents, or of token files, it is the end.
+    """Share of the documents that is kept for validation: with few documents, or token files, the end of the text.
     Shards of llm.c have their own validation."""
     val_source: str = ""
-    """A text of its own to validate on, of the same kinds. Left out: val_fraction of the source."""
+    """Another text to validate on, of any kind that source may be. Left out: val_fraction of the source."""
 
     def __post_init__(self) -> None:
         for name in ("source", "val_source"):

@@ -64,13 +64,13 @@ class TrainConfig:
     auto: bfloat16 where it is native (on a CPU if the model is at least 64 wide), else float16 on a CUDA
     GPU, else float32."""
     compile: Literal["auto", "false", "true", "graph"] = "auto"
-    """How the loss runs. false: PyTorch's kernels, one by one. true: by torch.compile. graph: kernels as they are, and
-    those of the gradient, as a CUDA graph, for small models in short runs, where the host launches kernels more slowly
-    than they run; as false if a step is several micro-batches, with fsdp, and on a CPU. A branch in Python is taken as
-    in the first step. auto: true on CUDA in a run that is long enough to pay for it, else false."""
+    """How the loss and its gradient run. false: eagerly. true: by torch.compile. graph: eager kernels, recorded as a
+    CUDA graph, for small models in short runs, where the host launches kernels more slowly than they run; same as false
+    if a step is several micro-batches, with fsdp, and on a CPU. A branch in Python is taken as in the first step.
+    auto: true on CUDA in a run that is long enough to pay for it, else false."""
     deterministic: bool = False
-    """Use kernels that give the same bits every time, as is needed for a resumed run to end in those of an unbroken
-    one. All do on a CPU; on a GPU they are slower."""
+    """Use kernels that give the same bits every time, so that a resumed run ends with those of an unbroken one. On a
+    CPU all kernels do; on a GPU such kernels are slower."""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How several processes share the run: ddp divides the work; fsdp also the parameters, for large models."""
@@ -87,11 +87,11 @@ class TrainConfig:
     learning_rate: float = 6e-4
     """Peak of the learning rate."""
     embedding_rate: float = 1.0
-    """With muon: the learning rate of embeddings, as a multiple of learning_rate. A tied head is one."""
+    """With muon: the learning rate of embeddings, as a multiple of learning_rate. A tied head counts as one."""
     head_rate: float = 1 / 3
-    """With muon: that of the head."""
+    """With muon: the learning rate of an untied head, as a multiple of learning_rate."""
     vector_rate: float = 1 / 3
-    """With muon: that of biases and norms."""
+    """With muon: the learning rate of biases and norms, as a multiple of learning_rate."""
     momentum: float = 0.9  # at a CPU's batches (benchmarks/results/first_run_cpu_2026-11-26.md)
     """Muon's memory of gradients, after 300 steps; 0.95 for steps of 100,000 tokens and more."""
     warmup_steps: int = 100
@@ -103,7 +103,7 @@ class TrainConfig:
     final_lr_fraction: float = 0.1
     """The learning rate at the end, as a share of its peak."""
     weight_decay: float = 0.1
-    """Decay of the matrices, with muon of those that it trains; biases and norms have none."""
+    """Weight decay of the matrices, but with muon only of those that Muon trains; biases and norms have none."""
     beta2: float = 0.95
     """AdamW's memory of squared gradients; 0.99 for small batches."""
     grad_clip: float = 1.0
@@ -114,13 +114,13 @@ class TrainConfig:
     eval_every: int = 250
     """Steps between two evaluations."""
     eval_tokens: int = 1_000_000
-    """Validation tokens to evaluate on: the first so many, always the same."""
+    """Number of validation tokens to evaluate on, always the first."""
     checkpoint_every: int = 250
     """Steps between two checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints to keep, besides the best."""
     sample_prompt: str = ""
-    """What the samples during the run and at its end continue. Empty: a new document."""
+    """Text that the samples continue, during the run and at its end. Empty: a new document."""
     sample_tokens: int = 64
     """Tokens of the sample at each evaluation; three times as many at the end. 0: none."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
@@ -159,10 +159,10 @@ class Config:
         --train.batch_size  less needs less memory
         --model.n_layer     more is slower, and better if there is enough text
 
-    What neither a configuration nor the command line gives:
+    Where options come from that neither a configuration nor the command line gives:
         configs/quickstart.toml, whose values --help shows as defaults
-        training/options.py fits it to a text of your own
-        configs/finetune.toml if there is a --train.init_from
+        training/options.py, which fits them to a text of your own
+        configs/finetune.toml, with --train.init_from
     """
 
     config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None

@@ -127,17 +127,17 @@ def main() -> None:
     example = "example: python -m tril check mine.py:make"
     of_check = commands.add_parser("check", help="does a position depend on a later token?", epilog=example)
     of_check.set_defaults(run=check)
-    of_check.add_argument("--length", type=int, help="tokens of a text; default: the model's, of a large model 64")
-    of_check.add_argument("--strict", action="store_true", help="ask at more positions, as before a training")
+    of_check.add_argument("--length", type=int, help="tokens of a text; default: the model's, or 64 if it is large")
+    of_check.add_argument("--strict", action="store_true", help="probe more positions, as train.py does")
     raw = argparse.RawDescriptionHelpFormatter
     columns = f"example: python -m tril heads OWNER/NAME --text 'To be' -o heads.html\n\n{COLUMNS}"
     of_heads = commands.add_parser("heads", help="what do its heads attend to?", epilog=columns, formatter_class=raw)
     of_heads.set_defaults(run=heads)
     given = of_heads.add_mutually_exclusive_group(required=True)
     given.add_argument("--ids", type=ids, help="the text as ids, as in '1 2 3'")
-    given.add_argument("--text", help="the text, of which --tokenizer makes ids")
+    given.add_argument("--text", help="the text, which --tokenizer encodes")
     of_heads.add_argument("--tokenizer", help=TOKENIZER)
-    of_heads.add_argument("--why", nargs="+", help="why a head looks there: 1.1, perhaps with a query and a key")
+    of_heads.add_argument("--why", nargs="+", help="explain where a head looks: 1.1, or 1.1 QUERY KEY")
     of_heads.add_argument("-o", "--out", action="append", default=[], type=Path, help="a file: .html .png .svg .npz")
     for command in (of_check, of_heads):
         command.add_argument("model", help="file.py:function, a directory, or OWNER/NAME on the Hugging Face hub")
