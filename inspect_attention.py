@@ -92,13 +92,13 @@ def main() -> None:
     checkpoints = find_checkpoints(options.checkpoints)
     device = find_device(options.device)
     if options.generate and len(checkpoints) > 1:
-        raise UserError("which checkpoint should --generate a text? Give one only")
+        raise UserError(f"--generate takes one checkpoint, got {len(checkpoints)}: leave the others out")
     torch.manual_seed(options.seed)
     if options.at and options.view != "why":
         raise UserError("--at names the two tokens of --view why: give both, or neither")
     are_two = len({*map(run_of, checkpoints)}) == 2
     if are_two and (options.live or options.view != "weights"):
-        raise UserError("of two models there are a table and a page, by -o both.html: leave out --live and --view")
+        raise UserError("--live and --view take one model, got two: leave them out (-o both.html is a page of both)")
     for output in outputs:
         check_output(output, FORMATS[:1] if are_two else FORMATS)
     has_page = any(path.suffix.lower() == ".html" for path in outputs)
@@ -168,7 +168,7 @@ def find_checkpoints(paths: tuple[str, ...]) -> list[Checkpoint]:
         return [by_path[path] for path in sorted(by_path)]
     if len(found) == 2:
         return found[::-1]
-    raise UserError("give a checkpoint first of all, two to compare, or for a timeline several step-... of one run")
+    raise UserError("give a checkpoint first of all: one, two to compare, or several step-... of a run for a timeline")
 
 
 def run_of(checkpoint: Checkpoint) -> Path:

@@ -201,7 +201,7 @@ def read_text(path: str, file: TextIO, text_column: str) -> Iterator[str]:
     """Yield a text in parts. Raises UserError for what is no text, though it happens to be valid UTF-8."""
     for part in iter(partial(file.read, PIECE), ""):
         if "\0" in part:
-            raise UserError(f"{path} is no text: it has NUL characters, as UTF-16 and binary files do")
+            raise UserError(f"{path} is no text: it has NUL characters, as UTF-16 and binaries have: save it as UTF-8")
         yield part
 
 
@@ -319,7 +319,7 @@ def check_column(where: str, text_column: str, names: list[str]) -> None:
 def text_of(where: str, value: object) -> str:
     """Return the text in a row, "" for null. Raises UserError if it is no text, or one that UTF-8 cannot hold."""
     if not isinstance(value, str | None):
-        raise UserError(f"{where}: expected a text, got {value!r:.60}")
+        raise UserError(f"{where}: expected a text, got {value!r:.60}: mend the row, or choose another column")
     text = value or ""
     with errors_as_user_error(f"{where} has half a character"):
         text.encode()

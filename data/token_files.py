@@ -72,7 +72,10 @@ class TokenArray:
             here = numbers == number
             read = map_file(file)[places[here] - self.ends[number]]  # counted from its end, so behind its header
             if read.max() >= self.vocab_size:
-                raise UserError(f"{file.path} holds id {read.max()}, and the vocabulary has {self.vocab_size}")
+                raise UserError(
+                    f"{file.path} holds id {read.max()}, expected less than {self.vocab_size}: give the "
+                    "--data.tokenizer that wrote it"
+                )
             ids[here] = read
         return ids
 
@@ -95,7 +98,7 @@ def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Toke
     """
     val_files = [file for file in files if file.split == "val"]
     if config.val_source and not (val_files := find_token_files(DataConfig(config.val_source))):
-        raise UserError(f"{config.val_source} has to be token files, as {config.source} is")
+        raise UserError(f"--data.val_source must be token files, as --data.source is, got {config.val_source}")
     files = [file for file in files if file.split != "val" and file not in val_files] + val_files
     tokenizer = tokenizer_of(files, config.tokenizer, tokenizer)
     end = sum(file.num_tokens for file in files)
@@ -105,7 +108,10 @@ def open_token_files(config: DataConfig, files: list[TokenFile], tokenizer: Toke
         end = stop
         start = stop = int(end * (1 - config.val_fraction))
     if min(stop, end - start) < 2:
-        raise UserError(f"{config.source} has too few tokens: {stop} to train on, {end - start} to validate on")
+        raise UserError(
+            f"{config.source} has too few tokens: {stop} to train on, {end - start} to validate on; give more, or "
+            "another --data.val_fraction or --data.val_source"
+        )
     splits = {
         "train": TokenArray(files, tokenizer.vocab_size, 0, stop),
         "val": TokenArray(files, tokenizer.vocab_size, start, end),
@@ -134,14 +140,17 @@ def tokenizer_of(files: list[TokenFile], name: str, tokenizer: Tokenizer | None)
         tokenizer = written_by
     tokenizer = tokenizer or make_tokenizer(name, [])
     if written_by and written_by.files[TOKENIZER_JSON] != tokenizer.files[TOKENIZER_JSON]:
-        raise UserError(f"{first.path} was written by {first.tokenizer:.200}, not by {name}")
+        raise UserError(f"{first.path} was written by {first.tokenizer:.200}, not by {name}: give no --data.tokenizer")
     for file in files:
         if (file.tokenizer, file.token_size) != (first.tokenizer, first.token_size):
             raise UserError(
                 f"{file.path} and {first.path} are of two tokenizers or sizes: give token files of one kind"
             )
         if not file.split and (last := map_file(file)[-1]) not in tokenizer.ends:
-            raise UserError(f"{file.path} ends with id {last}, with which {tokenizer.name!r} ends no text")
+            raise UserError(
+                f"{file.path} ends with id {last}, expected an end of text of {tokenizer.name!r}: give "
+                "the --data.tokenizer that wrote it"
+            )
     return tokenizer
 
 
@@ -166,7 +175,7 @@ def find_token_files(config: DataConfig) -> list[TokenFile]:
         size = file.path.stat().st_size
         if size != file.num_tokens * file.token_size + bool(file.split) * HEADER_BYTES:
             expected = f"{file.num_tokens} tokens of {file.token_size} bytes"
-            raise UserError(f"{file.path} has {size} bytes, and should have {expected}")
+            raise UserError(f"{file.path} has {size} bytes, expected {expected}: copy it again")
     return sorted(files, key=lambda file: file.split)
 
 

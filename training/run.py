@@ -171,7 +171,7 @@ class RunDirectory:
         make_directories(self.path / "checkpoints")
         self.held = self.lock()
         if step_directories(self.path) != self.found:
-            raise UserError(f"another training process has written to {self.path} meanwhile")
+            raise UserError(f"another training process has written to {self.path} meanwhile: go on with --resume")
         replace_file(self.path / "config.toml", to_toml(self.config).encode())
         # Lines after the checkpoint are of steps that will be computed again, or of an abandoned run.
         self.lines = [line for line in read_metrics(self.path) if line["step"] <= (self.step or -1)]

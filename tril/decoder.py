@@ -85,7 +85,7 @@ def logits_at(model: nn.Module, idx: Tensor, positions: slice | Tensor = slice(N
     with errors_as_user_error(f"the model cannot read {T} tokens"):
         logits = logits_of(model(idx))
     if logits.size(1) != T:
-        raise UserError(f"of {T} tokens the model returns logits of {logits.size(1)}, not of all")
+        raise UserError(f"expected logits of all {T} tokens, got those of {logits.size(1)}: let the model return all")
     return logits[:, positions]
 
 
@@ -382,7 +382,7 @@ def check_causality(
     Raises UserError if the model cannot be called, or fails while it is probed.
     """
     if length is not None and length < 1:
-        raise UserError(f"a text has a length of 1 or more, got {length}")
+        raise UserError(f"length must be a number of at least 1, got {length}")
     if not isinstance(model, nn.Module | type) and callable(model):
         model, call = module or nn.Module(), call or model
     decoder = find_call(model, vocab_size, length, call)
@@ -397,7 +397,7 @@ def check_causality(
         if options.get(name) is not None:
             options[name] = [*map(int, options[name])]
             if (largest := max(options[name], default=0)) >= decoder.num_ids:
-                raise UserError(f"{name} has the id {largest}, beyond the vocabulary of {decoder.num_ids}")
+                raise UserError(f"{name} must be ids from 0 to {decoder.num_ids - 1}, got {largest}")
     is_compiled = hasattr(model, "_orig_mod") and not call
     forward = replace(decoder, function=model) if is_compiled else decoder
     options.setdefault("extreme", [decoder])
@@ -459,7 +459,9 @@ def open_by_transformers(name: str | Path) -> nn.Module:
         with suppress(ValueError):  # attention may be written out there
             model.set_attn_implementation("sdpa")
     if found["missing_keys"]:
-        raise UserError(f"{name} has no tensor {min(found['missing_keys'])}, which its config.json asks for")
+        raise UserError(
+            f"{name} has no tensor {min(found['missing_keys'])}, which its config.json expects: fetch all files of it"
+        )
     if unused := found["unexpected_keys"]:
         print(f"note: {name} has tensors that are not used, as {min(unused)!r:.60}", file=sys.stderr)
     return model.eval()

@@ -131,7 +131,7 @@ def head_scores(
             att, _ = look(model, idx)
             repeat = idx.size(1) // 2
         if (shown := att.shape[1::2]) != tuple(idx.shape):
-            raise UserError(f"the model attends in {shown} texts and tokens, where {tuple(idx.shape)} were given")
+            raise UserError(f"expected attention in {tuple(idx.shape)} texts and tokens, got {shown}")
         try:
             proofs += att.verify().values()
         except NotTheKernels as error:
@@ -159,7 +159,7 @@ def joined(parts: Sequence[Metrics], names: Iterable[str]) -> Metrics:
 def change_of(mode: str) -> Change:
     """Return the change of this name. Raises UserError for an unknown mode."""
     if mode not in CHANGES:
-        raise UserError(f"a head becomes {' or '.join(CHANGES)}, not {mode!r}")
+        raise UserError(f"a head's output becomes {' or '.join(CHANGES)}, got {mode!r}")
     return CHANGES[mode]
 
 

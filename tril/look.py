@@ -318,9 +318,7 @@ class Captured(TorchFunctionMode):
         shapes = [call.shape for call in self.calls]
         if len(set(shapes)) > 1:
             unmasked = f"; not shown: {UNMASKED}" if UNMASKED in self.left_out else ""
-            raise UserError(
-                f"heads can be compared if all layers have as many, of the same tokens, not {shapes}{unmasked}"
-            )
+            raise UserError(f"expected all layers to have the same (B, H, T, T_key), got {shapes}{unmasked}")
         return len(shapes), *shapes[0][:3]
 
     def pattern(self, layer: int, head: int) -> Tensor:
@@ -345,7 +343,7 @@ class Captured(TorchFunctionMode):
         """Return `scores`, and the same of heads that attend evenly to all keys they may see."""
         _, B, H, _ = self.shape
         if any(call.is_padded for call in self.calls):
-            raise UserError("some tokens no query may see, as padding: scores are means over all, so read texts alone")
+            raise UserError("scores are means over all tokens, but no query may see padding: read each text alone")
         layers = [layer_metrics(call.blocks(), repeat) for call in self.calls]
         return tuple(
             {name: torch.stack([layer[name][:, part].expand(B, H) for layer in layers], dim=1) for name in layers[0]}

@@ -88,7 +88,7 @@ def test_files_of_their_own_are_all_of_the_validation(folder: Path, tmp_path: Pa
         sum(map(len, documents)) for documents in (DOCUMENTS[:200], DOCUMENTS[200:331])
     ]
     (tmp_path / "val.txt").write_text("text")
-    with pytest.raises(UserError, match="val.txt has to be token files, as .* is"):
+    with pytest.raises(UserError, match="--data.val_source must be token files, .* got .*val.txt"):
         open_bytes(folder, val_source=str(tmp_path / "val.txt"))
 
 
@@ -104,7 +104,7 @@ def test_the_tokenizer_is_the_one_that_the_files_name(tmp_path: Path) -> None:
     for asked in ([], [str(moved)]):
         assert prepare_corpus(DataConfig(str(folder), *asked)).tokenizer.encode("so").size == 1
     for name in (str(other), "chars", "bytes"):
-        with pytest.raises(UserError, match=f"0.ds was written by {mine}, not by {name}"):
+        with pytest.raises(UserError, match=f"0.ds was written by {mine}, not by {name}: give"):
             prepare_corpus(DataConfig(str(folder), name))
     write_token_file(folder / "0.ds", documents, tokenizer="some/model")
     with pytest.raises(UserError, match="'some/model' is not bytes, chars, .*the path of a tokenizer.json"):
@@ -114,7 +114,7 @@ def test_the_tokenizer_is_the_one_that_the_files_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("", b"123", r"00001_shuffled.ds has 3 bytes, and should have \d+ tokens of 2 bytes"),
+        ("", b"123", r"00001_shuffled.ds has 3 bytes, expected \d+ tokens of 2 bytes: copy"),
         (".metadata", b"", r"00001_shuffled.ds.metadata does not describe a token file: ValueError"),
         (".metadata", b"bytes|3\n500\n", r"00001_shuffled.ds.metadata does not describe a token file: KeyError: '3'"),
     ],
@@ -127,14 +127,14 @@ def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes, messag
 
 def test_a_file_of_another_kind_is_named(folder: Path) -> None:
     for fraction, few in ((0.9999, "0 to train on"), (1e-9, ".* 1 to validate on")):
-        with pytest.raises(UserError, match=f"tokens has too few tokens: {few}"):
+        with pytest.raises(UserError, match=f"tokens has too few tokens: {few}.*; give more"):
             open_bytes(folder, val_fraction=fraction)
     for change in ({"tokenizer": "gpt2"}, {"token_size": 4}):
         write_token_file(folder / "00001_shuffled.ds", DOCUMENTS[97:200], **change)
         with pytest.raises(UserError, match="00001_shuffled.ds and .*00000.* are of two tokenizers or sizes: give"):
             open_bytes(folder)
     write_token_file(folder / "00001_shuffled.ds", [[97, 98]])
-    with pytest.raises(UserError, match="00001_shuffled.ds ends with id 98, with which 'bytes' ends no text"):
+    with pytest.raises(UserError, match="00001_shuffled.ds ends with id 98, expected an end of text of 'bytes'"):
         open_bytes(folder)
     (folder / "a.txt").touch()
     with pytest.raises(UserError, match="tokens .*and .*a.txt: give files of one"):
@@ -143,7 +143,7 @@ def test_a_file_of_another_kind_is_named(folder: Path) -> None:
 
 def test_ids_beyond_the_vocabulary_are_found_when_they_are_read(folder: Path, run, tmp_path: Path) -> None:
     write_token_file(folder / "00001_shuffled.ds", [[257, *ids] for ids in DOCUMENTS[97:200]])
-    refused = "00001_shuffled.ds holds id 257, and the vocabulary has 257\n"
+    refused = "00001_shuffled.ds holds id 257, expected less than 257: give the --data.tokenizer that wrote it\n"
     run(train, *tiny_run(folder, tmp_path / "out")).refused(refused)
 
 

@@ -275,7 +275,7 @@ def test_a_model_of_the_hub_has_its_name() -> None:
     [
         (["--heads", "0.1", "{run}"], "give a checkpoint first of all"),
         (["{run}", "--heads", "2.0"], "there is no head 2.0: the model has 2 layers of 3 heads"),
-        (["{run}", "{run}/checkpoints/step-00000008", "--generate", "5"], "which checkpoint should --generate a text?"),
+        (["{run}", "{run}/checkpoints/step-00000008", "--generate", "5"], "--generate takes one checkpoint, got 2"),
         (["{run}", "--generate", "-3"], "generate must be a number from 0 to "),
         (["{run}", "--generate", "5", "--top_k", "-1"], "top_k must be a number from 0 to "),
         (["{run}", "--at", "5", "3"], "--at names the two tokens of --view why"),
@@ -285,9 +285,9 @@ def test_a_model_of_the_hub_has_its_name() -> None:
         (["{run}", "--corpus", "{tmp}/short.txt"], "attention is between tokens: give a text of two or more"),
         (["{run}", "--corpus", "{run}/checkpoints/step-00000012/model.safetensors"], "codec can't decode"),
         (["{other}", "--text", "a b", "--view", "places"], "validation text is not here, give one with --corpus FILE"),
-        (["{run}", "{run}/checkpoints/step-00000008", "{other}"], "two to compare, or for a timeline several step-..."),
+        (["{run}", "{run}/checkpoints/step-00000008", "{other}"], "two to compare, or several step-... of a run"),
         (["{run}", "{other}", "-o", "a.png"], "a.png: the name of an output must end in one of .html"),
-        (["{run}", "{other}", "--live"], "of two models there are a table and a page, by -o both.html"),
+        (["{run}", "{other}", "--live"], "--live and --view take one model, got two: leave"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(run, straight: Path, tmp_path: Path, words: list, message: str) -> None:

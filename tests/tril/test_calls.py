@@ -444,7 +444,7 @@ def test_ids_may_be_any_numbers_and_padding_has_no_logit() -> None:
     padded = Outputs(lambda logits: logits.index_fill(-1, torch.tensor([3]), -torch.inf))
     assert tril.check_causality(padded, length=T).ok
     for length in (0, -3):
-        with pytest.raises(tril.UserError, match=f"a text has a length of 1 or more, got {length}"):
+        with pytest.raises(tril.UserError, match=f"length must be a number of at least 1, got {length}"):
             tril.check_causality(Plain(), length=length)
 
 
@@ -550,7 +550,7 @@ def test_a_model_that_cannot_be_called_is_one_sentence(make: Callable, said: str
 
 def test_ids_beyond_the_vocabulary_and_a_failing_probe_are_one_sentence() -> None:
     for options in ({"tokens": [1, 2, V]}, {"special": [V]}):
-        with pytest.raises(tril.UserError, match=f"has the id {V}, beyond the vocabulary of {V}"):
+        with pytest.raises(tril.UserError, match=f"must be ids from 0 to {V - 1}, got {V}"):
             tril.check_causality(Plain(), length=T, **options)
     with pytest.raises(tril.UserError, match=r"model\(ids\) fails while 300 tokens are probed: RuntimeError"):
         tril.check_causality(Plain(), length=300)

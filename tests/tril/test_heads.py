@@ -147,7 +147,7 @@ def test_ablation_is_the_loss_of_a_model_whose_head_is_cut(family: str, mode: st
     assert rises.shape == (5, L, H) and not any(module._forward_hooks for module in model.modules())
     alone = ablate(model, text, [(1, 1)], mode)  # the others were not asked for
     assert alone[:, 0].isnan().all() and torch.equal(alone[:, 1, 1], rises[:, 1, 1])
-    with pytest.raises(UserError, match="a head becomes zero or mean, not 'half'"):
+    with pytest.raises(UserError, match="a head's output becomes zero or mean, got 'half'"):
         ablate(model, text, heads, "half")
     outputs = []
     for block in model.blocks:

@@ -135,7 +135,7 @@ def test_names_are_visible_and_need_not_be_enough_for_all_ids(tmp_path: Path) ->
         ({"names": np.array(list("abc"))}, "names are a list, or a tokenizer, not ndarray"),
         ({"names": dict.fromkeys("abc")}, "names are a list, or a tokenizer, not dict"),
         ({"names": []}, "expected a name for each token, got 0 for 3"),
-        ({"ablate": "zeros"}, "a head becomes zero or mean, not 'zeros'"),
+        ({"ablate": "zeros"}, "a head's output becomes zero or mean, got 'zeros'"),
     ],
 )
 def test_a_slip_is_one_sentence(options: dict, said: str) -> None:
