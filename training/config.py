@@ -159,10 +159,10 @@ class Config:
         --train.batch_size  less needs less memory
         --model.n_layer     more is slower, and better if there is enough text
 
-    Where options come from that neither a configuration nor the command line gives:
+    Options that you leave out come from:
         configs/quickstart.toml, whose values --help shows as defaults
         training/options.py, which fits them to a text of your own
-        configs/finetune.toml, with --train.init_from
+        configs/finetune.toml if there is a --train.init_from
     """
 
     config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[CONFIG.toml]")] = None
