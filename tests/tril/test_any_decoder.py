@@ -152,7 +152,7 @@ def test_scores_of_padded_texts_are_refused(is_left: bool) -> None:
     seen[1, ..., slice(5) if is_left else slice(-5, None)] = False
     att = call(attn_mask=TRIANGLE & seen)
     att.verify()
-    with pytest.raises(UserError, match="as padding: scores are means over all, so read texts alone"):
+    with pytest.raises(UserError, match="but no query may see padding: read each text alone"):
         att.scores()
 
 
