@@ -58,7 +58,7 @@ class Stream(Writers):
         self.last = args[:2]
         output = self.write(["linear"], output)
         if self.layer in self.projections:  # since this linear layer, or one before
-            self.added.setdefault(self.layer, self.written[-1][1])
+            self.added.setdefault(self.layer, self.written[-1][1]())
         return output
 
     @torch.enable_grad()
@@ -81,7 +81,7 @@ class Stream(Writers):
             zeros = torch.zeros_like(hidden, requires_grad=True)
             pull = partial(torch.autograd.grad, hidden, grad_outputs=zeros, create_graph=True)
             backs = pull([self.added[layer] for layer in range(len(self.calls))])
-            written = [x for _, x in self.written]
+            written = [x for _, x in self.alive]
             pairs = zip(pull(written, allow_unused=True), written, strict=True)
             error = part_of(back * x for back, x in pairs if back is not None) - hidden
             if not error.norm() <= 10 * TOLERANCE[hidden.dtype] * hidden.norm():

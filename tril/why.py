@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import TensorWeakRef
 
 from tril.errors import UserError
 from tril.experiments import CPU_FLOPS
@@ -77,13 +78,18 @@ class Writers(Captured):
     def begin(self, text: tuple[int, int] | None) -> None:
         """Forget the forward pass before."""
         super().begin(text)
-        self.written: list[tuple[list[str], Tensor]] = []  # by whom, and what; of heads all of a call
+        self.written: list[tuple[list[str], TensorWeakRef]] = []  # by whom, and what; of heads all of a call
 
     def write(self, names: list[str], x: Tensor) -> Tensor:
         """Cut the pass here: what is made of x from now on is made of what these have written."""
         x = x.detach().requires_grad_()
-        self.written.append((names, x))
+        self.written.append((names, TensorWeakRef(x)))
         return x.clone()  # a model may change it in place
+
+    @property
+    def alive(self) -> list[tuple[list[str], Tensor]]:
+        """By whom was written what, as far as anything is still made of it: most of a long text's memory is not."""
+        return [(names, x) for names, ref in self.written if (x := ref()) is not None]
 
     @torch.enable_grad()
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
@@ -129,9 +135,10 @@ class Writers(Captured):
             )
         zeros = [torch.zeros_like(x, requires_grad=True) for x in made]
         # A part is the Jacobian times what was written: the derivative of the product with the transpose.
-        pulled = torch.autograd.grad(made, [x for _, x in self.written], zeros, create_graph=True, allow_unused=True)
+        alive = self.alive
+        pulled = torch.autograd.grad(made, [x for _, x in alive], zeros, create_graph=True, allow_unused=True)
         found = {}
-        for (names, x), back in zip(self.written, pulled, strict=True):
+        for (names, x), back in zip(alive, pulled, strict=True):
             if back is None:
                 continue
             each = x.detach()[None]
