@@ -84,7 +84,8 @@ class Stream(Writers):
             written = [x for _, x in self.alive]
             pairs = zip(pull(written, allow_unused=True), written, strict=True)
             error = part_of(back * x for back, x in pairs if back is not None) - hidden
-            if not error.norm() <= 10 * TOLERANCE[hidden.dtype] * hidden.norm():
+            rounding = max(TOLERANCE[x.dtype] for x in [hidden, *written])  # under autocast that of linear layers
+            if not error.norm() <= 10 * rounding * hidden.norm():
                 raise UserError(UNKNOWN)
 
         @torch.enable_grad()

@@ -145,7 +145,7 @@ def test_lengths_have_the_precision_of_the_weights() -> None:
     assert exact.value_norms[1, 2].dtype == torch.float64 and len(exact.logit_attribution) == L * H
     with torch.autocast("cpu", torch.bfloat16):
         found = inspect_heads(model, IDX)
-        assert found.pattern(1, 2).dtype == torch.float32
+        assert found.pattern(1, 2).dtype == torch.float32 and len(found.logit_attribution) == L * H
         with torch.no_grad(), capture(model) as att:
             model(torch.tensor([IDX]))
     values = att.calls[1].values.float()[0, 2]
