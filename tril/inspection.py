@@ -156,8 +156,8 @@ class Inspection:
     def logit_attribution(self) -> Mapping[Head, LogitAttribution]:
         """What a head adds to logits of tokens, its direct logit attribution; empty if that is not known."""
         with suppress(UserError):
-            stream, _ = look(self.model, self.shown, self.edits, slice(None), Stream)
-            return attribute_logits(self.att, stream, self.heads, self.effort)
+            stream, logits = look(self.model, self.shown, self.edits, slice(None), Stream)
+            return attribute_logits(self.att, stream, logits.size(-1), self.heads, self.effort)
         return {}
 
     @cached_property

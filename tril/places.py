@@ -149,8 +149,8 @@ def add_likeliest(
 ) -> None:
     """Add to places, but those by decile, what the head makes likeliest there, if that is known of the model."""
     try:
-        stream, _ = look(model, draw_texts(corpus, FEW, 1)[1], positions=slice(None), kind=Stream)
-        logits_of = stream.unembedding()
+        stream, logits = look(model, draw_texts(corpus, FEW, 1)[1], positions=slice(None), kind=Stream)
+        logits_of = stream.unembedding(logits.size(-1))
     except UserError:
         return
     by_text = defaultdict(list)

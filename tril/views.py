@@ -62,12 +62,12 @@ class Stream(Writers):
         return output
 
     @torch.enable_grad()
-    def unembedding(self) -> Callable[[int, Tensor, Tensor], Tensor]:
+    def unembedding(self, V: int) -> Callable[[int, Tensor, Tensor], Tensor]:
         """Return a function of a layer, a part of what it adds, (T, C) or (C,), and n rows: the logits of that, (n, V).
 
-        The unembedding is the last linear layer. What it reads is linear in what was written, with the scales that
-        norms have in this text (Elhage et al. 2021). So a part of it is a derivative, and all that was written sums to
-        it.
+        The unembedding is the last linear layer, but for rows behind those of V logits, which are padding. What it
+        reads is linear in what was written, with the scales that norms have in this text (Elhage et al. 2021). So a
+        part of it is a derivative, and all that was written sums to it.
 
         Raises UserError if it is no such sum, or if the output of a layer is no part of it.
         """
@@ -77,7 +77,7 @@ class Stream(Writers):
             return torch.autograd.grad(sum(product.sum() for product in products), zeros, retain_graph=True)[0]
 
         with errors_as_user_error(UNKNOWN):
-            hidden, weight = self.last
+            hidden, weight = self.last[0], self.last[1].detach()[:V]
             zeros = torch.zeros_like(hidden, requires_grad=True)
             pull = partial(torch.autograd.grad, hidden, grad_outputs=zeros, create_graph=True)
             backs = pull([self.added[layer] for layer in range(len(self.calls))])
@@ -85,28 +85,31 @@ class Stream(Writers):
             pairs = zip(pull(written, allow_unused=True), written, strict=True)
             error = part_of(back * x for back, x in pairs if back is not None) - hidden
             rounding = max(TOLERANCE[x.dtype] for x in [hidden, *written])  # under autocast that of linear layers
-            if not error.norm() <= 10 * rounding * hidden.norm():
+            if len(weight) < V or not error.norm() <= 10 * rounding * hidden.norm():
                 raise UserError(UNKNOWN)
 
         @torch.enable_grad()
         def logits(layer: int, part: Tensor, rows: Tensor) -> Tensor:
             with exact_products(part.device):
                 share = part_of([backs[layer].flatten(0, -2) * part]).flatten(0, -2)[rows]
-                return share.to(part) @ weight.detach().T.to(part)
+                return share.to(part) @ weight.T.to(part)
 
         return logits
 
 
 @torch.no_grad()
-def attribute_logits(att: Captured, stream: Stream, heads: Heads, effort: float = 1.0) -> dict[Head, LogitAttribution]:
+def attribute_logits(
+    att: Captured, stream: Stream, V: int, heads: Heads, effort: float = 1.0
+) -> dict[Head, LogitAttribution]:
     """Return the tokens that each head makes likeliest and unlikeliest at each position: direct logit attribution.
 
     On a CPU only as many positions as `affordable_rows` are computed. A cap on logits is left out.
 
-    att, stream: of one text, the stream with all its logits. Raises UserError as `Stream.unembedding` does.
+    att, stream: of one text, the stream with all its logits; V: how many there are of a token. Raises UserError as
+    `Stream.unembedding` does.
     """
-    logits_of = stream.unembedding()
-    V, C = stream.last[1].shape
+    logits_of = stream.unembedding(V)
+    C = stream.last[1].size(1)
     T = att.shape[-1]
     n = min(NUM_LIKELIEST, V // 2)
     device = stream.last[1].device

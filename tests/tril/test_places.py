@@ -158,7 +158,7 @@ def test_what_a_head_writes_is_its_direct_logits_at_a_weight_of_one() -> None:
             alone[place.query, place.key] = 1
             att.pattern = lambda *_, alone=alone: alone[None]
             stream, _ = look(model, torch.tensor([[*map(int, place.labels)]]), positions=slice(None), kind=Stream)
-            found = attribute_logits(att, stream, [head])
+            found = attribute_logits(att, stream, model.config.vocab_size, [head])
             assert [*place.likeliest] == [*map(str, found[head][0][place.query, :3].tolist())]
 
 

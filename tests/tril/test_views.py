@@ -47,8 +47,9 @@ def test_what_heads_move_and_say_are_their_shares_of_the_whole(family: str, n_kv
     if family == "gpt2":  # no way may lead through an MLP, not even through one that is linear but for signs
         for mlp in (block.mlp for block in model.blocks):
             mlp.activate = lambda x, up=mlp.up_proj: up(x) * (up(x) > 0)
+    model.lm_head.pads_on = "cpu"
     att, stream, (*seen, (residual, _)) = captured(model, idx)
-    found = attribute_logits(att, stream, [(layer, head) for layer in range(L) for head in range(H)])
+    found = attribute_logits(att, stream, 17, [(layer, head) for layer in range(L) for head in range(H)])
 
     # The logits are linear in the parts of the residual stream once the scale of the final norm is that of the whole.
     norm = model.final_norm
@@ -131,7 +132,7 @@ def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -
     model = make_gpt().eval()
     att, stream, _ = captured(model, torch.randint(17, (1, T)))
     monkeypatch.setattr(tril.experiments, "CPU_FLOPS", 2 * 17 * 15 * 3.5)
-    tokens, logits = attribute_logits(att, stream, [(0, 1)])[0, 1]
+    tokens, logits = attribute_logits(att, stream, 17, [(0, 1)])[0, 1]
     assert (~logits.isnan()).all(1).nonzero().flatten().tolist() == [0, 3, 6]
     assert tokens.shape == logits.shape == (T, 10)
 
