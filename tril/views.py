@@ -49,7 +49,7 @@ class Stream(Writers):
         self.added = {}  # layer -> what its output projection writes
         self.last = None  # the input and the weight of the last linear layer
 
-    @torch.enable_grad()
+    @torch.inference_mode(False)
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         """Call a function of PyTorch, and cut the pass there if it writes."""
         output = super().__torch_function__(func, types, args, kwargs)
@@ -61,7 +61,7 @@ class Stream(Writers):
             self.added.setdefault(self.layer, self.written[-1][1]())
         return output
 
-    @torch.enable_grad()
+    @torch.inference_mode(False)
     def unembedding(self, V: int) -> Callable[[int, Tensor, Tensor], Tensor]:
         """Return a function of a layer, a part of what it adds, (T, C) or (C,), and n rows: the logits of that, (n, V).
 
@@ -88,9 +88,10 @@ class Stream(Writers):
             if len(weight) < V or not error.norm() <= 10 * rounding * hidden.norm():
                 raise UserError(UNKNOWN)
 
-        @torch.enable_grad()
+        @torch.inference_mode(False)
         def logits(layer: int, part: Tensor, rows: Tensor) -> Tensor:
             with exact_products(part.device):
+                part = part.clone()  # one from inference mode has no derivatives
                 share = part_of([backs[layer].flatten(0, -2) * part]).flatten(0, -2)[rows]
                 return share.to(part) @ weight.T.to(part)
 

@@ -91,7 +91,7 @@ class Writers(Captured):
         """By whom was written what, as far as anything is still made of it: most of a long text's memory is not."""
         return [(names, x) for names, ref in self.written if (x := ref()) is not None]
 
-    @torch.enable_grad()
+    @torch.inference_mode(False)
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         """Call a function of PyTorch, and cut the pass there if it writes."""
         if func == Tensor.requires_grad.__get__:  # a layer may compute otherwise if gradients are wanted
@@ -123,7 +123,7 @@ class Writers(Captured):
         self.outputs[-1] = output, self.outputs[-1][1]
         return output
 
-    @torch.enable_grad()
+    @torch.inference_mode(False)
     def parts(self, layer: int) -> Parts:
         """Return what the queries and keys of a layer are made of. Raises UserError if that is not known."""
         call = self.calls[layer]

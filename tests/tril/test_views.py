@@ -154,3 +154,6 @@ def test_lengths_have_the_precision_of_the_weights() -> None:
     torch.testing.assert_close(found.value_norms[1, 2], expected.detach(), rtol=1e-5, atol=0)
     compiled = inspect_heads(torch.compile(model, backend="eager"), IDX)
     assert compiled.logit_attribution.keys() == exact.logit_attribution.keys()
+    with torch.inference_mode():
+        found = inspect_heads(model, IDX)
+        assert len(found.logit_attribution) == L * H and found.explained
