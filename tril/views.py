@@ -104,7 +104,7 @@ def attribute_logits(
 ) -> dict[Head, LogitAttribution]:
     """Return the tokens that each head makes likeliest and unlikeliest at each position: direct logit attribution.
 
-    On a CPU only as many positions as `affordable_rows` are computed. A cap on logits is left out.
+    On a CPU only as many positions as `affordable_rows` are computed. A cap on logits, or a factor, is left out.
 
     att, stream: of one text, the stream with all its logits; V: how many there are of a token. Raises UserError as
     `Stream.unembedding` does.
