@@ -165,7 +165,7 @@ def sample(model: GPT, tokenizer: Tokenizer, prompt: str, seed: int, options: Op
     if names := [name for name in tokenizer.special_tokens if name in prompt]:
         print(f"note: {', '.join(names)} in the prompt is ordinary text", file=sys.stderr)
     if "\\" in "".join(options.stop):
-        print(r"note: a \ in --stop is ordinary text; $'\n' is the end of a line, to bash", file=sys.stderr)
+        print(r"note: a \ in --stop is ordinary text; $'\n' is the end of a line in bash", file=sys.stderr)
     ids = tokenizer.start_of_text + tokenizer.encode(prompt).tolist() or tokenizer.document_start
     T = model.config.context_length
     if len(ids) > T:
