@@ -24,7 +24,7 @@ def test_a_long_prompt_is_said(run, straight: Path) -> None:
 
 
 def test_two_letters_are_no_line_end(run, straight: Path) -> None:
-    note = "note: a \\ in --stop is ordinary text; $'\\n' is the end of a line, to bash\n"
+    note = "note: a \\ in --stop is ordinary text; $'\\n' is the end of a line in bash\n"
     for stop, said in (("\\n", True), ("\n", False)):
         assert (note in run(sample, straight, "--stop", stop, "--max_new_tokens", 3).ok().err) == said
 
