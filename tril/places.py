@@ -100,7 +100,7 @@ def find_places(
             title = MISSED.format(lost[head].mean(), lost[head].numel())
             missed = choose(starts, texts, label, lost[head], keys)
             found[head].groups.insert(1, (title, missed))
-    add_likeliest(model, corpus, found, label)
+    add_likeliest(model, corpus, T, found, label)
     return found
 
 
@@ -145,11 +145,11 @@ def choose(
 
 
 def add_likeliest(
-    model: nn.Module, corpus: Sequence[int], found: Mapping[Head, Places], label: Callable[[int], str]
+    model: nn.Module, corpus: Sequence[int], T: int, found: Mapping[Head, Places], label: Callable[[int], str]
 ) -> None:
     """Add to places, but those by decile, what the head makes likeliest there, if that is known of the model."""
     try:
-        stream, logits = look(model, draw_texts(corpus, FEW, 1)[1], positions=slice(None), kind=Stream)
+        stream, logits = look(model, draw_texts(corpus, min(FEW, T), 1)[1], positions=slice(None), kind=Stream)
         logits_of = stream.unembedding(logits.size(-1))
     except UserError:
         return

@@ -149,7 +149,7 @@ def test_the_mean_of_what_is_missed_is_the_column_loss_and_a_zero_head_is_not_mi
 
 @torch.no_grad()
 def test_what_a_head_writes_is_its_direct_logits_at_a_weight_of_one() -> None:
-    model = make_gpt(family="llama", n_embd=18, n_kv_head=3).eval()
+    model = make_gpt(family="llama", n_embd=18, n_kv_head=3, context_length=7).eval()
     corpus = torch.randint(17, (7 * 11,)).tolist()
     for head, places in find_places(model, corpus, 7, [(0, 1), (1, 2)], str).items():
         for place in places.groups[0][1]:
