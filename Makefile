@@ -12,7 +12,7 @@ EVERY_CORE = -n auto --dist worksteal  # pytest-xdist
 RUN = out/quickstart
 CODE = train.py sample.py inspect_attention.py errors.py files.py cores.py model data training tril inspection cli benchmarks tests docs
 
-.PHONY: train test test-long bench gpu
+.PHONY: train test test-long bench gpu gpu-machine
 
 train: .venv/train.installed
 	$(BIN)/python train.py $(if $(wildcard $(RUN)/checkpoints/step-*),--resume $(RUN),configs/quickstart.toml)
@@ -30,8 +30,14 @@ test-long: .venv/model.installed
 bench: .venv/test.installed  # which has transformers, to compare with
 	$(BIN)/python benchmarks/bench.py $(if $(TEXT),--text $(TEXT)) $(if $(STAGES),--stages $(STAGES)) --out benchmarks/results
 
-gpu: .venv/test.installed
+gpu: gpu-machine .venv/test.installed
 	$(BIN)/python benchmarks/gpu.py $(if $(TEXT),--text $(TEXT))
+
+gpu-machine:  # what `make test` does not need, asked before anything is installed
+	@command -v nvidia-smi >/dev/null || { echo "make gpu needs an NVIDIA GPU and its driver, whose nvidia-smi is not there"; exit 2; }
+	@command -v "$${CC:-gcc}" >/dev/null || command -v clang >/dev/null || { echo "make gpu compiles: it needs gcc or clang"; exit 2; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
+		|| { echo "make gpu compiles: it needs Python.h, of a package like python3-dev"; exit 2; }
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tril needs Python 3.11: make PYTHON=python3.11 ...")'

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from model.attention import CausalSelfAttention
 from model.cache import LayerCache
 from model.families import autocast_dtype
 
@@ -20,8 +24,9 @@ RECORDED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 ROOM = 256  # caches have a multiple of it, so that texts of other lengths can use the same graph
 LIMIT = 0.05  # of the size of logits; 12 layers round by 0.015 of it in bfloat16, where another kernel is used
 
-KEPT = WeakKeyDictionary()  # model -> {key of its last graph: (its caches, what reads a token by it)}
+KEPT = WeakKeyDictionary()  # model -> {key of its last graph: (its caches, its stacks, what reads a token by it)}
 Read = Callable[[Tensor], Tensor]  # the next tokens, (B, T) -> logits of the token after them, (B, V)
+Stacks = dict[Tensor, tuple[Tensor, slice]]  # a weight or bias -> a copy of it and its neighbours, and its rows there
 
 
 @contextmanager
@@ -29,7 +34,7 @@ def reader(model: nn.Module, idx: Tensor, capacity: int) -> Iterator[tuple[list[
     """Yield the empty caches of a text that begins with idx, and a function by which a `GPT` reads tokens into them.
 
     A call may overwrite the logits of the last. A graph and its caches are kept for the model's next text, but not in
-    training, which needs the memory.
+    training, which needs the memory. Weights may be written between texts, not within one.
     """
     key = None
     if can_record(model, idx):
@@ -44,7 +49,9 @@ def reader(model: nn.Module, idx: Tensor, capacity: int) -> Iterator[tuple[list[
             *(id(value) for part in model.modules() for value in vars(part).values()),
         )
     # Taken out, so that no other text uses it meanwhile.
-    caches, step = key and KEPT.pop(model, {}).get(key) or (model.new_cache(len(idx), capacity), None)
+    caches, stacks, step = key and KEPT.pop(model, {}).get(key) or (model.new_cache(len(idx), capacity), {}, None)
+    for part, (stack, rows) in stacks.items():
+        stack[rows] = part
 
     def read(idx: Tensor) -> Tensor:
         return model.logits(model.hidden(idx, caches)[:, -1])
@@ -59,7 +66,7 @@ def reader(model: nn.Module, idx: Tensor, capacity: int) -> Iterator[tuple[list[
             rows = idx[:1] if len(idx) > 1 and (idx == idx[:1]).all() else idx
             return read(rows).expand(len(idx), -1)
         if step is None:
-            step = record_step(model, caches, idx, read) if key else read
+            step = record_step(model, caches, stacks, idx, read) if key else read
         return step(idx)
 
     try:
@@ -70,7 +77,7 @@ def reader(model: nn.Module, idx: Tensor, capacity: int) -> Iterator[tuple[list[
                 cache.length = 0
                 cache.keys.zero_()  # no mask would hide a nan of this text from the next
                 cache.values.zero_()
-            KEPT[model] = {key: (caches, step)}
+            KEPT[model] = {key: (caches, stacks, step)}
 
 
 def can_record(model: nn.Module, token: Tensor) -> bool:
@@ -98,8 +105,51 @@ class StepCache:
         return self.cache.keys, self.cache.values
 
 
-def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read: Read) -> Read:
-    """Return what reads single tokens, such as this one, (B, 1), into the caches, which stay as they are.
+def make_stacks(model: nn.Module) -> Stacks:
+    """Return copies of the weights of queries, keys and values of each layer as one tensor, and of the biases."""
+    stacks = {}
+    for layer in model.modules():
+        if isinstance(layer, CausalSelfAttention):
+            for parts in zip(*(each.parameters() for each in (layer.q_proj, layer.k_proj, layer.v_proj)), strict=False):
+                stack, end = torch.cat(parts), 0
+                for part in parts:
+                    stacks[part] = stack, slice(end, end := end + len(part))
+    return stacks
+
+
+class FewKernels(TorchFunctionMode):
+    """Computes once what a step repeats: fewer kernels, and the same numbers up to rounding.
+
+    Layers of one input whose weights are stacked are one product. Rows that all layers read, of the mask and of the
+    rotary tables, are read once, and the mask is made the numbers that a kernel adds to the scores.
+    """
+
+    def __init__(self, stacks: Stacks):
+        super().__init__()
+        self.stacks = stacks
+        self.results = {}
+
+    def once(self, function: Callable, *args: object, **kwargs: object) -> Tensor:
+        """Return what the function returned in the first call with these."""
+        key = (function, *(leaf if isinstance(leaf, Tensor) else str(leaf) for leaf in tree_leaves((args, kwargs))))
+        if key not in self.results:
+            self.results[key] = function(*args, **kwargs)
+        return self.results[key]
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        if func is F.linear and args[1] in self.stacks:
+            x, weight, bias = args
+            stack, columns = self.stacks[weight]
+            return self.once(F.linear, x, stack, bias if bias is None else self.stacks[bias][0])[..., columns]
+        if func is F.scaled_dot_product_attention and len(args) > 3 and args[3].dtype == torch.bool:
+            numbers = self.once(torch.where, args[3], 0.0, -torch.inf)
+            args = (*args[:3], self.once(Tensor.to, numbers, args[0].dtype), *args[4:])
+        kwargs = kwargs or {}
+        return self.once(func, *args, **kwargs) if func in (Tensor.__getitem__, Tensor.to) else func(*args, **kwargs)
+
+
+def record_step(model: nn.Module, caches: list[LayerCache], stacks: Stacks, token: Tensor, read: Read) -> Read:
+    """Return what reads single tokens, such as this one, (B, 1), into the caches, which stay as they are. Fill stacks.
 
     That is a graph, or `read` where the two do not agree on this token. A graph repeats what Python has decided once:
     it does not fit a model that asks the host, or one that counts the keys of its caches.
@@ -107,8 +157,14 @@ def record_step(model: nn.Module, caches: list[LayerCache], token: Tensor, read:
     token = token.clone()
     position = token.new_full((1,), caches[0].length)
     steps = [StepCache(cache, position) for cache in caches]
+
+    def work() -> Tensor:
+        with FewKernels(stacks):
+            return model.logits(model.hidden(token, steps)[:, -1])
+
     try:
-        replay = record(lambda: model.logits(model.hidden(token, steps)[:, -1]))
+        stacks |= make_stacks(model)
+        replay = record(work)
     except Exception:  # whatever a changed model may do that a graph cannot
         return read
     replayed = replay()

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from errors import UserError
+from model.attention import make_causal_mask
 from model.families import FAMILIES
-from model.recorded import KEPT, can_record
+from model.recorded import KEPT, FewKernels, can_record
 from model.sampling import Sampler, keep_top_k, keep_top_p, stream
 from tests.conftest import make_gpt
 
@@ -128,7 +129,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
 
 
 def test_a_graph_is_kept_until_it_does_not_fit(tapes: list[Tape], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_gpt(family="qwen3", n_embd=18, context_length=23).double().eval()
+    model = make_gpt(family="qwen3", n_embd=18, context_length=23, tied=False).double().eval()
     weight = model.blocks[0].mlp.up_proj.weight
     monkeypatch.setattr("model.recorded.ROOM", 13)
 
@@ -145,8 +146,9 @@ def test_a_graph_is_kept_until_it_does_not_fit(tapes: list[Tape], monkeypatch: p
     check(2, length=11)  # has no room in the caches
     check(3, rows=2, length=11)
     check(4)
-    weight.data.mul_(30)
-    check(4)
+    for part in (weight, model.blocks[1].attention.v_proj.weight):
+        part.data.normal_()
+        check(4)
     before = weight.data.clone()
     weight.data.fill_(torch.nan)
     model.generate(torch.zeros(3, 8, dtype=torch.int64), 4)
@@ -161,6 +163,30 @@ def test_a_graph_is_kept_until_it_does_not_fit(tapes: list[Tape], monkeypatch: p
     model.train()  # keeps none
     check(8)
     check(9)
+
+
+@pytest.mark.parametrize("family, bias", [("gpt2", True), ("gpt2", False), ("llama", False), ("nanochat", False)])
+def test_a_recorded_step_computes_once_what_layers_repeat(family: str, bias: bool, tapes: list[Tape]) -> None:
+    model = make_gpt(family=family, bias=bias, n_embd=18, tied=family == "gpt2").eval()
+    model.blocks[1].attention.causal_mask = make_causal_mask(T)  # of its own: a row more
+    model.generate(torch.randint(V, (3, 5)), 3)
+    calls = [func.overloadpacket for func, *_ in tapes[0].calls]
+    products = {"llama": 5}.get(family, 4) * len(model.blocks)  # of a layer: q, k and v are one
+    assert calls.count(torch.ops.aten.linear) == products + 1
+    assert calls.count(torch.ops.aten.where) == 2
+    assert calls.count(torch.ops.aten.index) == 2 + (1 if family == "gpt2" else 2)  # positions; cos and sin
+
+
+def test_only_the_same_call_is_computed_once() -> None:
+    table, (first, second) = torch.rand(5, 7), torch.tensor([[2], [3]])
+    with FewKernels({}):
+        rows = [table[first, :3], table[first, :4], table[second, :3], table[first, :3], table.to(torch.int64)]
+        assert rows[0] is rows[3] and rows[4] is table.to(dtype=torch.int64) is not table.to(torch.float64)
+    assert [row.tolist() for row in rows[:3]] == [
+        table[[2], :3].tolist(),
+        table[[2], :4].tolist(),
+        table[[3], :3].tolist(),
+    ]
 
 
 def test_a_part_that_is_watched_or_replaced_is_not_recorded() -> None:

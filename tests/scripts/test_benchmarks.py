@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -106,3 +108,16 @@ def test_a_rate_of_nothing_learns_nothing(corpus_file: Path, tmp_path: Path, mon
     monkeypatch.setattr(sys, "argv", ["compare.py", way, f"{way} --train.learning_rate 1e-9", "--ranks", "0", "2"])
     compare.main()
     assert capsys.readouterr().out.count(": A is better") == 1
+
+
+@pytest.mark.parametrize(
+    "there, missing", [((), "NVIDIA GPU"), (("nvidia-smi",), "gcc or clang"), (("nvidia-smi", "gcc"), "Python.h")]
+)
+def test_make_gpu_asks_for_what_it_needs_before_it_installs(there: tuple, missing: str, tmp_path: Path) -> None:
+    for name in there:
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+    make = [shutil.which("make"), "-f", ROOT / "Makefile", "gpu", "PYTHON=no-python"]
+    ended = subprocess.run(make, cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert ended.returncode == 2 and missing in ended.stdout
+    assert len(list(tmp_path.iterdir())) == len(there)
