@@ -61,7 +61,7 @@ class Tokenizer:
         end_of_text: the id that is written before each document. None if the tokenizer has none.
         ends: the ids at which a sample ends: end_of_text, then others, such as the end of an answer. Some may be ids of
             the model that the tokenizer does not have.
-        start_of_text: the id with which a prompt has to begin (often called BOS); empty if there is none.
+        start_of_text: the ids with which a prompt has to begin, mostly one (BOS); empty if there are none.
         special_tokens: the special tokens: name -> id.
         files: the content of the tokenizer's files by name, as it was read or is to be written: set by who makes it.
 
@@ -88,7 +88,7 @@ class Tokenizer:
         # The library adds a start, if the file asks for one, to the ids of any text: here to those of a word.
         word = tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a")).encode("a")
         framed = library.post_process(word)
-        self.start_of_text = framed.ids[:1] if framed.special_tokens_mask[:1] == [1] else []
+        self.start_of_text = framed.ids[: framed.special_tokens_mask.index(0)]
         # Some models have no row for special tokens that are only added, to fill texts for example. No text has them.
         ids = list(library.get_vocab(with_added_tokens=False).values())
         ids += [number for number, token in self.added.items() if not token.special]
@@ -101,7 +101,8 @@ class Tokenizer:
         """Raise UserError if a text can have an id that a model with this many embeddings has no embedding for."""
         if self.vocab_size > rows:
             raise UserError(
-                f"the tokenizer {self.name!r} has {self.vocab_size} tokens, the model {rows}: take its own tokenizer"
+                f"the tokenizer {self.name!r} has {self.vocab_size} tokens, the model {rows}: take its own "
+                "tokenizer, or give the model as many rows, by resize_token_embeddings of transformers"
             )
 
     @property

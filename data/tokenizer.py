@@ -123,7 +123,11 @@ def load_tokenizer(place: Path) -> Tokenizer:
             "T.from_pretrained('DIRECTORY').save_pretrained('DIRECTORY')\""
         )
     content = read_small(path)
-    files = {name: read_small(path.with_name(name)) for name in END_KEYS if path.with_name(name).is_file()}
+    files = {
+        name: read_small(path.with_name(name))
+        for name in (*END_KEYS, "chat_template.jinja")  # which is kept for other tools, and never run
+        if path.with_name(name).is_file()
+    }
     with errors_as_user_error(f"this version cannot read {' or '.join([str(path), *files])}"):
         described = {name: json.loads(files.get(name, "{}")) for name in END_KEYS}
         own_name = described[TOKENIZER_CONFIG].get("tril_name")

@@ -143,8 +143,10 @@ def test_a_text_ends_where_a_publisher_says(
     directory = put(KINDS["digits"], tmp_path / "theirs")
     for name, content in zip(END_KEYS, (config, generation, names, special), strict=True):
         (directory / name).write_text(json.dumps(content | {"more": "kept"}))
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
     ours = load_tokenizer(directory)
     assert ours.ends == ends and ours.document_start == [ours.end_of_text]
+    assert ours.files["chat_template.jinja"] == b"{{ messages }}"
     (tmp_path / "corpus").mkdir()
     save_tokenizer(ours, tmp_path / "corpus")
     again = load_tokenizer(tmp_path / "corpus")
@@ -242,15 +244,19 @@ def test_a_model_has_rows_for_all_that_a_text_can_have(run, corpus_file: Path, t
     theirs.add_tokens(["<tool>"])
     data = ["--data.source", corpus_file, "--data.tokenizer", "model", "--train.out_dir", tmp_path / "out"]
     for command in ([sample], [train, *data, "--train.init_from"]):
-        assert "has 299 tokens, the model 297: take its own tokenizer\n" in run(*command, put(theirs, model)).err
+        assert "has 299 tokens, the model 297: take its own tokenizer, or give" in run(*command, put(theirs, model)).err
 
 
-def test_an_end_behind_each_text_is_no_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template, start", [("$A </s>", []), ("<s> <x> $A </s>", [2, 3])])
+def test_all_that_is_before_a_text_is_its_start_and_an_end_is_not(
+    template: str, start: list[int], tmp_path: Path
+) -> None:
     theirs = tokenizers.Tokenizer(models.WordLevel({"the": 0}, "<none>"))
-    theirs.add_special_tokens(["</s>"])
-    theirs.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    theirs.add_special_tokens(["</s>", "<s>", "<x>"])
+    special = [(name, theirs.token_to_id(name)) for name in ("</s>", "<s>", "<x>")]
+    theirs.post_processor = processors.TemplateProcessing(template, special_tokens=special)
     ours = load_tokenizer(put(theirs, tmp_path))
-    assert ours.document_start == [1] and ours.vocab_size == 2
+    assert ours.document_start == [1, *start] and ours.vocab_size == max([1, *start]) + 1
 
 
 def test_a_document_has_the_ids_of_the_whole(kind: str, ours: Tokenizer, tmp_path: Path, monkeypatch) -> None:
