@@ -32,7 +32,7 @@ TRAINER = "trainer.json"
 PROBE_TOKENS = "probe_tokens"  # in trainer.json: tokens to draw the probe of heads from
 STEP = "step-" + 8 * "[0-9]"  # a pattern of names
 HUB_NAME = re.compile(r"(hf:)?((?!out/)\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", re.ASCII)  # out/ has our runs
-FETCHED = ("*.json", "tokenizer.model", "merges.txt", "model*.safetensors")  # never a pickle
+FETCHED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "model*.safetensors")  # never a pickle
 say_once = cache(print)  # a directory that is kept is met again by each save
 
 
@@ -113,8 +113,9 @@ def verify(directory: Path, to_resume: bool = False) -> Checkpoint:
             raise UserError(f"{directory} has no manifest.json: it was not written to the end")
         if not (directory / "config.json").is_file():
             raise UserError(
-                f"{directory} is no model, and no run with an intact checkpoint: it has no config.json (checkpoint-500 "
-                "of a Trainer has one, and docs/other_tools.md makes a directory with one of a .gguf or a pickle)"
+                f"{directory} is no model, and no run with an intact checkpoint: it has no config.json (give the "
+                "folder of a model, as checkpoint-500 of a Trainer; docs/other_tools.md makes one of a .gguf, a pickle "
+                "or an adapter)"
             )
         tensor_files(directory, "model")
         return Checkpoint(directory, {})
@@ -180,7 +181,8 @@ def tensor_files(directory: Path, stem: str) -> list[Path]:
     paths = [directory / f"{stem}.safetensors"]
     index = directory / f"{stem}.safetensors.index.json"
     if not paths[0].is_file() and index.is_file():
-        paths = sorted({directory / str(name) for name in read_json(index).get("weight_map", {}).values()})
+        with errors_as_user_error(f"{index} does not say in which files the tensors are"):
+            paths = sorted({directory / str(name) for name in read_json(index)["weight_map"].values()})
     for path in paths:
         if path.parent != directory or path.suffix != ".safetensors" or not path.is_file():  # nor a pipe: it would wait
             raise UserError(

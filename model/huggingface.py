@@ -31,6 +31,8 @@ READ_ONLY = {
     "rope_type": ("default", "llama3"),
     "type": ("default", "llama3"),  # the older name
     "partial_rotary_factor": (1,),
+    "is_causal": (True,),  # a false one makes an encoder of a decoder
+    "quantization_config": ("weights that are not quantized", None),
 }
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -185,7 +187,10 @@ def config_from_huggingface(content: dict) -> GPTConfig:
         known = codec.defaults | content | (content.get("rope_scaling") or content.get("rope_parameters") or {})
         for key, accepted in (codec.accepted | READ_ONLY).items():
             if known.get(key, accepted[0]) not in accepted:
-                raise UserError(f"{key} = {known[key]!r:.60}, a {family} of ours computes {accepted[0]!r}")
+                raise UserError(
+                    f"config.json has {key} = {known[key]!r:.60}, a {family} here has {accepted[0]!r} "
+                    "(inspect_attention.py asks transformers to open others)"
+                )
         own = {  # JSON has no tuples
             name: tuple(value) if isinstance(value, list) else value for name, value in content.get(OWN_KEY, {}).items()
         }

@@ -23,6 +23,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.huggingface import HEAD, config_from_huggingface, tensors_from_huggingface
 
+EMBEDDING = "token_embedding.weight"
 POSITIONS = "position_embedding.weight"
 
 
@@ -70,8 +71,10 @@ def load_model(
         for name, tensor in tensors_from_huggingface(stored, model.state_dict(), read_tensors(directory, "model")):
             kept = dtype if tensor.is_floating_point() else None
             weights[name] = tensor.to(device, kept, copy=True, memory_format=torch.contiguous_format)
-        embedding = weights["token_embedding.weight"]
-        if stored.tied and not weights.setdefault(HEAD, embedding).equal(embedding):  # some files have a tied head
+        if stored.tied and HEAD in weights:  # which is all that `save_model` of safetensors keeps of the two
+            weights.setdefault(EMBEDDING, weights[HEAD])
+        embedding = weights[EMBEDDING]
+        if stored.tied and not weights.setdefault(HEAD, embedding).equal(embedding):  # some files have both
             raise UserError(
                 f"{directory} has a head of its own, but config.json ties it: set tie_word_embeddings there to false"
             )

@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 import inspect_attention
 import sample
 import train
-from data.tokenizer import make_tokenizer
+from data.tokenizer import END_KEYS, make_tokenizer
 from errors import UserError
-from model.checkpoint import find_checkpoint
+from model.checkpoint import FETCHED, find_checkpoint
 from tests.conftest import make_gpt, run_python, save_gpt
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * "7" + "\nsize 1234567\n"
@@ -39,6 +40,7 @@ BAD = [  # what takes the place of the weights or of another file
     ({"pytorch_model.bin": "{}"}, f"{MISSING}'model.safetensors': fetch all files of the model (a pickle can run code"),
     ({INDEX: json.dumps({"weight_map": {"a": SHARD}})}, f"{MISSING}'{SHARD}"),
     ({INDEX: '{"weight_map": {"a": "../b.safetensors"}}'}, f"{MISSING}'b.safetens"),
+    ({INDEX: '{"weight_map": ["a"]}'}, "index.json does not say in which files the tensors are: AttributeError"),
     ({"model.safetensors": POINTER}, "theirs/model.safetensors is a pointer of Git LFS, not the file"),
     ({"config.json": None}, "theirs is no model, and no run with an intact checkpoint: it has no config.json"),
     ({"model.safetensors": None}, f"{MISSING}'model.safetensors'"),
@@ -92,6 +94,12 @@ def test_the_hub_is_asked_only_for_its_names(here: Path, monkeypatch, place: str
     assert calls == [asked] * bool(asked)
 
 
+def test_of_a_model_on_the_hub_all_is_fetched_that_is_read_or_kept_and_never_a_pickle() -> None:
+    kept = {*END_KEYS, "tokenizer.json", "chat_template.jinja", "model.safetensors", INDEX, SHARD}
+    fetched = filter_repo_objects([*kept, "pytorch_model.bin", "model.pt", "modeling.py"], allow_patterns=FETCHED)
+    assert {*fetched} == kept
+
+
 def ask(name: str, port: int, home: Path) -> subprocess.CompletedProcess:
     """Sample from a model in a process for which the hub is at this port."""
     hub = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
@@ -130,5 +138,5 @@ def test_what_is_near_a_model_has_a_way_to_one(run, here: Path, name: str) -> No
     (here / "trained").rename(here / "checkpoint-100")
     (here / "trained").mkdir()
     (here / "checkpoint-100").rename(here / "trained/checkpoint-100")
-    run(sample, name).refused("has no config.json (checkpoint-500 of a Trainer has one, and docs/other_tools.md makes")
+    run(sample, name).refused("has no config.json (give the folder of a model, as checkpoint-500 of a Trainer; docs/")
     run(sample, "trained/checkpoint-100", "--max_new_tokens", 1).ok()

@@ -151,9 +151,12 @@ GATE, HEAD = "model.layers.1.mlp.gate_proj.weight", "lm_head.weight"
 @pytest.mark.parametrize(
     "name, config, tensors, message",
     [
-        ("llama", {"hidden_act": "gelu"}, {}, "hidden_act = 'gelu', a llama of ours computes 'silu'"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, {}, "rope_type = 'yarn', a llama of ours computes 'def"),
-        ("qwen3", {"use_sliding_window": True}, {}, "use_sliding_window = True, a qwen3 of ours"),
+        ("llama", {"hidden_act": "gelu"}, {}, "config.json has hidden_act = 'gelu', a llama here has 'silu'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, {}, "rope_type = 'yarn', a llama here has 'default'"),
+        ("qwen3", {"use_sliding_window": True}, {}, "use_sliding_window = True, a qwen3 here has False"),
+        ("gpt2", {"is_causal": False}, {}, "is_causal = False, a gpt2 here has True"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, {}, "'gptq'}, a llama here has 'weights that are"),
+        ("gpt2", {"layer_norm_epsilon": "small"}, {}, "ValueError: could not convert string to float: 'small'"),
         ("gpt2", {"n_layer": None}, {}, "that its config.json describes: TypeError: 'NoneType' object"),
         ("gpt2", {"n_embd": 40, "tril": {}}, {}, "is not the model that its config.json describes: RuntimeError"),
         ("gpt2", {"model_type": "bert"}, {}, f"model_type 'bert', this version reads {', '.join(FAMILIES)}"),
@@ -184,7 +187,11 @@ def test_heads_and_prefixes_may_be_missing_and_old_masks_are_left_out(family: st
     expected, tensors = GPT.from_pretrained(path.parent)(idx), load_file(path)
     embedding = next(name for name in tensors if "embed_tokens" in name or "wte" in name)
     layer = next(name for name in tensors if ".1." in name).split(".1.")[0]
+    config = path.with_name("config.json")
+    config.write_text(config.read_text().replace("1e-05", '"1e-05"'))  # as YAML reads this number
     tensors |= {HEAD: tensors[embedding].clone(), f"{layer}.1.{unused}": torch.ones(7)}  # some store a tied head
+    save_file({name: tensor for name, tensor in tensors.items() if name != embedding}, path)  # and some nothing else
+    assert torch.equal(GPT.from_pretrained(path.parent)(idx), expected)
     for change in (  # a body without a head, and what torch.compile and DataParallel put around a module
         lambda name: name.removeprefix("model.").removeprefix("transformer."),
         lambda name: f"module._orig_mod.{name}",
