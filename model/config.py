@@ -67,10 +67,11 @@ class GPTConfig(ModelConfig):
         )
         if self.n_embd % self.n_head != 0 and (self.head_dim is None or family != "qwen3"):
             raise UserError(f"n_embd must be a multiple of n_head, got n_embd={self.n_embd} and n_head={self.n_head}")
+        gated_width = 64 * math.ceil(self.n_embd / 24)  # 8/3 n_embd, rounded up to a multiple of 64
         defaults = {
             "n_kv_head": self.n_head,
             "head_dim": self.n_embd // self.n_head,
-            "n_inner": 64 * math.ceil(self.n_embd / 24) if family in ("llama", "qwen3") else 4 * self.n_embd,
+            "n_inner": gated_width if family in ("llama", "qwen3") else 4 * self.n_embd,
             "bias": family == "gpt2",
             "tied": family != "nanochat",
             "norm_eps": 1e-5 if family in ("gpt2", "llama") else 1e-6,
