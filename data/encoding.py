@@ -94,8 +94,7 @@ class Tokenizer:
         ids += [number for number, token in self.added.items() if not token.special]
         ids += self.document_start
         self.vocab_size = max(ids) + 1
-        decoder = json.loads(library.decoder.__getstate__()) if library.decoder else {}
-        self.decoders = {step.get("type") for step in decoder.get("decoders", [decoder])}
+        self.decoders = str(library.decoder)  # names each of its steps
 
     def check_fits(self, rows: int) -> None:
         """Raise UserError if a text can have an id that a model with this many embeddings has no embedding for."""
