@@ -40,20 +40,21 @@ def true_or_false(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     )
 
 
-def parse(options: type[T], argv: list[str], file: Path | None = None, defaults: T | None = None) -> T:
-    """Return `options`, a dataclass, with the values of a TOML file and a command line. --help prints and exits.
+def parse(options: type[T], argv: list[str], *files: Path, defaults: T | None = None) -> T:
+    """Return `options`, a dataclass, with the values of a command line, over those of TOML files, of which a later one
+    is over an earlier one. --help prints and exits.
 
-    defaults: the values of options that neither gives. None: those of the dataclass.
+    defaults: the values of options that none of them gives. None: those of the dataclass.
 
-    Exits with code 2 where tyro has printed what is wrong. Raises UserError if the file cannot be read, and for an
-    option whose -- a web page or a word processor has made a long dash.
+    Exits with code 2 where tyro has printed what is wrong. Raises UserError if a file cannot be read, and for an option
+    whose -- a web page or a word processor has made a long dash.
     """
     if word := next(filter(LONG_DASH.match, argv), None):
         raise UserError(f"{word} begins with a long dash, as copied from a web page: type -- instead")
     if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
         os.environ["TERM"] = "dumb"  # tyro asks for this, and whether stdout is a terminal
     read = partial(tyro.cli, options, use_underscores=True, registry=REGISTRY)
-    if file is not None:  # which is in the last line of the message: see NAME FILE --help
+    for file in files:  # which is in the last line of the message: see NAME FILE --help
         defaults = read(prog=f"{sys.argv[0]} {file}", args=options_in(file), default=defaults)
     return read(args=argv, default=defaults)
 

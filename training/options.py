@@ -68,21 +68,20 @@ def read_config(argv: list[str]) -> Config:
             raise UserError(f"there is no run in {asked.resume}: a run has a config.toml, and checkpoints/ beside it")
         words = chain.from_iterable(RENAMED.get(word, [word]) for word in options_in(file))
         return parse(Config, [*words, *argv, "--train.out_dir", asked.resume])
-    quickstart = parse(Config, [], QUICKSTART)
-    config = parse(Config, argv, asked.config, quickstart)  # --help shows these values
+    files = [asked.config] if asked.config else []
+    config = parse(Config, argv, QUICKSTART, *files)  # --help shows these values
     if config.train.init_from:
-        return fit_to_model(argv, asked.config, config.train.init_from)
-    if asked.config:
-        given |= names_in(options_in(asked.config))
+        return fit_to_model(argv, files, config.train.init_from)
+    for file in files:
+        given |= names_in(options_in(file))
     on_gpu = find_device(config.train.device).type == "cuda"
-    if config.data.source != quickstart.data.source:
+    if config.data.source != DataConfig.source:
         config = replace(config, given=frozenset(given))
         tokenizer = tokenizer_for(config.data, on_gpu) if "data.tokenizer" not in given else ""
         name = re.sub(r"\W+", "-", Path(config.data.source).resolve().stem).strip("-")
         config = with_fitted(config, {"tokenizer": tokenizer, "out_dir": f"out/{name or 'text'}", "sample_prompt": ""})
     if not on_gpu or config.given is None:  # on a GPU the rest of the shape may be another
         GPTConfig(**asdict(config.model))  # raises UserError now, not after an hour of preparing data
-    files = [asked.config] if asked.config else []
     if not given >= names_in(options_in(QUICKSTART)):
         files.append(Path("configs/quickstart.toml"))
     print(f"config: {' over '.join(map(str, files))}")
@@ -157,16 +156,16 @@ def fit_to_text(config: Config, num_tokens: int, on_gpu: bool, world: int = 1) -
     return config
 
 
-def fit_to_model(argv: list[str], file: Path | None, init_from: str) -> Config:
-    """Return a configuration with the shape and tokenizer of a model, and the rest from argv, the file and FINETUNE.
+def fit_to_model(argv: list[str], files: list[Path], init_from: str) -> Config:
+    """Return a configuration with the shape and tokenizer of a model, and the rest from argv, the files and FINETUNE.
 
-    Raises UserError if there is no such model, or if argv or the file ask for another shape or tokenizer.
+    Raises UserError if there is no such model, or if argv or a file ask for another shape or tokenizer.
     """
     stored = load_config(find_checkpoint(init_from).directory)
     shape = {field.name: getattr(stored, field.name) for field in fields(ModelConfig)}
     model = replace(ModelConfig(**shape), context_length=min(stored.context_length, FINETUNE_CONTEXT))
-    of_model = parse(Config, [], FINETUNE, Config(model=model, data=DataConfig(tokenizer="model")))
-    config = parse(Config, argv, file, of_model)
+    of_model = Config(model=model, data=DataConfig(tokenizer="model"))
+    config = parse(Config, argv, FINETUNE, *files, defaults=of_model)
     for name, value in asdict(config.model).items():
         fits = value <= shape[name] if name == "context_length" else name == "dropout" or value == shape[name]
         if not fits:
