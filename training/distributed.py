@@ -208,16 +208,3 @@ def gather(tensors: Tensors, keep: bool) -> Tensors:
         if keep:
             gathered[name] = whole.cpu() if is_sharded(tensor) else tensor
     return gathered
-
-
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Move a full tensor, which every rank holds, to the device and dtype of `like`, and shard it if that is sharded.
-
-    A scalar stays whole.
-    """
-    tensor = tensor.to(like.device, like.dtype)
-    if tensor.dim() == 0 or not is_sharded(like):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)

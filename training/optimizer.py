@@ -17,7 +17,7 @@ from model import GPT
 from model.huggingface import Tensors
 from model.load import read_tensors
 from training.config import TrainConfig
-from training.distributed import gather_tensor, is_sharded, shard_like
+from training.distributed import gather_tensor, is_sharded
 
 # Coefficients of a x + b x^3 + c x^5. Applied five times, this polynomial takes singular values from 0.01 to 1 to
 # values between 0.7 and 1.2, which is near enough to 1 (Jordan et al. 2024).
@@ -80,17 +80,13 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     return config.learning_rate * (final + (1 - final) * share)
 
 
-def momentum_at(step: int, last: float) -> float:
-    """Return the momentum of a step. It begins lower, because the first gradients are soon out of date."""
-    return FIRST_MOMENTUM + (last - FIRST_MOMENTUM) * min(1.0, step / MOMENTUM_STEPS)
-
-
 def set_schedule(optimizer: Optimizer, step: int, config: TrainConfig) -> None:
     """Set each group's learning rate for this step, and the momentum of Muon's."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, config) * group.get("lr_share", 1.0)
-        if "momentum" in group:
-            group["momentum"] = momentum_at(step, config.momentum)
+        if "momentum" in group:  # begins lower, because the first gradients are soon out of date
+            risen = min(1.0, step / MOMENTUM_STEPS)
+            group["momentum"] = FIRST_MOMENTUM + (config.momentum - FIRST_MOMENTUM) * risen
 
 
 def clip_gradients(model: GPT, most: float) -> Tensor:
@@ -212,7 +208,11 @@ def load_optimizer_tensors(model: GPT, optimizer: Optimizer, directory: Path) ->
     for name, tensor in read_tensors(directory, "optimizer"):
         name, _, key = name.rpartition(".")
         parameter = parameters[name]
-        value = shard_like(tensor, parameter)
+        value = tensor.to(parameter.device, parameter.dtype)
+        if is_sharded(parameter) and value.dim() > 0:
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         optimizer.state[parameter].setdefault(key, value).copy_(value)  # into Muon's, which are views of a stack
 
 
