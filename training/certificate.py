@@ -96,12 +96,11 @@ def prove_loss(model: GPT, loss_fn: LossFn, eager: partial, dtype: torch.dtype, 
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         for parameter in zeros:
             nn.init.normal_(parameter, std=0.02)
-        record = compare_with_cross_entropy(model, eager, batch, dtype)
+        record = {"loss": compare_with_cross_entropy(model, eager, batch, dtype)}
         if model.device.type != "cpu" or loss_fn is not eager:
-            limits, with_cpu = compare_with_cpu(model, eager, dtype)
-            record |= with_cpu
+            limits, record["agrees_with_cpu"] = compare_with_cpu(model, eager, dtype)
         if loss_fn is not eager:
-            record |= compare_with_source(model, loss_fn, eager, batch, limits)
+            record["agrees_with_source"] = compare_with_source(model, loss_fn, eager, batch, limits)
     for parameter in zeros:
         nn.init.zeros_(parameter)
     for buffer, value in buffers:
@@ -109,10 +108,11 @@ def prove_loss(model: GPT, loss_fn: LossFn, eager: partial, dtype: torch.dtype, 
     return record
 
 
-def compare_with_cpu(model: GPT, eager: partial, dtype: torch.dtype) -> tuple[Limits, dict[str, str]]:
-    """Compare a loss, in evaluation and of few tokens, with that of a CPU in float32. Return limits, and a record.
+def compare_with_cpu(model: GPT, eager: partial, dtype: torch.dtype) -> tuple[Limits, str]:
+    """Compare a loss, in evaluation and of few tokens, with that of a CPU in float32.
 
-    A limit is ten times what the CPU is off by itself in `dtype`, which in trained models may be much.
+    Returns limits, and how far the two agree. A limit is ten times what the CPU is off by itself in `dtype`, which in
+    trained models may be much.
     """
     T = min(model.config.context_length, COMPARED_TOKENS)
     # Two sequences: of transposed views a kernel was wrong for all but the first (PyTorch issue 181133).
@@ -127,11 +127,11 @@ def compare_with_cpu(model: GPT, eager: partial, dtype: torch.dtype) -> tuple[Li
         found = differences(compute(model, eager, batch), expected)
     how_far = refuse(found, limits, f"{model.device} agrees with a CPU in float32", "use another device or dtype")
     print(f"kernels: agree with a CPU in float32 {how_far}")
-    return limits, {"agrees_with_cpu": how_far}
+    return limits, how_far
 
 
-def compare_with_source(model: GPT, loss_fn: LossFn, eager: partial, batch: Tensor, limits: Limits) -> dict[str, str]:
-    """Compare a loss as it is trained, of a batch as in training, with its source. Return a record.
+def compare_with_source(model: GPT, loss_fn: LossFn, eager: partial, batch: Tensor, limits: Limits) -> str:
+    """Compare a loss as it is trained, of a batch as in training, with its source. Return how far they agree.
 
     A compiler draws its own random numbers: with dropout, only the sizes of gradients are alike.
     """
@@ -147,7 +147,7 @@ def compare_with_source(model: GPT, loss_fn: LossFn, eager: partial, batch: Tens
     advice = "train with --train.compile false"
     how_far = refuse(differences(trained, source), limits, "the loss as it is trained agrees with its source", advice)
     print(f"loss:   agrees with its source {how_far}")
-    return {"agrees_with_source": how_far}
+    return how_far
 
 
 def refuse(found: list[tuple[float, str]], limits: Limits, agrees: str, advice: str) -> str:
@@ -160,8 +160,8 @@ def refuse(found: list[tuple[float, str]], limits: Limits, agrees: str, advice: 
 
 
 @torch.no_grad()
-def compare_with_cross_entropy(model: GPT, eager: partial, batch: Tensor, dtype: torch.dtype) -> dict[str, str]:
-    """Compare the loss of random targets with the cross-entropy of the logits. Return a record.
+def compare_with_cross_entropy(model: GPT, eager: partial, batch: Tensor, dtype: torch.dtype) -> str:
+    """Compare the loss of random targets with the cross-entropy of the logits. Return what it is.
 
     More is an auxiliary term, or the like. Less is a loss that knows its targets: nothing can predict these.
     """
@@ -180,7 +180,7 @@ def compare_with_cross_entropy(model: GPT, eager: partial, batch: Tensor, dtype:
     beside = "" if abs(more) < ROUNDED else f"{abs(more):.1%} {'more' if more > 0 else 'less'} than "
     said = f"is {beside}the cross-entropy of the logits"
     print(f"loss:   {said}")
-    return {"loss": said}
+    return said
 
 
 def compute(model: GPT, loss_fn: LossFn, batch: Tensor, seed: int = 0) -> dict[str, Tensor]:
