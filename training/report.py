@@ -21,7 +21,6 @@ import jinja2
 import numpy as np
 
 from cli.script import printable
-from files import replace_file
 from model.checkpoint import step_directories
 from training.options import Config, to_toml
 from tril.kinds import KINDS, name_of
@@ -90,20 +89,11 @@ def flat(record: dict) -> dict[str, object]:
     return values
 
 
-def write_report(directory: Path, config: Config, lines: list[dict], about: dict) -> None:
-    """Write report.html into a run directory, as a whole or not at all. A failure prints a line, and the run goes on.
+def report_page(directory: Path, config: Config, lines: list[dict], about: dict) -> str:
+    """Return report.html.
 
     lines: those of metrics.jsonl; about: the certificate and the environment of a session.
     """
-    try:
-        page = TEMPLATE.render(read_run(directory, config, lines, about), nonce=secrets.token_urlsafe())
-        replace_file(directory / "report.html", page.encode(errors="replace"))  # a name need not be valid UTF-8
-    except Exception as error:
-        print(f"there is no new report.html: {error!r:.200}")
-
-
-def read_run(directory: Path, config: Config, lines: list[dict], about: dict) -> dict[str, object]:
-    """Return the variables of the template; see `write_report`."""
     newest_first = lines[::-1]
     latest = {key: value for line in lines for key, value in line.items() if value is not None}
     checkpoints = step_directories(directory)
@@ -115,13 +105,13 @@ def read_run(directory: Path, config: Config, lines: list[dict], about: dict) ->
         curves[key] = points[:: math.ceil(len(points) / MOST_POINTS) or 1]  # evenly spread, the last one among them
     of_heads = defaultdict(list)
     for step, metrics in curves["heads"]:
-        for name, score in flat({"heads": {kind: metrics[kind] for kind in KINDS if kind in metrics}}).items():
+        for name, score in flat({"heads": metrics}).items():
             if score is not None:
                 of_heads[name].append((step, score))
     best = best_checkpoint(directory, lines)
     if best:
         latest["best"] = best.name
-    return {
+    values = {
         "directory": directory,
         "options": config,
         "session": about["certificate"] | about["environment"],
@@ -136,6 +126,7 @@ def read_run(directory: Path, config: Config, lines: list[dict], about: dict) ->
         "newest_first": newest_first,
         "config": to_toml(config),
     }
+    return TEMPLATE.render(values, nonce=secrets.token_urlsafe())
 
 
 def draw_charts(curves: dict[str, list], charts: dict[str, tuple[str, ...]], *scale: float) -> dict[str, dict]:

@@ -43,7 +43,7 @@ from training.distributed import Ranks, gather
 from training.optimizer import load_optimizer_tensors, optimizer_tensors
 from training.options import Config, fit_to_text, tables, to_toml
 from training.progress import Progress
-from training.report import Tracker, best_checkpoint, flat, next_commands, read_metrics, write_report
+from training.report import Tracker, best_checkpoint, flat, next_commands, read_metrics, report_page
 
 BATCHES = 3  # the version of what a run depends on besides its configuration; raised when a step gets another batch
 SAMPLE_WIDTH = 65  # characters of a sample that are printed; metrics.jsonl has all
@@ -247,8 +247,12 @@ class RunDirectory:
         self.report()
 
     def report(self) -> None:
-        """Write report.html anew."""
-        write_report(self.path, self.config, self.lines, self.about)
+        """Write report.html anew, as a whole or not at all. A failure prints a line, and the run goes on."""
+        try:
+            page = report_page(self.path, self.config, self.lines, self.about)
+            replace_file(self.path / "report.html", page.encode(errors="replace"))  # a name need not be valid UTF-8
+        except Exception as error:
+            print(f"there is no new report.html: {error!r:.200}")
 
     def finish(self, step: int, exit_code: int = 0) -> str:
         """End the session: tell wandb its exit code, and unlock the directory.

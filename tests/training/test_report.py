@@ -24,7 +24,7 @@ from model.checkpoint import step_directories
 from tests.conftest import metrics, same_bits, tiny_run, weights
 from training.options import Config, to_toml
 from training.report import HEADS as CHARTS
-from training.report import MOST_POINTS, Tracker, flat, read_metrics, read_run, write_report
+from training.report import MOST_POINTS, Tracker, flat, read_metrics, report_page
 from tril import Captured
 
 HOSTILE = "</pre><script>alert(1)</script><img onerror=alert(1) src=x><!--\x1b[31m\x00\u202e{{ name }}{% %}'\"\\&lt;"
@@ -57,8 +57,7 @@ class Page(HTMLParser):
         about = {"certificate": {}, "environment": {}}
         for checkpoint in step_directories(directory)[:1]:
             about = json.loads((checkpoint / "manifest.json").read_text())
-        write_report(directory, parse(Config, [], directory / "config.toml"), read_metrics(directory), about)
-        self.feed((directory / "report.html").read_text(encoding="utf-8"))
+        self.feed(report_page(directory, parse(Config, [], directory / "config.toml"), read_metrics(directory), about))
         self.summary = self.texts["p"][0].split(" · ")
         self.entries = dict(zip(self.texts["dt"], [*filter(None, self.texts["dd"]), *self.texts["pre"]], strict=True))
 
@@ -166,11 +165,11 @@ def test_it_is_written_when_something_is_new_and_its_failure_costs_a_line(
 ) -> None:
     seen = []
 
-    def failing(*rest: object) -> None:
-        seen.append(read_run(*rest)["step"])
+    def failing(directory: Path, config: Config, lines: list[dict], about: dict) -> None:
+        seen.append(lines[-1]["step"] if lines else 0)
         raise RuntimeError("a\nbug\x1b")
 
-    monkeypatch.setattr("training.report.read_run", failing)
+    monkeypatch.setattr("training.run.report_page", failing)
     result = run(train, *tiny_run(corpus_file, tmp_path / "run"))
     assert seen == [0, 0, 4, 4, 8, 8, 12, 12]  # at the start, at each evaluation, and at each checkpoint
     assert result.exit_code == 0 and result.out.count("there is no new report.html: ") == 8 and "\x1b" not in result.out
