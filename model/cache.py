@@ -5,12 +5,16 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of one layer, in storage for `capacity` positions that is allocated once and filled in order."""
+    """Keys and values of one layer, in storage that is allocated once and filled in order.
 
-    def __init__(self, B: int, n_kv_head: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        # Zeros, since a recorded step reads all of it under a mask, and 0 x nan is nan.
-        self.keys = torch.zeros(B, n_kv_head, capacity, head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+    Args:
+        zeros: for the keys, (B, n_kv_head, capacity, D). A recorded step reads all of it under a mask,
+            and 0 x nan is nan.
+    """
+
+    def __init__(self, zeros: Tensor):
+        self.keys = zeros
+        self.values = torch.zeros_like(zeros)
         self.length = 0
 
     def positions(self, T: int) -> slice:

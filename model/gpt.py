@@ -122,7 +122,8 @@ class GPT(nn.Module):
         dtype = self.lm_head.weight.dtype
         if dtype == torch.bfloat16 and self.device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
             dtype = torch.float32  # the kernel is faster (benchmarks/results/decode_cpu_2026-11-26.md)
-        return [LayerCache(B, c.n_kv_head, capacity, c.head_dim, dtype, self.device) for _ in self.blocks]
+        shape = (B, c.n_kv_head, capacity, c.head_dim)
+        return [LayerCache(torch.zeros(shape, dtype=dtype, device=self.device)) for _ in self.blocks]
 
     def generate(
         self,

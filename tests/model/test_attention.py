@@ -62,7 +62,7 @@ def test_layer_equals_three_loops_over_plain_numbers(n_kv_head: int, kind: str) 
         weights = [math.exp(score / math.sqrt(D)) * may for score, may in zip(scores, seen[b][i], strict=True)]
         for m, n in zip(own, shared, strict=True):
             heads[b, i, m] = sum(weight * v[b][j][n] for j, weight in enumerate(weights)) / sum(weights)
-    cache = LayerCache(B, n_kv_head, T, D, x.dtype, x.device)
+    cache = LayerCache(torch.zeros(B, n_kv_head, T, D).to(x))
     with torch.no_grad():
         in_parts = [layer(part, cache) for part in x.split((3, 1, 1, 2), dim=1)]
     if kind in ("window", "documents"):  # the first tokens of a prefix see what is not in the cache yet

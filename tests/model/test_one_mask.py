@@ -68,7 +68,8 @@ def check_case(case: dict) -> None:
 
     with patch.object(attention, "formula_is_faster", return_value=False), capture(layer) as att:
         kernel = layer(x)
-    cache = LayerCache(B, layer.k_proj.out_features // layer.head_dim, T, layer.head_dim, dtype, x.device)
+    n_kv_head = layer.k_proj.out_features // layer.head_dim
+    cache = LayerCache(torch.zeros(B, n_kv_head, T, layer.head_dim, dtype=dtype, device=x.device))
     cache.keys.fill_(torch.nan)  # old memory must not matter
     cache.values.fill_(torch.nan)
     with torch.no_grad(), capture(layer) as cached:
