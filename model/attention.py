@@ -36,26 +36,26 @@ def is_triangle(mask: Tensor) -> bool:
     return mask.is_triangle
 
 
-def attention_scores(q: Tensor, k: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+def attention_scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     """Return how well each query matches each key, and -inf where the mask is False: (B, H, T_query, T_key)."""
-    q = q / math.sqrt(q.size(-1)) if scale is None else q * scale
+    q = q / math.sqrt(q.size(-1))
     scores = q @ repeat_kv(k, q).transpose(-2, -1)
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, float("-inf")).to(q.dtype)  # adding is faster than filling, also backward
     return scores + mask
 
 
-def attention_weights(q: Tensor, k: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     """Return how much each query looks at each key, before dropout; every row sums to one.
 
     q is (B, H, T_query, D), k is (B, n_kv_head, T_key, D), and the queries belong to the last T_query positions of k.
     mask is (T_query, T_key), True = may attend. The result is (B, H, T_query, T_key): row = query, column = key.
-    As the kernel does, it takes a mask of numbers to add to the scores, and a scale other than 1 / sqrt(D).
+    As the kernel does, it takes a mask of numbers to add to the scores.
     A change of this function needs the same change in the fused call in `Attend`, or, if no kernel can do it, a
     `formula_is_faster` that is always True.
     """
     # Without a dtype, autocast would return float32. The kernel sums in float32 either way.
-    return attention_scores(q, k, mask, scale).softmax(dim=-1, dtype=q.dtype)
+    return attention_scores(q, k, mask).softmax(dim=-1, dtype=q.dtype)
 
 
 def repeat_kv(k: Tensor, q: Tensor) -> Tensor:

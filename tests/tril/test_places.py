@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tril.places
-from model.attention import attention_weights
 from tests.conftest import make_gpt
 from tril import NotTheKernels, ablate
 from tril.look import look
 from tril.places import MISSED, STRONGEST, Place, find_places
 from tril.texts import draw_texts
 from tril.views import Stream, attribute_logits
+from tril.weights import attention_weights
 
 T, WORDS = 29, "abcdefghijklm()"
 CORPUS = [WORDS.index(letter) for letter in random.Random(0).choices(WORDS, [5] * 13 + [6, 7], k=997)]
