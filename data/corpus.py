@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from files import read_small, sha256
 SPLITS = ("train", "val")
 FEWEST = 10  # different documents of each split; if there are fewer, the end of the text is for validation
 GROUP = 16  # pieces that a thread encodes at a time, since documents may be small
+Piece = tuple[str, str, bool]  # part of a document: its text, its split, and whether the document begins with it
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,6 @@ def open_corpus(directory: Path) -> Corpus:
             if last_change(path) != meta[split]["ctime_ns"] and sha256(path) != meta[split]["sha256"]:
                 raise UserError(f"{path} has changed since it was prepared: remove {directory}")
         return Corpus(directory, meta, tokenizer, tokens)
-
-
-class Piece(NamedTuple):
-    """Part of a document."""
-
-    text: str
-    split: str  # "train" or "val"
-    is_start: bool  # of the document
 
 
 def write_corpus(config: DataConfig, key: str, directory: Path, tokenizer: Tokenizer | None) -> None:
@@ -180,7 +172,7 @@ def pieces(config: DataConfig, val_fraction: float, room: dict[str, float], whol
             to_train -= end
             for split, part in zip(SPLITS, (text[:end], text[end:]), strict=True):
                 if part and room[split] > 0:
-                    yield Piece(part, split, is_start)
+                    yield part, split, is_start
                 is_start = is_start and not part
 
 
@@ -208,20 +200,20 @@ def write_tokens(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> C
         for part, val_fraction in parts:
             most = part.max_tokens or sys.maxsize
             room = {"train": most * (1 - val_fraction), "val": most * val_fraction}
-            for piece, ids in encode_in_parallel(tokenizer, pieces(part, val_fraction, room, whole)):
-                if room[piece.split] <= 0:  # it was encoded while others were written
+            for (text, split, is_start), ids in encode_in_parallel(tokenizer, pieces(part, val_fraction, room, whole)):
+                if room[split] <= 0:  # it was encoded while others were written
                     continue
-                if piece.is_start:
+                if is_start:
                     ids = np.concatenate((start, ids))
-                    key = hash(piece.text)
+                    key = hash(text)
                     if val_fraction == 1 or key in shared:  # documents that are dealt are never on both sides
                         shared[key] = val_fraction < 1
-                files[piece.split].write(ids.astype(start.dtype).data)
-                room[piece.split] -= len(ids)
-                size = len(piece.text.encode())
-                num_bytes[piece.split] += size
+                files[split].write(ids.astype(start.dtype).data)
+                room[split] -= len(ids)
+                size = len(text.encode())
+                num_bytes[split] += size
                 progress.update(size)
-                written |= {name for name in names if name in piece.text}
+                written |= {name for name in names if name in text}
                 if max(room.values()) <= 0:
                     break
     if written:
@@ -244,7 +236,7 @@ def encode_in_parallel(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Iterato
     running = deque()
     with ThreadPoolExecutor(workers) as pool:
         while group := list(islice(pieces, GROUP)):
-            running.append(pool.submit(lambda group: [(piece, tokenizer.encode(piece.text)) for piece in group], group))
+            running.append(pool.submit(lambda group: [(piece, tokenizer.encode(piece[0])) for piece in group], group))
             if len(running) > 2 * workers:  # enough to keep all threads busy, and little enough to fit in memory
                 yield from running.popleft().result()
         for future in running:
