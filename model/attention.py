@@ -12,6 +12,8 @@ Shapes, in every file:
 """
 
 import math
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +92,13 @@ def formula_is_faster(q: Tensor, k: Tensor) -> bool:
     return q.device.type == "cpu" and q.requires_grad and q.dtype == torch.bfloat16 and k.size(2) <= FORMULA_KEYS
 
 
+class Cache(Protocol):
+    """The interface of a key-value cache (model/cache.py)."""
+
+    positions: Callable[[int], slice | Tensor]  # of the next T tokens; a tensor, (1,), if no shape may depend on it
+    store: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values of one call -> those of all so far
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which each token sees itself and the tokens before it.
 
@@ -136,12 +145,8 @@ class CausalSelfAttention(nn.Module):
         self.register_buffer("causal_mask", mask, persistent=False)  # never in a checkpoint
         self.register_buffer("triangle", mask if is_triangle(mask) else None, persistent=False)
 
-    def forward(self, x: Tensor, cache: object | None = None) -> Tensor:
-        """Attend: (B, T, C) -> (B, T, C). With a cache, x continues the positions stored there.
-
-        A cache (model/cache.py) has two methods: positions(T) of the next tokens, a slice, or a tensor, (1,), if no
-        shape may depend on them; and store(k, v), keys and values of one call -> those of all so far.
-        """
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """Attend: (B, T, C) -> (B, T, C). With a cache, x continues the positions stored there."""
         q = self.split_heads(self.q_proj(x))
         k = self.split_heads(self.k_proj(x))
         v = self.split_heads(self.v_proj(x))
