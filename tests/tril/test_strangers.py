@@ -142,17 +142,49 @@ class Fourier(Plain):
         return torch.fft.irfft(product, size, dim=1)[:, : x.size(1)]
 
 
+class Spectrum(Fourier):
+    """The same by complex parameters, as in state space models: the spectrum of a filter is rounded as well."""
+
+    def __init__(self, leak: float = 0.0) -> None:
+        super().__init__(leak)
+        self.filter = nn.Parameter(torch.randn(T, C, dtype=torch.cfloat))
+
+    def attend(self, x: Tensor) -> Tensor:
+        size = 2 * x.size(1)
+        product = torch.fft.rfft(x, size, dim=1) * torch.fft.rfft(self.filter.real[: x.size(1)], size, dim=0)
+        return torch.fft.irfft(product, size, dim=1)[:, : x.size(1)]
+
+
+class Cancels(Plain):
+    """A sum of all tokens, from which the later ones are taken away: rounded as many layers round."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        x = x + 2
+        return x.sum(1, keepdim=True) - x.flip(1).cumsum(1).flip(1)
+
+
+class Dropping(Experts):
+    """Experts that end with dropout: how many numbers they draw depends on later tokens."""
+
+    def __init__(self, leak: float = 0.0) -> None:
+        super().__init__(leak, lambda x, expert: F.dropout(F.linear(x, expert), 0.3, self.training))
+
+
 def only_float32(x: Tensor, weight: Tensor) -> Tensor:
     if x.dtype != torch.float32:
         raise RuntimeError("expected float32")
     return F.linear(x, weight)
 
 
-NO_FLOAT64 = "less than 1e-05, and no float64 to ask again in"
+ROUNDED = "bits differ by rounding or dropout alone"
+NO_FLOAT64 = "less than 0.0001, and no float64 to ask again in"
 ROUNDING = {
     "experts": (Experts, "asked again in float64"),
     "no float64": (lambda leak=0.0: Experts(leak, only_float32), NO_FLOAT64),
     "Fourier": (Fourier, "asked again in float64"),
+    "complex": (Spectrum, "asked again in float64"),
+    "cancels": (Cancels, "asked again in float64"),
+    "dropout": (Dropping, "asked again in float64"),
 }
 
 
@@ -164,7 +196,7 @@ def test_rounding_is_no_leak_and_a_leak_is_no_rounding(make: Callable, how: str)
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
 
-    assert judge(model, loss_fn=loss) == f"{YES}; bits differ by rounding alone: {how}"
+    assert judge(model, loss_fn=loss) == f"{YES}; {ROUNDED}: {how}"
     for name, tensor in model.state_dict().items():
         place, value = before[name]
         assert tensor.data_ptr() == place and tensor.dtype == value.dtype and torch.equal(tensor, value)
@@ -194,9 +226,7 @@ def test_a_device_without_float64_is_asked_again_on_the_cpu() -> None:
         model = Fourier(leak)
         with OnApple():
             outcome = check_causality(model, V, T, strict=True)
-        assert outcome.ok == (not leak) and outcome.remarks == {
-            "bits differ by rounding alone: asked again in float64"
-        }, outcome
+        assert outcome.ok == (not leak) and outcome.remarks == {f"{ROUNDED}: asked again in float64"}, outcome
 
 
 class Padded(Plain):
