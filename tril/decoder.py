@@ -206,7 +206,7 @@ class Called(nn.Module):
 
 
 def leaves(output: object, place: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of numbers in what a model returns, and its place in it; chunks of logits also joined."""
+    """Yield each tensor of numbers in what a model returns, and its place in it; chunks and tokens also joined."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield place, output
@@ -217,7 +217,7 @@ def leaves(output: object, place: str = "") -> Iterator[tuple[str, Tensor]]:
         for number, value in enumerate(output):
             yield from leaves(value, f"{place}[{number}]")
         with suppress(Exception):  # of whichever kind, by version of PyTorch
-            yield f"{place}, joined", torch.cat(output, -2)
+            yield f"{place}, joined", (torch.cat if output[0].dim() > 2 else torch.stack)(output, -2)
     elif place.count(".") < 2:
         for key, value in getattr(output, "__dict__", {}).items():
             yield from leaves(value, f"{place}.{key}")
@@ -319,7 +319,8 @@ def locate_logits(way: Decoder, idx: Tensor, vocab_size: int | None) -> Decoder 
         for (place, output), (layout, order) in product(outputs.items(), LAYOUTS.items()):
             with suppress(RuntimeError, IndexError, ValueError):
                 *shape, V = order(output, ids).shape
-                if shape == [*ids.shape] and (V == vocab_size if vocab_size else V > 1 and 2 * V >= watcher.rows):
+                is_large = V == vocab_size if vocab_size else V > 1 and 2 * V >= watcher.rows
+                if shape == [*ids.shape] and is_large and "hidden" not in place:
                     is_other = not place.strip("[]'").endswith("logits")
                     found.append((is_other, abs(V - (watcher.rows or V)), len(found), place, layout, V))
         if not found:

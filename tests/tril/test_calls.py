@@ -209,6 +209,13 @@ class BatchSecond(Plain):
         return self.head(x + self.attend(x.transpose(0, 1)).transpose(0, 1))
 
 
+def test_logits_of_one_token_after_the_other_are_put_in_order() -> None:
+    """As of a recurrent layer that is a loop: they are no chunks of a batch whose axes are one."""
+    for leak in (0.0, 1e-5):
+        report = tril.check_causality(Outputs(lambda logits: [*logits.unbind(1)], leak=leak), length=T)
+        assert report.ok == (not leak) and report.call == "called as model(ids), joined", report
+
+
 def test_a_layer_that_takes_the_batch_for_time_is_no_model_of_texts_by_columns() -> None:
     report = tril.check_causality(BatchSecond(), length=T)
     assert report.call == "called as model(ids)" and "a sequence changes when the others" in str(report)
@@ -523,6 +530,11 @@ class Nothing(Plain):
         return {"hidden": self.embedding(idx)[..., :5], "loss": torch.zeros(())}
 
 
+class Headless(Plain):
+    def forward(self, idx: Tensor) -> dict[str, Tensor]:
+        return {"last_hidden_state": self.logits(idx)}
+
+
 class Fails(Plain):
     def forward(self, idx: Tensor) -> Tensor:
         raise IndexError("the cache\nis empty")
@@ -536,6 +548,10 @@ MISTAKES = {
     "no logits": (
         Nothing,
         "model(ids) returned ['hidden'] (3, 59, 5), ['loss'] (); [model(text) for text in ids] returned",
+    ),
+    "no head": (
+        Headless,
+        "no logits of all positions, (B, T, V), are found: model(ids) returned ['last_hidden_state']",
     ),
     "an error": (Fails, "model(ids) raised IndexError: the cache is empty; pass call=lambda ids: model(ids, ...)"),
 }
