@@ -267,19 +267,14 @@ def influence(model: nn.Module, idx: Tensor, effort: float = 1.0, edits: Edits |
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
     rows = affordable_rows(T, flops_per_row, idx.device, effort)
     seen = capture(model, edits, tuple(idx.shape))
-    no_derivative = suppress(NotImplementedError, UserError)  # a kernel may have none
+    no_derivative = suppress(RuntimeError, UserError)  # of a kernel, a reentrant checkpoint, a quantized layer
     with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded, seen, no_derivative:
         logits = logits_at(model, idx, rows.to(idx.device))
         if not embedded or not logits.requires_grad:
             return shares
         likeliest = logits[0].float().log_softmax(-1).amax(-1)
         for row, log_probability in zip(rows.tolist(), likeliest, strict=True):
-            try:
-                gradients = torch.autograd.grad(log_probability, embedded, retain_graph=True)
-            except RuntimeError as error:
-                if "checkpoint" in str(error):  # of a reentrant one there is no gradient by an embedding
-                    break
-                raise
+            gradients = torch.autograd.grad(log_probability, embedded, retain_graph=True)
             norms = sum(gradient[0].float().norm(dim=-1) for gradient in gradients)
             shares[row] = (norms / norms.sum()).cpu()
     return shares

@@ -157,7 +157,7 @@ class Inspection:
         """What a head adds to logits of tokens, its direct logit attribution; empty if that is not known."""
         with suppress(UserError):
             stream, logits = look(self.model, self.shown, self.edits, slice(None), Stream)
-            return attribute_logits(self.att, stream, logits.size(-1), self.heads, self.effort)
+            return attribute_logits(self.att, stream, logits, self.heads, self.effort)
         return {}
 
     @cached_property

@@ -150,7 +150,7 @@ def add_likeliest(
     """Add to places, but those by decile, what the head makes likeliest there, if that is known of the model."""
     try:
         stream, logits = look(model, draw_texts(corpus, min(FEW, T), 1)[1], positions=slice(None), kind=Stream)
-        logits_of = stream.unembedding(logits.size(-1))
+        logits_of = stream.unembedding(logits)
     except UserError:
         return
     by_text = defaultdict(list)

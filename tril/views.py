@@ -47,7 +47,7 @@ class Stream(Writers):
         """Forget the forward pass before."""
         super().begin(text)
         self.added = {}  # layer -> what its output projection writes
-        self.last = None  # the input and the weight of the last linear layer
+        self.last = None  # the input, the weight and the output of the last linear layer
 
     @torch.inference_mode(False)
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
@@ -55,17 +55,18 @@ class Stream(Writers):
         output = super().__torch_function__(func, types, args, kwargs)
         if func is not F.linear:
             return output
-        self.last = args[:2]
+        self.last = *args[:2], output
         output = self.write(["linear"], output)
         if self.layer in self.projections:  # since this linear layer, or one before
             self.added.setdefault(self.layer, self.written[-1][1]())
         return output
 
     @torch.inference_mode(False)
-    def unembedding(self, V: int) -> Callable[[int, Tensor, Tensor], Tensor]:
+    def unembedding(self, known: Tensor) -> Callable[[int, Tensor, Tensor], Tensor]:
         """Return a function of a layer, a part of what it adds, (T, C) or (C,), and n rows: the logits of that, (n, V).
 
-        The unembedding is the last linear layer, but for rows behind those of V logits, which are padding. What it
+        The unembedding is the last linear layer, but for rows behind those of the known logits, (1, T, V), which are
+        padding. If other tokens are likeliest by it, it is another layer, as one that predicts further ahead. What it
         reads is linear in what was written, with the scales that norms have in this text (Elhage et al. 2021). So a
         part of it is a derivative, and all that was written sums to it.
 
@@ -77,7 +78,10 @@ class Stream(Writers):
             return torch.autograd.grad(sum(product.sum() for product in products), zeros, retain_graph=True)[0]
 
         with errors_as_user_error(UNKNOWN):
-            hidden, weight = self.last[0], self.last[1].detach()[:V]
+            V = known.size(-1)
+            hidden, weight, output = self.last
+            weight = weight.detach()[:V]
+            is_other = output[..., :V].argmax(-1) != known.argmax(-1)
             zeros = torch.zeros_like(hidden, requires_grad=True)
             pull = partial(torch.autograd.grad, hidden, grad_outputs=zeros, create_graph=True)
             backs = pull([self.added[layer] for layer in range(len(self.calls))])
@@ -85,7 +89,7 @@ class Stream(Writers):
             pairs = zip(pull(written, allow_unused=True), written, strict=True)
             error = part_of(back * x for back, x in pairs if back is not None) - hidden
             rounding = max(TOLERANCE[x.dtype] for x in [hidden, *written])  # under autocast that of linear layers
-            if len(weight) < V or not error.norm() <= 10 * rounding * hidden.norm():
+            if is_other.float().mean() > 0.5 or not error.norm() <= 10 * rounding * hidden.norm():
                 raise UserError(UNKNOWN)
 
         @torch.inference_mode(False)
@@ -100,17 +104,17 @@ class Stream(Writers):
 
 @torch.no_grad()
 def attribute_logits(
-    att: Captured, stream: Stream, V: int, heads: Heads, effort: float = 1.0
+    att: Captured, stream: Stream, known: Tensor, heads: Heads, effort: float = 1.0
 ) -> dict[Head, LogitAttribution]:
     """Return the tokens that each head makes likeliest and unlikeliest at each position: direct logit attribution.
 
     On a CPU only as many positions as `affordable_rows` are computed. A cap on logits, or a factor, is left out.
 
-    att, stream: of one text, the stream with all its logits; V: how many there are of a token. Raises UserError as
+    att, stream: of one text; known: all logits of the stream, (1, T, V). Raises UserError as
     `Stream.unembedding` does.
     """
-    logits_of = stream.unembedding(V)
-    C = stream.last[1].size(1)
+    logits_of = stream.unembedding(known)
+    V, C = stream.last[1].shape
     T = att.shape[-1]
     n = min(NUM_LIKELIEST, V // 2)
     device = stream.last[1].device

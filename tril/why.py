@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import TensorWeakRef
 
-from tril.errors import UserError
+from tril.errors import UserError, errors_as_user_error
 from tril.experiments import CPU_FLOPS
 from tril.kinds import name_of
 from tril.look import Captured
@@ -123,6 +123,7 @@ class Writers(Captured):
         self.outputs[-1] = output, self.outputs[-1][1]
         return output
 
+    @errors_as_user_error(UNKNOWN)
     @torch.inference_mode(False)
     def parts(self, layer: int) -> Parts:
         """Return what the queries and keys of a layer are made of. Raises UserError if that is not known."""
@@ -255,6 +256,5 @@ def in_words(parts: Mapping[str, float]) -> list[tuple[str, str]]:
     shown = dict(sorted(parts.items(), key=lambda item: -abs(item[1]))[: MOST_PARTS + 1])
     if len(parts) > len(shown):
         shown.popitem()
-        rest = f"{len(parts) - MOST_PARTS} others"
-        shown[rest] = sum(parts.values()) - sum(shown.values())
+        shown[f"{len(parts) - MOST_PARTS} others"] = sum(parts.values()) - sum(shown.values())
     return [(name, f"{part:+.2f}") for name, part in shown.items()]

@@ -157,8 +157,8 @@ def test_what_a_head_writes_is_its_direct_logits_at_a_weight_of_one() -> None:
             alone = torch.zeros(7, 7)
             alone[place.query, place.key] = 1
             att.pattern = lambda *_, alone=alone: alone[None]
-            stream, _ = look(model, torch.tensor([[*map(int, place.labels)]]), positions=slice(None), kind=Stream)
-            found = attribute_logits(att, stream, model.config.vocab_size, [head])
+            stream = look(model, torch.tensor([[*map(int, place.labels)]]), positions=slice(None), kind=Stream)
+            found = attribute_logits(att, *stream, [head])
             assert [*place.likeliest] == [*map(str, found[head][0][place.query, :3].tolist())]
 
 

@@ -210,6 +210,32 @@ def test_a_model_without_gradients_has_no_influence(tmp_path: Path) -> None:
     found.save(tmp_path / "a.html")
 
 
+def test_a_layer_without_a_derivative_leaves_no_influence(tmp_path: Path) -> None:
+    """As a quantized one."""
+    model = Book().eval()
+    model.out.register_forward_pre_hook(lambda _, inputs: inputs[0].detach())
+    found = inspect_heads(model, IDS)
+    assert found.influence.isnan().all() and found.pattern(1, 2).shape == (12, 12)
+    found.save(tmp_path / "a.html")
+
+
+def test_a_page_of_a_decoder_that_attends_twice_has_no_reasons_and_says_so(tmp_path: Path) -> None:
+    model = Book().eval()
+    model.layers = nn.ModuleList([nn.TransformerDecoderLayer(21, 3, 31, 0.1, batch_first=True)])
+
+    def forward(idx: Tensor) -> Tensor:
+        x = model.tokens(idx) + model.places.weight[: idx.size(1)]
+        mask = ~make_causal_mask(idx.size(1))
+        return model.out(model.layers[0](x, x, mask, mask))
+
+    model.forward = forward
+    found = inspect_heads(model, IDS)
+    with pytest.raises(UserError, match="where heads look is known, why is not"):
+        found.why(1, 2)
+    found.save(tmp_path / "a.html")
+    assert found.att.shape == (2, 1, 3, 12)
+
+
 def test_a_model_is_inspected_in_eval_mode_and_each_part_is_in_its_own_afterwards() -> None:
     model = Book().train()
     model.layers[1].eval()

@@ -22,8 +22,8 @@ def captured(model: GPT, idx: Tensor):
     for module in [*(block.attention for block in model.blocks), model.final_norm]:
         module.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0][0], output[0])))
     att, _ = look(model, idx)
-    stream, _ = look(model, idx, positions=slice(None), kind=Stream)
-    return att, stream, seen[: len(model.blocks) + 1]
+    stream, logits = look(model, idx, positions=slice(None), kind=Stream)
+    return att, (stream, logits), seen[: len(model.blocks) + 1]
 
 
 def transformed(model: GPT, layer: int, head: int, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def test_what_heads_move_and_say_are_their_shares_of_the_whole(family: str, n_kv
             mlp.activate = lambda x, up=mlp.up_proj: up(x) * (up(x) > 0)
     model.lm_head.pads_on = "cpu"
     att, stream, (*seen, (residual, _)) = captured(model, idx)
-    found = attribute_logits(att, stream, 17, [(layer, head) for layer in range(L) for head in range(H)])
+    found = attribute_logits(att, *stream, [(layer, head) for layer in range(L) for head in range(H)])
 
     # The logits are linear in the parts of the residual stream once the scale of the final norm is that of the whole.
     norm = model.final_norm
@@ -128,11 +128,23 @@ def test_what_is_no_norm_is_not_taken_for_one(last: nn.Module, is_known: bool) -
     assert bool(inspect_heads(model, torch.randint(2, 61, (1, T))).logit_attribution) == is_known
 
 
+def test_another_head_over_the_vocabulary_is_not_taken_for_the_unembedding() -> None:
+    """As Medusa's, which predict further ahead, and are called behind it."""
+    model = make_gpt(n_embd=15)
+    medusa = nn.Linear(15, 17)
+    plain = inspect_heads(model, IDX).logit_attribution
+    model.final_norm.register_forward_hook(lambda _, inputs, output: print(medusa(output).shape))
+    before = inspect_heads(model, IDX).logit_attribution
+    assert all(torch.equal(before[head][0], tokens) for head, (tokens, _) in plain.items()) and len(plain) == L * H
+    model.lm_head.register_forward_hook(lambda _, inputs, output: print(medusa(inputs[0]).shape))
+    assert inspect_heads(model, IDX).logit_attribution == {}
+
+
 def test_only_as_many_positions_as_a_cpu_can_afford_say_something(monkeypatch) -> None:
     model = make_gpt().eval()
     att, stream, _ = captured(model, torch.randint(17, (1, T)))
     monkeypatch.setattr(tril.experiments, "CPU_FLOPS", 2 * 17 * 15 * 3.5)
-    tokens, logits = attribute_logits(att, stream, 17, [(0, 1)])[0, 1]
+    tokens, logits = attribute_logits(att, *stream, [(0, 1)])[0, 1]
     assert (~logits.isnan()).all(1).nonzero().flatten().tolist() == [0, 3, 6]
     assert tokens.shape == logits.shape == (T, 10)
 
