@@ -69,7 +69,7 @@ def train(config: Config, ranks: Ranks) -> None:
     certificate = certify(model, loss_fn, dtype, c.batch_size, corpus.tokenizer.special_tokens.values())
     if kernels == "graph":
         loss_fn = record_loss(loss_fn, model, c.batch_size, T)
-    certificate |= prove_loss(model, loss_fn, eager, dtype, c.batch_size)
+    certificate |= prove_loss(model, loss_fn, eager, dtype, batches)
     run.begin(corpus, validation.probe_tokens, certificate, environment(device, dtype, kernels))
 
     # 3. The steps.

@@ -47,7 +47,6 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, sp
             return model(idx)
 
     exact = exact_products(model.device)(model.__call__)  # in this context
-    decode = exact_products(model.device)(partial(decode_in_parts, model))
     began = time.perf_counter()
     with progress_bar(desc="asking whether the model sees the future", unit=" texts", leave=False, delay=1) as bar:
         outcome = check_causality(
@@ -55,7 +54,7 @@ def certify(model: GPT, loss_fn: LossFn, dtype: torch.dtype, batch_size: int, sp
             model.config.vocab_size,
             model.config.context_length,
             module=model,
-            decode=decode,
+            decode=exact_products(model.device)(partial(decode_in_parts, model)),
             loss_fn=partial(loss_fn, model),
             strict=True,
             seconds=math.inf if is_sharded(model.lm_head.weight) else PATIENCE,
@@ -80,17 +79,24 @@ def decode_in_parts(model: nn.Module, idx: Tensor) -> Tensor:
     return model.logits(torch.cat([model.hidden(part, caches) for part in parts if part.size(1)], dim=1))
 
 
-def prove_loss(model: GPT, loss_fn: LossFn, eager: partial, dtype: torch.dtype, batch_size: int) -> dict[str, str]:
+def prove_loss(model: GPT, loss_fn: LossFn, eager: partial, dtype: torch.dtype, batches: Callable) -> dict[str, str]:
     """Compare the loss as it is trained with its source, its source with a CPU, and its value with a cross-entropy.
 
     Compilers and backends have had kernels that were wrong (PyTorch issues 191976 and 195910). While they are compared,
-    matrices of zeros are random: they would hide what is behind them.
+    matrices of zeros are random: they would hide what is behind them. No proof of the loss knows its targets: those of
+    the first batch must not be what each position has read.
 
-    loss_fn: the loss as it is trained, perhaps compiled or recorded; eager: its source, with the keyword `dtype`.
-    Prints how far they agree, and returns it for checkpoints. Raises UserError beyond a limit.
+    loss_fn: the loss as it is trained, perhaps compiled or recorded; eager: its source, with the keyword `dtype`;
+    batches: those of the training, (number, device) -> inputs and targets, (B, T) each. Prints how far they agree, and
+    returns it for checkpoints. Raises UserError beyond a limit.
     """
-    shape = (2, batch_size, model.config.context_length)
-    batch = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    inputs, targets = batches(0, torch.device("cpu"))
+    if targets.equal(inputs):
+        raise UserError(
+            "refusing to train: the targets are the inputs, which each position has read: shift them by a token, or, "
+            "if the text repeats one token alone, use another"
+        )
+    batch = torch.randint(model.config.vocab_size, (2, *inputs.shape), generator=torch.Generator().manual_seed(0))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.dtype != torch.bool]  # masks stay
     zeros = [p for p in model.parameters() if p.dim() > 1 and not gather_tensor(p).any()]
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
@@ -138,8 +144,7 @@ def compare_with_source(model: GPT, loss_fn: LossFn, eager: partial, batch: Tens
     for each in (batch.flip(0), batch.flip(1), batch):  # a CUDA graph is recorded in the second call, and then replayed
         trained = compute(model, loss_fn, each)
     source = compute(model, eager, batch)
-    drawn = differences(compute(model, eager, batch, seed=1), source)
-    if max(drawn)[0] > 0:
+    if max(differences(compute(model, eager, batch, seed=1), source))[0] > 0:
         limits = [limits[0], MOST_NOISE]
         for found in (trained, source):
             del found["the loss"]

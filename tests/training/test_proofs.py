@@ -5,16 +5,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import train
+from data.batches import Batches
 from errors import UserError
 from model import GPT
 from model.families import FAMILIES
 from tests.conftest import make_gpt, often, same_bits, tiny_run
+from tests.mutants import MUTANTS
 from train import next_token_loss
 from training.certificate import compare_with_cpu, prove_loss
 from training.config import TrainConfig
@@ -50,12 +53,13 @@ def helped(model: GPT, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> T
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
+BATCHES = Batches(np.arange(17), 3, 11, seed=0)
 IMPOSTORS = [half, no_gradient_into_attention, no_attention, helped]
 
 
 def prove(model: GPT, loss: Callable, dtype: torch.dtype, source: Callable = next_token_loss) -> dict[str, str]:
     source = partial(source, dtype=dtype)
-    return prove_loss(model, source if loss is None else partial(loss, dtype=dtype), source, dtype, batch_size=3)
+    return prove_loss(model, source if loss is None else partial(loss, dtype=dtype), source, dtype, BATCHES)
 
 
 @pytest.mark.parametrize("impostor", IMPOSTORS, ids=lambda impostor: impostor.__name__)
@@ -163,7 +167,15 @@ def test_a_recorded_graph_that_is_wrong_is_refused(record: Callable, monkeypatch
         graph = record_loss(eager, model, 3, model.config.context_length)
         refused = pytest.raises(UserError, match="agrees with its source only to .* train with --train.compile false")
         with refused if wrong is record else nullcontext():
-            prove_loss(model, graph, eager, torch.float32, batch_size=3)
+            prove_loss(model, graph, eager, torch.float32, BATCHES)
+
+
+def test_targets_that_each_position_has_read_are_not_trained(run, corpus_file, tmp_path, monkeypatch) -> None:
+    """Whoever changes how a batch is cut: no proof of the model and of the loss alone would notice."""
+    words = tiny_run(corpus_file, tmp_path / "run")
+    MUTANTS["targets are the inputs"](monkeypatch)
+    run(train, *words).refused("the targets are the inputs, which each position has read")
+    assert not (tmp_path / "run/checkpoints").exists()
 
 
 def test_what_a_forward_pass_moves_is_put_back() -> None:
