@@ -49,8 +49,7 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     """Return how much each query looks at each key, before dropout; every row sums to one.
 
     q is (B, H, T_query, D), k is (B, n_kv_head, T_key, D), and the queries belong to the last T_query positions of k.
-    mask is (T_query, T_key), True = may attend. The result is (B, H, T_query, T_key): row = query, column = key.
-    As the kernel does, it takes a mask of numbers to add to the scores.
+    mask is (T_query, T_key), True = may attend, or numbers to add. The result is (B, H, T_query, T_key), row = query.
     A change of this function needs the same change in the fused call in `Attend`, or, if no kernel can do it, a
     `formula_is_faster` that is always True.
     """

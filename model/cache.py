@@ -7,9 +7,7 @@ from torch import Tensor
 class LayerCache:
     """Keys and values of one layer, in storage that is allocated once and filled in order.
 
-    Args:
-        zeros: for the keys, (B, n_kv_head, capacity, D). A recorded step reads all of it under a mask,
-            and 0 x nan is nan.
+    zeros: for the keys, (B, n_kv_head, capacity, D). A recorded step reads all of it, masked, and 0 x nan is nan.
     """
 
     def __init__(self, zeros: Tensor):
