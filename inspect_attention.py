@@ -88,6 +88,8 @@ class Options:
 def main() -> None:
     """Inspect the checkpoints, write the outputs, and print the heads of the last one."""
     options = parse(Options, sys.argv[1:])
+    if sys.argv.count("--text") > 1:
+        raise UserError("--text was given twice: give one text, as in a file by --text @FILE")
     outputs = [*map(expand, options.output)]
     checkpoints = find_checkpoints(options.checkpoints)
     device = find_device(options.device)

@@ -46,8 +46,8 @@ def parse(options: type[T], argv: list[str], *files: Path, defaults: T | None = 
 
     defaults: the values of options that none of them gives. None: those of the dataclass.
 
-    Exits with code 2 where tyro has printed what is wrong. Raises UserError if a file cannot be read, and for an option
-    whose -- a web page or a word processor has made a long dash.
+    Exits with code 2 where tyro has printed what is wrong. Raises UserError if a file cannot be read, for an option
+    whose -- a web page or a word processor has made a long dash, and where a value may have been taken for an option.
     """
     if word := next(filter(LONG_DASH.match, argv), None):
         raise UserError(f"{word} begins with a long dash, as copied from a web page: type -- instead")
@@ -56,7 +56,12 @@ def parse(options: type[T], argv: list[str], *files: Path, defaults: T | None = 
     read = partial(tyro.cli, options, use_underscores=True, registry=REGISTRY)
     for file in files:  # which is in the last line of the message: see NAME FILE --help
         defaults = read(prog=f"{sys.argv[0]} {file}", args=options_in(file), default=defaults)
-    return read(args=argv, default=defaults)
+    try:
+        return read(args=argv, default=defaults)
+    except SystemExit as stop:
+        if stop.code and re.search(r"--[^=']+', ['\"]-", str(argv)):
+            raise UserError("if a value begins with a dash, write = before it, as in --prompt=--x") from stop
+        raise
 
 
 def options_in(file: Path) -> list[str]:
@@ -64,8 +69,9 @@ def options_in(file: Path) -> list[str]:
     try:
         tables = tomllib.loads(read_small(file).decode("utf-8-sig"))
     except (ValueError, UserError) as error:
-        advice = f"to train on a text: --data.source {file}"
-        raise UserError(f"{file} cannot be read as TOML in UTF-8: {error}; {advice}") from error
+        raise UserError(
+            f"{file} cannot be read as TOML in UTF-8: {error}; to train on a text: --data.source {file}"
+        ) from error
     options = []
     for table, content in tables.items():
         if not isinstance(content, dict):

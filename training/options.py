@@ -19,7 +19,7 @@ from cli.options import names_in, options_in, parse
 from data.corpus import is_prepared, open_corpus
 from data.sources import COMPRESSED, DataConfig
 from data.token_files import find_token_files
-from errors import UserError
+from errors import UserError, errors_as_user_error
 from files import expand
 from model import GPTConfig, ModelConfig
 from model.checkpoint import find_checkpoint
@@ -56,8 +56,10 @@ def read_config(argv: list[str]) -> Config:
     """
     # torch.distributed.launch adds this to a command line, and to the environment, where it is read.
     argv = [word for word in argv if not re.match("--local[-_]rank=", word)]
+    with errors_as_user_error("a run needs names and texts in UTF-8: rename the file or folder"):
+        "".join(argv).encode()
     asked = parse(Config, [word for word in argv if word not in ("-h", "--help")])
-    if sum(word.partition("=")[0] == "--data.source" for word in argv) > 1:
+    if str(argv).count("--data.source") > 1:
         raise UserError("--data.source was given twice: give a folder or a quoted glob that has all of the text")
     given = names_in(argv)
     if asked.resume is not None:
@@ -83,7 +85,7 @@ def read_config(argv: list[str]) -> Config:
     if not on_gpu or config.given is None:  # on a GPU the rest of the shape may be another
         GPTConfig(**asdict(config.model))  # raises UserError now, not after an hour of preparing data
     if not given >= names_in(options_in(QUICKSTART)):
-        files.append(Path("configs/quickstart.toml"))
+        files.append("configs/quickstart.toml")
     print(f"config: {' over '.join(map(str, files))}")
     return config
 

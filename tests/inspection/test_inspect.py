@@ -278,6 +278,7 @@ def test_a_model_of_the_hub_has_its_name() -> None:
         (["{run}", "{run}/checkpoints/step-00000008", "--generate", "5"], "--generate takes one checkpoint, got 2"),
         (["{run}", "--generate", "-3"], "generate must be a number from 0 to "),
         (["{run}", "--generate", "5", "--top_k", "-1"], "top_k must be a number from 0 to "),
+        (["{run}", "--text", "a", "--text", "b"], "--text was given twice: give one text, as in a file"),
         (["{run}", "--at", "5", "3"], "--at names the two tokens of --view why"),
         (["{run}", "-o", "a.gif"], "a.gif: the name of an output must end in one of .html, .png, .svg, .npz"),
         (["{run}", "-o", "{tmp}/no/a.png"], "cannot write {tmp}/no/a.png: it is a directory, or in none"),
