@@ -79,7 +79,9 @@ def open_corpus(directory: Path) -> Corpus:
     Raises UserError if the corpus is incomplete, or has changed since it was prepared.
     """
     if not (directory / "meta.json").is_file():
-        raise UserError(f"{directory} is not empty, and not a complete prepared corpus: give another --out")
+        raise UserError(
+            f"{directory} is not empty, and no complete corpus (nanoGPT's token ids?): give text or another --out"
+        )
     with errors_as_user_error(f"{directory} is not a complete prepared corpus"):
         meta = json.loads(read_small(directory / "meta.json"))
         tokenizer = load_tokenizer(directory)

@@ -34,7 +34,10 @@ PIECE = 1 << 17  # characters; on a million spaces the split pattern runs out of
 # Text is cut in front of white space that follows a letter or digit: a place where every common split pattern cuts
 # too, so that the pieces of a document have the tokens of the whole.
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?=\s)")
-HIDDEN = re.compile(r"\..*|__pycache__|.*\.(safetensors|pth|pyc)")  # or made by programs, beside texts
+# Also what programs write beside texts: Python, PyTorch, Spark.
+HIDDEN = re.compile(
+    r"\..*|__pycache__|_(committed|started)_\d+|_delta_log|_(common_)?metadata|.*\.(safetensors|pth|pyc)"
+)
 NOT_STDLIB = re.compile(
     r"test|tests|idle_test|site-packages|dist-packages|__pycache__|config-.*"
     r"|(cp[0-8]|hp_|iso8859|koi8_|kz|mac_|palmos|ptcp|tis_).*|(aliases|entities|_casefix|stringprep|topics)\.py"
@@ -181,9 +184,10 @@ def read_file(path: str, open_file: Callable[[str], BinaryIO], text_column: str)
     name, suffix = os.path.splitext(path.lower())
     unpack = COMPRESSED.get(suffix)
     kind = os.path.splitext(name)[1] if unpack else suffix
+    problem = f"cannot read {path}{'' if kind in TABLES else ' as text in UTF-8 (convert or unpack it?)'}"
 
     def read() -> Iterator[str]:
-        with errors_as_user_error(f"cannot read {path}"), open_file(path) as packed:
+        with errors_as_user_error(problem), open_file(path) as packed:
             with io.TextIOWrapper(unpack(packed) if unpack else packed, "utf-8-sig", newline="") as file:
                 yield from TABLES.get(kind, read_text)(path, file, text_column)
 
@@ -201,7 +205,9 @@ def read_text(path: str, file: TextIO, text_column: str) -> Iterator[str]:
     """Yield a text in parts. Raises UserError for what is no text, though it happens to be valid UTF-8."""
     for part in iter(partial(file.read, PIECE), ""):
         if "\0" in part:
-            raise UserError(f"{path} is no text: it has NUL characters, as UTF-16 and binaries have: save it as UTF-8")
+            raise UserError(
+                f"{path} is no text: it has NUL characters, as UTF-16 and archives have: save it as UTF-8, or unpack it"
+            )
         yield part
 
 
@@ -272,6 +278,7 @@ def read_parquet(path: str, file: TextIO, text_column: str) -> Iterator[str]:
 TABLES = {
     ".jsonl": read_json,
     ".ndjson": read_json,
+    ".jsonlines": read_json,
     ".json": read_json,
     ".csv": read_csv,
     ".tsv": partial(read_csv, delimiters="\t"),

@@ -188,8 +188,11 @@ def test_tokens_are_as_narrow_as_the_vocabulary_allows() -> None:
 @pytest.mark.parametrize(
     "content, sentence",
     [
-        ("猫".encode() * 9001 + b"\xe7\x8c", "cannot read .*a.txt: UnicodeDecodeError: .*: unexpected end of data"),
-        ("odd".encode("utf-16-le"), "a.txt is no text: it has NUL characters"),
+        (
+            "猫".encode() * 9001 + b"\xe7\x8c",
+            "cannot read .*a.txt as text in UTF-8 .convert or unpack it.*: UnicodeDecodeError: .*: unexpected end",
+        ),
+        ("odd".encode("utf-16-le"), "a.txt is no text: it has NUL characters, as UTF-16 and archives have"),
         (b"", "too little text for train.bin: give more, or another --data.val_fraction"),
     ],
 )
@@ -305,7 +308,9 @@ def test_a_directory_with_other_things_is_not_overwritten(text_file: Path) -> No
     path = Path("mine/tokenizer.json")
     path.parent.mkdir()
     path.write_text("years of work")
-    with pytest.raises(UserError, match="mine is not empty, and not a complete prepared corpus: give another"):
+    with pytest.raises(
+        UserError, match="mine is not empty, and no complete corpus .nanoGPT's token ids.*: give text or another --out$"
+    ):
         prepare.prepare(DataConfig("a.txt", "bytes"), Path("mine"))
     assert path.read_text() == "years of work"
     meta = prepare.prepare(DataConfig("a.txt", "bytes"), Path("other")).meta

@@ -71,10 +71,10 @@ def test_each_row_is_read_as_it_is_written(name: str, packed: str, monkeypatch: 
 def test_json_is_read_as_its_first_line_is_not_as_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": text} for text in ROWS]
     Path("lines.json").write_text("\n\n" + as_lines(ROWS))  # as many data sets of the hub are
-    Path("array.jsonl").write_text(json.dumps(rows))
+    Path("array.jsonlines").write_text(json.dumps(rows))
     Path("one.json").write_text(json.dumps(rows[0], indent=3))
     monkeypatch.setattr(sources, "LONGEST", 419)  # characters, fewer than lines.json has and more than the others
-    assert [read(name) for name in ("lines.json", "array.jsonl", "one.json")] == [ROWS, ROWS, ROWS[:1]]
+    assert [read(name) for name in ("lines.json", "array.jsonlines", "one.json")] == [ROWS, ROWS, ROWS[:1]]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,8 @@ def test_links_are_followed_once_and_hidden_names_are_left_out() -> None:
     run = ("config.toml", "metrics.jsonl", "checkpoints/c")
     corpus = ("train.bin", "val.bin", "meta.json", "tokenizer.json")
     made = [f"d/run/{name}" for name in run] + [f"d/corpus/{name}" for name in corpus]
-    for name in (*made, "d/a.pt", "d/a.so", "d/a.safetensors"):
+    spark = ("d/_committed_7", "d/_delta_log/0.json", "d/_metadata", "d/_common_metadata")
+    for name in (*made, *spark, "d/a.pt", "d/a.so", "d/a.safetensors"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("what was made of the text, or is none\0")
     Path("d/latin.txt" if sys.platform == "darwin" else "d/latin\udcff.txt").write_text("name")  # not UTF-8
