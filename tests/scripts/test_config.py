@@ -62,7 +62,7 @@ def test_every_config_builds(path: Path) -> None:
     [
         (["--train.max_stesp", "5"], "Perhaps you meant: --train.max_steps INT"),
         (["--train.sample_prompt", "--x"], "Missing value for argument '--train.sample_prompt'"),
-        (["--train.sample_prompt", "--it's"], "a value that begins with a dash needs a = before it, as in --prompt="),
+        (["--train.sample_prompt", "--it's"], "if a value begins with a dash, write = before it, as in --prompt="),
         (["--data.source", "a.txt", "--data.source=b.txt"], "--data.source was given twice: give a folder"),
         (["--data.source", "caf\udce9.txt"], "names and texts in UTF-8: rename the file or folder: UnicodeEncodeError"),
         (["--model.n_head", "5"], "n_embd must be a multiple of n_head, got n_embd=128 and n_head=5"),
