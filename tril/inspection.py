@@ -336,6 +336,8 @@ def inspect_heads(
 ) -> Inspection:
     """Inspect the heads of a decoder on a text, and prove their weights. What is asked of the answer is measured then.
 
+    With ablate the scores are measured at once.
+
     Args:
         model: any module that reads token ids, however it attends. The way to call it is found.
         text: a text or its token ids, (T,).
@@ -376,6 +378,8 @@ def inspect_heads(
             look(found.model, found.probe.repeated[:1])[0].scores()
         except UserError:  # some models read texts of certain lengths only, or an id as padding
             found.probe = None
+    if ablate:
+        len(found.scores.samples)  # measures them of these weights, which may be changed next, to compare
     return found
 
 

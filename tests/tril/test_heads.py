@@ -19,7 +19,7 @@ from tests.conftest import make_gpt
 from tests.tril.test_capture import run_captured
 from tril import ablate, head_scores, influence, repeat_probe
 from tril.experiments import by_sides, predict, upstream_heads
-from tril.inspection import Inspection
+from tril.inspection import Inspection, inspect_heads
 from tril.look import look
 from tril.metrics import layer_metrics
 
@@ -284,3 +284,14 @@ def test_keys_in_front_of_the_tokens_are_left_out() -> None:
     found = Inspection(*[None] * 5)
     found.att = SimpleNamespace(pattern=lambda layer, head: torch.arange(12).view(1, 3, 4))
     assert found.pattern(0, 0).tolist() == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
+
+
+def test_what_a_head_is_worth_is_that_of_the_weights_which_were_inspected() -> None:
+    model, ids = make_gpt().eval(), torch.randint(V, (T,))
+    found = inspect_heads(model, ids, ablate="zero")
+    whole = F.cross_entropy(model(ids[None])[0, :-1], ids[1:])
+    D = model.config.head_dim
+    model.blocks[1].attention.o_proj.weight.data[:, 2 * D : 3 * D] = 0  # after the inspection
+    rise = F.cross_entropy(model(ids[None])[0, :-1], ids[1:]) - whole
+    assert abs(rise) > 0.01
+    torch.testing.assert_close(found.scores.mean["ablation"][1, 2], rise.detach().double(), atol=1e-5, rtol=0)
