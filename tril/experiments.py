@@ -266,7 +266,7 @@ def influence(model: nn.Module, idx: Tensor, effort: float = 1.0, edits: Edits |
     shares = torch.full((T, T), torch.nan)
     flops_per_row = 2 * T * sum(parameter.numel() for parameter in model.parameters())  # of a backward pass
     rows = affordable_rows(T, flops_per_row, idx.device, effort)
-    seen = capture(model, edits, tuple(idx.shape))
+    seen = capture(model, edits)
     no_derivative = suppress(RuntimeError, UserError)  # of a kernel, a reentrant checkpoint, a quantized layer
     with evaluating(model), torch.enable_grad(), watched(model, idx) as embedded, seen, no_derivative:
         logits = logits_at(model, idx, rows.to(idx.device))

@@ -52,18 +52,16 @@ class Captured(TorchFunctionMode):
     Layers are its calls in their order. Layers and heads are numbered from zero; -1 is the last. Heads that have a call
     each are one layer if they are alike, and nothing reads the output of one before the last is there.
 
-    edits: what changes outputs of heads, before the output projection. text: B and T of the token ids; None learns them
-    from what the model is given.
+    edits: what changes outputs of heads, before the output projection.
     """
 
     stored = staticmethod(Tensor.detach)  # of what a kernel is given
 
-    def __init__(self, edits: Edits | None = None, text: tuple[int, int] | None = None):
+    def __init__(self, edits: Edits | None = None):
         super().__init__()
         self.edits = edits or {}
-        self.given = text
         self.is_inside = False  # of the model
-        self.begin(text)
+        self.begin(None)
 
     def begin(self, text: tuple[int, int] | None) -> None:
         """Forget the forward pass before. text: B and T of the token ids."""
@@ -85,8 +83,7 @@ class Captured(TorchFunctionMode):
             return
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         ids = [x for x in given if x.dim() in (1, 2) and not x.is_floating_point() and x.dtype != torch.bool]
-        text = tuple(torch.atleast_2d(max(ids, key=torch.numel)).shape) if ids else None
-        self.begin(self.given or text)
+        self.begin(tuple(torch.atleast_2d(max(ids, key=torch.numel)).shape) if ids else None)
         self.is_inside = not isinstance(module, nn.Embedding)
 
     def leave(self, *_: object) -> None:
@@ -366,19 +363,17 @@ def is_same(heads: Tensor, input: Tensor) -> bool:
 
 
 @contextmanager
-def capture(
-    model: nn.Module, edits: Edits | None = None, text: tuple[int, int] | None = None, kind: type[Captured] = Captured
-) -> Iterator[Captured]:
+def capture(model: nn.Module, edits: Edits | None = None, kind: type[Captured] = Captured) -> Iterator[Captured]:
     """Capture the attention of a model while it runs inside the `with` block.
 
     A forward pass replaces the one before. Outputs and gradients are the same as without capture, to the last bit. A
     compiled model runs eagerly there. If a model joins heads and batch in one axis, the batch has to come first.
 
-    edits, text: those of `Captured`. kind: it, or a subclass that sees more.
+    edits: those of `Captured`. kind: it, or a subclass that sees more.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise UserError("a scripted model is a graph, which cannot be looked into: give the module that was scripted")
-    captured = kind(edits, text)
+    captured = kind(edits)
     # Parts of a model may be called without it, as `GPT.generate` does.
     embedding = next((part for part in model.modules() if isinstance(part, nn.Embedding)), None)
     hooks = [part.register_forward_pre_hook(captured.enter, with_kwargs=True) for part in (model, embedding) if part]
@@ -407,7 +402,7 @@ def look(
 
     Raises UserError if the model cannot be read, or for an edit of a head that there is not.
     """
-    with evaluating(model), capture(model, edits, tuple(idx.shape), kind) as att:
+    with evaluating(model), capture(model, edits, kind) as att:
         logits = logits_at(model, idx, positions)
     if missing := {*(edits or {})} - att.edited:
         raise UserError(f"there is no head {'.'.join(map(str, min(missing)))} to change")
