@@ -32,7 +32,7 @@ from tril.decoder import evaluating, logits_at
 from tril.errors import UserError
 from tril.metrics import Head, Metrics, layer_metrics
 from tril.products import PRODUCTS, find_attention, is_plain, num_texts
-from tril.weights import HIDES, TOLERANCE, Call, Computed, Proof, WrittenOut, join
+from tril.weights import HIDES, TOLERANCE, Call, Computed, Proof, WrittenOut, join, repeat_heads
 
 MOST_SUM = 10.0  # of a row that is read with dropout: dropout of nine tenths makes a weight ten times as large
 LEAK = 0.01  # the largest share of a row that later tokens may have, if its mask only lowers their scores
@@ -208,12 +208,7 @@ class Captured(TorchFunctionMode):
         output, *others = output
         identity = torch.eye(key.size(2)).to(value).expand(*value.shape[:2], -1, -1)
         weights, *_ = func(query, key, identity, *args)
-        call = WrittenOut(value.detach(), weights.detach())
-        reason = self.judge(call)
-        if reason is None:
-            return self.keep(call, output), *others
-        self.left_out += filter(None, [reason])
-        return output, *others
+        return self.see_product("matmul", (weights, repeat_heads(value, query.size(1))), output), *others
 
     def see_product(self, name: str, arguments: tuple, output: Tensor) -> Tensor:
         """Look for weights and values among the factors of a product. Return its output, perhaps with heads changed.
@@ -240,7 +235,7 @@ class Captured(TorchFunctionMode):
         self.left_out += reasons[:1]
         return output
 
-    def judge(self, call: WrittenOut, is_doubtful: bool = False) -> str | None:
+    def judge(self, call: WrittenOut, is_doubtful: bool) -> str | None:
         """Return why weights are not those of a text to itself and its past: "" if they are nothing like it.
 
         is_doubtful: whether they may be numerators.
