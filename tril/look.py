@@ -288,21 +288,24 @@ class Captured(TorchFunctionMode):
         B, H, T, _ = call.shape
         first = len(self.layers[-1])
         self.layers[-1].append(call)
-        layer = self.layer
-        changes = {head: self.edits[layer, first + head] for head in range(H) if (layer, first + head) in self.edits}
-        if changes:
-            output = output.clone()
-            view = torch.einsum(order, output)
-            heads = view.reshape(B, H, T, -1).clone()
-            for head, change in changes.items():
-                heads[:, head] = change(heads[:, head])
-                self.edited.add((layer, first + head))
-            view.copy_(heads.reshape(view.shape))
-        heads = torch.einsum(order, output.detach()).reshape(B, H, T, -1)
-        self.outputs.append((output, heads))
-        self.flat += [heads] * is_flat
+        ordered = torch.einsum(order, output)
+        heads = ordered.reshape(B, H, T, -1)
+        changed = self.change([(self.layer, first + head) for head in range(H)], heads)
+        if changed is not heads:
+            output = torch.empty_like(output)
+            torch.einsum(order, output).copy_(changed.reshape(ordered.shape))
+        self.outputs.append((output, changed.detach()))
+        self.flat += [changed.detach()] * is_flat
         self.is_open = is_single
         return output
+
+    def change(self, names: list[Head], heads: Tensor) -> Tensor:
+        """Return what goes on of outputs of heads, (B, H, T, D): the same tensor if no edit changes one of them."""
+        for number in [number for number, head in enumerate(names) if head in self.edits]:
+            heads = heads.clone()
+            heads[:, number] = self.edits[names[number]](heads[:, number])
+            self.edited.add(names[number])
+        return heads
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -28,7 +28,7 @@ from tril.kinds import name_of
 from tril.look import Captured
 from tril.metrics import Head, Heads
 from tril.products import PRODUCTS
-from tril.weights import HIDES, TOLERANCE, Call, Computed, exact_products
+from tril.weights import HIDES, TOLERANCE, Computed, exact_products
 
 # Names of functions, without the underscores around them. Of those that add, the arguments that are added.
 ADD = {**dict.fromkeys(("add", "iadd", "radd"), (0, 1)), "linear": (2,), "addmm": (0,)}
@@ -115,13 +115,9 @@ class Writers(Captured):
             return output.detach() if output.shape[-1:].numel() == 1 else self.write([f"mlp {self.layer}"], output)
         return output
 
-    def keep(self, call: Call, output: Tensor, *how: object, **options: object) -> Tensor:
-        """Store a call, and cut the pass behind its heads."""
-        output = super().keep(call, output, *how, **options)
-        first = len(self.layers[-1]) - 1
-        output = self.write([name_of((self.layer, first + head)) for head in range(call.shape[1])], output)
-        self.outputs[-1] = output, self.outputs[-1][1]
-        return output
+    def change(self, names: list[Head], heads: Tensor) -> Tensor:
+        """Cut the pass behind heads."""
+        return self.write([*map(name_of, names)], super().change(names, heads))
 
     @errors_as_user_error(UNKNOWN)
     @torch.inference_mode(False)
@@ -144,7 +140,7 @@ class Writers(Captured):
                 continue
             each = x.detach()[None]
             if (H := len(names)) > 1:
-                each = each * torch.eye(H).to(x).view(H, *[1] * (x.dim() - 3), H, 1, 1)
+                each = each * torch.eye(H).to(x).view(H, 1, H, 1, 1)
             parts = torch.autograd.grad(back, zeros, each, True, is_grads_batched=True, materialize_grads=True)
             for name, *both in zip(names, *parts, strict=True):
                 found[name] = [one + more for one, more in zip(both, found.get(name, (0.0, 0.0)), strict=True)]
