@@ -267,7 +267,7 @@ class Captured(TorchFunctionMode):
                 calls = []
                 while len(calls) < len(texts):
                     calls = self.layers.pop() + calls
-                self.layers.append([join([call.as_one_text() for call in calls], 0)])
+                self.layers.append([join(calls, are_texts=True)])
                 heads = [texts]
         if heads and is_same(torch.cat(heads, dim=1), input):
             self.projections[self.layer] = weight

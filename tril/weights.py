@@ -115,13 +115,6 @@ class Call:
         own = {name: x[:, head * x.size(1) // H, None] for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **own)
 
-    def as_one_text(self) -> "Call":
-        """Return this call with all that is in the batch as heads of one text."""
-        joined = {
-            name: x.flatten(0, 1)[None] for name, x in vars(self).items() if isinstance(x, Tensor) and name != "mask"
-        }
-        return replace(self, **joined)
-
     def weights(self) -> Tensor:
         """Return the attention weights of all heads, (B, H, T_query, T_key), of `dtype`."""
         return torch.cat([F.pad(weights, (0, self.shape[3] - weights.size(3))) for weights, _ in self.blocks()], dim=2)
@@ -246,9 +239,12 @@ class WrittenOut(Call):
         return RowSums(sums.min().item(), sums.max().item(), shares.max().item())
 
 
-def join(calls: Sequence[Call], axis: int = 1) -> Call:
-    """Return one call with the heads of all, or with axis 0 their texts; they have one mask and scale."""
+def join(calls: Sequence[Call], are_texts: bool = False) -> Call:
+    """Return one call with the heads of all, or with all of each as heads of a text; they have one mask and scale."""
     if len(calls) == 1:
         return calls[0]
     names = vars(calls[0]).keys() & {"values", "q", "k", "source"}
-    return replace(calls[0], **{name: torch.cat([vars(call)[name] for call in calls], dim=axis) for name in names})
+    joined = {name: torch.cat([vars(call)[name] for call in calls], dim=1 - are_texts) for name in names}
+    if are_texts:
+        joined = {name: x.reshape(len(calls), -1, *x.shape[2:]) for name, x in joined.items()}
+    return replace(calls[0], **joined)
