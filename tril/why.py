@@ -162,21 +162,22 @@ def explain(att: Captured, parts: Parts, head: Head, queries: slice, keys: Tenso
 
     att: what `look` saw of the text; parts: of the layer, from `Writers`; queries, keys: numbers of tokens.
 
-    Raises UserError if the parts do not sum to the queries and keys, or if the weights are not the softmax of their
-    products.
+    Raises UserError if the parts do not sum to the queries and keys of which the weights are computed.
     """
     layer, number = head
     names, *both = parts
     call = att.calls[layer]
     of_query, of_key = (x[:, number * x.size(1) // call.shape[1]].to(call.dtype) for x in both)
     call = call.of_head(number)
-    q, k, mask, weights = (x[0, 0].to(call.dtype) for x in (call.q, call.k, call.mask, call.weights()))
+    q, k, mask = (x[0, 0].to(call.dtype) for x in (call.q, call.k, call.mask))
     rounding = 10 * TOLERANCE[call.q.dtype]
     # Rounding is in proportion to the lengths of vectors, whose product may be small.
     are_sums = [
         ((x.sum(0) - whole).norm(dim=-1) <= rounding * x.norm(dim=-1).sum(0)).all()
         for x, whole in ((of_query, q), (of_key, k))
     ]
+    if not all(are_sums):
+        raise UserError(f"{UNKNOWN}: what queries and keys of head {name_of(head)} are made of cannot be followed")
     chosen = F.one_hot(keys.to(q.device) + len(k) - len(q), len(k))  # (Q, K, T_key)
     mask = mask[queries]
     bias = mask.masked_fill(mask <= HIDES, 0.0)
@@ -186,9 +187,6 @@ def explain(att: Captured, parts: Parts, head: Head, queries: slice, keys: Tenso
         if bias.any():  # of positions, as ALiBi's
             names = [*names, "mask"]
             sides = torch.cat((sides, bias.expand(2, 1, *bias.shape)), dim=1)
-        is_softmax = (scores.softmax(-1) - weights[queries]).abs() <= rounding
-        if not all(are_sums) or not is_softmax.all():
-            raise UserError(f"{UNKNOWN}: what queries and keys of head {name_of(head)} are made of cannot be followed")
         scores = scores[:, None].expand(chosen.shape)
         others = scores.masked_fill(chosen > 0, -torch.inf).softmax(-1).nan_to_num()  # nan: there is no other key
         return names, scores[chosen > 0].view(keys.shape), torch.einsum("snqt,qkt->snqk", sides, chosen - others)
