@@ -60,14 +60,10 @@ class Names:
 
     def name(self, token: int) -> str | bytes:
         """Return the text of an id by the tokenizer; empty if it has none, or a part of a character."""
-        if self.tokenizer is None:
-            return ""
-        try:
-            with errors_as_user_error("a model may have more ids than its tokenizer"):
-                text = self.tokenizer.decode([token])
-        except UserError:
-            return ""
-        return "" if "\ufffd" in text else text
+        with suppress(UserError), errors_as_user_error("there may be none, or one of fewer ids"):
+            text = self.tokenizer.decode([token])
+            return text if "\ufffd" not in text else ""
+        return ""
 
     def labels(self, ids: Sequence[int]) -> list[str]:
         """Return names of the tokens of a text. Raises UserError if names were given, of another number."""
