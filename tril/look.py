@@ -373,17 +373,17 @@ def capture(model: nn.Module, edits: Edits | None = None, kind: type[Captured] =
         raise UserError("a scripted model is a graph, which cannot be looked into: give the module that was scripted")
     captured = kind(edits)
     # Parts of a model may be called without it, as `GPT.generate` does.
-    embedding = next((part for part in model.modules() if isinstance(part, nn.Embedding)), None)
-    hooks = [part.register_forward_pre_hook(captured.enter, with_kwargs=True) for part in (model, embedding) if part]
-    hooks.append(model.register_forward_hook(captured.leave, always_call=True))
+    embedding = next((part for part in model.modules() if isinstance(part, nn.Embedding)), model)
     # To import it takes a second, and it is there if anything is compiled.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    try:
-        with eager, captured:
-            yield captured
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with (
+        model.register_forward_pre_hook(captured.enter, with_kwargs=True),
+        embedding.register_forward_pre_hook(captured.enter, with_kwargs=True),
+        model.register_forward_hook(captured.leave, always_call=True),
+        eager,
+        captured,
+    ):
+        yield captured
 
 
 @torch.no_grad()
