@@ -184,9 +184,12 @@ class Captured(TorchFunctionMode):
         visible = mask > HIDES
         is_past = not visible.triu(T_key - T_query + 1).any()
         # The queries are all of the text, and belong to the last keys: behind these is no empty buffer.
-        is_whole = (self.text is None or T_query == self.text[1]) and (T_query == T_key or visible[..., -1].any())
+        is_whole = T_query == T_key or visible[..., -1].any()
         is_flat = query.dim() == 3  # the heads may be joined with the batch
-        B = num_texts(self.text_of_call, len(query)) if self.text and is_flat else len(query)
+        B = len(query)
+        if self.text:
+            B = num_texts(self.text_of_call, B) if is_flat else B
+            is_whole &= T_query == self.text[1] and B in (1, self.text[0])
         if not is_past or not is_whole or query.dim() not in (3, 4):
             shapes = f"queries {tuple(query.shape)} of keys {tuple(key.shape)}"
             self.left_out.append(UNMASKED if T_query == T_key and not is_past else shapes)

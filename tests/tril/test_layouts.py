@@ -256,6 +256,7 @@ ODD: dict[str, tuple[Attend, str]] = {  # name -> a way to attend, and what is s
     "vmap of a kernel": (seen_as(torch.vmap(causal)), "vmap"),
     "nested, strided": (attend(lambda w, v: (nested(w) @ nested(v)).to_padded_tensor(0.0)), "nested"),
     "nested, jagged": (seen_as(jagged), "nested|jagged"),
+    "heads for texts": (seen_as(lambda *qkv: causal(*(x.transpose(0, 1) for x in qkv)).transpose(0, 1)), "queries"),
     "three operands": (attend(lambda w, v: einsum("bhst,bhtd,h->bhsd", w, v, torch.ones(H))), "einsum"),
     "tensordot": (one_by_one(attend(lambda w, v: torch.tensordot(w, v[0], 1))), "tensordot"),
     "sigmoid": (attend(weights=lambda q, k: score(q, k).sigmoid()), "rows sum to|sigmoid"),
