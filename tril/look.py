@@ -25,13 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tril.decoder import evaluating, logits_at
 from tril.errors import UserError
 from tril.metrics import Head, Metrics, layer_metrics
-from tril.products import PRODUCTS, find_attention, is_plain, num_texts
+from tril.products import PRODUCTS, find_attention, is_plain, num_texts, tensors
 from tril.weights import HIDES, TOLERANCE, Call, Computed, Proof, WrittenOut, join, repeat_heads
 
 MOST_SUM = 10.0  # of a row that is read with dropout: dropout of nine tenths makes a weight ten times as large
@@ -81,7 +80,7 @@ class Captured(TorchFunctionMode):
         """Begin with the ids that a model, or its embedding alone, is given, as a hook. Positions may be among them."""
         if self.is_inside:
             return
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        given = tensors((args, kwargs))
         ids = [x for x in given if x.dim() in (1, 2) and not x.is_floating_point() and x.dtype != torch.bool]
         self.begin(tuple(torch.atleast_2d(max(ids, key=torch.numel)).shape) if ids else None)
         self.is_inside = not isinstance(module, nn.Embedding)
@@ -123,7 +122,7 @@ class Captured(TorchFunctionMode):
         if name == "tensordot":
             self.note("torch.tensordot cannot be looked into", args)
         elif name in ("mul", "__mul__"):
-            weights = [x for x in args if isinstance(x, Tensor) and x.dim() > 3 and x.size(-1) == 1]  # (..., T, T, 1)
+            weights = [x for x in tensors(args) if x.dim() > 3 and x.size(-1) == 1]  # (..., T, T, 1)
             self.note("a sum of products cannot be looked into", weights)
         elif func is F.linear:
             self.see_linear(*args, **kwargs)
@@ -133,8 +132,8 @@ class Captured(TorchFunctionMode):
 
     def follow(self, name: str, args: tuple, kwargs: dict, output: object) -> None:
         """Note what reads outputs of heads, and what is made of exponentials until they are divided by their sum."""
-        made = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = tensors(output)
+        given = tensors((args, kwargs))
         if made or output is None:  # else it was asked for a size
             self.is_open &= not {id(x) for x in given} & {id(x) for x, _ in self.outputs}
         if name != "exp":
@@ -154,8 +153,8 @@ class Captured(TorchFunctionMode):
 
     def note(self, reason: str, arguments: object) -> None:
         """Note what may be attention and cannot be looked into, if anything in it has two axes as long as the text."""
-        tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
-        if not all(map(is_plain, tensors)) or any(x.shape.count(self.text[1]) > 1 for x in tensors if self.text):
+        given = tensors(arguments)
+        if not all(map(is_plain, given)) or any(x.shape.count(self.text[1]) > 1 for x in given if self.text):
             self.left_out.append(reason)
 
     def see_kernel(
@@ -218,7 +217,7 @@ class Captured(TorchFunctionMode):
 
         Weights and values are detached: what is asked of them must leave no trace for autograd.
         """
-        given = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+        given = tensors(arguments)
         if not all(map(is_plain, given)):
             self.left_out.append(NOT_PLAIN)
             return output

@@ -17,6 +17,11 @@ from torch.utils._pytree import tree_leaves
 PRODUCTS = ("matmul", "__matmul__", "linalg_matmul", "bmm", "mm", "baddbmm", "einsum")  # the names of their functions
 
 
+def tensors(given: object) -> list[Tensor]:
+    """Return the tensors in what a function is given, or in what it returns."""
+    return [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+
+
 def is_plain(x: Tensor) -> bool:
     """Return whether a tensor has numbers to look at: not one that is nested or sparse, or inside `torch.vmap`."""
     return x.layout == torch.strided and not x.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -32,21 +37,20 @@ def axes_of(name: str, arguments: Sequence, output: Tensor) -> list[tuple[Tensor
 
     name: one of PRODUCTS; arguments: those it is called with.
     """
-    given = tree_leaves(arguments)  # operands of `einsum` may be a list
-    equation = given[0] if name == "einsum" else "...ij,...jk->...ik"
+    equation = tree_leaves(arguments)[0] if name == "einsum" else "...ij,...jk->...ik"
     inputs, _, result = equation.replace(" ", "").partition("->")
     if not result:
         once = "".join(axis for axis in sorted(inputs) if inputs.count(axis) == 1 and axis != ",")
         result = "..." * ("..." in inputs) + once
-    tensors = [x.detach() for x in (*given, output) if isinstance(x, Tensor)][-3:]  # `baddbmm` has a term before them
+    factors = [x.detach() for x in tensors((arguments, output))][-3:]  # `baddbmm` has a term before them
     named = [*inputs.split(","), result]
-    if len(named) != 3 or not all(x.is_floating_point() and x.numel() for x in tensors):
+    if len(named) != 3 or not all(x.is_floating_point() and x.numel() for x in factors):
         return []
     unnamed = "".join(x for x in ascii_letters if x not in equation)  # the last axes of "..." are the same in all
     axes = [
-        x.replace("...", unnamed[len(unnamed) + len(x) - 3 - y.dim() :]) for x, y in zip(named, tensors, strict=False)
+        x.replace("...", unnamed[len(unnamed) + len(x) - 3 - y.dim() :]) for x, y in zip(named, factors, strict=False)
     ]
-    return [*zip(tensors, axes, strict=True)] if [*map(len, axes)] == [x.dim() for x in tensors] else []
+    return [*zip(factors, axes, strict=True)] if [*map(len, axes)] == [x.dim() for x in factors] else []
 
 
 def find_attention(

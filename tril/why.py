@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.weak import TensorWeakRef
 
 from tril.errors import UserError, errors_as_user_error
@@ -27,7 +27,7 @@ from tril.experiments import CPU_FLOPS
 from tril.kinds import name_of
 from tril.look import Captured
 from tril.metrics import Head, Heads
-from tril.products import PRODUCTS
+from tril.products import PRODUCTS, tensors
 from tril.weights import HIDES, TOLERANCE, Computed, exact_products
 
 # Names of functions, without the underscores around them. Of those that add, the arguments that are added.
@@ -149,7 +149,7 @@ class Writers(Captured):
 
 def num_written(given: object) -> int:
     """Return the number of tensors that are made of what was written."""
-    return sum(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(given))
+    return sum(x.requires_grad for x in tensors(given))
 
 
 @torch.no_grad()
