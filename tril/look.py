@@ -125,7 +125,7 @@ class Captured(TorchFunctionMode):
             weights = [x for x in tensors(args) if x.dim() > 3 and x.size(-1) == 1]  # (..., T, T, 1)
             self.note("a sum of products cannot be looked into", weights)
         elif func is F.linear:
-            self.see_linear(*args, **kwargs)
+            self.see_linear(output, *args, **kwargs)
         elif func is F.dropout:
             self.has_dropout |= output is not args[0]  # rows of weights may sum to more than one
         return output
@@ -257,7 +257,7 @@ class Captured(TorchFunctionMode):
             return UNMASKED if T_query == T_key else shape
         return f"{shape} whose rows sum to {least:.2f} to {most:.2f}" if (is_past and most) or is_doubtful else ""
 
-    def see_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    def see_linear(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """Store the weight if it reads the output of the last layer as it is. Join texts that attended one by one."""
         if self.text:
             is_one = input.numel() == self.text[1] * input.size(-1)

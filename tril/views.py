@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tril.errors import UserError, errors_as_user_error
@@ -15,7 +14,7 @@ from tril.experiments import affordable_rows
 from tril.look import Captured
 from tril.metrics import Head, Heads
 from tril.weights import TOLERANCE, exact_products
-from tril.why import Writers
+from tril.why import NOT_LINEAR, Writers
 
 UNKNOWN = "what heads add to the logits is not known"
 NUM_LIKELIEST = 5  # tokens, of the likeliest and of the unlikeliest
@@ -43,23 +42,20 @@ def projected_values(att: Captured, head: Head) -> Tensor:
 class Stream(Writers):
     """The residual stream of a pass of one text, (1, T): linear layers are writers too, so no way leads through one."""
 
+    not_linear = NOT_LINEAR | {"linear"}
+
     def begin(self, text: tuple[int, int] | None) -> None:
         """Forget the forward pass before."""
         super().begin(text)
-        self.added = {}  # layer -> what its output projection writes
+        self.added = {}  # layer -> the place of what its output projection writes
         self.last = None  # the input, the weight and the output of the last linear layer
 
-    @torch.inference_mode(False)
-    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
-        """Call a function of PyTorch, and cut the pass there if it writes."""
-        output = super().__torch_function__(func, types, args, kwargs)
-        if func is not F.linear:
-            return output
-        self.last = *args[:2], output
-        output = self.write(["linear"], output)
+    def see_linear(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Remember the layer, and that its output is written next if it is an output projection."""
+        super().see_linear(output, input, weight, bias)
+        self.last = input, weight, output
         if self.layer in self.projections:  # since this linear layer, or one before
-            self.added.setdefault(self.layer, self.written[-1][1]())
-        return output
+            self.added.setdefault(self.layer, len(self.written))
 
     @torch.inference_mode(False)
     def unembedding(self, known: Tensor) -> Callable[[int, Tensor, Tensor], Tensor]:
@@ -80,11 +76,11 @@ class Stream(Writers):
         with errors_as_user_error(UNKNOWN):
             V = known.size(-1)
             hidden, weight, output = self.last
-            weight = weight.detach()[:V]
+            weight = weight[:V]
             is_other = output[..., :V].argmax(-1) != known.argmax(-1)
             zeros = torch.zeros_like(hidden, requires_grad=True)
             pull = partial(torch.autograd.grad, hidden, grad_outputs=zeros, create_graph=True)
-            backs = pull([self.added[layer] for layer in range(len(self.calls))])
+            backs = pull([self.written[self.added[layer]][1]() for layer in range(len(self.calls))])
             written = [x for _, x in self.alive]
             pairs = zip(pull(written, allow_unused=True), written, strict=True)
             error = part_of(back * x for back, x in pairs if back is not None) - hidden

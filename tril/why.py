@@ -74,6 +74,7 @@ class Writers(Captured):
     """
 
     stored = staticmethod(Tensor.clone)  # queries and keys as they are made
+    not_linear = NOT_LINEAR
 
     def begin(self, text: tuple[int, int] | None) -> None:
         """Forget the forward pass before."""
@@ -110,7 +111,7 @@ class Writers(Captured):
         if func is F.embedding and not self.written and args[0].numel() == self.text[1]:
             return self.write(["embedding"], output)
         num = num_written((args, kwargs))
-        if len(self.written) == before and ((num and name in NOT_LINEAR) or (num > 1 and name in MULTIPLY)):
+        if len(self.written) == before and ((num and name in self.not_linear) or (num > 1 and name in MULTIPLY)):
             # One number for a token, or for all, is the scale of a norm.
             return output.detach() if output.shape[-1:].numel() == 1 else self.write([f"mlp {self.layer}"], output)
         return output

@@ -371,7 +371,7 @@ def test_where_it_cannot_be_followed_a_sentence_says_what_is_known(model, words:
 
 @pytest.mark.parametrize("missing", ["gelu", "tanh"])
 def test_what_is_taken_for_linear_and_is_not_breaks_the_sum(missing: str, monkeypatch) -> None:
-    monkeypatch.setattr(why, "NOT_LINEAR", why.NOT_LINEAR - {missing})
+    monkeypatch.setattr(why.Writers, "not_linear", why.NOT_LINEAR - {missing})
     found = inspect_heads(make("gpt2"), IDS)
     if missing == "tanh":  # ours has none
         assert found.why(2, 5, 6, 4)
